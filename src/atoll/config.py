@@ -1,0 +1,218 @@
+"""The settings of a run: typed, frozen, validated once.
+
+One flat list. Every setting is a key of the run file (TOML), a flag of `atoll server` (`--sync-every`) and an
+environment variable (`ATOLL_SYNC_EVERY`); a flag wins over the environment, the environment over the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from atoll.errors import AtollError, ConfigError
+
+DEFAULT_PORT = 8512
+ENV_PREFIX = "ATOLL_"
+
+
+class Settings(BaseModel):
+    """Everything that decides what a run does. `Settings.read` builds one from file, environment and flags."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    name: str = Field("atoll", description="A name for people; shown in status and in the summary.", max_length=100)
+    model: str | None = Field(
+        None,
+        description="Initial model: `module:function` that returns an `nn.Module`, or a `.safetensors` file.",
+    )
+    model_args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for `module:function`.")
+    buffers: tuple[str, ...] = Field(
+        (),
+        description="Further tensors to be averaged as buffers rather than stepped, as shell patterns; only needed "
+        "where the initial model is a file that does not say.",
+    )
+    seed: int = Field(0, description="Seed set before the initial model is built.")
+
+    algorithm: str = Field("diloco", description="`diloco`, `fedavg`, or `module:attribute` of your own.")
+    rounds: int = Field(0, ge=0, description="Rounds after which the run is finished; 0: until it is stopped.")
+    num_workers: int = Field(1, ge=1, description="Workers that round one waits for.")
+    min_workers: int = Field(1, ge=1, description="A round never closes with fewer updates.")
+    quorum: int = Field(0, ge=0, description="Updates that suffice once the deadline has passed; 0: all expected.")
+    round_deadline_s: float = Field(0.0, ge=0, description="Seconds after which a quorum closes a round; 0: never.")
+    sync_every: int = Field(500, ge=1, description="Local optimizer steps between two synchronisations (DiLoCo's H).")
+
+    outer_optimizer: str | None = Field(
+        None, description="`sgd`, `adam`, … or `module:attribute`; by default the algorithm's own."
+    )
+    outer_lr: float | None = Field(None, gt=0, description="Outer learning rate; by default the algorithm's own.")
+    outer_momentum: float | None = Field(None, ge=0, lt=1, description="Outer momentum; by default the algorithm's own.")
+    outer_options: dict[str, Any] = Field(
+        default_factory=dict, description="Further keyword arguments of the outer optimizer."
+    )
+    codec: str | None = Field(None, description="`none` or `bf16`; by default bf16 for DiLoCo, none for federated runs.")
+    max_update_norm: float = Field(0.0, ge=0, description="Refuse an update whose L2 norm is larger; 0: no limit.")
+    max_weight: float = Field(1e12, gt=0, description="Refuse an update with a larger weight.")
+
+    host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback needs TLS and a token.")
+    port: int | None = Field(
+        None, ge=0, le=65535, description="By default 8512, or the first free one after it; 0: any free one."
+    )
+    tls_cert: Path | None = Field(None, description="Certificate chain (PEM).")
+    tls_key: Path | None = Field(None, description="Its private key (PEM, mode 0600).")
+    token_file: Path | None = Field(None, description="File (mode 0600) with the bearer token; or ATOLL_TOKEN.")
+    insecure: bool = Field(False, description="Listen beyond loopback without TLS or without a token.")
+    heartbeat_interval_s: float = Field(30.0, ge=0, description="Seconds between two heartbeats; 0: none.")
+    heartbeat_timeout_s: float = Field(
+        120.0, ge=0, description="Silence after which a worker is declared dead; 0: never."
+    )
+    idle_timeout_s: float = Field(60.0, gt=0, description="A transfer that moves no byte for so long has failed.")
+    connections: int = Field(2, ge=1, le=64, description="Parallel connections a worker uses for tensors.")
+    part_bytes: int = Field(16 * 2**20, ge=2**16, le=16 * 2**20, description="The most bytes of one part.")
+
+    state_dir: Path = Field(Path("atoll-run"), description="Folder of the journal and the slots.")
+    save_dir: Path | None = Field(None, description="Folder for what people open; by default `state_dir`/exports.")
+    save_every: int = Field(0, ge=0, description="Export the model every so many rounds; 0: at the end only.")
+    durability: Literal["process", "power"] = Field(
+        "process", description="What an acknowledged update survives: the server being killed, or a power loss."
+    )
+    keep_versions: int = Field(2, ge=1, description="Versions kept for slow readers.")
+    max_pins: int = Field(4, ge=1, description="Further versions that slow pulls may hold; then the oldest is revoked.")
+    min_free_bytes: int = Field(256 * 2**20, ge=0, description="Refuse uploads (507) when less disk than this is free.")
+    threads: int = Field(0, ge=0, description="Threads of the aggregation; 0: one per core, at most 8.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Settings:
+        if self.min_workers > self.num_workers:
+            raise ConfigError(
+                f"min_workers is {self.min_workers}, but num_workers is {self.num_workers}: round one could never close.",
+                f"Set min_workers to at most {self.num_workers}.",
+            )
+        if self.quorum and self.quorum < self.min_workers:
+            raise ConfigError(
+                f"quorum is {self.quorum}, below min_workers, which is {self.min_workers}.",
+                f"Set quorum to at least {self.min_workers}, or to 0.",
+            )
+        if self.quorum and not self.round_deadline_s:
+            raise ConfigError(
+                f"quorum is {self.quorum}, but round_deadline_s is 0, so it never takes effect.",
+                "Set round_deadline_s to the seconds after which the quorum suffices.",
+            )
+        if self.heartbeat_timeout_s and self.heartbeat_interval_s >= self.heartbeat_timeout_s:
+            raise ConfigError(
+                f"heartbeat_interval_s is {self.heartbeat_interval_s:g}, not below heartbeat_timeout_s, which is "
+                f"{self.heartbeat_timeout_s:g}: every worker would be declared dead.",
+                "Set the timeout to at least three intervals.",
+            )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("Only one of tls_cert and tls_key is given.", "Give both, or neither.")
+        return self
+
+    @classmethod
+    def read(
+        cls,
+        path: Path | None = None,
+        flags: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> Settings:
+        """Settings from a run file, the environment and flags (in rising priority).
+
+        Args:
+            path: a TOML run file; relative paths in it are relative to its folder.
+            flags: values by setting name; None means "not given".
+            environ: the environment; by default that of the process.
+
+        Raises:
+            ConfigError: the file cannot be read, a key is unknown (the nearest valid one is offered), or a value is
+                wrong; the source (file, variable, flag) is named.
+        """
+        merged: dict[str, Any] = {}
+        source: dict[str, str] = {}
+        layers = [
+            _file_layer(path) if path else {},
+            _environment_layer(os.environ if environ is None else environ),
+            {key: (value, f"flag --{key.replace('_', '-')}") for key, value in (flags or {}).items() if value is not None},
+        ]
+        for layer in layers:
+            for key, (value, where) in layer.items():
+                merged[key], source[key] = value, where
+        return cls.build(merged, source)
+
+    @classmethod
+    def build(cls, values: Mapping[str, Any], source: Mapping[str, str] | None = None) -> Settings:
+        """Settings from a plain mapping.
+
+        Raises:
+            ConfigError: as `read`.
+        """
+        where = dict(source or {})
+        for key in values:
+            if key not in cls.model_fields:
+                raise ConfigError(f"{where.get(key, 'settings')}: there is no setting {key!r}.", _nearest(key))
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise _readable(error, where) from None
+
+
+def _file_layer(path: Path) -> dict[str, tuple[Any, str]]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"There is no run file {str(path)!r}.", "`atoll init` writes one.") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{str(path)!r} is a folder.", f"Name the run file in it: {path / 'run.toml'}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}.", "A run file is TOML: key = value, one a line.") from None
+    layer = {key: (value, str(path)) for key, value in table.items()}
+    for key in ("tls_cert", "tls_key", "token_file", "state_dir", "save_dir"):
+        if isinstance(table.get(key), str):
+            layer[key] = (path.parent / table[key], str(path))
+    if isinstance(table.get("model"), str) and table["model"].endswith(".safetensors"):
+        layer["model"] = (str(path.parent / table["model"]), str(path))
+    return layer
+
+
+NOT_SETTINGS = frozenset({"ATOLL_SERVER", "ATOLL_SITE", "ATOLL_TOKEN", "ATOLL_DIR", "ATOLL_TLS_CA", "ATOLL_FAILPOINTS"})
+"""ATOLL_* variables that are no setting of a run: they belong to a worker, are secret, or are for tests."""
+
+
+def _environment_layer(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    layer: dict[str, tuple[Any, str]] = {}
+    for key, field in Settings.model_fields.items():
+        variable = ENV_PREFIX + key.upper()
+        if variable not in environ:
+            continue
+        value: Any = environ[variable]
+        if field.annotation is not None and "dict" in str(field.annotation):
+            try:
+                value = tomllib.loads(f"value = {value}")["value"]
+            except tomllib.TOMLDecodeError:
+                raise ConfigError(f"{variable} is {value!r}.", "Write a TOML table: {key = value}.") from None
+        elif "tuple" in str(field.annotation):
+            value = tuple(filter(None, value.split(",")))
+        layer[key] = (value, variable)
+    return layer
+
+
+def _nearest(key: str) -> str:
+    close = difflib.get_close_matches(key.replace("-", "_"), Settings.model_fields, n=1)
+    return f"Did you mean {close[0]!r}?" if close else "`docs/reference/settings.md` lists them all."
+
+
+def _readable(error: ValidationError, source: Mapping[str, str]) -> AtollError:
+    """The first complaint of pydantic in Atoll's words."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, AtollError):
+        return cause
+    key = str(first["loc"][0]) if first["loc"] else "settings"
+    field = Settings.model_fields.get(key)
+    message = first["msg"][0].lower() + first["msg"][1:]
+    remedy = f"{key}: {field.description}" if field and field.description else ""
+    return ConfigError(f"{source.get(key, 'settings')}: {key} = {first['input']!r}: {message}.", remedy)

@@ -1,0 +1,87 @@
+"""Names that users write → the objects they mean.
+
+One table per kind; an entry is `"module:attribute"`, imported when it is asked for. Other packages add theirs by
+an entry point in the group `atoll.<kind>` (`[project.entry-points."atoll.codecs"]`); a plugin never shadows a
+built-in name. Where a user may name code of their own, `module:attribute` itself is accepted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from importlib.metadata import entry_points
+from typing import Any
+
+from atoll.errors import ConfigError
+
+TABLES: dict[str, dict[str, str]] = {
+    "codecs": {
+        "none": "atoll.codecs.none:NoneCodec",
+        "bf16": "atoll.codecs.bf16:Bf16Codec",
+    },
+    "reducers": {
+        "mean": "atoll.reducers.mean:WeightedMean",
+        "max": "atoll.reducers.maximum:Maximum",
+    },
+    "algorithms": {
+        "fedavg": "atoll.algorithms.fedavg:fedavg",
+        "diloco": "atoll.algorithms.diloco:diloco",
+    },
+    "outer": {
+        "sgd": "torch.optim:SGD",
+        "adam": "torch.optim:Adam",
+        "adamw": "torch.optim:AdamW",
+        "adagrad": "torch.optim:Adagrad",
+        "rmsprop": "torch.optim:RMSprop",
+    },
+}
+"""kind → name → "module:attribute". One line here is all that a built-in extension adds outside its own file."""
+
+
+def names(kind: str) -> list[str]:
+    """Every name of `kind` that can be loaded, built-in ones first."""
+    plugins = [point.name for point in entry_points(group=f"atoll.{kind}") if point.name not in TABLES[kind]]
+    return [*TABLES[kind], *sorted(plugins)]
+
+
+def load(kind: str, name: str) -> Any:
+    """The object registered as `name`, or the one at `module:attribute`.
+
+    Raises:
+        ConfigError: nobody registered the name (the nearest one is offered), or the module cannot be imported.
+    """
+    target = TABLES[kind].get(name)
+    if target is None:
+        plugins = {point.name: point.value for point in entry_points(group=f"atoll.{kind}")}
+        target = plugins.get(name, name if ":" in name else None)
+    if target is None:
+        raise ConfigError(f"{name!r} is not one of the {kind}: {', '.join(names(kind))}.", _nearest(name, names(kind)))
+    return load_attribute(target)
+
+
+def load_attribute(target: str) -> Any:
+    """The object at `module:attribute`.
+
+    Raises:
+        ConfigError: it is not of that form, or the module or the attribute is missing.
+    """
+    module_name, separator, attribute = target.partition(":")
+    if not separator or not module_name or not attribute:
+        raise ConfigError(f"{target!r} does not name code.", "Write it as module:attribute, for example my_models:build.")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{target!r}: no module named {error.name!r}.",
+            "Start the command in the folder of the module, or install the package that has it.",
+        ) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        public = [entry for entry in vars(module) if not entry.startswith("_")]
+        raise ConfigError(f"{target!r}: {module_name} has no {attribute!r}.", _nearest(attribute, public)) from None
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"Did you mean {close[0]!r}?" if close else ""

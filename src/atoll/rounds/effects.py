@@ -1,0 +1,116 @@
+"""What the round machine wants done: its outputs. Values only; the server and the simulator carry them out, in order.
+
+An effect marked [journal] must be in the journal before anybody is answered; `Machine.restore` starts from those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGranted:
+    """[journal] `site` takes part under `lease`; every earlier lease of it is void."""
+
+    site: str
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """[journal] `site` no longer takes part. `why` is `dead`, `left` or `failed`; unacknowledged parts may be dropped."""
+
+    site: str
+    lease: int
+    why: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRefused:
+    """The sender's lease is void: tell it to join again."""
+
+    site: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOpened:
+    """[journal] The round from `base_version` of `fragment` waits for exactly `expected`."""
+
+    fragment: int
+    base_version: int
+    expected: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedChanged:
+    """[journal] Whom an open round waits for changed: a death, a departure, a refusal, a return."""
+
+    fragment: int
+    base_version: int
+    expected: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TicketIssued:
+    """[journal where `new`] Give `site` this ticket; the same one again as long as it is open."""
+
+    site: str
+    ticket: int
+    fragment: int
+    base_version: int
+    new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TicketWithheld:
+    """`site` has to wait: its update is in, the round has not opened, or it counts from the next one on."""
+
+    site: str
+    fragment: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TicketsExpired:
+    """[journal] These tickets can no longer be used; what was spooled for them is dropped."""
+
+    tickets: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundClosed:
+    """[journal] Freeze the round and reduce exactly these tickets, in this order (by site name)."""
+
+    fragment: int
+    base_version: int
+    tickets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFinished:
+    """[journal] The last round is committed; workers are told, and the result is exported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """Whoever waits on `fragment` should ask again."""
+
+    fragment: int
+
+
+Effect = (
+    LeaseGranted
+    | LeaseEnded
+    | LeaseRefused
+    | RoundOpened
+    | ExpectedChanged
+    | TicketIssued
+    | TicketWithheld
+    | TicketsExpired
+    | RoundClosed
+    | RunFinished
+    | Woken
+)

@@ -1,0 +1,78 @@
+"""What happens to a run: the inputs of the round machine. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    """A process of `site` asks to take part; an older lease of the same site ends here."""
+
+    site: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft:
+    """The holder of `lease` deregisters; `error` where its training failed."""
+
+    site: str
+    lease: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSeen:
+    """The holder of `lease` gave a sign of life: a heartbeat, or bytes of a part."""
+
+    site: str
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class TicketRequested:
+    """The holder of `lease` asks for its ticket of the open round of `fragment`."""
+
+    site: str
+    lease: int
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateAccepted:
+    """The update of `ticket` is in the journal."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRefused:
+    """The update of `ticket` was looked at and cannot count: not finite, absurd norm, wrong weight."""
+
+    ticket: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class VersionCommitted:
+    """The head of `fragment` moved to `version`."""
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Nothing else happened; deadlines and silences are judged."""
+
+
+Event = (
+    WorkerJoined
+    | WorkerLeft
+    | WorkerSeen
+    | TicketRequested
+    | UpdateAccepted
+    | UpdateRefused
+    | VersionCommitted
+    | TimePassed
+)

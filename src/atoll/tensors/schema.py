@@ -1,0 +1,176 @@
+"""What a model is made of: names, dtypes, shapes and groups, and one digest that both sides compare.
+
+No torch here: dtypes are written as in safetensors (`F32`, `BF16`, `I64`), so that a process that only looks at
+a run (status, export) never imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from atoll.errors import SchemaMismatch, UsageError
+
+ITEM_BYTES: dict[str, int] = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+"""safetensors dtype → bytes of one element."""
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+
+PARAMS = "params"
+BUFFERS = "buffers"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor: its name, safetensors dtype, shape and the group that says how it is reduced."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    group: str = PARAMS
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise UsageError(
+                f"Tensor {self.name!r} has the dtype {self.dtype}, which does not travel.",
+                f"Use one of {', '.join(ITEM_BYTES)}.",
+            )
+
+    @property
+    def numel(self) -> int:
+        """Elements; 1 for a 0-d tensor, 0 for an empty one."""
+        return math.prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.item_bytes
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype in FLOATS
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)} in {self.group}"
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The tensors of a model in storage order, each once, and which further names mean the same tensor.
+
+    Storage order is by element size, widest first, then as the model lists them: so every tensor of a file is
+    aligned to its element size without gaps, which safetensors does not allow.
+
+    Attributes:
+        tensors: owners, in storage order.
+        aliases: (further name, owner's name) of tied tensors, sorted.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def build(cls, specs: Iterable[TensorSpec], aliases: Mapping[str, str] | None = None) -> Schema:
+        """A schema in storage order.
+
+        Raises:
+            UsageError: a name occurs twice, or an alias names no tensor.
+        """
+        ordered = tuple(sorted(specs, key=lambda spec: -spec.item_bytes))
+        tied = tuple(sorted((aliases or {}).items()))
+        owners = {spec.name for spec in ordered}
+        everything = [spec.name for spec in ordered] + [alias for alias, _ in tied]
+        if len(everything) != len(set(everything)):
+            double = next(name for name in everything if everything.count(name) > 1)
+            raise UsageError(f"The tensor name {double!r} occurs twice.", "Give every tensor a name of its own.")
+        for alias, owner in tied:
+            if owner not in owners:
+                raise UsageError(f"{alias!r} is tied to {owner!r}, which is not among the tensors.")
+        return cls(ordered, tied)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors)
+
+    @property
+    def numel(self) -> int:
+        return sum(spec.numel for spec in self.tensors)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """BLAKE3 of the canonical JSON, in hex: equal exactly when the schemas are equal."""
+        return blake3(json.dumps(self.to_json(), separators=(",", ":"), sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tensors": [[spec.name, spec.dtype, list(spec.shape), spec.group] for spec in self.tensors],
+            "aliases": [list(pair) for pair in self.aliases],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Schema:
+        return cls(
+            tuple(TensorSpec(name, dtype, tuple(shape), group) for name, dtype, shape, group in value["tensors"]),
+            tuple((alias, owner) for alias, owner in value["aliases"]),
+        )
+
+    def require_equal(self, other: Schema, *, mine: str, theirs: str) -> None:
+        """Refuse two schemas that differ, before any tensor moves.
+
+        Args:
+            other: the other side's schema.
+            mine: who holds this schema, for the message ("worker clinic-a").
+            theirs: who holds the other ("server").
+
+        Raises:
+            SchemaMismatch: both digests and the first difference are named.
+        """
+        if self.digest == other.digest:
+            return
+        raise SchemaMismatch(
+            f"The model of {mine} (schema {self.digest[:12]}) is not the model of {theirs} (schema "
+            f"{other.digest[:12]}): {_first_difference(self, other, mine, theirs)}.",
+            f"Build the same architecture in the same dtype on both sides, or start {theirs} with this model.",
+        )
+
+
+def _first_difference(one: Schema, two: Schema, mine: str, theirs: str) -> str:
+    in_one, in_two = ({spec.name: spec for spec in schema.tensors} for schema in (one, two))
+    for spec in one.tensors:
+        if spec.name not in in_two:
+            return f"{mine} has {spec}, {theirs} has no such tensor"
+        if spec != in_two[spec.name]:
+            return f"{mine} has {spec}, {theirs} has {in_two[spec.name]}"
+    for spec in two.tensors:
+        if spec.name not in in_one:
+            return f"{theirs} has {spec}, {mine} has no such tensor"
+    if one.aliases != two.aliases:
+        pair = sorted(set(one.aliases) ^ set(two.aliases))[0]
+        holder = mine if pair in one.aliases else theirs
+        return f"only {holder} ties {pair[0]} to {pair[1]}"
+    return "the same tensors in another order"

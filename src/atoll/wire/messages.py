@@ -1,0 +1,269 @@
+"""Every message that crosses the HTTP interface, closed and typed; the OpenAPI document is made from these.
+
+Unknown fields are refused: a misspelt one must not be lost silently. Names of tensors never travel here, only
+numbers that the server issued; the schema is a document of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+Site = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""A worker's name: letters, digits, `.`, `_`, `-`; at most 64; it is shown and logged, never used as a path."""
+
+Hex32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+"""A BLAKE3 digest in hex."""
+
+Metrics = Annotated[dict[Annotated[str, StringConstraints(max_length=64)], float], Field(max_length=64)]
+Labels = Annotated[
+    dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=256)]],
+    Field(max_length=32),
+]
+Text = Annotated[str, StringConstraints(max_length=2000)]
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Problem(BaseModel):
+    """What went wrong: the body of every answer that is not 2xx."""
+
+    code: str = Field(description="A stable word for the kind of error; see docs/reference.")
+    message: str = Field(description="Who erred and with which value.")
+    remedy: str = Field("", description="What to do about it.")
+    retry_after_s: float | None = Field(None, description="When to ask again, where that helps.")
+
+
+class RunInfo(Message):
+    """What a worker must know of a run before it joins."""
+
+    protocol: int = Field(description="Protocol version of the server.")
+    run: str = Field(description="Id of the run; changes when a state directory is begun anew.")
+    name: str
+    algorithm: str
+    local: dict[str, Any] = Field(description="How the algorithm corrects local training.")
+    on_missed: Literal["rebase", "reset"]
+    rounds: Count = Field(description="Rounds of the run; 0: until it is stopped.")
+    sync_every: Count = Field(description="Local steps between two synchronisations; 0: the worker decides.")
+    schema_digest: Hex32
+    schema_bytes: Count = Field(description="Bytes of the model's tensors.")
+    fragments: int = Field(ge=1)
+    codec: str = Field(description="How `params` are encoded in an update.")
+    part_bytes: int = Field(gt=0)
+    connections: int = Field(gt=0, description="Parallel connections a worker should use for tensors.")
+    heartbeat_interval_s: float = Field(ge=0)
+    heartbeat_timeout_s: float = Field(ge=0)
+    idle_timeout_s: float = Field(gt=0)
+    epoch: Count
+
+
+class SchemaMessage(Message):
+    """The model's tensors in storage order; its digest is `RunInfo.schema_digest`."""
+
+    tensors: list[tuple[str, str, list[int], str]] = Field(description="(name, dtype, shape, group)")
+    aliases: list[tuple[str, str]] = Field(description="(further name, owner's name) of tied tensors")
+
+
+class Join(Message):
+    """A worker asks to take part."""
+
+    protocol: int = Field(description="Protocol version of the worker.")
+    site: Site
+    host: str = Field("", max_length=256, description="Where it runs, to be shown.")
+    process: str = Field("", max_length=64, description="A random id of this process; the newest of a site wins.")
+    schema_digest: Hex32 | None = Field(None, description="Of its model, where it has one already.")
+    sync_every: Count | None = Field(None, description="Its own H; must be the run's, where both have one.")
+    labels: Labels = Field(default_factory=dict, description="Anything to be shown in status.")
+
+
+class Joined(Message):
+    """The answer to `Join`: the lease fences every later request of this process."""
+
+    lease: str
+    epoch: Count
+    heads: list[Count] = Field(description="Version at the head of each fragment.")
+
+
+class Leave(Message):
+    """A worker deregisters. With `error`, because its training failed: shown at the server, the others go on."""
+
+    error: Text | None = None
+
+
+class Heartbeat(Message):
+    """A worker lives, and how far it is."""
+
+    step: Count = 0
+    steps_per_s: float = Field(0.0, ge=0)
+    version: Count = Field(0, description="Model version it trains on.")
+    retries: Count = 0
+    reconnections: Count = 0
+    bytes_up: Count = 0
+    bytes_down: Count = 0
+    state: str = Field("", max_length=64, description="What it is doing, in a word.")
+    metrics: Metrics = Field(default_factory=dict)
+
+
+class HeartbeatReply(Message):
+    epoch: Count
+    heads: list[Count]
+    finished: bool
+
+
+class TicketRequest(Message):
+    """Ask for the ticket of the next round of a fragment; waits up to `wait_s` for the round to open."""
+
+    fragment: Count = 0
+    wait_s: float = Field(0.0, ge=0, le=20.0)
+
+
+class Outcome(Message):
+    """What became of a ticket."""
+
+    ticket: Count
+    state: Literal["open", "accepted", "counted", "refused", "expired"]
+    base_version: Count
+    version: Count | None = Field(None, description="The version it went into, once it counts.")
+    reason: str = ""
+
+
+class Ticket(Message):
+    """The right to submit one update for one round of one fragment."""
+
+    ticket: Count
+    fragment: Count
+    base_version: Count
+    base_digest: Hex32 = Field(description="Digest of the version to pull and to train from.")
+    layout_digest: Hex32 = Field(description="Of the update's layout; the worker computes the same one.")
+
+
+class TicketReply(Message):
+    """A ticket; or whom the round waits for; or that the run is over."""
+
+    status: Literal["ticket", "wait", "finished"]
+    ticket: Ticket | None = None
+    previous: Outcome | None = Field(None, description="What became of this worker's ticket before.")
+    head_version: Count
+    head_digest: Hex32
+    waiting_for: list[str] = Field(default_factory=list, description="Sites that the round still waits for.")
+    reason: str = ""
+
+
+class TicketState(Message):
+    """Where a ticket stands, and which parts the server has on disk."""
+
+    outcome: Outcome
+    parts: list[Count] = Field(description="Parts that need not be sent again.")
+    part_digests: list[Hex32] = Field(description="Their digests, in the order of `parts`.")
+
+
+class PartReceipt(Message):
+    ticket: Count
+    part: Count
+    digest: Hex32
+
+
+class Complete(Message):
+    """All parts are there: submit the update."""
+
+    digest: Hex32 = Field(description="BLAKE3 over the layout's digest and the part digests in order.")
+    weight: float = Field(1.0, gt=0, description="Samples, tokens, or any number of the run's own.")
+    steps: Count = Field(0, description="Local steps in this round.")
+    metrics: Metrics = Field(default_factory=dict)
+
+
+class Receipt(Message):
+    """The update is in the journal; the same request gets the same receipt."""
+
+    ticket: Count
+    digest: Hex32
+    fragment: Count
+    base_version: Count
+
+
+class Manifest(Message):
+    """A version's parts, so that a pull can check, resume and fetch only what is broken."""
+
+    fragment: Count
+    version: Count
+    digest: Hex32
+    layout_digest: Hex32
+    nbytes: Count
+    part_digests: list[Hex32]
+
+
+class WorkerStatus(Message):
+    site: str
+    host: str
+    state: str = Field(description="alive, dead, left or failed")
+    doing: str
+    joined_at: str
+    last_heartbeat_s: float = Field(description="Seconds since it was last heard of.")
+    step: Count
+    steps_per_s: float
+    rounds: Count = Field(description="Updates of it that counted.")
+    version: Count
+    staleness: Count
+    bytes_up: Count
+    bytes_down: Count
+    retries: Count
+    reconnections: Count
+    metrics: dict[str, float]
+    labels: dict[str, str]
+    error: str = ""
+
+
+class Missing(Message):
+    site: str
+    for_s: float = Field(description="Seconds that the round has waited for it.")
+
+
+class RoundSummary(Message):
+    fragment: Count
+    round: Count
+    version: Count
+    workers: list[str]
+    weights: list[float]
+    metrics: dict[str, float] = Field(description="Mean by weight over those that reported the key.")
+    counts: dict[str, Count] = Field(description="How many reported it.")
+    seconds: float
+    bytes_up: Count
+
+
+class FragmentStatus(Message):
+    fragment: Count
+    version: Count
+    phase: str
+    waiting_for: list[Missing]
+    reason: str
+
+
+class Status(Message):
+    """All there is to know about a run at this moment."""
+
+    run: str
+    name: str
+    algorithm: str
+    policy: str
+    protocol: int
+    epoch: Count
+    rounds: Count
+    finished: bool
+    uptime_s: float
+    model_bytes: Count
+    codec: str
+    sync_every: Count
+    fragments: list[FragmentStatus]
+    workers: list[WorkerStatus]
+    history: list[RoundSummary] = Field(description="The last rounds, oldest first.")
+    bytes_up: Count
+    bytes_down: Count
+    deaths: Count
+    refused: Count
+    durability: str
+    durable_version: Count | None = None
+    warnings: list[str] = Field(default_factory=list)

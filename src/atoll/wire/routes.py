@@ -1,0 +1,36 @@
+"""The paths of the HTTP interface, each in one place, and the limits that hold for all of them."""
+
+from __future__ import annotations
+
+PROTOCOL = 1
+"""Raised when a peer of the version before could not follow. Both sides name theirs when a worker joins."""
+
+RUN = "/v1/run"
+SCHEMA = "/v1/schema"
+WORKERS = "/v1/workers"
+LEAVE = "/v1/workers/leave"
+HEARTBEAT = "/v1/heartbeat"
+TICKETS = "/v1/tickets"
+TICKET = "/v1/tickets/{ticket}"
+PART = "/v1/tickets/{ticket}/parts/{part}"
+COMPLETE = "/v1/tickets/{ticket}/complete"
+MANIFEST = "/v1/fragments/{fragment}/versions/{version}"
+VERSION_DATA = "/v1/fragments/{fragment}/versions/{version}/{digest}"
+STATUS = "/v1/status"
+STOP = "/v1/admin/stop"
+OPENAPI = "/openapi.json"
+METRICS = "/metrics"
+HEALTH = "/healthz"
+
+LEASE_HEADER = "Atoll-Lease"
+EPOCH_HEADER = "Atoll-Epoch"
+
+CONTROL_BODY_BYTES = 64 * 2**10
+"""The most a control message may have; more is refused before it is read."""
+
+HEADER_BYTES = 16 * 2**10
+DIGEST_BYTES = 32
+"""A part's body is its bytes, then their BLAKE3."""
+
+LONG_POLL_S = 20.0
+"""The longest a request for a ticket waits before it answers "wait"; below the idle timeout of common proxies."""
