@@ -103,6 +103,12 @@ class Settings(BaseModel):
                 f"quorum is {self.quorum}, but round_deadline_s is 0, so it never takes effect.",
                 "Set round_deadline_s to the seconds after which the quorum suffices.",
             )
+        if self.heartbeat_timeout_s and not self.heartbeat_interval_s:
+            raise ConfigError(
+                f"heartbeat_interval_s is 0, but heartbeat_timeout_s is {self.heartbeat_timeout_s:g}: workers without "
+                "heartbeats would be declared dead while they train.",
+                "Set both to 0.",
+            )
         if self.heartbeat_timeout_s and self.heartbeat_interval_s >= self.heartbeat_timeout_s:
             raise ConfigError(
                 f"heartbeat_interval_s is {self.heartbeat_interval_s:g}, not below heartbeat_timeout_s, which is "
@@ -184,17 +190,18 @@ NOT_SETTINGS = frozenset({"ATOLL_SERVER", "ATOLL_SITE", "ATOLL_TOKEN", "ATOLL_DI
 
 def _environment_layer(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     layer: dict[str, tuple[Any, str]] = {}
-    for key, field in Settings.model_fields.items():
-        variable = ENV_PREFIX + key.upper()
-        if variable not in environ:
+    for variable in sorted(environ):
+        if not variable.startswith(ENV_PREFIX) or variable in NOT_SETTINGS:
             continue
+        key = variable.removeprefix(ENV_PREFIX).lower()
         value: Any = environ[variable]
-        if field.annotation is not None and "dict" in str(field.annotation):
+        kind = str(Settings.model_fields[key].annotation) if key in Settings.model_fields else ""
+        if "dict" in kind:
             try:
                 value = tomllib.loads(f"value = {value}")["value"]
             except tomllib.TOMLDecodeError:
                 raise ConfigError(f"{variable} is {value!r}.", "Write a TOML table: {key = value}.") from None
-        elif "tuple" in str(field.annotation):
+        elif "tuple" in kind:
             value = tuple(filter(None, value.split(",")))
         layer[key] = (value, variable)
     return layer

@@ -8,7 +8,8 @@
     ├── PeerError              the other side of a connection
     │   ├── VersionSkew        it speaks another protocol version
     │   ├── AuthError          it does not accept who we are
-    │   ├── LeaseLost          it has given our place to a newer process, or declared us dead
+    │   ├── LeaseLost          it has declared us dead, or does not know us: join again
+    │   ├── Superseded         a newer process has joined under our name
     │   ├── TicketClosed       the round of this ticket is over
     │   ├── Conflict           the same ticket was used for other bytes
     │   ├── PartCorrupt        bytes changed on the way
@@ -45,6 +46,7 @@ class AtollError(Exception):
 
     code: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
+    retry_after_s: float | None = None
 
     def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message)
@@ -85,6 +87,10 @@ class AuthError(PeerError):
 
 class LeaseLost(PeerError):
     code = "lease_lost"
+
+
+class Superseded(PeerError):
+    code = "superseded"
 
 
 class TicketClosed(PeerError):

@@ -21,6 +21,11 @@ class Codec(Protocol):
         """The name in the run file and in layouts."""
         ...
 
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element is written by itself, so that segments without padding between them decode as one."""
+        ...
+
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         """Bytes for `numel` elements of the safetensors `dtype`; additive over multiples of the tile (4,096)."""
         ...

@@ -1,6 +1,8 @@
-"""What the round machine wants done: its outputs. Values only; the server and the simulator carry them out, in order.
+"""What the round machine wants done: its outputs. Values only; the server and the simulator do it, in order.
 
-An effect marked [journal] must be in the journal before anybody is answered; `Machine.restore` starts from those.
+An effect marked [journal] must be in the journal before anybody is answered and before the next event is
+handled; `machine.restore` starts from those. They may be written one by one, in order: `restore` mends what a
+crash left between two.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ class LeaseGranted:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """[journal] `site` no longer takes part. `why` is `dead`, `left` or `failed`; unacknowledged parts may be dropped."""
+    """[journal] `site` no longer takes part. `why` is `dead`, `left` or `failed`.
+
+    Parts that it has not been acknowledged for may be dropped; its open ticket stays until the round closes.
+    """
 
     site: str
     lease: int
@@ -28,10 +33,11 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRefused:
-    """The sender's lease is void: tell it to join again."""
+    """The sender's lease is void. It may join again, unless `superseded`: a newer process has its place."""
 
     site: str
     reason: str
+    superseded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +69,13 @@ class TicketIssued:
     new: bool
 
 
+FINISHED = "finished"
+"""The reason of a `TicketWithheld` when there will be no further round."""
+
+
 @dataclass(frozen=True, slots=True)
 class TicketWithheld:
-    """`site` has to wait: its update is in, the round has not opened, or it counts from the next one on."""
+    """`site` has to wait: its update is in, no round is open, it counts from the next one; or `FINISHED`."""
 
     site: str
     fragment: int

@@ -40,14 +40,17 @@ class TicketRequested:
 
 @dataclass(frozen=True, slots=True)
 class UpdateAccepted:
-    """The update of `ticket` is in the journal."""
+    """The update of `ticket` is in the journal.
+
+    Between `machine.may_submit` and the insert no other event may be handled: from the insert on, it counts.
+    """
 
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRefused:
-    """The update of `ticket` was looked at and cannot count: not finite, absurd norm, wrong weight."""
+    """The update of `ticket` cannot count: not finite, absurd norm, wrong weight. The journal says so."""
 
     ticket: int
     reason: str

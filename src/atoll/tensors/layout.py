@@ -25,7 +25,7 @@ from blake3 import blake3
 from atoll.tensors.schema import ITEM_BYTES, Schema, TensorSpec
 
 TILE = 4096
-"""Elements. Parts, chunks and codecs cut tensors only at multiples of it; 64 divides it, as chunked outer steps need."""
+"""Elements. Parts, chunks and codecs cut tensors only at multiples of it; 64 divides it, for chunked outer steps."""
 
 PART_BYTES = 16 * 2**20
 ALIGN_BYTES = 64
@@ -144,7 +144,7 @@ class Layout:
 
 
 def chunks(part: Part, max_elements: int) -> Iterator[tuple[Piece, int, int]]:
-    """(piece, start, stop) for runs of at most `max_elements` (a multiple of `TILE`) elements of each piece of a part."""
+    """(piece, start, stop) for runs of at most `max_elements` (a multiple of `TILE`) elements of each piece."""
     for piece in part.pieces:
         for start in range(piece.start, piece.stop, max_elements):
             yield piece, start, min(start + max_elements, piece.stop)
@@ -214,13 +214,19 @@ class _Raw:
 
 
 def _cut(layout: Layout) -> Iterator[Part]:
-    """Greedy: fill a part up to `part_bytes`, cut at the last tile that fits; at least one tile per part."""
+    """Greedy: fill a part up to `part_bytes`, cut at the last tile that fits; at least one tile per part.
+
+    Only a header may be cut anywhere: that of thousands of tensors is larger than the smallest parts.
+    """
     index, start, end, pieces = 0, 0, layout.header_bytes, list[Piece]()
+    while end - start > layout.part_bytes:
+        yield Part(index, start, start + layout.part_bytes, ())
+        index, start = index + 1, start + layout.part_bytes
     for segment in layout.segments:
         at = segment.start
         while at < segment.stop or segment.numel == 0:
             piece = _largest_piece(layout, segment, at, start + layout.part_bytes)
-            if piece is None and (pieces or end > start):
+            if piece is None and end > start:
                 yield Part(index, start, end, tuple(pieces))
                 index, start, pieces = index + 1, end, []
                 continue

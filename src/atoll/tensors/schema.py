@@ -105,6 +105,8 @@ class Schema:
         tied = tuple(sorted((aliases or {}).items()))
         owners = {spec.name for spec in ordered}
         everything = [spec.name for spec in ordered] + [alias for alias, _ in tied]
+        if "__metadata__" in everything:
+            raise UsageError("A tensor is named '__metadata__', which safetensors keeps for itself.", "Rename it.")
         if len(everything) != len(set(everything)):
             double = next(name for name in everything if everything.count(name) > 1)
             raise UsageError(f"The tensor name {double!r} occurs twice.", "Give every tensor a name of its own.")

@@ -1,0 +1,59 @@
+# Needs Python 3.11 or newer and make; everything else comes from the package index into .venv.
+#   make demo        real training across processes, on this machine
+#   make test        the tests            make check       format, lint, types
+#   make bench       figures              make behaviours  which test shows which behaviour
+#   make reference   docs from the code   make clean       remove what the targets above made
+# Another interpreter: make test PYTHON=python3.12.
+
+PYTHON ?= python3
+JOBS ?= 2
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+GB ?= 1
+WORKERS ?= 4
+ROUNDS ?= 4
+
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test check bench behaviours reference clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	$(BIN)/atoll demo $(DEMO_ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+check: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.demo
+	$(BIN)/atoll bench round --gb $(GB) --workers $(WORKERS) --rounds $(ROUNDS)
+	$(BIN)/atoll bench tensors
+
+behaviours: $(VENV)/.test
+	$(BIN)/python tools/behaviours.py
+
+reference: $(VENV)/.test
+	$(BIN)/python tools/reference.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first and pinned: left to itself, pip takes the newest build and its gigabytes of CUDA.
+$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$*]'
+	@touch $@
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Atoll needs Python 3.11 or newer; PYTHON=$(PYTHON) is: $$($(PYTHON) --version 2>&1 | head -n 1)." >&2; \
+	  echo "Name one that is: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@echo "Making $(VENV) and installing into it; a minute or two, once."
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

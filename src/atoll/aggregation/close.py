@@ -1,0 +1,270 @@
+"""The close of a round: one pass over the fragment, from accepted spools to the next version and its outer state.
+
+For every window of every part:
+
+    g ← reduce(decode(u_1) … decode(u_k))          in promote(dtype, fp32), frozen order, weights normalised in fp64
+    θ, s ← outer step of θ along g                 θ: the version's values, or their fp32 master in the state file
+    write θ (cast to the version's dtype) and s, hash them on the way
+
+Buffers take the mean of raw values, integers the maximum. The pass is a pure function of its inputs: neither the chunk
+size nor the number of threads changes a bit, and after a crash it simply runs again. Memory is a few chunks per thread,
+whatever the model's size and the number of updates. Files are read and written by position; fsync is the caller's.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from atoll.aggregation.crew import run_crew
+from atoll.aggregation.plan import Window, windows
+from atoll.aggregation.scratch import Scratch, read_at, write_at
+from atoll.aggregation.state import (
+    MASTER,
+    RUNS,
+    Column,
+    Entries,
+    columns_of,
+    entries,
+    region_digest,
+    tail_region,
+)
+from atoll.aggregation.updates import Updates
+from atoll.aggregation.values import PassInputs, PassOutputs, PassResult, UpdateSource
+from atoll.aggregation.whole import step_whole
+from atoll.aggregation.wholes import Wholes
+from atoll.codecs.base import Codec
+from atoll.failpoints import failpoint
+from atoll.outer.rule import OuterRule, State, Stepper
+from atoll.reducers.base import Reducer
+from atoll.reducers.maximum import Maximum
+from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
+from atoll.tensors.layout import TILE, Part
+
+__all__ = ["PassInputs", "PassOutputs", "PassResult", "UpdateSource", "run_pass"]
+
+CHUNK_ELEMENTS = 2**18
+"""1 MiB of fp32: what a window reads, reduces, steps and writes then stays in a core's cache."""
+
+
+def run_pass(
+    inputs: PassInputs,
+    outputs: PassOutputs,
+    rule: OuterRule,
+    reducers: Mapping[str, Reducer],
+    codecs: Mapping[str, Codec],
+    threads: int = 1,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    on_progress: Callable[[int], None] | None = None,
+    cancelled: threading.Event | None = None,
+) -> PassResult:
+    """Write the next version and its outer state.
+
+    Args:
+        inputs: files and layouts to read.
+        outputs: files to write.
+        rule: the outer optimizer.
+        reducers: by group, for floating point tensors.
+        codecs: by name, every one that an update's layout names.
+        threads: that do the work; the calling one waits. torch's own threads are not used, nor their number changed.
+        chunk_elements: of a window; a multiple of 4,096.
+        on_progress: told the bytes of the version done so far, from any thread, one at a time.
+        cancelled: ends the pass early when it is set.
+
+    Raises:
+        CancelledError: (concurrent.futures) `cancelled` was set; the outputs hold rubbish.
+        StateCorrupt: an input ends early.
+        OSError: the disk is full, or fails.
+        UsageError: no updates, or a weight that is not finite and above zero.
+    """
+    began = time.monotonic()
+    work = _Pass(inputs, outputs, rule, reducers, codecs, chunk_elements, on_progress)
+    if rule.granularity == "tensor":
+        run_crew([None], 1, lambda: work.step_wholes, cancelled)
+    run_crew(inputs.version_layout.parts, max(1, threads), work.member, cancelled)
+    return work.finish(began)
+
+
+class _Pass:
+    """What the threads of a pass share."""
+
+    def __init__(
+        self,
+        inputs: PassInputs,
+        outputs: PassOutputs,
+        rule: OuterRule,
+        reducers: Mapping[str, Reducer],
+        codecs: Mapping[str, Codec],
+        chunk_elements: int,
+        on_progress: Callable[[int], None] | None,
+    ) -> None:
+        self.inputs, self.outputs, self.rule = inputs, outputs, rule
+        self.updates = Updates(inputs.updates, reducers, Maximum(), codecs)
+        self.chunk_elements = max(chunk_elements // self.updates.rows_at_once // TILE, 1) * TILE
+        self.scratch_elements = self.chunk_elements * self.updates.rows_at_once
+        self.table: Entries = entries(inputs.state_layout)
+        self.wholes = Wholes(inputs.state_layout if rule.granularity == "chunk" else None, inputs.state_fd)
+        parts = len(inputs.version_layout.parts)
+        self.part_digests: list[bytes] = [b""] * parts
+        self.state_digests: list[list[bytes]] = [[] for _ in range(parts)]
+        self.squares: list[float] = [0.0] * parts
+        self._on_progress, self._lock, self._done = on_progress, threading.Lock(), 0
+
+    def member(self) -> Callable[[Part], None]:
+        return _Member(self).do_part
+
+    def step_wholes(self, _job: None) -> None:
+        scratch = Scratch(self.scratch_elements)
+        self.squares.append(
+            step_whole(self.inputs, self.outputs, self.rule, self.updates, self.chunk_elements, scratch)
+        )
+
+    def progress(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            if self._on_progress is not None:
+                self._on_progress(self._done)
+
+    def finish(self, began: float) -> PassResult:
+        state_digests = [digest for part in self.state_digests for digest in part]
+        if self.inputs.state_layout is not None and self.outputs.state_fd is not None:
+            failpoint("pass.write")
+            write_at(self.outputs.state_fd, memoryview(self.inputs.state_header), 0)
+            self.wholes.write(self.outputs.state_fd)
+            tail = tail_region(self.inputs.state_layout)
+            state_digests.append(region_digest(self.outputs.state_fd, tail, Scratch(TILE)))
+        return PassResult(
+            part_digests=tuple(self.part_digests),
+            state_digests=tuple(state_digests),
+            digest=self.inputs.version_layout.update_digest(self.part_digests),
+            grad_norm=math.sqrt(math.fsum(self.squares)) if all(map(math.isfinite, self.squares)) else math.inf,
+            seconds=time.monotonic() - began,
+        )
+
+
+class _Member:
+    """One thread of a pass: its scratch and its optimizer object."""
+
+    def __init__(self, shared: _Pass) -> None:
+        self._shared = shared
+        self._scratch = Scratch(shared.scratch_elements)
+        self._stepper: Stepper = shared.rule.stepper()
+
+    def do_part(self, part: Part) -> None:
+        """Write one part of the version and its runs of the state; hash both."""
+        shared, hasher = self._shared, blake3()
+        columns = {key: blake3() for key in columns_of(part, shared.table)}
+        first = part.pieces[0].offset if part.pieces else part.stop
+        for at in range(part.start, first, self._scratch.nbytes):
+            header = self._scratch.view("stored", min(self._scratch.nbytes, first - at))
+            read_at(shared.inputs.base_fd, header, at)
+            self._write(shared.outputs.version_fd, header, at)
+            hasher.update(header)
+        for window in windows(part, shared.chunk_elements, shared.rule.granularity):
+            failpoint("pass.chunk")
+            stored = self._scratch.view("stored", window.numel * torch_dtype(window.dtype).itemsize)
+            if window.kind == "whole":
+                read_at(shared.outputs.version_fd, stored, window.offset)
+            else:
+                if window.kind == "step":
+                    shared.squares[part.index] += self._step(window, stored, columns)
+                else:
+                    self._replace(window)
+                self._write(shared.outputs.version_fd, stored, window.offset)
+            hasher.update(stored)
+        shared.part_digests[part.index] = hasher.digest()
+        shared.state_digests[part.index] = [column.digest() for column in columns.values()]
+        shared.progress(part.nbytes)
+
+    def _replace(self, window: Window) -> None:
+        """Buffers: the reduction of raw values, cast to the version's dtype."""
+        dtype = torch_dtype(window.dtype)
+        stored = self._scratch.tensor("stored", dtype, window.numel)
+        reduced = self._scratch.tensor("reduced", accumulate_dtype(window.dtype), window.numel)
+        self._reduce(window, reduced)
+        stored.copy_(reduced)
+
+    def _step(self, window: Window, stored: memoryview, columns: Mapping[Column, blake3]) -> float:
+        """Parameters: one outer step along the reduced pseudo-gradient; returns its sum of squares."""
+        shared, scratch = self._shared, self._scratch
+        dtype, accumulate, n = torch_dtype(window.dtype), accumulate_dtype(window.dtype), window.numel
+        kept = self._columns(window)
+        read_at(shared.inputs.base_fd, stored, window.offset)
+        values = scratch.tensor("stored", dtype, n)
+        reduced = scratch.tensor("reduced", accumulate, n)
+        grads = self._reduce(window, reduced)
+        squares = float(torch.dot(reduced, reduced))
+        first_round = shared.inputs.state_fd is None
+        whole_columns: dict[str, Tensor] = {}
+        for key, (_, offset, column_dtype) in kept.items():
+            whole_columns[key] = scratch.tensor(f"state.{key}", column_dtype, n)
+            if shared.inputs.state_fd is not None:
+                read_at(shared.inputs.state_fd, scratch.view(f"state.{key}", n * column_dtype.itemsize), offset)
+        master = whole_columns.get(MASTER, values)
+        if first_round and master is not values:
+            master.copy_(values)
+        sizes = [run.numel for run in window.runs]
+        split = {key: torch.split(column, sizes) for key, column in whole_columns.items() if key != MASTER}
+        before = None if first_round else self._states(window, split)
+        after = self._stepper.step_(torch.split(master, sizes), grads, before)
+        self._keep(window, split, before, after)
+        if master is not values:
+            values.copy_(master)
+        if shared.outputs.state_fd is not None:
+            for key, (column, offset, column_dtype) in kept.items():
+                view = scratch.view(f"state.{key}", n * column_dtype.itemsize)
+                self._write(shared.outputs.state_fd, view, offset)
+                columns[column].update(view)
+        return squares
+
+    def _reduce(self, window: Window, out: Tensor) -> tuple[Tensor, ...]:
+        runs: tuple[Tensor, ...] = torch.split(out, [run.numel for run in window.runs])
+        self._shared.updates.reduce_(window.runs, out, self._scratch)
+        return runs
+
+    def _columns(self, window: Window) -> dict[str, tuple[Column, int, torch.dtype]]:
+        """key → (column, offset of the window's first element in the state file, dtype), for what is cut in runs."""
+        head = window.runs[0]
+        return {
+            key: (
+                (key, segment.spec.dtype),
+                segment.offset + head.start * segment.spec.item_bytes,
+                torch_dtype(segment.spec.dtype),
+            )
+            for key, segment in self._shared.table.get(head.spec.name, {}).items()
+            if segment.spec.group == RUNS
+        }
+
+    def _states(self, window: Window, split: Mapping[str, Sequence[Tensor]]) -> list[State]:
+        wholes = self._shared.wholes
+        return [
+            {key: runs[index] for key, runs in split.items()} | wholes.clones(run.spec.name)
+            for index, run in enumerate(window.runs)
+        ]
+
+    def _keep(
+        self,
+        window: Window,
+        split: Mapping[str, Sequence[Tensor]],
+        before: list[State] | None,
+        after: list[State],
+    ) -> None:
+        """Bring what the step returned into the scratch, and the wholes (once per tensor) to the pass."""
+        for index, run in enumerate(window.runs):
+            for key, value in after[index].items():
+                if key in split:
+                    if before is None or value is not before[index][key]:
+                        split[key][index].copy_(value)
+                elif run.start == 0:
+                    self._shared.wholes.set(run.spec.name, key, value)
+
+    @staticmethod
+    def _write(fd: int, view: memoryview, offset: int) -> None:
+        failpoint("pass.write")
+        write_at(fd, view, offset)

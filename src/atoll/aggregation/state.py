@@ -1,0 +1,138 @@
+"""The outer state file: what the outer optimizer keeps between rounds, beside each version.
+
+A safetensors file with the tensors `<tensor>.<key>`: `layer.weight.momentum_buffer`, `layer.weight.step`; and
+`layer.weight.master`, the fp32 master of a parameter that the version holds in fewer bits (casts are never part of it).
+It is written by columns (all `momentum_buffer`, then all `step`), so that a run of the version's tensors is one run of
+each column. Entries are of two groups:
+
+    runs     one element per element of the tensor: cut, stepped and hashed with the version's parts
+    wholes   belongs to the tensor as a whole (`step`; everything of an optimizer that needs whole tensors)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from atoll.aggregation.scratch import Scratch, read_at
+from atoll.errors import ConfigError
+from atoll.outer.rule import OuterRule, StateSpec
+from atoll.tensors.dtypes import accumulate_dtype, dtype_name
+from atoll.tensors.layout import PART_BYTES, Layout, Part, Segment, file_layout, safetensors_header
+from atoll.tensors.schema import PARAMS, TensorSpec
+
+RUNS = "runs"
+WHOLES = "wholes"
+MASTER = "master"
+
+Column = tuple[str, str]
+"""(key, dtype)"""
+
+Entries = Mapping[str, Mapping[str, Segment]]
+"""tensor → key → where it lies in the state file"""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Byte ranges (offset, nbytes) of a file whose BLAKE3, one after the other, is one digest."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+
+def state_layout(
+    specs: Sequence[TensorSpec], rule: OuterRule, part_bytes: int = PART_BYTES
+) -> tuple[bytes, Layout] | None:
+    """Header and layout of the state file of `rule` for these tensors; None where nothing is kept.
+
+    Raises:
+        ConfigError: two entries would have one name.
+    """
+    columns: dict[tuple[str, str, str], list[TensorSpec]] = {}
+    for spec in specs:
+        for kept in _kept(spec, rule):
+            group = RUNS if kept.elementwise and rule.granularity == "chunk" else WHOLES
+            shape = spec.shape if kept.shape is None else kept.shape
+            entry = TensorSpec(f"{spec.name}.{kept.key}", kept.dtype, shape, group)
+            columns.setdefault((kept.key, kept.dtype, group), []).append(entry)
+    if not columns:
+        return None
+    ordered = [spec for column in sorted(columns.values(), key=lambda column: -column[0].item_bytes) for spec in column]
+    if len({spec.name for spec in ordered}) != len(ordered) or any("." in key for key, _, _ in columns):
+        raise ConfigError(f"outer_optimizer {rule.label!r} has ambiguous keys in its state.")
+    header = safetensors_header(ordered, {"format": "pt", "atoll.outer": rule.label})
+    return header, file_layout(ordered, header, part_bytes)
+
+
+def _kept(spec: TensorSpec, rule: OuterRule) -> list[StateSpec]:
+    kept = rule.state_specs(spec)
+    if spec.group == PARAMS and spec.is_float and dtype_name(accumulate_dtype(spec.dtype)) != spec.dtype:
+        return [StateSpec(MASTER, dtype_name(accumulate_dtype(spec.dtype))), *kept]
+    return kept
+
+
+def entries(layout: Layout | None) -> Entries:
+    """Where each tensor's state lies."""
+    table: dict[str, dict[str, Segment]] = {}
+    for segment in layout.segments if layout else ():
+        tensor, _, key = segment.spec.name.rpartition(".")
+        table.setdefault(tensor, {})[key] = segment
+    return table
+
+
+def version_regions(version: Layout) -> list[Region]:
+    """One per part, as `PassResult.part_digests`."""
+    return [Region(((part.start, part.nbytes),)) for part in version.parts]
+
+
+def state_regions(version: Layout, state: Layout) -> list[Region]:
+    """As `PassResult.state_digests`: for each part of the version its run of each column; then, once, the header and all
+    wholes. Together they are every byte of the state file."""
+    table = entries(state)
+    regions = [Region(tuple(merged(ranges))) for part in version.parts for ranges in columns_of(part, table).values()]
+    return [*regions, tail_region(state)]
+
+
+def columns_of(part: Part, table: Entries) -> dict[Column, list[tuple[int, int]]]:
+    """The byte ranges in the state file that go with a part of the version, by column."""
+    columns: dict[Column, list[tuple[int, int]]] = {}
+    for piece in part.pieces:
+        for key, segment in table.get(piece.segment.spec.name, {}).items():
+            if segment.spec.group == RUNS and piece.numel:
+                item = segment.spec.item_bytes
+                ranges = columns.setdefault((key, segment.spec.dtype), [])
+                ranges.append((segment.offset + piece.start * item, piece.numel * item))
+    return columns
+
+
+def tail_region(state: Layout) -> Region:
+    """The header and all wholes."""
+    wholes = [(segment.offset, segment.nbytes) for segment in state.segments if segment.spec.group == WHOLES]
+    return Region(tuple(merged([(0, state.header_bytes), *wholes])))
+
+
+def region_digest(fd: int, region: Region, scratch: Scratch) -> bytes:
+    """BLAKE3 of what a file has in `region`, through `scratch`.
+
+    Raises:
+        StateCorrupt: the file ends before.
+    """
+    hasher = blake3()
+    for offset, nbytes in region.ranges:
+        for start in range(offset, offset + nbytes, scratch.nbytes):
+            view = scratch.view("region", min(scratch.nbytes, offset + nbytes - start))
+            read_at(fd, view, start)
+            hasher.update(view)
+    return hasher.digest()
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(offset, nbytes) in order, joined where they touch; empty ones left out."""
+    joined: list[tuple[int, int]] = []
+    for offset, nbytes in ranges:
+        if joined and sum(joined[-1]) == offset:
+            joined[-1] = (joined[-1][0], joined[-1][1] + nbytes)
+        elif nbytes:
+            joined.append((offset, nbytes))
+    return joined

@@ -1,0 +1,73 @@
+"""What the pass takes and gives: open files with their layouts, and digests. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from atoll.tensors.layout import Layout
+
+
+@dataclass(frozen=True)
+class UpdateSource:
+    """One accepted update.
+
+    Attributes:
+        site: who submitted it.
+        fd: its spool.
+        layout: how it lies there.
+        weight: as submitted; finite and above zero.
+    """
+
+    site: str
+    fd: int
+    layout: Layout
+    weight: float
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """What the next version follows from.
+
+    Attributes:
+        version_layout: of the base and of the next version.
+        base_fd: the base version.
+        updates: in the frozen order (by site name).
+        state_header: first bytes of the state file, as `state_layout` gives them; empty where nothing is kept.
+        state_layout: of the state file; None where nothing is kept.
+        state_fd: the base's outer state; None in the first round.
+    """
+
+    version_layout: Layout
+    base_fd: int
+    updates: Sequence[UpdateSource]
+    state_header: bytes = b""
+    state_layout: Layout | None = None
+    state_fd: int | None = None
+
+
+@dataclass(frozen=True)
+class PassOutputs:
+    """Where the next version goes; files of (at least) the layouts' sizes that nobody reads or writes meanwhile."""
+
+    version_fd: int
+    state_fd: int | None = None
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What was written.
+
+    Attributes:
+        part_digests: BLAKE3 of each part of the version, as `state.version_regions`.
+        state_digests: of the state file, as `state.state_regions`; empty where nothing is kept.
+        digest: names the version (`Layout.update_digest`).
+        grad_norm: L2 norm of the reduced pseudo-gradient; six digits, a figure to be shown.
+        seconds: wall time.
+    """
+
+    part_digests: tuple[bytes, ...]
+    state_digests: tuple[bytes, ...]
+    digest: str
+    grad_norm: float
+    seconds: float

@@ -1,0 +1,75 @@
+"""The step for optimizers that need whole tensors: one tensor after the other, each read, reduced, stepped and written.
+
+Memory is the largest tensor a few times over (values, gradient, state). The parts are hashed from the file afterwards.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from atoll.aggregation.plan import Run, kind_of
+from atoll.aggregation.scratch import Scratch, bytes_of, read_at, write_at
+from atoll.aggregation.state import MASTER, entries
+from atoll.aggregation.updates import Updates
+from atoll.aggregation.values import PassInputs, PassOutputs
+from atoll.failpoints import failpoint
+from atoll.outer.rule import OuterRule
+from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
+from atoll.tensors.layout import Segment
+
+
+def step_whole(
+    inputs: PassInputs,
+    outputs: PassOutputs,
+    rule: OuterRule,
+    updates: Updates,
+    chunk_elements: int,
+    scratch: Scratch,
+) -> float:
+    """Step every parameter of the version, and write it and its state.
+
+    Args:
+        inputs, outputs, rule: as `run_pass`.
+        updates: of the round.
+        chunk_elements: of the runs in which updates are reduced; a multiple of 4,096.
+        scratch: for those runs.
+
+    Returns:
+        The sum of squares of the reduced pseudo-gradient.
+    """
+    table, stepper, squares = entries(inputs.state_layout), rule.stepper(), 0.0
+    for segment in inputs.version_layout.segments:
+        spec = segment.spec
+        if not spec.numel or kind_of(spec, rule.granularity) != "whole":
+            continue
+        failpoint("pass.chunk")
+        accumulate = accumulate_dtype(spec.dtype)
+        values = _read(inputs.base_fd, segment)
+        kept = table.get(spec.name, {})
+        before = (
+            None if inputs.state_fd is None else {key: _read(inputs.state_fd, entry) for key, entry in kept.items()}
+        )
+        master = before.pop(MASTER) if before and MASTER in before else values.to(accumulate)
+        reduced = torch.empty(spec.numel, dtype=accumulate)
+        for start in range(0, spec.numel, chunk_elements):
+            stop = min(start + chunk_elements, spec.numel)
+            updates.reduce_([Run(segment, start, stop)], reduced[start:stop], scratch)
+        squares += float(torch.dot(reduced, reduced))
+        (after,) = stepper.step_([master], [reduced.view(spec.shape)], None if before is None else [before])
+        failpoint("pass.write")
+        _write(outputs.version_fd, segment, values.copy_(master))
+        for key, entry in kept.items():
+            assert outputs.state_fd is not None
+            _write(outputs.state_fd, entry, master if key == MASTER else after[key])
+    return squares
+
+
+def _read(fd: int, segment: Segment) -> Tensor:
+    stored = torch.empty(segment.nbytes, dtype=torch.uint8)
+    read_at(fd, bytes_of(stored), segment.offset)
+    return stored.view(torch_dtype(segment.spec.dtype)).view(segment.spec.shape)
+
+
+def _write(fd: int, segment: Segment, value: Tensor) -> None:
+    write_at(fd, bytes_of(value.contiguous()), segment.offset)

@@ -1,0 +1,104 @@
+"""A run's settings on top of its algorithm's defaults → what the run does. No torch here; the optimizer's own
+arguments are checked where it is built (`atoll.outer`)."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from atoll import registry
+from atoll.algorithms.base import Algorithm
+from atoll.config import Settings
+from atoll.errors import ConfigError
+
+_INSTEAD_OF_MOMENTUM = {
+    "adam": "set the decay of its averages: outer_options = {betas = [0.9, 0.99]}",
+    "adamw": "set the decay of its averages: outer_options = {betas = [0.9, 0.99]}",
+    "adagrad": "choose outer_optimizer = 'sgd', or 'rmsprop'",
+}
+"""Outer optimizers without momentum → what a person who wants it may do."""
+
+
+@dataclass(frozen=True)
+class ResolvedAlgorithm:
+    """An algorithm with the run's own choices.
+
+    Attributes:
+        algorithm: what does not change by settings: groups, local correction, policy, missed rounds.
+        outer: name or `module:attribute` of the outer optimizer.
+        outer_options: its keyword arguments.
+        codec: how `params` travel.
+        sync_every: local steps of a round; 0 where the worker decides.
+    """
+
+    algorithm: Algorithm
+    outer: str
+    outer_options: dict[str, Any]
+    codec: str
+    sync_every: int
+
+    @property
+    def name(self) -> str:
+        return self.algorithm.name
+
+
+def resolve(settings: Settings) -> ResolvedAlgorithm:
+    """What a run with these settings does.
+
+    Raises:
+        ConfigError: an unknown algorithm, optimizer or codec (the nearest name is offered), an option given twice, or one
+            that the optimizer does not have.
+    """
+    algorithm = registry.load("algorithms", settings.algorithm)
+    if not isinstance(algorithm, Algorithm):
+        raise ConfigError(
+            f"algorithm = {settings.algorithm!r} is a {type(algorithm).__name__}, not an algorithm.",
+            "It has to name a value of atoll.algorithms.base.Algorithm.",
+        )
+    outer = settings.outer_optimizer or algorithm.outer
+    _require_known("outer", "outer_optimizer", outer)
+    codec = settings.codec or algorithm.codec
+    _require_known("codecs", "codec", codec)
+    return ResolvedAlgorithm(
+        algorithm=algorithm,
+        outer=outer,
+        outer_options=_outer_options(settings, algorithm, outer),
+        codec=codec,
+        sync_every=settings.sync_every if algorithm.steps_driven else 0,
+    )
+
+
+def _outer_options(settings: Settings, algorithm: Algorithm, outer: str) -> dict[str, Any]:
+    """Defaults belong to the algorithm's own optimizer; another one starts from its own."""
+    given = dict(settings.outer_options)
+    for option, setting in (("lr", "outer_lr"), ("momentum", "outer_momentum")):
+        value = getattr(settings, setting)
+        if value is None:
+            continue
+        if option in given:
+            raise ConfigError(
+                f"{setting} is {value:g}, and outer_options has {option!r} as well.", "Give one of them."
+            )
+        if option == "momentum" and outer in _INSTEAD_OF_MOMENTUM:
+            raise ConfigError(
+                f"outer_momentum is {value:g}, but {outer} has no momentum.",
+                f"Leave it out, or {_INSTEAD_OF_MOMENTUM[outer]}.",
+            )
+        given[option] = value
+    defaults = dict(algorithm.outer_options) if outer == algorithm.outer else {}
+    if given.get("momentum") == 0:
+        defaults.pop("nesterov", None)  # there is nothing left that Nesterov's rule could look ahead along
+    return defaults | given
+
+
+def _require_known(kind: str, setting: str, name: str) -> None:
+    """Refuse an unknown name without importing what it stands for."""
+    known = registry.names(kind)
+    if name in known or ":" in name:
+        return
+    close = difflib.get_close_matches(name, known, n=1)
+    raise ConfigError(
+        f"{setting} = {name!r} is not one of {', '.join(known)}.",
+        f"Did you mean {close[0]!r}?" if close else "",
+    )

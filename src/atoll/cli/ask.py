@@ -1,0 +1,86 @@
+"""One question to a server, for commands that have to answer before torch would be imported."""
+
+from __future__ import annotations
+
+import http.client
+import os
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ValidationError
+
+from atoll.config import DEFAULT_PORT
+from atoll.errors import BY_CODE, AtollError, PeerError, ServerUnreachable, UsageError, VersionSkew
+from atoll.transport.tls import client_context, read_token
+from atoll.wire import messages
+
+Reply = TypeVar("Reply", bound=BaseModel)
+
+DEFAULT_SERVER = f"http://127.0.0.1:{DEFAULT_PORT}"
+
+
+def server_address(given: str | None) -> str:
+    """The server that a command means: its flag, else ATOLL_SERVER, else the default port on this machine."""
+    return (given or os.environ.get("ATOLL_SERVER") or DEFAULT_SERVER).rstrip("/")
+
+
+def ask(server: str, path: str, reply: type[Reply], *, timeout_s: float = 10.0) -> Reply:
+    """GET a typed message, with the token of ATOLL_TOKEN or ATOLL_TOKEN_FILE.
+
+    Raises:
+        UsageError: `server` is no address.
+        ServerUnreachable: nobody answers within `timeout_s`.
+        AuthError: the token is missing or wrong.
+        VersionSkew: something else than this version of Atoll answers.
+    """
+    status, body = _get(server, path, timeout_s)
+    if status >= 400:
+        raise _problem(server, status, body)
+    try:
+        return reply.model_validate_json(body)
+    except ValidationError:
+        raise VersionSkew(
+            f"What {server} answered is no {reply.__name__}.",
+            "Look whether an Atoll server of this version runs there.",
+        ) from None
+
+
+def _get(server: str, path: str, timeout_s: float) -> tuple[int, bytes]:
+    url = urlsplit(server)
+    try:
+        host, port = url.hostname, url.port
+    except ValueError:
+        host = port = None
+    if url.scheme not in ("http", "https") or not host:
+        raise UsageError(f"{server!r} is not the address of a server.", f"Write it as {DEFAULT_SERVER}.")
+    token_file = os.environ.get("ATOLL_TOKEN_FILE")
+    token = read_token(Path(token_file) if token_file else None)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    connection = (
+        http.client.HTTPConnection(host, port, timeout=timeout_s)
+        if url.scheme == "http"
+        else http.client.HTTPSConnection(
+            host, port, timeout=timeout_s, context=client_context(os.environ.get("ATOLL_TLS_CA"))
+        )
+    )
+    try:
+        connection.request("GET", path, headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+    except (OSError, http.client.HTTPException) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+        raise ServerUnreachable(
+            f"{server} does not answer ({why.lower()}).",
+            "Look whether the server runs and whether the address is right (--server, ATOLL_SERVER).",
+        ) from error
+    finally:
+        connection.close()
+
+
+def _problem(server: str, status: int, body: bytes) -> AtollError:
+    try:
+        problem = messages.Problem.model_validate_json(body)
+    except ValidationError:
+        return PeerError(f"{server} answered with HTTP status {status}.", "Look whether an Atoll server runs there.")
+    return BY_CODE.get(problem.code, PeerError)(problem.message, problem.remedy)

@@ -1,0 +1,59 @@
+"""The command `atoll`. Each group of commands has a file; what is heavy is imported where a command needs it."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from atoll.cli import bench, demo, export, init, server, status, worker
+from atoll.errors import AtollError
+
+INTERRUPTED = 130
+"""128 + SIGINT, as shells have it."""
+
+app = typer.Typer(
+    name="atoll",
+    help="Train one PyTorch model across sites that share neither their data nor a fast network.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("server", context_settings=server.CONTEXT)(server.command)
+app.command("worker", context_settings=worker.CONTEXT)(worker.command)
+app.command("status")(status.command)
+app.command("export")(export.command)
+app.command("init")(init.command)
+app.command("demo")(demo.command)
+app.add_typer(bench.app, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import atoll
+
+        typer.echo(f"atoll {atoll.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
+) -> None:
+    """Options that come before a command."""
+
+
+def main() -> None:
+    """Run a command; an error that Atoll raises is one line on standard error and its own exit code."""
+    try:
+        app()
+    except AtollError as error:
+        print(f"atoll: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+
+
+if __name__ == "__main__":
+    main()

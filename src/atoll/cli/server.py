@@ -1,0 +1,196 @@
+"""`atoll server`: one flag for every setting, made from `Settings`, so that there is one list of them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import signal
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from atoll.cli.text import awaited, duration, log_lines, numbers, size
+from atoll.config import Settings
+from atoll.errors import ConfigError
+
+if TYPE_CHECKING:
+    from atoll.server.embed import Server
+
+LOG = logging.getLogger("atoll.cli")
+
+CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+
+PANELS = {
+    "name": "The model",
+    "algorithm": "The algorithm",
+    "outer_optimizer": "What the server does with updates",
+    "host": "Network",
+    "state_dir": "Disk",
+}
+"""First setting of a panel of `--help` → its title."""
+
+REMIND_S = 15.0
+"""How often the server says again whom it waits for."""
+
+LINGER_S = 20.0
+"""How long a finished server stays for workers that still pull the last version."""
+
+
+class Terminated(BaseException):
+    """SIGTERM; not an error, so that nothing on the way catches it."""
+
+
+def serve(run_file: Path | None, **flags: Any) -> None:
+    """Coordinate a run: from a run file, from flags, or both (a flag wins)."""
+    settings = Settings.read(run_file, {key: _parsed(key, value) for key, value in flags.items() if value is not None})
+    for folder in filter(None, [os.getcwd(), str(run_file.parent.resolve()) if run_file else None]):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    log_lines()
+    signal.signal(signal.SIGTERM, _terminate)
+    from atoll.server.embed import Server
+
+    server = Server(settings=settings)
+    begin = time.monotonic()
+    try:
+        server.start()
+        _announce(server, settings)
+        finished = _watch(server)
+        LOG.info("%s", _summary(server, time.monotonic() - begin, finished))
+    except (KeyboardInterrupt, Terminated) as asked:
+        LOG.info("stopping; the same command goes on from where the run is")
+        if isinstance(asked, KeyboardInterrupt):
+            raise
+    finally:
+        server.stop()
+
+
+def _announce(server: Server, settings: Settings) -> None:
+    status = server.status()
+    LOG.info("listening on %s", server.url)
+    LOG.info(
+        "run %s (%s): %s, model of %s, codec %s, %s; files in %s",
+        status.name,
+        status.run[:8],
+        status.algorithm,
+        size(status.model_bytes),
+        status.codec,
+        f"{status.rounds} rounds" if status.rounds else "until it is stopped",
+        settings.save_dir or settings.state_dir / "exports",
+    )
+    version = status.fragments[0].version
+    if version:
+        LOG.info("going on at version %d", version)
+    if not status.finished:
+        LOG.info("start a worker: atoll worker --server %s -- python train.py", server.url)
+
+
+def _watch(server: Server) -> bool:
+    """Say whom the run waits for, until it is finished and everybody has gone."""
+    said, said_s = "", time.monotonic()
+    while not server.wait(1.0):
+        waiting = "; ".join(filter(None, map(awaited, server.status().fragments)))
+        if waiting and time.monotonic() - said_s >= REMIND_S:
+            said_s = time.monotonic()
+            LOG.info("%s", waiting)
+    del said
+    end = time.monotonic() + LINGER_S
+    while time.monotonic() < end and any(worker.state == "alive" for worker in server.status().workers):
+        time.sleep(0.1)
+    return True
+
+
+def _summary(server: Server, seconds: float, finished: bool) -> str:
+    status = server.status()
+    last = status.history[-1].metrics if status.history else {}
+    parts = [
+        f"{'finished' if finished else 'stopped'} at version {status.fragments[0].version} after {duration(seconds)}",
+        f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent",
+        f"{len(status.workers)} workers, {status.deaths} deaths, {status.refused} updates refused",
+        numbers(last),
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+# -- flags
+
+
+def _parsed(key: str, value: Any) -> Any:
+    """What a flag's text means, where it is more than pydantic reads by itself."""
+    if not isinstance(value, str):
+        return value
+    kind = _kind(Settings.model_fields[key])
+    if kind == "table":
+        try:
+            return tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            flag = f"--{key.replace('_', '-')}"
+            raise ConfigError(f"{flag} is {value!r}.", f"Write a TOML table: {flag} '{{key = 1}}'.") from None
+    if kind == "list":
+        return tuple(filter(None, (item.strip() for item in value.split(","))))
+    return value
+
+
+def _kind(field: FieldInfo) -> str:
+    """The word that `--help` shows for a setting's type."""
+    annotation = field.annotation
+    options = [option for option in get_args(annotation) if option is not type(None)]
+    if get_origin(annotation) in (Union, UnionType) and len(options) == 1:
+        annotation = options[0]
+    if get_origin(annotation) is Literal:
+        return "|".join(get_args(annotation))
+    names = {bool: "flag", int: "integer", float: "number", str: "text", Path: "path", dict: "table", tuple: "list"}
+    return names[get_origin(annotation) or annotation]
+
+
+def _flag(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:
+    name, kind = f"--{key.replace('_', '-')}", _kind(field)
+    default = field.default if field.default is not PydanticUndefined else None
+    shown = "" if default in (None, (), False) else f" \\[{default}]"
+    option = typer.Option(
+        f"{name}/--no-{name[2:]}" if kind == "flag" else name,
+        help=f"{field.description}{shown}",
+        metavar=None if kind == "flag" else kind,
+        show_default=False,
+        rich_help_panel=panel,
+    )
+    annotation = Annotated[bool | None if kind == "flag" else str | None, option]
+    return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def with_setting_flags(function: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameters are a run file and every setting; typer reads the signature that is made here."""
+
+    def command(**values: Any) -> None:
+        function(**values)
+
+    argument = typer.Argument(help="Run file (TOML); `atoll init` writes one.", show_default=False, metavar="[RUN.TOML]")
+    parameters = [
+        inspect.Parameter(
+            "run_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, argument]
+        )
+    ]
+    panel = ""
+    for key, field in Settings.model_fields.items():
+        panel = PANELS.get(key, panel)
+        parameters.append(_flag(key, field, panel))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = function.__doc__
+    return command
+
+
+command = with_setting_flags(serve)

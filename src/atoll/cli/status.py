@@ -1,0 +1,154 @@
+"""`atoll status`: everything there is to know of a run at this moment, for people or as JSON."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.cli.ask import ask, server_address
+from atoll.cli.text import awaited, duration, numbers, round_line, size
+from atoll.errors import ServerUnreachable
+from atoll.wire import messages, routes
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+WATCH_S = 1.0
+ROUNDS_SHOWN = 5
+
+
+def command(
+    server: Annotated[
+        str | None, typer.Option(help="Address; by default ATOLL_SERVER, else port 8512 here.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the answer as it is; with --watch, one line each.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Ask again every second, until the run is finished.")] = False,
+) -> None:
+    """Show workers, rounds, and who is awaited for how long and why."""
+    address = server_address(server)
+    status = ask(address, routes.STATUS, messages.Status)
+    if json:
+        while True:
+            print(status.model_dump_json(indent=None if watch else 2), flush=True)
+            if not watch or status.finished:
+                return
+            time.sleep(WATCH_S)
+            status = ask(address, routes.STATUS, messages.Status)
+    elif not sys.stdout.isatty():
+        while True:
+            print("\n".join(plain(status, address)), flush=True)
+            if not watch or status.finished:
+                return
+            time.sleep(WATCH_S)
+            status = ask(address, routes.STATUS, messages.Status)
+            print()
+    else:
+        _on_terminal(status, address, watch)
+
+
+def _on_terminal(status: messages.Status, address: str, watch: bool) -> None:
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console()
+    if not watch:
+        console.print(table(status, address))
+        return
+    with Live(table(status, address), console=console, auto_refresh=False) as live:
+        while not status.finished:
+            time.sleep(WATCH_S)
+            try:
+                status = ask(address, routes.STATUS, messages.Status)
+                live.update(table(status, address), refresh=True)
+            except ServerUnreachable as error:
+                live.update(Group(table(status, address), Text(str(error), style="red")), refresh=True)
+
+
+COLUMNS = (
+    "site",
+    "state",
+    "doing",
+    "step",
+    "steps/s",
+    "rounds",
+    "version",
+    "stale",
+    "up",
+    "down",
+    "retries",
+    "heard",
+    "metrics",
+)
+
+
+def worker_row(worker: messages.WorkerStatus) -> list[str]:
+    """One worker in the order of `COLUMNS`."""
+    return [
+        worker.site,
+        worker.state,
+        worker.doing,
+        str(worker.step),
+        f"{worker.steps_per_s:.2f}",
+        str(worker.rounds),
+        str(worker.version),
+        str(worker.staleness),
+        size(worker.bytes_up),
+        size(worker.bytes_down),
+        f"{worker.retries}" + (f" (+{worker.reconnections} joins)" if worker.reconnections else ""),
+        f"{duration(worker.last_heartbeat_s)} ago",
+        worker.error or numbers(worker.metrics),
+    ]
+
+
+def headline(status: messages.Status, address: str) -> list[str]:
+    """What concerns the run as a whole, a line each."""
+    durable = f", durable version {status.durable_version}" if status.durable_version is not None else ""
+    lines = [
+        f"{status.name} at {address}: {status.algorithm}, {status.policy}, run {status.run[:8]}, epoch {status.epoch}"
+        f"{', FINISHED' if status.finished else ''}",
+        f"model {size(status.model_bytes)}, codec {status.codec}, sync every {status.sync_every or '—'}, "
+        f"rounds {f'{status.rounds} in all' if status.rounds else 'until stopped'}, up {duration(status.uptime_s)}",
+        f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent, {status.deaths} deaths, "
+        f"{status.refused} updates refused, durability {status.durability}{durable}",
+    ]
+    for fragment in status.fragments:
+        waiting = awaited(fragment)
+        name = f"fragment {fragment.fragment}: " if len(status.fragments) > 1 else ""
+        lines.append(f"{name}version {fragment.version}, {fragment.phase}{f'; {waiting}' if waiting else ''}")
+    return lines + [f"warning: {warning}" for warning in status.warnings]
+
+
+def plain(status: messages.Status, address: str) -> list[str]:
+    """Status as lines of text, columns aligned."""
+    rows = [list(COLUMNS), *map(worker_row, status.workers)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    body = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rounds = [round_line(summary) for summary in status.history[-ROUNDS_SHOWN:]]
+    return [*headline(status, address), *(body if status.workers else ["no worker has joined yet"]), *rounds]
+
+
+def table(status: messages.Status, address: str) -> RenderableType:
+    """Status as a rich table under the lines of the run."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"alive": "green", "dead": "red", "failed": "red", "left": "dim"}
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for column in COLUMNS:
+        grid.add_column(column, justify="left" if column in ("site", "state", "doing", "metrics") else "right")
+    for worker in status.workers:
+        cells = [Text(cell) for cell in worker_row(worker)]
+        cells[1].stylize(colours.get(worker.state, ""))
+        grid.add_row(*cells)
+    lines = headline(status, address)
+    return Group(
+        Text(lines[0], style="bold"),
+        *map(Text, lines[1:]),
+        grid if status.workers else Text("no worker has joined yet", style="dim"),
+        *(Text(round_line(summary), style="dim") for summary in status.history[-ROUNDS_SHOWN:]),
+    )

@@ -1,0 +1,65 @@
+"""Numbers and lines for people, the same in every command."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from atoll.wire import messages
+
+
+def size(nbytes: float) -> str:
+    """Bytes: 1.2 GB, 3.4 MB, 5 kB, 12 B."""
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= limit:
+            return f"{nbytes / limit:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def numbers(metrics: Mapping[str, float], leave_out: Iterable[str] = ()) -> str:
+    """`loss 2.31, tokens_per_s 4.1e+03`."""
+    skipped = set(leave_out)
+    return ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if key not in skipped)
+
+
+def awaited(fragment: messages.FragmentStatus) -> str:
+    """Who a round waits for, for how long and why; empty where it waits for nobody."""
+    sites = ", ".join(f"{missing.site} ({duration(missing.for_s)})" for missing in fragment.waiting_for)
+    return "; ".join(filter(None, [f"waiting for {sites}" if sites else "", fragment.reason]))
+
+
+def round_line(summary: messages.RoundSummary) -> str:
+    """One round in one line."""
+    told = numbers(summary.metrics)
+    return (
+        f"round {summary.round}: version {summary.version} from {', '.join(summary.workers)}; "
+        f"{size(summary.bytes_up)} up, {summary.seconds:.2f} s{f'; {told}' if told else ''}"
+    )
+
+
+def log_lines() -> None:
+    """Let everything that Atoll's parts log appear as lines on standard output, with the time of day."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    logger = logging.getLogger("atoll")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def writable_target(path: Path) -> Path:
+    """`path`, with its folder made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path

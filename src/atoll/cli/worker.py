@@ -1,0 +1,116 @@
+"""`atoll worker -- python train.py`: runs a training script as one worker of a run.
+
+The script finds the server by ATOLL_SERVER, ATOLL_SITE and ATOLL_DIR; a token only ever comes from the environment
+(ATOLL_TOKEN, ATOLL_TOKEN_FILE), because others on the machine can read a command line.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from atoll.cli.ask import ask, server_address
+from atoll.errors import ConfigError, UsageError, VersionSkew
+from atoll.wire import messages, routes
+
+CONTEXT: dict[str, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+
+RESTART_PAUSE_S = 1.0
+FORWARDED = (signal.SIGINT, signal.SIGTERM)
+
+
+def command(
+    script: Annotated[list[str], typer.Argument(help="The command, after `--`: python train.py …", metavar="-- COMMAND")],
+    server: Annotated[
+        str | None, typer.Option(help="Address of the server; by default ATOLL_SERVER.", show_default=False)
+    ] = None,
+    site: Annotated[
+        str | None, typer.Option(help="This worker's name; by default made of host and process.", show_default=False)
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Folder of the worker's files, each as large as the model.", show_default=False),
+    ] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="Start a command that failed or was killed again, so often.")] = 0,
+) -> None:
+    """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from a flag."""
+    address = server_address(server)
+    _require_server(address)
+    environment = os.environ | {"ATOLL_SERVER": address}
+    if site is not None:
+        environment["ATOLL_SITE"] = _site(site)
+    elif "ATOLL_SITE" not in environment and restarts:
+        raise UsageError("--restarts needs a name that stays the same.", "Give --site NAME, or set ATOLL_SITE.")
+    if directory is not None:
+        environment["ATOLL_DIR"] = str(directory.resolve())
+    raise typer.Exit(_run(script, environment, restarts))
+
+
+def _require_server(address: str) -> None:
+    info = ask(address, routes.RUN, messages.RunInfo)
+    if info.protocol != routes.PROTOCOL:
+        older = "this worker" if routes.PROTOCOL < info.protocol else "the server"
+        raise VersionSkew(
+            f"This worker speaks protocol {routes.PROTOCOL}, {address} speaks {info.protocol}.", f"Upgrade Atoll at {older}."
+        )
+
+
+def _site(site: str) -> str:
+    import re
+
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", site):
+        raise ConfigError(f"{site!r} is not a site name.", "Use 1 to 64 letters, digits, dots, hyphens and underscores.")
+    return site
+
+
+def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
+    """Run the command until it ends well, is told to end, or has failed too often; returns its exit code."""
+    told: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def forward(signum: int, frame: FrameType | None) -> None:
+        told.append(signum)
+        if child is not None and child.poll() is None:
+            child.send_signal(signum)
+
+    before = {signum: signal.signal(signum, forward) for signum in FORWARDED}
+    try:
+        for attempt in range(restarts + 1):
+            # a session of its own: Ctrl-C reaches it once, from here, not twice
+            child = _start(script, environment)
+            code = child.wait()
+            code = 128 - code if code < 0 else code
+            if code == 0 or told or attempt == restarts:
+                return code
+            print(f"atoll: the command ended with {code}; restart {attempt + 1} of {restarts}", file=sys.stderr)
+            _pause(told)
+            if told:
+                return 128 + told[-1]
+        raise AssertionError("unreachable")
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _start(script: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(script, env=environment, start_new_session=True)
+    except FileNotFoundError:
+        raise UsageError(f"There is no command {script[0]!r}.", "Name it after `--`, for example: -- python train.py") from None
+    except PermissionError:
+        raise UsageError(f"{script[0]!r} cannot be executed.", f"Name its interpreter: -- python {script[0]}") from None
+
+
+def _pause(told: list[int]) -> None:
+    """Wait before a restart; a signal ends it."""
+    end = time.monotonic() + RESTART_PAUSE_S
+    while not told and time.monotonic() < end:
+        time.sleep(0.05)

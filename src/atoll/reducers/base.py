@@ -1,0 +1,62 @@
+"""The reducer contract: how the updates of a round become one.
+
+A reducer is a small frozen value. It sees the same run of elements of every update, one *row* per update in the frozen
+order (by site name), and writes one row. Elements never influence each other, so the result does not depend on how
+a tensor is cut into runs. `atoll.testing.reducers` has the contract suite.
+
+    mean          Σ ŵ_k·u_k, ŵ = w / Σ w      streams: one row at a time
+    max           max_k u_k                   streams
+    median, …     order statistics            needs_all: the rows at once
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from atoll.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@runtime_checkable
+class Reducer(Protocol):
+    """One way to reduce k rows of n elements to one."""
+
+    @property
+    def name(self) -> str:
+        """The name in an algorithm's table of groups."""
+        ...
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether `rows` must be one tensor [k, n] (the pass then takes smaller runs) rather than one row after the other."""
+        ...
+
+    def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
+        """Write the reduction of `rows` into `out`.
+
+        Args:
+            rows: k tensors [n] of the dtype of `out`, in the frozen order. Without `needs_all` a row is only valid until
+                the next one is asked for, and may be overwritten.
+            weights: k weights that sum to 1.
+            out: [n], in the dtype in which the tensor is accumulated.
+        """
+        ...
+
+
+def normalised(weights: Sequence[float]) -> list[float]:
+    """The weights of a frozen set, in fp64, divided by their sum.
+
+    Raises:
+        UsageError: there are none, or one is not finite or not above zero.
+    """
+    for weight in weights:
+        if not math.isfinite(weight) or weight <= 0:
+            raise UsageError(f"An update has the weight {weight}.", "Weights are finite and above zero.")
+    if not weights:
+        raise UsageError("A round without updates cannot be reduced.")
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]

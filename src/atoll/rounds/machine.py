@@ -1,0 +1,182 @@
+"""The round machine: state, event and time in; state and effects out. No IO, no clock, no randomness.
+
+    state = initial(Rules(num_workers=3))
+    state, effects = step(state, WorkerJoined("clinic-a"), now_s)
+
+The server, the simulator and the schedule explorer run this same code. One idea carries most of it: after
+anything that may matter, `settle` brings an open round to where it has to be (whom it expects follows from
+who is alive and which tickets are out) and asks the policy. A restart does the same with what the journal has,
+so a crash between two journal writes is mended by the same rules.
+
+`now_s` is seconds on a clock that never jumps; by a wall clock, workers would die when it is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import assert_never
+
+from atoll.rounds import membership
+from atoll.rounds.draft import Draft, Result
+from atoll.rounds.effects import FINISHED, LeaseEnded, LeaseGranted, RunFinished, TicketIssued, TicketWithheld
+from atoll.rounds.events import (
+    Event,
+    TicketRequested,
+    TimePassed,
+    UpdateAccepted,
+    UpdateRefused,
+    VersionCommitted,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerSeen,
+)
+from atoll.rounds.queries import may_submit, missing, next_deadline_s, why
+from atoll.rounds.recovery import initial, restore, snapshot
+from atoll.rounds.settle import open_next, settle
+from atoll.rounds.state import (
+    FragmentSnapshot,
+    FrozenRound,
+    OpenRound,
+    Rules,
+    Snapshot,
+    State,
+    Ticket,
+    ticket_by_id,
+)
+from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, advance
+
+__all__ = [
+    "FragmentSnapshot",
+    "FrozenRound",
+    "OpenRound",
+    "Rules",
+    "Snapshot",
+    "State",
+    "Ticket",
+    "initial",
+    "may_submit",
+    "missing",
+    "next_deadline_s",
+    "restore",
+    "snapshot",
+    "step",
+    "why",
+]
+
+NEXT_ROUND = "counts from the next round on"
+
+
+def step(state: State, event: Event, now_s: float) -> Result:
+    """What `event` at `now_s` changes, and what is to be done about it. `state` itself is left as it is.
+
+    Raises:
+        IllegalTransition: the event cannot follow this state; the caller has a bug.
+    """
+    draft = Draft(state, now_s)
+    match event:
+        case WorkerSeen(site, lease):
+            draft.hears(site, lease)
+        case WorkerJoined(site):
+            _join(draft, site)
+        case WorkerLeft(site, lease, error):
+            if draft.hears(site, lease):
+                _end(draft, [site], "fails" if error else "leaves", error)
+        case TicketRequested(site, lease, fragment):
+            if draft.hears(site, lease):
+                _request(draft, site, fragment)
+        case UpdateAccepted(number):
+            _update(draft, number, "update accepted")
+        case UpdateRefused(number, reason):
+            _update(draft, number, "update refused", reason)
+        case VersionCommitted(fragment, version):
+            _commit(draft, fragment, version)
+        case TimePassed():
+            timeout_s = state.rules.heartbeat_timeout_s
+            silent = membership.silent(state.seen_s, timeout_s, now_s)
+            _end(draft, silent, "falls silent", f"silent for {timeout_s:g} s")
+        case _:
+            assert_never(event)
+    return draft.result()
+
+
+def _join(draft: Draft, site: str) -> None:
+    lease = draft.state.next_lease
+    members = membership.changed(draft.state.members, site, "joins", lease)
+    draft.change(members=members, next_lease=lease + 1)
+    draft.see(site)
+    draft.emit(LeaseGranted(site, lease))
+    settle(draft)
+
+
+def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
+    """`event` ends the leases of `sites`; then time and the barrier are judged, once for all of them."""
+    for site in sites:
+        members = membership.changed(draft.state.members, site, event)
+        seen_s = {other: last_s for other, last_s in draft.state.seen_s.items() if other != site}
+        draft.change(members=members, seen_s=seen_s)
+        draft.emit(LeaseEnded(site, members[site].lease, members[site].why, detail))
+        draft.wake.update(range(len(draft.state.rounds)))
+    settle(draft)
+
+
+def _request(draft: Draft, site: str, fragment: int) -> None:
+    round_ = draft.round(fragment)
+    ticket = round_.tickets.get(site)
+    cannot_close = len(round_.expected) < draft.state.rules.floor
+    reason = ""
+    if round_.phase == "finished":
+        reason = FINISHED
+    elif round_.phase != "open":
+        reason = why(draft.state, fragment, draft.now_s)
+    elif ticket and ticket.state == "accepted":
+        reason = f"its update is in; the round {why(draft.state, fragment, draft.now_s)}"
+    elif ticket and ticket.state == "refused" and not cannot_close:
+        reason = f"its update was refused ({ticket.reason}); it {NEXT_ROUND}"
+    elif ticket is None and site not in round_.expected:
+        reason = NEXT_ROUND
+    if reason:
+        draft.emit(TicketWithheld(site, fragment, reason))
+    elif ticket and ticket.state == "open":
+        draft.emit(TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
+    else:  # its first, or another try of one that was refused, without whom the round cannot close
+        number = draft.state.next_ticket
+        draft.put(Ticket(number, site, fragment, round_.head, "open"))
+        draft.change(next_ticket=number + 1)
+        draft.emit(TicketIssued(site, number, fragment, round_.head, new=True))
+        settle(draft)
+
+
+def _update(draft: Draft, number: int, event: str, reason: str = "") -> None:
+    ticket = ticket_by_id(draft.state, number)
+    if ticket is None:
+        raise IllegalTransition(
+            f"Ticket {number} belongs to no round that is not over; {event!r} cannot happen to it."
+        )
+    state = advance(f"Ticket {number}", TICKET, ticket.state, event)
+    if state == ticket.state:
+        return
+    draft.put(replace(ticket, state=state, reason=reason))
+    if ticket.site in draft.state.seen_s:
+        draft.see(ticket.site)
+    settle(draft)
+
+
+def _commit(draft: Draft, fragment: int, version: int) -> None:
+    round_ = draft.round(fragment)
+    if version != round_.head + 1:
+        raise IllegalTransition(f"Fragment {fragment} is at version {round_.head}; {version} cannot follow.")
+    rounds = draft.state.rules.rounds
+    for ticket in round_.tickets.values():
+        if ticket.id in round_.frozen:
+            advance(f"Ticket {ticket.id}", TICKET, ticket.state, "version committed")
+    draft.change_round(fragment, head=version)
+    if rounds and version >= rounds:
+        phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "last version committed")
+        draft.change_round(fragment, phase=phase, expected={}, tickets={}, frozen=())
+        draft.wake.add(fragment)
+        if draft.state.finished:
+            draft.emit(RunFinished())
+    else:
+        open_next(draft, fragment, "version committed")
+        settle(draft)

@@ -1,0 +1,188 @@
+"""What the round machine knows: frozen values, and the snapshot from which a restarted server makes them.
+
+Mappings are replaced, never changed. Times are seconds on one monotonic clock; they are not part of a
+snapshot, since no clock survives a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from atoll.config import Settings
+from atoll.rounds.membership import Member
+from atoll.rounds.policy import AcceptedUpdate, Barrier, Policy, QuorumDeadline, RoundView
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a run's settings mean for its rounds.
+
+    Args:
+        num_workers: how many must have joined before round one opens.
+        min_workers: a round never closes with fewer updates.
+        heartbeat_timeout_s: silence after which a worker is declared dead; 0: never.
+        rounds: the run is finished when every fragment's version has reached it; 0: endless.
+        policy: when a round closes.
+        fragments: how many parts of the model have rounds of their own.
+    """
+
+    num_workers: int
+    min_workers: int = 1
+    heartbeat_timeout_s: float = 120.0
+    rounds: int = 0
+    policy: Policy = field(default_factory=Barrier)
+    fragments: int = 1
+
+    @classmethod
+    def from_settings(cls, settings: Settings, fragments: int = 1) -> Rules:
+        """The rules of a run: a barrier, or quorum and deadline where both are set."""
+        quorum, deadline_s = settings.quorum, settings.round_deadline_s
+        return cls(
+            num_workers=settings.num_workers,
+            min_workers=settings.min_workers,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s,
+            rounds=settings.rounds,
+            policy=QuorumDeadline(quorum, deadline_s) if quorum and deadline_s else Barrier(),
+            fragments=fragments,
+        )
+
+    @property
+    def floor(self) -> int:
+        """The fewest updates with which a round may close."""
+        return max(1, self.min_workers, self.policy.quorum)
+
+    @property
+    def floor_name(self) -> str:
+        return "quorum" if self.policy.quorum > self.min_workers else "min_workers"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """`state` is a row of the table `TICKET`; `reason` says why it was refused or has expired."""
+
+    id: int
+    site: str
+    fragment: int
+    base_version: int
+    state: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Where one fragment is. `phase` is a row of the table `ROUND`.
+
+    Args:
+        head: the fragment's version now, which the open round starts from.
+        expected: site → since when (seconds) the round waits for it. Each is alive or has an accepted update.
+        tickets: site → its ticket of this round.
+        frozen: while closing, the tickets that are being reduced, in order.
+        until_s: when time alone may close the round.
+    """
+
+    phase: str
+    head: int
+    opened_s: float = 0.0
+    expected: Mapping[str, float] = field(default_factory=dict)
+    tickets: Mapping[str, Ticket] = field(default_factory=dict)
+    frozen: tuple[int, ...] = ()
+    until_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A run between two events.
+
+    Args:
+        seen_s: site → when it last gave a sign of life; of members alive only.
+        rounds: one per fragment.
+    """
+
+    rules: Rules
+    members: Mapping[str, Member]
+    seen_s: Mapping[str, float]
+    rounds: tuple[Round, ...]
+    next_ticket: int = 1
+    next_lease: int = 1
+
+    @property
+    def finished(self) -> bool:
+        return all(round_.phase == "finished" for round_ in self.rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRound:
+    """The last `RoundOpened` of a fragment, with what `ExpectedChanged` made of it."""
+
+    base_version: int
+    expected: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenRound:
+    """The last `RoundClosed` of a fragment."""
+
+    base_version: int
+    tickets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentSnapshot:
+    """A fragment in the journal. A round whose `base_version` is not `head` is over, and may be left in.
+
+    Args:
+        started: whether any round of it has ever been opened; implied by `open` and `frozen`.
+    """
+
+    head: int
+    open: OpenRound | None = None
+    frozen: FrozenRound | None = None
+    started: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the journal holds.
+
+    Args:
+        tickets: at least those of the rounds from the heads; others are ignored.
+        finished: whether `RunFinished` is in the journal.
+    """
+
+    fragments: tuple[FragmentSnapshot, ...]
+    members: tuple[Member, ...] = ()
+    tickets: tuple[Ticket, ...] = ()
+    next_ticket: int = 1
+    next_lease: int = 1
+    finished: bool = False
+
+
+def view(state: State, fragment: int) -> RoundView:
+    """The open round of `fragment` as a policy sees it."""
+    round_ = state.rounds[fragment]
+    accepted = sorted(
+        (AcceptedUpdate(ticket.id, ticket.site, ticket.base_version) for ticket in round_.tickets.values()
+         if ticket.state == "accepted"),
+        key=lambda update: update.site,
+    )  # fmt: skip
+    return RoundView(
+        fragment=fragment,
+        head_version=round_.head,
+        opened_s=round_.opened_s,
+        expected=tuple(sorted(round_.expected)),
+        accepted=tuple(accepted),
+        floor=state.rules.floor,
+        floor_name=state.rules.floor_name,
+    )
+
+
+def ticket_by_id(state: State, number: int) -> Ticket | None:
+    """The ticket, where it belongs to a round that is not over."""
+    if not 0 < number < state.next_ticket:
+        return None
+    for round_ in state.rounds:
+        for ticket in round_.tickets.values():
+            if ticket.id == number:
+                return ticket
+    return None

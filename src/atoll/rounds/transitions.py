@@ -1,0 +1,62 @@
+"""What a member, a round and a ticket can become: three small tables, and the one function that reads them.
+
+The machine changes none of these states except through `advance`, so the tables are the rules, and
+`atoll.rounds.diagram` draws them for the documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Table = Mapping[tuple[str, str], str]
+"""(state, what happens) → next state. What is not listed cannot happen."""
+
+
+class IllegalTransition(RuntimeError):
+    """The machine was told what cannot be: a mistake in Atoll's own code, never in what a peer sent."""
+
+
+MEMBER: Table = {
+    ("unknown", "joins"): "alive",
+    ("alive", "joins"): "alive",
+    ("alive", "falls silent"): "dead",
+    ("alive", "leaves"): "left",
+    ("alive", "fails"): "failed",
+    ("dead", "joins"): "alive",
+    ("left", "joins"): "alive",
+    ("failed", "joins"): "alive",
+}
+"""A site. Every join grants a new lease and voids the one before, also while the member is alive."""
+
+ROUND: Table = {
+    ("gathering", "enough workers joined"): "open",
+    ("open", "policy closes"): "closing",
+    ("closing", "version committed"): "open",
+    ("closing", "last version committed"): "finished",
+}
+"""A fragment's rounds. It gathers once, before round one; later a commit opens the next round at once."""
+
+TICKET: Table = {
+    ("open", "update accepted"): "accepted",
+    ("open", "update refused"): "refused",
+    ("open", "round closed without it"): "expired",
+    ("accepted", "update accepted"): "accepted",
+    ("accepted", "version committed"): "counted",
+    ("refused", "update refused"): "refused",
+}
+"""The right to submit one update. Being told the same thing twice changes nothing."""
+
+
+def advance(what: str, table: Table, state: str, event: str) -> str:
+    """The state that follows.
+
+    Args:
+        what: of whom the table speaks, for the message.
+
+    Raises:
+        IllegalTransition: the table does not list it.
+    """
+    try:
+        return table[state, event]
+    except KeyError:
+        raise IllegalTransition(f"{what} is {state}; {event!r} cannot happen to it.") from None

@@ -1,0 +1,155 @@
+"""HTTP on top of a run: one handler per operation of `wire/operations.py`, errors as `Problem`s, limits first."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from atoll.errors import AtollError, BadRequest, VersionSkew
+from atoll.server.auth import Gate
+from atoll.server.handlers import Handlers
+from atoll.server.run import Run
+from atoll.wire import messages, routes
+from atoll.wire.operations import OPERATIONS, STATUS_OF, Operation, openapi
+
+LOG = logging.getLogger("atoll.server")
+
+Message = TypeVar("Message", bound=BaseModel)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_app(run: Run, gate: Gate, version: str) -> web.Application:
+    """The application that serves a run.
+
+    Raises:
+        AttributeError: an operation has no handler.
+    """
+    app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard(gate)])
+    handlers = Handlers(run)
+    document = openapi(version)
+    for operation in OPERATIONS:
+        if operation.name == "get_openapi":
+            handler: Handler = _document(document)
+        else:
+            handler = _adapt(operation, getattr(handlers, operation.name), run)
+        app.router.add_route(operation.method, operation.path, handler, name=operation.name)
+    return app
+
+
+def _document(document: dict[str, Any]) -> Handler:
+    async def get_openapi(_: web.Request) -> web.StreamResponse:
+        return web.json_response(document)
+
+    return get_openapi
+
+
+def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], run: Run) -> Handler:
+    """Read what the operation takes, call the handler, write what it gives."""
+    takes_message = isinstance(operation.request, type) and issubclass(operation.request, BaseModel)
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        arguments: dict[str, Any] = {
+            name: _number(name, text) for name, text in request.match_info.items() if name != "digest"
+        }
+        if "digest" in request.match_info:
+            arguments["digest"] = request.match_info["digest"]
+        if operation.lease:
+            arguments["lease"] = run.require_lease(request.headers.get(routes.LEASE_HEADER))
+        if takes_message:
+            arguments["message"] = await _read(request, operation.request)  # type: ignore[arg-type]
+        if operation.request is bytes or operation.reply is bytes or operation.name == "join":
+            arguments["request"] = request
+        result = await method(**arguments)
+        if isinstance(result, web.StreamResponse):
+            return result
+        if result is None:
+            return web.Response(status=204)
+        if isinstance(result, str):
+            return web.Response(text=result)
+        return web.Response(body=result.model_dump_json().encode(), content_type="application/json")
+
+    return handle
+
+
+async def _read(request: web.Request, kind: type[Message]) -> Message:
+    if request.content_type != "application/json":
+        raise BadRequest(f"The body is {request.content_type}.", "Send application/json.")
+    if (request.content_length or 0) > routes.CONTROL_BODY_BYTES:
+        raise web.HTTPRequestEntityTooLarge(routes.CONTROL_BODY_BYTES, request.content_length or 0)
+    async with asyncio.timeout(10.0):
+        body = await request.read()
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _readable(kind, error) from error
+
+
+def _readable(kind: type[BaseModel], error: ValidationError) -> AtollError:
+    first = error.errors()[0]
+    where = ".".join(str(step) for step in first["loc"]) or "the body"
+    if first["type"] == "extra_forbidden":
+        return VersionSkew(
+            f"{kind.__name__} has a field {where!r} that this server does not know.",
+            "Use the same Atoll version on both sides.",
+        )
+    return BadRequest(f"{kind.__name__}: {where}: {first['msg']}.", "See /openapi.json for what is expected.")
+
+
+def _number(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise BadRequest(f"{name} is {text[:40]!r}, not a number.")
+    return int(text)
+
+
+def _guard(gate: Gate) -> Any:
+    open_paths = {operation.path for operation in OPERATIONS if operation.open}
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if request.path not in open_paths:
+                request["identity"] = gate.admit(request.headers.get("Authorization"))
+            return await handler(request)
+        except AtollError as error:
+            return problem(error.code, error.message, error.remedy, error.retry_after_s)
+        except web.HTTPNotFound:
+            return problem("not_found", f"There is nothing at {request.path[:100]!r}.", "See /openapi.json.")
+        except web.HTTPMethodNotAllowed as refused:
+            response = problem("method", f"{request.method[:20]} is not possible here.", "See /openapi.json.")
+            response.headers["Allow"] = ", ".join(sorted(refused.allowed_methods))
+            return response
+        except web.HTTPRequestEntityTooLarge:
+            return problem("too_large", f"The body has more than {routes.CONTROL_BODY_BYTES} bytes.", "Send less.")
+        except (ConnectionResetError, TimeoutError, asyncio.CancelledError):
+            raise
+        except OSError as error:
+            LOG.exception("%s %s", request.method, request.path)
+            return problem("store", f"The server's disk failed: {os.strerror(error.errno or 0)}.")
+        except web.HTTPException:
+            raise
+        except Exception:
+            LOG.exception("%s %s", request.method, request.path)
+            return problem("error", "The server failed; its log says why.")
+
+    return guard
+
+
+def problem(code: str, message: str, remedy: str = "", retry_after_s: float | None = None) -> web.Response:
+    """An answer that names what went wrong."""
+    body = messages.Problem(code=code, message=message, remedy=remedy, retry_after_s=retry_after_s)
+    headers = {"Retry-After": str(max(1, round(retry_after_s)))} if retry_after_s is not None else {}
+    if code == "auth":
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.Response(
+        status=STATUS_OF.get(code, 500),
+        body=json.dumps(body.model_dump()).encode(),
+        content_type="application/json",
+        headers=headers,
+    )

@@ -1,0 +1,288 @@
+"""`atoll.Server`: a run served from inside a program, or by `atoll server`."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import errno
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from aiohttp import web
+from torch import nn
+
+from atoll._version import VERSION
+from atoll.config import DEFAULT_PORT, Settings
+from atoll.errors import AtollError, ConfigError, PortInUse, UsageError
+from atoll.server.app import make_app
+from atoll.server.auth import open_gate
+from atoll.server.exports import export_ranges
+from atoll.server.run import Run
+from atoll.server.status import status_of
+from atoll.tensors.chunks import CHUNK_BYTES
+from atoll.tensors.modules import Tensors
+from atoll.transport.tls import server_context
+from atoll.wire import messages, routes
+
+LOG = logging.getLogger("atoll.server")
+T = TypeVar("T")
+
+PORTS_TO_TRY = 100
+GRACE_S = 30.0
+"""After the last round, how long the server stays for workers that have not fetched the result yet."""
+
+
+class Server:
+    """Serves one run.
+
+    Args:
+        model: the initial model, a module or a mapping name → tensor; read once, when the run begins. None where the
+            settings name it, or where the state directory has the run already.
+        settings: of the run; or give them as keywords: `Server(model, num_workers=3, rounds=10)`.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong.
+    """
+
+    def __init__(
+        self, model: nn.Module | Tensors | None = None, settings: Settings | None = None, **options: Any
+    ) -> None:
+        if settings is not None and options:
+            raise UsageError("Server got both settings and keywords.", "Give one of them.")
+        self.settings = settings or Settings.build(options)
+        self._model = model
+        self._gate = open_gate(self.settings)
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._run: Run | None = None
+        self._stopping: asyncio.Event | None = None
+        self._ready = threading.Event()
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+        self.port = 0
+
+    # -- life
+
+    def start(self) -> Server:
+        """Serve in a thread of its own; returns when the server listens.
+
+        Raises:
+            PortInUse, StateLocked, StateCorrupt, ConfigError: it cannot.
+        """
+        if self._thread is not None:
+            raise UsageError("The server was started already.", "Make a new one for a new start.")
+        self._thread = threading.Thread(target=self._main, name="atoll-server", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            self._thread.join()
+            raise self._error
+        return self
+
+    def run(self) -> None:
+        """Serve until the run is finished and its workers have the result, or until `stop`.
+
+        Raises:
+            AtollError: the run failed; its message says how to go on.
+        """
+        if self._thread is None:
+            self.start()
+        assert self._thread is not None
+        while self._thread.is_alive():
+            self._thread.join(0.2)
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """End the server; a next one on the same state directory goes on where it was. Idempotent."""
+        if self._loop is not None and self._stopping is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # -- questions
+
+    @property
+    def url(self) -> str:
+        """Where workers find it."""
+        scheme = "https" if self.settings.tls_cert else "http"
+        host = self.settings.host
+        if host in ("0.0.0.0", "::"):
+            host = socket.gethostname()
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def exports(self) -> Path:
+        """Folder of `model.safetensors` and `metrics.jsonl`."""
+        return self.settings.save_dir or self.settings.state_dir / "exports"
+
+    def status(self) -> messages.Status:
+        """All there is to know at this moment."""
+        return self._ask(lambda run: status_of(run))
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the run is finished; False when the time is over before.
+
+        Raises:
+            AtollError: the run failed.
+        """
+        done = self._finished.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return done
+
+    def save_state(self, path: str | Path) -> Path:
+        """Write the head as a safetensors file of its own; the state directory itself is always up to date."""
+        target = Path(path)
+
+        def export(run: Run) -> Path:
+            header, ranges = export_ranges(run.plan)
+            return run.store.export(0, None, target, header=header, ranges=ranges)
+
+        run = self._require_run()
+        return export(run)
+
+    @classmethod
+    def load_state(cls, path: str | Path, **options: Any) -> Server:
+        """A server that begins a new run from a file that `save_state` wrote."""
+        return cls(None, **options, model=str(path)) if "settings" not in options else cls(None, **options)
+
+    def _require_run(self) -> Run:
+        if self._run is None:
+            raise UsageError("The server is not running.", "Call start() first.")
+        return self._run
+
+    def _ask(self, question: Callable[[Run], T]) -> T:
+        """Answer on the server's own loop, where nothing changes meanwhile."""
+        run, loop = self._require_run(), self._loop
+        assert loop is not None
+        if loop.is_closed():
+            raise UsageError("The server has stopped.")
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(question(run))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        loop.call_soon_threadsafe(work)
+        return answer.result(timeout=30.0)
+
+    # -- the thread
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._finished.set()
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        listener = _listen(self.settings)
+        try:
+            run = Run.open(self.settings, self._model)
+        except BaseException:
+            listener.close()
+            raise
+        self._model = None  # version 0 is on disk; nothing here keeps the memory of a model
+        runner = web.AppRunner(
+            make_app(run, self._gate, VERSION),
+            access_log=None,
+            handler_cancellation=True,
+            read_bufsize=CHUNK_BYTES // 2,
+            max_line_size=routes.HEADER_BYTES // 2,
+            max_field_size=routes.HEADER_BYTES // 2,
+            keepalive_timeout=75.0,
+            shutdown_timeout=2.0,
+        )
+        try:
+            await runner.setup()
+            context = None
+            if self.settings.tls_cert and self.settings.tls_key:
+                context = server_context(self.settings.tls_cert, self.settings.tls_key)
+            run.start()
+            self._run = run
+            site = web.SockSite(runner, listener, ssl_context=context, backlog=1024)
+            await site.start()
+            self.port = listener.getsockname()[1]
+            self._ready.set()
+            await self._until_end(run)
+        finally:
+            await runner.cleanup()
+            await run.stop()
+        if run.failed is not None:
+            raise run.failed
+
+    async def _until_end(self, run: Run) -> None:
+        assert self._stopping is not None
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._stopping, run.ended, run.finished)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if run.finished.is_set() and not self._stopping.is_set() and run.failed is None:
+            self._finished.set()
+            await self._until_left(run)
+        for wait in waits:
+            wait.cancel()
+
+    async def _until_left(self, run: Run) -> None:
+        """Stay until every worker has taken the result and left, for a while at most."""
+        assert self._stopping is not None
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + GRACE_S
+        while loop.time() < until_s and not self._stopping.is_set():
+            if not any(member.alive for member in run.state.members.values()):
+                return
+            await run.changed(0.25)
+
+
+def _listen(settings: Settings) -> socket.socket:
+    """A bound socket: the port that was asked for, or the first free one from 8512 on.
+
+    Raises:
+        PortInUse: somebody else has the port. ConfigError: the address is not this machine's.
+    """
+    wanted = range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TO_TRY) if settings.port is None else [settings.port]
+    try:
+        family, _, _, _, address = socket.getaddrinfo(settings.host, None, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"host {settings.host!r} is not known: {error.strerror}.", "Give an address of this machine."
+        ) from error
+    for port in wanted:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart takes the same port at once
+        try:
+            listener.bind((address[0], port, *address[2:]))
+            listener.listen(1024)
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(
+                    f"host {settings.host!r} is not an address of this machine.", "Give one that is."
+                ) from error
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    raise PortInUse(
+        f"Port {f'{wanted[0]} to {wanted[-1]}' if len(wanted) > 1 else wanted[0]} on {settings.host} is in use.",
+        "End what uses it, or choose another with --port; 0 takes any free one.",
+    )
+
+
+__all__ = ["AtollError", "Server"]

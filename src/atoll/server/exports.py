@@ -1,0 +1,75 @@
+"""Files for people: the model as a safetensors file of its own, and one line of metrics a round."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+from atoll.server.plan import Plan
+from atoll.store.store import Store
+from atoll.tensors.layout import safetensors_header
+from atoll.tensors.schema import TensorSpec
+from atoll.wire import messages
+
+MODEL = "model.safetensors"
+METRICS = "metrics.jsonl"
+
+
+class Exports:
+    """Writes into `save_dir`; every file appears whole, under its name, or not at all."""
+
+    def __init__(self, plan: Plan, store: Store) -> None:
+        self._plan, self._store = plan, store
+        self.folder: Path = plan.settings.save_dir or plan.settings.state_dir / "exports"
+        self._lock = threading.Lock()
+
+    def save(self, version: int | None = None) -> Path:
+        """Export a version (the head by default) as `model-<version>.safetensors`, and as `model.safetensors`.
+
+        Tied tensors are written under each of their names, so that the file loads strictly.
+        """
+        with self._lock:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            version = self._store.head(0).version if version is None else version
+            header, ranges = export_ranges(self._plan)
+            if self._plan.settings.save_every:
+                self._store.export(
+                    0, version, self.folder / f"model-{version:06d}.safetensors", header=header, ranges=ranges
+                )
+            return self._store.export(0, version, self.folder / MODEL, header=header, ranges=ranges)
+
+    def append_metrics(self, summary: messages.RoundSummary, at: str) -> None:
+        """Add the line of a round."""
+        with self._lock:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / METRICS).open("a", encoding="utf-8") as file:
+                file.write(_line(summary.model_dump_json(), at))
+
+    def rewrite_metrics(self) -> None:
+        """Make the file what the journal says: a line may have been lost, or belong to a version that fell."""
+        with self._lock:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            temporary = self.folder / f".{METRICS}.tmp"
+            rows = [row for row in self._store.history(None) if row.summary_json]
+            temporary.write_text("".join(_line(row.summary_json, row.created_at) for row in rows), encoding="utf-8")
+            os.replace(temporary, self.folder / METRICS)
+
+
+def export_ranges(plan: Plan) -> tuple[bytes, list[tuple[int, int]]]:
+    """Header and slot ranges of an export: every tensor, and each tied one again under its further name."""
+    schema = plan.schema
+    segments = plan.version.by_name
+    owners = {spec.name: spec for spec in schema.tensors}
+    named = [(spec, spec.name) for spec in schema.tensors] + [
+        (TensorSpec(alias, owners[owner].dtype, owners[owner].shape, owners[owner].group), owner)
+        for alias, owner in schema.aliases
+    ]
+    ordered = sorted(named, key=lambda pair: -pair[0].item_bytes)
+    header = safetensors_header([spec for spec, _ in ordered], {"format": "pt"})
+    return header, [(segments[owner].offset, spec.nbytes) for spec, owner in ordered]
+
+
+def _line(summary_json: str, at: str) -> str:
+    return json.dumps({"at": at, **json.loads(summary_json)}) + "\n"

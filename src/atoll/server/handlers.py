@@ -1,0 +1,370 @@
+"""What each operation does. Names are those of `wire/operations.py`; errors are raised, `app.py` writes them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+from aiohttp import web
+
+from atoll.aggregation.inspect import inspect_part
+from atoll.errors import (
+    BadRequest,
+    ConfigError,
+    Conflict,
+    DiskFull,
+    Gone,
+    PartCorrupt,
+    SchemaMismatch,
+    StoreError,
+    TicketClosed,
+    UpdateRefused,
+    VersionSkew,
+)
+from atoll.failpoints import failpoint
+from atoll.rounds import effects as fx
+from atoll.rounds import events as ev
+from atoll.rounds import machine
+from atoll.server.metrics import prometheus
+from atoll.server.roster import Lease, Presence
+from atoll.server.run import Run, now_text
+from atoll.server.status import status_of
+from atoll.store.rows import TicketRow
+from atoll.transport.host import receive_part, require_length, serve_file
+from atoll.wire import messages, routes
+
+
+class Handlers:
+    """The operations on one run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.store, self.plan = run, run.store, run.plan
+
+    # -- what a run is
+
+    async def get_run(self) -> messages.RunInfo:
+        settings, algorithm = self.plan.settings, self.plan.algorithm
+        assert self.store.run is not None
+        return messages.RunInfo(
+            protocol=routes.PROTOCOL,
+            run=self.store.run.run_id,
+            name=settings.name,
+            algorithm=algorithm.name,
+            local=dict(algorithm.algorithm.local),
+            on_missed=algorithm.algorithm.on_missed,
+            rounds=settings.rounds,
+            sync_every=algorithm.sync_every,
+            schema_digest=self.plan.schema.digest,
+            schema_bytes=self.plan.schema.nbytes,
+            fragments=1,
+            codec=algorithm.codec,
+            part_bytes=settings.part_bytes,
+            connections=settings.connections,
+            heartbeat_interval_s=settings.heartbeat_interval_s,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s,
+            idle_timeout_s=settings.idle_timeout_s,
+            epoch=self.store.epoch,
+        )
+
+    async def get_schema(self) -> messages.SchemaMessage:
+        return messages.SchemaMessage.model_validate(self.plan.schema.to_json())
+
+    async def get_status(self) -> messages.Status:
+        return status_of(self.run)
+
+    async def get_metrics(self) -> web.Response:
+        return web.Response(
+            body=prometheus(self.run), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    async def get_health(self) -> str:
+        return "ok\n"
+
+    # -- who takes part
+
+    async def join(self, message: messages.Join, request: web.Request) -> messages.Joined:
+        self._require_fit(message, request)
+        previous = self.run.roster.get(message.site)
+        presence = Presence(
+            site=message.site,
+            host=message.host,
+            process=message.process,
+            joined_at=now_text(),
+            labels=dict(message.labels),
+            rounds=previous.rounds if previous else 0,
+            bytes_up=previous.bytes_up if previous else 0,
+            bytes_down=previous.bytes_down if previous else 0,
+        )
+        self.run.roster[message.site] = presence
+        granted = [e for e in self.run.apply(ev.WorkerJoined(message.site)) if isinstance(e, fx.LeaseGranted)]
+        return messages.Joined(
+            lease=str(Lease(message.site, granted[0].lease, message.process)),
+            epoch=self.store.epoch,
+            heads=[round_.head for round_ in self.run.state.rounds],
+        )
+
+    def _require_fit(self, message: messages.Join, request: web.Request) -> None:
+        """Refuse who could not take part, before anything moves."""
+        if message.protocol != routes.PROTOCOL:
+            older = f"worker {message.site}" if message.protocol < routes.PROTOCOL else "the server"
+            raise VersionSkew(
+                f"Worker {message.site} speaks protocol {message.protocol}, this server {routes.PROTOCOL}.",
+                f"Upgrade Atoll at {older}.",
+            )
+        request["identity"].require_site(message.site)
+        digest = self.plan.schema.digest
+        if message.schema_digest not in (None, digest):
+            raise SchemaMismatch(
+                f"The model of worker {message.site} has the schema {str(message.schema_digest)[:12]}, "
+                f"the run's {digest[:12]}.",
+                "Build the same architecture in the same dtype on both sides.",
+            )
+        sync_every = self.plan.algorithm.sync_every
+        if sync_every and message.sync_every not in (None, sync_every):
+            raise ConfigError(
+                f"Worker {message.site} synchronises every {message.sync_every} steps, the run every {sync_every}.",
+                f"Set sync_every={sync_every} at the worker, or leave it out.",
+            )
+
+    async def leave(self, lease: Lease, message: messages.Leave) -> None:
+        self.run.apply(ev.WorkerLeft(lease.site, lease.number, message.error or ""))
+
+    async def heartbeat(self, lease: Lease, message: messages.Heartbeat) -> messages.HeartbeatReply:
+        presence = self.run.roster.get(lease.site)
+        if presence is not None:
+            presence.beat = message
+        return messages.HeartbeatReply(
+            epoch=self.store.epoch,
+            heads=[round_.head for round_ in self.run.state.rounds],
+            finished=self.run.state.finished,
+        )
+
+    # -- tickets
+
+    async def request_ticket(self, lease: Lease, message: messages.TicketRequest) -> messages.TicketReply:
+        if message.fragment >= len(self.run.state.rounds):
+            raise Gone(f"There is no fragment {message.fragment}.", "The run has one: 0.")
+        until_s = time.monotonic() + message.wait_s
+        previous = self.store.last_ticket(lease.site, message.fragment)
+        while True:
+            effects = self.run.apply(ev.TicketRequested(lease.site, lease.number, message.fragment))
+            for effect in effects:
+                match effect:
+                    case fx.LeaseRefused():
+                        self.run.refuse_lease(lease, effect)
+                    case fx.TicketIssued(_, ticket, fragment, base_version, _):
+                        return self._ticket_reply(lease, ticket, fragment, base_version, previous)
+                    case fx.TicketWithheld(_, fragment, reason):
+                        # a finished run answers at once; its result is the head
+                        if reason == fx.FINISHED or time.monotonic() >= until_s:
+                            return self._wait_reply(fragment, reason, previous)
+            await self.run.changed(until_s - time.monotonic())
+
+    def _ticket_reply(
+        self, lease: Lease, ticket: int, fragment: int, base_version: int, previous: TicketRow | None
+    ) -> messages.TicketReply:
+        head = self.store.head(fragment)
+        presence = self.run.roster.get(lease.site)
+        if presence is not None:
+            presence.base_version = base_version
+        return messages.TicketReply(
+            status="ticket",
+            ticket=messages.Ticket(
+                ticket=ticket,
+                fragment=fragment,
+                base_version=base_version,
+                base_digest=head.digest,
+                layout_digest=self.plan.update.digest,
+            ),
+            previous=self._previous(previous, ticket),
+            head_version=head.version,
+            head_digest=head.digest,
+        )
+
+    def _wait_reply(self, fragment: int, reason: str, previous: TicketRow | None) -> messages.TicketReply:
+        head = self.store.head(fragment)
+        state = self.run.state
+        why = (
+            reason if reason == fx.FINISHED else f"{reason}; the round {machine.why(state, fragment, time.monotonic())}"
+        )
+        return messages.TicketReply(
+            status="finished" if reason == fx.FINISHED else "wait",
+            previous=self._previous(previous, None),
+            head_version=head.version,
+            head_digest=head.digest,
+            waiting_for=[site for site, _ in machine.missing(state, fragment)],
+            reason=why,
+        )
+
+    def _previous(self, row: TicketRow | None, ticket: int | None) -> messages.Outcome | None:
+        if row is None or row.ticket == ticket:
+            return None
+        return self.run.outcome(self.store.ticket(row.ticket))
+
+    async def get_ticket(self, ticket: int) -> messages.TicketState:
+        row = self.store.ticket(ticket)
+        parts = self.store.parts(ticket) if row.state in ("open", "accepted") else {}
+        return messages.TicketState(
+            outcome=self.run.outcome(row),
+            parts=list(parts),
+            part_digests=[part.digest.hex() for part in parts.values()],
+        )
+
+    # -- updates
+
+    async def put_part(self, lease: Lease, ticket: int, part: int, request: web.Request) -> messages.PartReceipt:
+        layout = self.plan.update
+        if part >= len(layout.parts):
+            raise BadRequest(
+                f"There is no part {part}; the update has {len(layout.parts)}.",
+                "Cut it as the ticket's layout says.",
+            )
+        self._require_open(lease, ticket)
+        require_length(request, layout.parts[part].nbytes)
+        self._require_space()
+        spool = self.store.spool(ticket)
+        loop = asyncio.get_running_loop()
+        writer = await loop.run_in_executor(self.run.io, spool.begin_part, part)
+        try:
+            digest = await receive_part(
+                request,
+                writer,
+                layout.parts[part].nbytes,
+                pool=self.run.io,
+                idle_timeout_s=self.plan.settings.idle_timeout_s,
+                on_bytes=lambda count: self._count_up(lease.site, count),
+            )
+            stats = await loop.run_in_executor(
+                self.run.io, inspect_part, spool.fd, layout, layout.parts[part], self.plan.codecs
+            )
+            if stats.digest != digest:
+                raise PartCorrupt(f"Part {part} of ticket {ticket} arrived damaged.", "Send this part again.")
+            self._require_open(lease, ticket)
+            if stats.bad is not None:
+                self._refuse(lease, ticket, stats.bad)
+            failpoint("part.received")
+            self.store.record_part(ticket, part, digest, stats.sumsq)
+        finally:
+            writer.close()
+        self.run.apply(ev.WorkerSeen(lease.site, lease.number))
+        return messages.PartReceipt(ticket=ticket, part=part, digest=digest.hex())
+
+    def _count_up(self, site: str, count: int) -> None:
+        self.run.bytes_up += count
+        if site in self.run.roster:
+            self.run.roster[site].bytes_up += count
+
+    def _require_open(self, lease: Lease, ticket: int) -> None:
+        refusal = machine.may_submit(self.run.state, lease.site, lease.number, ticket)
+        if isinstance(refusal, fx.LeaseRefused):
+            self.run.refuse_lease(lease, refusal)
+        elif refusal is not None:
+            raise TicketClosed(refusal, "Ask for the next ticket.")
+
+    def _require_space(self) -> None:
+        free = self.store.free_bytes()
+        if free < self.plan.settings.min_free_bytes:
+            error = DiskFull(
+                f"The server has {free / 1e6:.0f} MB of disk left, and keeps "
+                f"{self.plan.settings.min_free_bytes / 1e6:.0f} MB free.",
+                "It takes updates again when there is space; nothing is lost.",
+            )
+            error.retry_after_s = 2.0
+            raise error
+
+    def _refuse(self, lease: Lease, ticket: int, reason: str) -> None:
+        """Quarantine an update with its reason; the round goes on with the others."""
+        self.store.refuse(ticket, reason)
+        self.run.refused += 1
+        self.run.apply(ev.UpdateRefused(ticket, reason))
+        raise UpdateRefused(
+            f"The update of {lease.site} is refused: {reason}.",
+            "The round goes on with the others; look at the learning rate, the data and the loss at this site.",
+        )
+
+    async def complete(self, lease: Lease, ticket: int, message: messages.Complete) -> messages.Receipt:
+        row = self.store.ticket(ticket)
+        if row.site != lease.site:
+            raise TicketClosed(f"Ticket {ticket} was not issued to {lease.site!r}.", "Ask for a ticket.")
+        if row.state in ("accepted", "counted"):
+            return self._receipt(
+                self.store.accept(
+                    ticket, message.digest, message.weight, message.steps, dict(message.metrics), row.norm
+                )
+            )
+        self._require_open(lease, ticket)
+        parts = self.store.parts(ticket)
+        missing = [part.index for part in self.plan.update.parts if part.index not in parts]
+        if missing:
+            raise Conflict(
+                f"Ticket {ticket} lacks {len(missing)} of {len(self.plan.update.parts)} parts, first {missing[0]}.",
+                "Send them, then complete it again.",
+            )
+        digest = self.plan.update.update_digest([parts[part.index].digest for part in self.plan.update.parts])
+        if digest != message.digest:
+            raise Conflict(
+                f"The parts of ticket {ticket} do not make up the digest that completes it.",
+                "Send them again.",
+            )
+        norm = math.sqrt(sum(part.sumsq for part in parts.values()))
+        self._require_plausible(lease, ticket, norm, message.weight)
+        try:
+            accepted = self.store.accept(ticket, digest, message.weight, message.steps, dict(message.metrics), norm)
+        except DiskFull:
+            raise
+        except StoreError as error:
+            self.run.fail(error)
+            raise
+        self.run.apply(ev.UpdateAccepted(ticket))
+        return self._receipt(accepted)
+
+    def _require_plausible(self, lease: Lease, ticket: int, norm: float, weight: float) -> None:
+        settings = self.plan.settings
+        if weight > settings.max_weight:
+            self._refuse(lease, ticket, f"its weight is {weight:g}, above max_weight {settings.max_weight:g}")
+        if settings.max_update_norm and norm > settings.max_update_norm:
+            self._refuse(lease, ticket, f"its norm is {norm:.4g}, above max_update_norm {settings.max_update_norm:g}")
+
+    def _receipt(self, row: TicketRow) -> messages.Receipt:
+        assert row.digest is not None
+        return messages.Receipt(
+            ticket=row.ticket, digest=row.digest, fragment=row.fragment, base_version=row.base_version
+        )
+
+    # -- versions
+
+    async def get_manifest(self, fragment: int, version: int) -> messages.Manifest:
+        row = self.store.version(fragment, version)
+        return messages.Manifest(
+            fragment=fragment,
+            version=version,
+            digest=row.digest,
+            layout_digest=self.plan.version.digest,
+            nbytes=self.plan.version.nbytes,
+            part_digests=[digest.hex() for digest in row.part_digests],
+        )
+
+    async def get_version(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
+        pinned = self.store.pin_version(fragment, version)
+        try:
+            if pinned.row.digest != digest:
+                raise Gone(
+                    f"Version {version} is no longer the one with digest {digest[:12]}.",
+                    "Ask for the head again.",
+                )
+            return await serve_file(
+                request,
+                pinned.fd,
+                self.plan.version.nbytes,
+                digest,
+                pool=self.run.io,
+                idle_timeout_s=self.plan.settings.idle_timeout_s,
+                revoked=pinned.revoked.is_set,
+                on_bytes=self._count_down,
+            )
+        finally:
+            pinned.release()
+
+    def _count_down(self, count: int) -> None:
+        self.run.bytes_down += count

@@ -1,0 +1,113 @@
+"""The initial model of a run: from a module, from code, or from a safetensors file; written as version 0."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
+
+from atoll import registry
+from atoll.config import Settings
+from atoll.errors import ConfigError
+from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
+from atoll.tensors.layout import Layout, chunks
+from atoll.tensors.modules import Tensors, named_tensors, schema_of
+from atoll.tensors.schema import Schema
+
+
+def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.Module | Tensors:
+    """The model that version 0 holds.
+
+    Args:
+        given: by a program that embeds the server; else `settings.model` says.
+
+    Raises:
+        ConfigError: none is named, or what is named is not a model; the remedy says how to name one.
+    """
+    if given is not None:
+        return given
+    if settings.model is None:
+        raise ConfigError(
+            "The run has no initial model.",
+            'Set model = "my_models:build" (a function that returns an nn.Module) or a .safetensors file.',
+        )
+    if settings.model.endswith((".pt", ".pth", ".bin", ".ckpt")):
+        raise ConfigError(
+            f"{settings.model!r} is a pickle, which can run any code when it is opened; Atoll never opens one.",
+            "Convert it once where you trust it: safetensors.torch.save_file(model.state_dict(), 'model.safetensors').",
+        )
+    if settings.model.endswith(".safetensors"):
+        return _from_file(Path(settings.model))
+    torch.manual_seed(settings.seed)
+    build = registry.load_attribute(settings.model)
+    model: Any = build if isinstance(build, nn.Module) else _call(build, settings)
+    if not isinstance(model, (nn.Module, Mapping)):
+        raise ConfigError(f"{settings.model!r} returned a {type(model).__name__}.", "Return an nn.Module.")
+    return model
+
+
+def _call(build: Any, settings: Settings) -> Any:
+    try:
+        return build(**settings.model_args)
+    except TypeError as error:
+        raise ConfigError(
+            f"{settings.model!r} cannot be called: {error}.", "Set model_args to its keyword arguments."
+        ) from error
+
+
+def _from_file(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise ConfigError(f"There is no initial model {str(path)!r}.") from None
+    except SafetensorError as error:
+        raise ConfigError(f"{str(path)!r} is not a safetensors file: {error}.") from error
+
+
+def schema_for(settings: Settings, model: nn.Module | Tensors) -> Schema:
+    """The schema that the server issues for this model.
+
+    Raises:
+        ConfigError: it has no tensor to train.
+    """
+    schema = schema_of(model, settings.buffers)
+    if not any(spec.group == "params" and spec.numel for spec in schema.tensors):
+        raise ConfigError("The initial model has no float parameters.", "Name a model that can be trained.")
+    return schema
+
+
+def write_version(fd: int, layout: Layout, header: bytes, model: nn.Module | Tensors) -> list[bytes]:
+    """Write a model as a version file; returns the BLAKE3 of each part.
+
+    Raises:
+        ConfigError: a value is not finite; the tensor is named.
+    """
+    tensors = named_tensors(model)[0]
+    digests: list[bytes] = []
+    for part in layout.parts:
+        hasher = blake3()
+        head = header[part.start : part.stop]
+        hasher.update(head)
+        os.pwrite(fd, head, part.start)
+        offset = part.start + len(head)
+        for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
+            run = run_of(tensors[piece.segment.spec.name], start, stop).cpu()
+            if run.is_floating_point() and not bool(torch.isfinite(run.float()).all()):
+                raise ConfigError(
+                    f"The initial model's tensor {piece.segment.spec.name!r} holds NaN or Inf.",
+                    "Look at how it is initialised.",
+                )
+            data = bytes_of(run)
+            hasher.update(data)
+            os.pwrite(fd, data, offset)
+            offset += len(data)
+        digests.append(hasher.digest())
+    return digests

@@ -1,0 +1,92 @@
+"""What a run's settings and model mean in files and arithmetic: made once, then only read."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from atoll import registry
+from atoll.aggregation.state import state_layout, state_regions, version_regions
+from atoll.algorithms.resolve import ResolvedAlgorithm, resolve
+from atoll.codecs.base import Codec
+from atoll.config import Settings
+from atoll.outer.build import build_outer
+from atoll.outer.rule import OuterRule
+from atoll.store.store import FileShape, FragmentShapes
+from atoll.tensors.layout import Layout, update_layout, version_header, version_layout
+from atoll.tensors.schema import PARAMS, Schema, TensorSpec
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layouts and rules of a run with one fragment, the whole model."""
+
+    settings: Settings
+    algorithm: ResolvedAlgorithm
+    schema: Schema
+    codecs: dict[str, Codec]
+    rule: OuterRule
+    header: bytes
+    version: Layout
+    update: Layout
+    state: tuple[bytes, Layout] | None
+    threads: int
+
+    @classmethod
+    def make(cls, settings: Settings, schema: Schema) -> Plan:
+        """The plan for a model with this schema.
+
+        Raises:
+            ConfigError: algorithm, codec or outer optimizer cannot be used; the remedy says why.
+        """
+        algorithm = resolve(settings)
+        codecs: dict[str, Codec] = {name: registry.load("codecs", name)() for name in {"none", algorithm.codec}}
+
+        def encoding(spec: TensorSpec) -> Codec:
+            return codecs[algorithm.codec if spec.group == PARAMS else "none"]
+
+        rule = build_outer(algorithm.outer, algorithm.outer_options)
+        version = version_layout(schema, settings.part_bytes)
+        return cls(
+            settings=settings,
+            algorithm=algorithm,
+            schema=schema,
+            codecs=codecs,
+            rule=rule,
+            header=version_header(schema),
+            version=version,
+            update=update_layout(schema.tensors, encoding, settings.part_bytes),
+            state=state_layout(schema.tensors, rule, settings.part_bytes),
+            threads=settings.threads or min(os.cpu_count() or 1, 8),
+        )
+
+    def shapes(self) -> FragmentShapes:
+        """Sizes and digest regions of the run's files."""
+        state = None
+        if self.state:
+            header, layout = self.state
+            state = FileShape(layout.nbytes, header, tuple(r.ranges for r in state_regions(self.version, layout)))
+        return FragmentShapes(
+            version=FileShape(self.version.nbytes, self.header, tuple(r.ranges for r in version_regions(self.version))),
+            state=state,
+            update_bytes=self.update.nbytes,
+            update_parts=tuple((part.start, part.nbytes) for part in self.update.parts),
+        )
+
+    @property
+    def state_layout(self) -> Layout | None:
+        """Of the outer state file; None where nothing is kept between rounds."""
+        return self.state[1] if self.state else None
+
+
+def torch_build() -> str:
+    """What "the same bits" depends on besides the input: the torch build."""
+    return torch.__version__
+
+
+def cpu_capability() -> str:
+    """… and the vector instructions it uses here."""
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,92 @@
+"""Run a closed round's pass over real files, and commit what comes of it. No decision is taken here."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+
+from atoll import registry
+from atoll.aggregation.close import PassInputs, PassOutputs, UpdateSource, run_pass
+from atoll.server.plan import Plan
+from atoll.store.rows import TicketRow, VersionRow
+from atoll.store.store import Store
+from atoll.wire import messages
+
+
+def close_round(
+    plan: Plan,
+    store: Store,
+    fragment: int,
+    base_version: int,
+    tickets: Sequence[int],
+    cancelled: threading.Event,
+) -> tuple[VersionRow, messages.RoundSummary]:
+    """Reduce exactly these tickets in this order, step, write the next version and move the head.
+
+    Raises:
+        DiskFull: nothing is lost; the same call may be made again.
+        SyncFailed: fsync failed; the server must end.
+    """
+    begin = time.monotonic()
+    rows = [store.ticket(ticket) for ticket in tickets]
+    base = store.pin_version(fragment, base_version)
+    draft = store.begin_version(fragment, base_version + 1)
+    try:
+        result = run_pass(
+            PassInputs(
+                specs=plan.schema.tensors,
+                version_layout=plan.version,
+                base_fd=base.fd,
+                state_layout=plan.state_layout,
+                state_fd=store.state_file(fragment),
+                updates=[UpdateSource(row.site, store.spool(row.ticket).fd, plan.update, row.weight) for row in rows],
+                header=plan.header,
+            ),
+            PassOutputs(draft.version_fd, draft.state_fd),
+            rule=plan.rule,
+            reducers={
+                group: registry.load("reducers", name)() for group, name in plan.algorithm.algorithm.reduce.items()
+            },
+            codecs=plan.codecs,
+            threads=plan.threads,
+            cancelled=cancelled,
+        )
+        summary = _summary(fragment, base_version + 1, rows, time.monotonic() - begin)
+        row = store.commit_version(
+            draft,
+            digest=result.digest,
+            part_digests=result.part_digests,
+            state_digests=result.state_digests,
+            extra_json=json.dumps({"grad_norm": result.grad_norm}),
+            summary_json=summary.model_dump_json(),
+            tickets=tickets,
+        )
+    except BaseException:
+        draft.abandon()
+        raise
+    finally:
+        base.release()
+    return row, summary
+
+
+def _summary(fragment: int, version: int, rows: Sequence[TicketRow], seconds: float) -> messages.RoundSummary:
+    """Metrics are averaged by the updates' weights, per key over those that reported it."""
+    means: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for key in sorted({key for row in rows for key in row.metrics}):
+        reported = [(row.metrics[key], row.weight) for row in rows if key in row.metrics]
+        means[key] = sum(value * weight for value, weight in reported) / sum(weight for _, weight in reported)
+        counts[key] = len(reported)
+    return messages.RoundSummary(
+        fragment=fragment,
+        round=version,
+        version=version,
+        workers=[row.site for row in rows],
+        weights=[row.weight for row in rows],
+        metrics=means,
+        counts=counts,
+        seconds=seconds,
+        bytes_up=sum(row.bytes for row in rows),
+    )

@@ -1,0 +1,55 @@
+"""What the server knows of each worker beyond the round machine: to be shown, never to decide."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from atoll.errors import BadRequest
+from atoll.wire import messages
+
+
+@dataclass
+class Presence:
+    """One worker as it was last heard of."""
+
+    site: str
+    host: str = ""
+    process: str = ""
+    joined_at: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+    state: str = "alive"
+    error: str = ""
+    heard_s: float = field(default_factory=time.monotonic)
+    beat: messages.Heartbeat = field(default_factory=messages.Heartbeat)
+    rounds: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    base_version: int = 0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Who sends a request, as its lease header says. It fences; it does not authenticate."""
+
+    site: str
+    number: int
+    process: str
+
+    def __str__(self) -> str:
+        return f"{self.site}:{self.number}:{self.process}"
+
+    @classmethod
+    def parse(cls, text: str | None) -> Lease:
+        """The lease of a request.
+
+        Raises:
+            BadRequest: the header is missing or malformed.
+        """
+        pieces = (text or "").split(":")
+        if len(pieces) != 3 or not pieces[1].isascii() or not pieces[1].isdigit() or len(pieces[1]) > 18:
+            raise BadRequest(
+                "The Atoll-Lease header is missing or malformed.",
+                "Join first, and send the lease that was given.",
+            )
+        return cls(pieces[0], int(pieces[1]), pieces[2])

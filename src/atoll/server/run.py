@@ -1,0 +1,486 @@
+"""A run that is being served: events in, journal, effects out.
+
+`apply` is the only way in which anything changes: the pure machine decides, what it decided is journalled in one
+transaction, and only then is anybody told. All of it happens on one event loop; passes over tensors run in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+
+from torch import nn
+
+from atoll.config import Settings
+from atoll.errors import AtollError, ConfigError, DiskFull, Gone, LeaseLost, RunFailed, StoreError, Superseded
+from atoll.rounds import effects as fx
+from atoll.rounds import events as ev
+from atoll.rounds import machine
+from atoll.server.exports import Exports
+from atoll.server.model import initial_model, schema_for, write_version
+from atoll.server.plan import Plan, cpu_capability, torch_build
+from atoll.server.reduce import close_round
+from atoll.server.restore import snapshot_of
+from atoll.server.roster import Lease, Presence
+from atoll.store.rows import RunRow, TicketRow, VersionRow
+from atoll.store.store import Store
+from atoll.tensors.modules import Tensors
+from atoll.tensors.schema import Schema
+from atoll.wire import messages
+
+LOG = logging.getLogger("atoll.server")
+
+DISK_RETRY_S = 2.0
+JOURNALLED = (
+    fx.LeaseGranted,
+    fx.LeaseEnded,
+    fx.RoundOpened,
+    fx.ExpectedChanged,
+    fx.TicketIssued,
+    fx.TicketsExpired,
+    fx.RoundClosed,
+    fx.RunFinished,
+)
+"""Effects that have to be on disk before anybody is told."""
+
+FROZEN_SETTINGS = (
+    "algorithm",
+    "codec",
+    "outer_optimizer",
+    "outer_lr",
+    "outer_momentum",
+    "outer_options",
+    "part_bytes",
+)
+"""What cannot change between two starts of one run: the files on disk, or what they mean, hang on it."""
+
+
+class Run:
+    """One run: its store, its round machine, and who waits for what."""
+
+    def __init__(self, plan: Plan, store: Store) -> None:
+        self.plan, self.store, self.settings = plan, store, plan.settings
+        self.roster: dict[str, Presence] = {}
+        self.finished = asyncio.Event()
+        self.failed: AtollError | None = None
+        self.ended = asyncio.Event()
+        self.trouble: dict[int, str] = {}
+        self.deaths = self.refused = self.bytes_up = self.bytes_down = 0
+        self.started_s = time.monotonic()
+        self.io = ThreadPoolExecutor(max_workers=max(4, 2 * plan.threads), thread_name_prefix="atoll-io")
+        self.exports = Exports(plan, store)
+        self._changed = asyncio.Event()
+        self._cancelled = threading.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.state: machine.State
+
+    # -- beginning and end
+
+    @classmethod
+    def open(cls, settings: Settings, given: nn.Module | Tensors | None) -> Run:
+        """Begin a run in its state directory, or go on with the one that is there.
+
+        Raises:
+            ConfigError: the model or a setting cannot be used, or is not the one that the run was begun with.
+            StateLocked: another server owns the directory.
+            StateCorrupt: no version in it is whole.
+        """
+        store = Store.open(
+            settings.state_dir,
+            durability=settings.durability,
+            keep_versions=settings.keep_versions,
+            max_pins=settings.max_pins,
+        )
+        try:
+            return cls._open(settings, given, store)
+        except BaseException:
+            store.close()
+            raise
+
+    @classmethod
+    def _open(cls, settings: Settings, given: nn.Module | Tensors | None, store: Store) -> Run:
+        row = store.run
+        if row is None:
+            model = initial_model(settings, given)
+            schema = schema_for(settings, model)
+            plan = Plan.make(settings, schema)
+            store.create_run(
+                RunRow(
+                    run_id=uuid.uuid4().hex,
+                    settings_json=_frozen(settings, plan),
+                    schema_json=json.dumps(schema.to_json()),
+                    schema_digest=schema.digest,
+                    torch_build=torch_build(),
+                    cpu_capability=cpu_capability(),
+                    created_at=now_text(),
+                )
+            )
+        else:
+            schema = Schema.from_json(json.loads(row.schema_json))
+            plan = Plan.make(settings, schema)
+            _require_same(settings, row, plan, given)
+            model = given
+        store.shape([plan.shapes()])
+        recovered = store.recover()
+        if not recovered.heads:
+            _write_first(plan, store, model if model is not None else initial_model(settings, given))
+            recovered = store.recover()
+        run = cls(plan, store)
+        if recovered.fell_back:
+            LOG.warning("%s", recovered.fell_back)
+        run._restore(recovered)
+        return run
+
+    def _restore(self, recovered: object) -> None:
+        snapshot = snapshot_of(recovered)
+        for member in recovered.members:  # type: ignore[attr-defined]
+            self.roster[member.site] = Presence(
+                site=member.site,
+                host=member.host,
+                joined_at=member.joined_at,
+                labels=json.loads(member.labels_json),
+                state=member.state,
+                error=member.detail,
+                rounds=member.rounds_counted,
+            )
+        self._recovered = snapshot
+
+    def start(self) -> None:
+        """Take up what the journal says is to be done; called on the event loop that serves the run."""
+        self.state, effects = machine.restore(
+            machine.Rules.from_settings(self.settings), self._recovered, time.monotonic()
+        )
+        self._carry_out(effects)
+        for fragment, round_ in enumerate(self._recovered.fragments):
+            if round_.frozen is not None and self.state.rounds[fragment].phase == "closing":
+                LOG.info("the round from version %d was closed before the restart: reducing it again", round_.head)
+                self._spawn(self._close(fragment, round_.frozen.base_version, round_.frozen.tickets))
+        self._spawn(self._tick())
+        self.exports.rewrite_metrics()
+        if self.state.finished:
+            self._spawn(self._finish())
+
+    async def stop(self) -> None:
+        """End every task; what is on disk is where a next start goes on."""
+        self._cancelled.set()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.io.shutdown(wait=True)
+        self.store.close()
+
+    def fail(self, error: AtollError) -> None:
+        """The run cannot go on: the server ends and says why."""
+        LOG.error("%s", error)
+        self.failed = self.failed or error
+        self.ended.set()
+
+    # -- events
+
+    def apply(self, event: ev.Event) -> tuple[fx.Effect, ...]:
+        """Let the machine decide about an event, journal what it decided, then act on it.
+
+        Raises:
+            DiskFull: the journal could not be written; nothing has changed.
+        """
+        state, effects = machine.step(self.state, event, time.monotonic())
+        before, self.state = self.state, state
+        try:
+            self._carry_out(effects)
+        except StoreError as error:
+            self.state = before
+            if not isinstance(error, DiskFull):
+                self.fail(error)
+            raise
+        return effects
+
+    def _carry_out(self, effects: tuple[fx.Effect, ...]) -> None:
+        journalled = [effect for effect in effects if isinstance(effect, JOURNALLED)]
+        if journalled:
+            with self.store.transaction():
+                for effect in journalled:
+                    self._journal(effect)
+        for effect in effects:
+            self._act(effect)
+
+    def _journal(self, effect: fx.Effect) -> None:
+        store = self.store
+        match effect:
+            case fx.LeaseGranted(site, lease):
+                presence = self.roster.setdefault(site, Presence(site))
+                store.put_member(
+                    site,
+                    lease,
+                    joined_at=presence.joined_at,
+                    host=presence.host,
+                    labels_json=json.dumps(presence.labels),
+                )
+            case fx.LeaseEnded(site, lease, why, detail):
+                store.end_member(site, lease, why, detail)
+            case fx.RoundOpened(fragment, base_version, expected):
+                store.open_round(fragment, base_version, expected)
+            case fx.ExpectedChanged(fragment, base_version, expected):
+                store.set_expected(fragment, base_version, expected)
+            case fx.TicketIssued(site, ticket, fragment, base_version, new):
+                if new:
+                    store.issue_ticket(ticket, site, fragment, base_version)
+            case fx.TicketsExpired(tickets, reason):
+                store.expire(tickets, reason)
+            case fx.RoundClosed(fragment, base_version, tickets):
+                store.freeze(fragment, base_version, tickets)
+            case fx.RunFinished():
+                store.finish()
+            case _:
+                pass
+
+    def _act(self, effect: fx.Effect) -> None:
+        match effect:
+            case fx.LeaseEnded(site, _, why, detail):
+                presence = self.roster.setdefault(site, Presence(site))
+                presence.state, presence.error = why, detail if why != "left" else ""
+                self.deaths += why == "dead"
+                log = LOG.info if why == "left" else LOG.warning
+                log(
+                    "%s %s%s",
+                    site,
+                    {"dead": "is dead", "failed": "failed"}.get(why, why),
+                    f": {detail}" if detail else "",
+                )
+            case fx.RoundOpened(fragment, base_version, expected):
+                LOG.debug("round %d of fragment %d is open for %s", base_version + 1, fragment, ", ".join(expected))
+            case fx.RoundClosed(fragment, base_version, tickets):
+                self._spawn(self._close(fragment, base_version, tickets))
+            case fx.RunFinished():
+                self._spawn(self._finish())
+            case _:
+                pass
+        if isinstance(effect, fx.Woken | fx.RoundOpened | fx.RunFinished | fx.LeaseEnded):
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def changed(self, timeout_s: float) -> None:
+        """Return when something has changed that a waiting worker should know, or after the time."""
+        event = self._changed
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+
+    # -- leases
+
+    def require_lease(self, text: str | None) -> Lease:
+        """The lease of a request that may speak for its site; also a sign of life.
+
+        Raises:
+            LeaseLost: it has to join again. Superseded: another process has taken its place.
+        """
+        lease = Lease.parse(text)
+        for effect in self.apply(ev.WorkerSeen(lease.site, lease.number)):
+            if isinstance(effect, fx.LeaseRefused):
+                self.refuse_lease(lease, effect)
+        presence = self.roster.get(lease.site)
+        if presence is not None:
+            presence.heard_s = time.monotonic()
+            presence.process = presence.process or lease.process
+        return lease
+
+    def refuse_lease(self, lease: Lease, effect: fx.LeaseRefused) -> None:
+        """Raise what the holder of a void lease is told."""
+        holder = self.roster.get(lease.site)
+        if effect.superseded and holder is not None and holder.process and holder.process != lease.process:
+            raise Superseded(
+                f"Another process has joined as {lease.site!r}; this one no longer takes part.",
+                "Give every worker a site name of its own.",
+            )
+        raise LeaseLost(
+            f"{effect.reason[:1].upper()}{effect.reason[1:]}.", "Join again; an open ticket is given again."
+        )
+
+    # -- rounds
+
+    async def _close(self, fragment: int, base_version: int, tickets: tuple[int, ...]) -> None:
+        """Run the pass until it is committed; a full disk is waited for, everything else ends the server."""
+        while True:
+            try:
+                row, summary = await asyncio.get_running_loop().run_in_executor(
+                    self.io,
+                    close_round,
+                    self.plan,
+                    self.store,
+                    fragment,
+                    base_version,
+                    tickets,
+                    self._cancelled,
+                )
+                break
+            except DiskFull as error:
+                self.trouble[fragment] = f"the disk is full: {error}"
+                LOG.error(
+                    "round %d cannot be written: %s Trying again in %g s.",
+                    base_version + 1,
+                    error,
+                    DISK_RETRY_S,
+                )
+                await asyncio.sleep(DISK_RETRY_S)
+            except asyncio.CancelledError:
+                raise
+            except AtollError as error:
+                self.fail(error)
+                return
+            except Exception as error:
+                LOG.exception("round %d failed", base_version + 1)
+                self.fail(
+                    RunFailed(f"Round {base_version + 1} failed: {error!r}.", "Restarting the server runs it again.")
+                )
+                return
+        self.trouble.pop(fragment, None)
+        for site in summary.workers:
+            if site in self.roster:
+                self.roster[site].rounds += 1
+        self._say(summary, row)
+        self.apply(ev.VersionCommitted(fragment, row.version))
+        self._spawn(self._after_commit(row, summary))
+
+    def _say(self, summary: messages.RoundSummary, row: VersionRow) -> None:
+        numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())
+        LOG.info(
+            "round %d: version %d from %d updates (%s), reduced in %.2f s%s",
+            summary.round,
+            row.version,
+            len(summary.workers),
+            ", ".join(summary.workers),
+            summary.seconds,
+            f"; {numbers}" if numbers else "",
+        )
+
+    async def _after_commit(self, row: VersionRow, summary: messages.RoundSummary) -> None:
+        """What may lag behind a commit: the metrics file, an export, the durable version."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self.io, self.exports.append_metrics, summary, row.created_at)
+            every = self.settings.save_every
+            if every and row.version % every == 0:
+                await loop.run_in_executor(self.io, self.exports.save, row.version)
+            await loop.run_in_executor(self.io, self.store.write_durable, row.fragment)
+        except Gone as error:
+            LOG.debug("version %d was overtaken before it was saved: %s", row.version, error)
+        except DiskFull as error:
+            LOG.error("version %d could not be saved: %s", row.version, error)
+        except AtollError as error:
+            self.fail(error)
+
+    async def _finish(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                path = await loop.run_in_executor(self.io, self.exports.save, None)
+                break
+            except DiskFull as error:
+                LOG.error("the result could not be saved: %s Trying again in %g s.", error, DISK_RETRY_S)
+                await asyncio.sleep(DISK_RETRY_S)
+            except AtollError as error:
+                self.fail(error)
+                return
+        LOG.info("the run is finished at version %d: %s", self.store.head(0).version, path)
+        self.finished.set()
+        self._wake()
+
+    async def _tick(self) -> None:
+        """Tell the machine that time has passed, whenever that may matter."""
+        while True:
+            deadline_s = machine.next_deadline_s(self.state)
+            pause_s = 1.0 if deadline_s is None else min(1.0, max(0.01, deadline_s - time.monotonic()))
+            await asyncio.sleep(pause_s)
+            with contextlib.suppress(DiskFull):
+                self.apply(ev.TimePassed())
+
+    def _spawn(self, coroutine: object) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            LOG.error("a task of the server failed", exc_info=error)
+            self.fail(error if isinstance(error, AtollError) else RunFailed(f"The server failed: {error!r}."))
+
+    def outcome(self, row: TicketRow) -> messages.Outcome:
+        """What became of a ticket, for its worker."""
+        return messages.Outcome.model_validate(
+            {
+                "ticket": row.ticket,
+                "state": row.state,
+                "base_version": row.base_version,
+                "version": row.version,
+                "reason": row.reason or "",
+            }
+        )
+
+
+def now_text() -> str:
+    """The wall clock, for people; nothing is decided by it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _frozen(settings: Settings, plan: Plan) -> str:
+    chosen = {key: getattr(settings, key) for key in FROZEN_SETTINGS}
+    chosen["codec"] = plan.algorithm.codec
+    return json.dumps(chosen | {"outer": plan.rule.describe()}, sort_keys=True, default=str)
+
+
+def _require_same(settings: Settings, row: RunRow, plan: Plan, given: nn.Module | Tensors | None) -> None:
+    """Refuse to go on with a run under settings or a model that it was not begun with."""
+    before: Mapping[str, object] = json.loads(row.settings_json)
+    now: Mapping[str, object] = json.loads(_frozen(settings, plan))
+    for key in before:
+        if before[key] != now.get(key):
+            raise ConfigError(
+                f"{str(settings.state_dir)!r} holds a run with {key} = {before[key]!r}; "
+                f"this start says {now.get(key)!r}.",
+                "Start it with the old value, or begin a new run in another state_dir.",
+            )
+    if given is not None:
+        schema_for(settings, given).require_equal(
+            plan.schema, mine="this program", theirs=f"the run in {settings.state_dir}"
+        )
+    if (row.torch_build, row.cpu_capability) != (torch_build(), cpu_capability()):
+        LOG.warning(
+            "the run was begun with torch %s on %s, and goes on with %s on %s: bits may differ from an undisturbed run",
+            row.torch_build, row.cpu_capability, torch_build(), cpu_capability(),
+        )  # fmt: skip
+
+
+def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
+    schema_for(plan.settings, model).require_equal(plan.schema, mine="the initial model", theirs="the run")
+    draft = store.begin_version(0, 0)
+    try:
+        digests = write_version(draft.version_fd, plan.version, plan.header, model)
+    except BaseException:
+        draft.abandon()
+        raise
+    store.commit_version(
+        draft,
+        digest=plan.version.update_digest(digests),
+        part_digests=tuple(digests),
+        state_digests=(),
+        extra_json="{}",
+        summary_json="",
+        tickets=(),
+    )
+
+
+def default_exports(settings: Settings) -> Path:
+    """Where files for people go."""
+    return settings.save_dir or settings.state_dir / "exports"

@@ -1,0 +1,92 @@
+"""What a run looks like at this moment: one message, for `atoll status` and whoever else asks."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from atoll.rounds import machine
+from atoll.wire import messages, routes
+
+if TYPE_CHECKING:
+    from atoll.server.roster import Presence
+    from atoll.server.run import Run
+
+HISTORY = 20
+"""Rounds that a status shows; `metrics.jsonl` has them all."""
+
+
+def status_of(run: Run) -> messages.Status:
+    """The status of a run."""
+    now_s = time.monotonic()
+    settings, algorithm = run.settings, run.plan.algorithm
+    assert run.store.run is not None
+    history = [
+        messages.RoundSummary.model_validate_json(row.summary_json)
+        for row in run.store.history(HISTORY)
+        if row.summary_json
+    ]
+    return messages.Status(
+        run=run.store.run.run_id,
+        name=settings.name,
+        algorithm=algorithm.name,
+        policy=type(run.state.rules.policy).__name__,
+        protocol=routes.PROTOCOL,
+        epoch=run.store.epoch,
+        rounds=settings.rounds,
+        finished=run.state.finished,
+        uptime_s=now_s - run.started_s,
+        model_bytes=run.plan.schema.nbytes,
+        codec=algorithm.codec,
+        sync_every=algorithm.sync_every,
+        fragments=[_fragment(run, index, now_s) for index in range(len(run.state.rounds))],
+        workers=[_worker(run, presence, now_s) for _, presence in sorted(run.roster.items())],
+        history=history,
+        bytes_up=run.bytes_up,
+        bytes_down=run.bytes_down,
+        deaths=run.deaths,
+        refused=run.refused,
+        durability=settings.durability,
+        durable_version=run.store.durable_version(0),
+        warnings=list(run.trouble.values()),
+    )
+
+
+def _fragment(run: Run, index: int, now_s: float) -> messages.FragmentStatus:
+    round_ = run.state.rounds[index]
+    waiting = [
+        messages.Missing(site=site, for_s=max(0.0, now_s - since)) for site, since in machine.missing(run.state, index)
+    ]
+    return messages.FragmentStatus(
+        fragment=index,
+        version=round_.head,
+        phase=round_.phase,
+        waiting_for=waiting,
+        reason=run.trouble.get(index) or machine.why(run.state, index, now_s),
+    )
+
+
+def _worker(run: Run, presence: Presence, now_s: float) -> messages.WorkerStatus:
+    beat = presence.beat
+    head = run.state.rounds[0].head
+    version = max(beat.version, presence.base_version)
+    return messages.WorkerStatus(
+        site=presence.site,
+        host=presence.host,
+        state=presence.state,
+        doing=beat.state,
+        joined_at=presence.joined_at,
+        last_heartbeat_s=max(0.0, now_s - presence.heard_s),
+        step=beat.step,
+        steps_per_s=beat.steps_per_s,
+        rounds=presence.rounds,
+        version=version,
+        staleness=max(0, head - version),
+        bytes_up=presence.bytes_up,
+        bytes_down=beat.bytes_down,
+        retries=beat.retries,
+        reconnections=beat.reconnections,
+        metrics=dict(beat.metrics),
+        labels=presence.labels,
+        error=presence.error,
+    )

@@ -1,0 +1,199 @@
+"""The journal: one SQLite file in WAL mode, one connection, one lock for it and for everything that must agree with it.
+
+A process that is killed at any instruction leaves either all of a transaction or nothing. What lives in memory beside
+the journal (which slot is held by whom) follows it through `after_commit` and `after_rollback`.
+"""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from atoll.errors import DiskFull, StateCorrupt, StoreError, SyncFailed
+from atoll.failpoints import failpoint
+from atoll.store.tables import SCHEMA, SCHEMA_VERSION
+
+Durability = Literal["process", "power"]
+FULL = {errno.ENOSPC, errno.EDQUOT}
+_FSYNC = {sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC}
+_CORRUPT = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+NEW_RUN = (
+    "Restore the whole directory from a backup, or begin a new run: another state_dir, and model = an exported file."
+)
+
+
+class Journal:
+    """See the module. Thread-safe; a transaction of one thread keeps all others out."""
+
+    def __init__(self, path: Path, durability: Durability) -> None:
+        """Open the journal, and make it where there is none.
+
+        Raises:
+            StateCorrupt: it is not a journal, or damaged, or of a newer Atoll.
+        """
+        self.path = path
+        self.lock = threading.RLock()
+        self._level: str = "FULL" if durability == "power" else "NORMAL"
+        self._depth = 0
+        self._committed: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []
+        self._broken: SyncFailed | None = None
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        try:
+            with self._translated():
+                self._prepare()
+        except BaseException:
+            self._db.close()
+            raise
+        self.closed = False
+
+    def _prepare(self) -> None:
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute(f"PRAGMA synchronous = {self._level}")
+        self._db.execute("PRAGMA foreign_keys = ON")
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        elif version != SCHEMA_VERSION:
+            raise StateCorrupt(
+                f"{self.path} is of journal version {version}, this Atoll reads {SCHEMA_VERSION}.",
+                "Start it with the Atoll that wrote it.",
+            )
+        (answer,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if answer != "ok":
+            raise StateCorrupt(f"{self.path} is damaged: {answer}.", NEW_RUN)
+
+    @contextmanager
+    def transaction(self, *, synced: bool = False) -> Iterator[None]:
+        """All or nothing. One inside another is part of it, and can fail alone.
+
+        Args:
+            synced: on return it survives a power loss, whatever the journal's durability; outermost only.
+
+        Raises:
+            DiskFull: nothing was changed; may be tried again.
+            SyncFailed: what was written may be lost; every later call raises it too.
+        """
+        with self.lock, self._translated():
+            if self._broken:
+                raise self._broken
+            outermost = self._depth == 0
+            raised = synced and outermost and self._level != "FULL"
+            marks = len(self._committed), len(self._undo)
+            if raised:
+                self._db.execute("PRAGMA synchronous = FULL")
+            try:
+                self._db.execute("BEGIN IMMEDIATE" if outermost else f"SAVEPOINT level{self._depth}")
+                self._depth += 1
+                try:
+                    yield
+                    if outermost:
+                        failpoint("journal.commit")
+                    self._db.execute("COMMIT" if outermost else f"RELEASE level{self._depth - 1}")
+                except BaseException:
+                    self._roll_back(*marks)
+                    raise
+                finally:
+                    self._depth -= 1
+            finally:
+                if raised:
+                    self._db.execute(f"PRAGMA synchronous = {self._level}")
+            if outermost:
+                done, self._committed, self._undo = self._committed, [], []
+                for action in done:
+                    action()
+
+    def _roll_back(self, committed: int, undo: int) -> None:
+        if self._db.in_transaction:  # SQLite ends it by itself where the disk is full
+            if self._depth == 1:
+                self._db.execute("ROLLBACK")
+            else:
+                self._db.execute(f"ROLLBACK TO level{self._depth - 1}")
+                self._db.execute(f"RELEASE level{self._depth - 1}")
+        actions = reversed(self._undo[undo:])
+        del self._committed[committed:], self._undo[undo:]
+        for action in actions:
+            action()
+
+    def after_commit(self, action: Callable[[], None]) -> None:
+        """Run `action`, which must not fail, under the lock once the outermost transaction is committed."""
+        assert self._depth
+        self._committed.append(action)
+
+    def after_rollback(self, action: Callable[[], None]) -> None:
+        """Run `action`, which must not fail, where this transaction is undone."""
+        assert self._depth
+        self._undo.append(action)
+
+    def execute(self, sql: str, *values: Any) -> int:
+        """Change rows inside a transaction; returns how many."""
+        assert self._depth, "a change outside of a transaction"
+        with self._translated():
+            return self._db.execute(sql, values).rowcount
+
+    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Every row of a query."""
+        with self.lock, self._translated():
+            return self._db.execute(sql, values).fetchall()
+
+    def row(self, sql: str, *values: Any) -> tuple[Any, ...] | None:
+        """The first row of a query."""
+        with self.lock, self._translated():
+            found: tuple[Any, ...] | None = self._db.execute(sql, values).fetchone()
+            return found
+
+    def value(self, sql: str, *values: Any) -> Any:
+        """The first column of the first row; None where there is no row."""
+        row = self.row(sql, *values)
+        return row[0] if row else None
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Move a counter, inside a transaction."""
+        self.execute(
+            "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value", name, by
+        )
+
+    def sync_failed(self, what: str, error: OSError) -> SyncFailed:
+        """Remember that fsync failed, for good: the kernel may have dropped what it could not write."""
+        self._broken = SyncFailed(
+            f"fsync of {what} failed: {error.strerror}; what was written last may be lost.",
+            "Look at the disk, then start the server again; it falls back to what it can verify.",
+        )
+        return self._broken
+
+    def close(self) -> None:
+        with self.lock:
+            if not self.closed:
+                self.closed = True
+                self._db.close()
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise self._readable(error) from error
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise DiskFull(f"The disk of {self.path.parent} is full.", "Make space; nothing was lost.") from error
+
+    def _readable(self, error: sqlite3.Error) -> StoreError:
+        code = getattr(error, "sqlite_errorcode", 0)
+        if code & 0xFF == sqlite3.SQLITE_FULL:
+            return DiskFull(f"The disk of {self.path.parent} is full.", "Make space; nothing was lost.")
+        if code in _FSYNC:
+            return self.sync_failed(str(self.path), OSError(errno.EIO, str(error)))
+        if code & 0xFF in _CORRUPT:
+            return StateCorrupt(f"{self.path} is damaged: {error}.", NEW_RUN)
+        return StoreError(f"{self.path}: {error}.")
+
+
+def placeholders(values: Iterable[object]) -> str:
+    """`?, ?, ?` for `IN (…)`."""
+    return ", ".join("?" for _ in values)

@@ -1,0 +1,232 @@
+"""Slots: preallocated files that are rewritten, not recreated, and who holds them.
+
+A slot is rewritten only when nobody holds it. Holders say what they are:
+
+    journal    a row of the journal refers to its bytes
+    writer     somebody writes it
+    pull       a response, or whoever else pinned a version
+    reader     the server itself reads it (inspection, fsync)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blake3 import blake3
+
+from atoll.errors import DiskFull, StoreError
+from atoll.failpoints import failpoint
+from atoll.store.journal import FULL
+
+JOURNAL, WRITER, PULL, READER = "journal", "writer", "pull", "reader"
+VERSION, STATE, SPOOL = "version", "state", "spool"
+_NAME = re.compile(r"(version|state|spool)-\d+-\d+\.(safetensors|bin)")
+READ_BYTES = 2**20
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class FileShape:
+    """What every slot of a kind looks like.
+
+    Attributes:
+        nbytes: its size.
+        header: its first bytes; the same in every slot, written when it is made.
+        regions: per digest of a row the ranges (offset, nbytes) that it covers, in order.
+    """
+
+    nbytes: int
+    header: bytes
+    regions: tuple[Ranges, ...]
+
+    @property
+    def header_digest(self) -> bytes:
+        return blake3(self.header).digest()
+
+
+@dataclass(frozen=True)
+class FragmentShapes:
+    """The files of one fragment.
+
+    Attributes:
+        version: a version's.
+        state: the outer state's beside it; None where the outer optimizer keeps nothing.
+        update_bytes: size of an encoded update.
+        update_parts: (offset, nbytes) of each of its parts.
+    """
+
+    version: FileShape
+    state: FileShape | None
+    update_bytes: int
+    update_parts: Ranges
+
+    def by_kind(self) -> dict[str, FileShape]:
+        spool = FileShape(self.update_bytes, b"", tuple((part,) for part in self.update_parts))
+        return {VERSION: self.version, SPOOL: spool} | ({STATE: self.state} if self.state else {})
+
+
+@dataclass(eq=False)
+class Slot:
+    """One file. `fd` stays open as long as the slot object lives, so that it never means another file."""
+
+    number: int
+    path: Path
+    fd: int
+    holds: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.close = weakref.finalize(self, os.close, self.fd)
+
+    @property
+    def free(self) -> bool:
+        return not self.holds
+
+
+class SlotPool:
+    """The slots of one kind and fragment. `lock` is the journal's: rows and holds change together."""
+
+    def __init__(
+        self, folder: Path, kind: str, fragment: int, shape: FileShape, lock: threading.RLock, most: int | None = None
+    ) -> None:
+        """`most`: a slot that becomes free while there are more is removed; None: free ones stay until `trim`."""
+        self.folder, self.kind, self.fragment, self.shape = folder, kind, fragment, shape
+        self._lock, self._most = lock, most
+        self._slots: dict[int, Slot] = {}
+        self._reserved: set[int] = set()
+
+    def path(self, number: int) -> Path:
+        suffix = "bin" if self.kind == SPOOL else "safetensors"
+        return self.folder / f"{self.kind}-{self.fragment}-{number}.{suffix}"
+
+    def take(self, why: str) -> Slot:
+        """A slot that nobody held, held now; a new file only where there is none.
+
+        Raises:
+            DiskFull: no space for another; no part of it is left behind.
+        """
+        with self._lock:
+            slot = next((slot for _, slot in sorted(self._slots.items()) if slot.free), None)
+            if slot is not None:
+                slot.holds[why] += 1
+                return slot
+            number = next(n for n in range(len(self._slots) + len(self._reserved) + 1) if n not in self._slots | dict.fromkeys(self._reserved))
+            self._reserved.add(number)
+        try:
+            slot = self._create(number)  # without the lock: a file system may take its time
+            with self._lock:
+                slot.holds[why] += 1
+                self._slots[number] = slot
+        finally:
+            with self._lock:
+                self._reserved.discard(number)
+        return slot
+
+    def _create(self, number: int) -> Slot:
+        path = self.path(number)
+        slot = Slot(number, path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+        try:
+            failpoint("slot.create")
+            if self.shape.nbytes:
+                os.posix_fallocate(slot.fd, 0, self.shape.nbytes)
+            write_at(slot.fd, self.shape.header, 0)
+        except OSError as error:
+            slot.close()
+            path.unlink()
+            raise disk_error(error, path) from error
+        return slot
+
+    def adopt(self, number: int) -> Slot | None:
+        """Hold, for the journal, a slot that a row refers to; None where the file is not there in full."""
+        with self._lock:
+            slot = self._slots.get(number)
+            if slot is None:
+                try:
+                    slot = Slot(number, self.path(number), os.open(self.path(number), os.O_RDWR | os.O_CLOEXEC))
+                except FileNotFoundError:
+                    return None
+                if os.fstat(slot.fd).st_size != self.shape.nbytes:
+                    return None
+                self._slots[number] = slot
+            slot.holds[JOURNAL] = 1
+            return slot
+
+    def __getitem__(self, number: int) -> Slot:
+        return self._slots[number]
+
+    def hold(self, slot: Slot, why: str) -> None:
+        with self._lock:
+            slot.holds[why] += 1
+
+    def drop(self, slot: Slot, why: str) -> None:
+        """End one hold; the slot may be rewritten once it was the last."""
+        with self._lock:
+            slot.holds[why] -= 1
+            slot.holds += Counter()  # forgets what has come to zero
+            if slot.free and self._most is not None and len(self._slots) > self._most:
+                self._remove(slot)
+
+    def trim(self, keep: int = 0) -> None:
+        """Remove free slots but for `keep`."""
+        with self._lock:
+            free = [slot for slot in self._slots.values() if slot.free]
+            for slot in free[keep:]:
+                self._remove(slot)
+
+    def _remove(self, slot: Slot) -> None:
+        if self._slots.pop(slot.number, None) is slot:
+            slot.path.unlink(missing_ok=True)
+
+    def holds(self) -> dict[str, dict[str, int]]:
+        """File name → holder → how many times; {} for a free slot."""
+        with self._lock:
+            return {slot.path.name: dict(slot.holds) for _, slot in sorted(self._slots.items())}
+
+
+def is_slot_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
+def verify(fd: int, shape: FileShape, digests: tuple[bytes, ...]) -> bool:
+    """Whether a file has the shape's header, and bytes of these digests."""
+    if len(digests) != len(shape.regions) or os.pread(fd, len(shape.header), 0) != shape.header:
+        return False
+    return all(
+        region_digest(fd, ranges) == digest for ranges, digest in zip(shape.regions, digests, strict=True)
+    )
+
+
+def region_digest(fd: int, ranges: Ranges) -> bytes:
+    """BLAKE3 of ranges of a file; bytes behind its end count as none."""
+    hasher = blake3()
+    buffer = memoryview(bytearray(READ_BYTES))
+    for offset, nbytes in ranges:
+        stop = offset + nbytes
+        while offset < stop:
+            count = os.preadv(fd, [buffer[: min(READ_BYTES, stop - offset)]], offset)
+            if count == 0:
+                break
+            hasher.update(buffer[:count])
+            offset += count
+    return hasher.digest()
+
+
+def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data`."""
+    view = memoryview(data)
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
+
+
+def disk_error(error: OSError, path: Path) -> StoreError:
+    """What an OSError means to whoever runs the server."""
+    if error.errno in FULL:
+        return DiskFull(f"The disk of {path.parent} is full.", "Make space; nothing was lost.")
+    return StoreError(f"{path}: {error.strerror}.", "Look at the disk.")

@@ -1,0 +1,101 @@
+"""A model ↔ its named tensors and its schema. Nothing is copied: the tensors are the model's own."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from atoll.errors import UsageError
+from atoll.tensors.dtypes import dtype_name
+from atoll.tensors.schema import BUFFERS, FLOATS, PARAMS, Schema, TensorSpec
+
+Tensors = Mapping[str, Tensor]
+
+_BUFFER_NAMES = ("*running_mean", "*running_var", "*num_batches_tracked")
+"""What a plain mapping (a file, a state dict) cannot say of itself: the buffers of batch normalisation."""
+
+
+def named_tensors(model: nn.Module | Tensors) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors that travel, each once, and the further names of tied ones.
+
+    Args:
+        model: a module (its `state_dict` decides the names), or a mapping name → tensor.
+
+    Returns:
+        (name → the model's own tensor, further name → owner's name).
+
+    Raises:
+        UsageError: an entry is not a dense tensor of a dtype that travels; it is named.
+    """
+    state: Mapping[str, object] = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
+    owners: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[object, str] = {}
+    for name, tensor in state.items():
+        if isinstance(model, nn.Module) and name.endswith("_extra_state") and not isinstance(tensor, Tensor):
+            continue
+        _require_dense(name, tensor)
+        assert isinstance(tensor, Tensor)
+        identity = _identity(tensor)
+        if identity is not None and identity in seen:
+            aliases[name] = seen[identity]
+            continue
+        if identity is not None:
+            seen[identity] = name
+        owners[name] = tensor.detach()
+    return owners, aliases
+
+
+def schema_of(model: nn.Module | Tensors, buffers: Iterable[str] = ()) -> Schema:
+    """The schema of a model.
+
+    Args:
+        model: as `named_tensors`.
+        buffers: shell patterns of further names that are averaged as buffers rather than stepped.
+
+    Returns:
+        Parameters of a float dtype in the group `params`, everything else in `buffers`.
+    """
+    owners, aliases = named_tensors(model)
+    patterns = [*buffers, *(() if isinstance(model, nn.Module) else _BUFFER_NAMES)]
+    parameters = (
+        {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if isinstance(model, nn.Module)
+        else owners.keys()
+    )
+
+    def group(name: str, dtype: str) -> str:
+        is_buffer = name not in parameters or dtype not in FLOATS or any(fnmatch.fnmatch(name, p) for p in patterns)
+        return BUFFERS if is_buffer else PARAMS
+
+    specs = []
+    for name, tensor in owners.items():
+        dtype = dtype_name(tensor.dtype)
+        specs.append(TensorSpec(name, dtype, tuple(tensor.shape), group(name, dtype)))
+    return Schema.build(specs, aliases)
+
+
+def _identity(tensor: Tensor) -> object | None:
+    """What two names of one tensor have in common; None for tensors that hold nothing to share."""
+    if tensor.numel() == 0 or tensor.device.type == "meta":
+        return None
+    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _require_dense(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor.", "Leave it out of the mapping.")
+    kind = type(tensor).__name__
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        what = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise UsageError(f"{name!r} is a {what} tensor, which does not travel.", "Convert it to a dense one first.")
+    if kind == "DTensor":
+        raise UsageError(
+            f"{name!r} is a DTensor.",
+            "Join before the model is sharded; sharded workers are not supported yet.",
+        )
+    if tensor.device.type == "meta":
+        raise UsageError(f"{name!r} is on the meta device: it has no values.", "Call model.to_empty(device=...) first.")

@@ -1,0 +1,83 @@
+"""A journal in memory: what the store keeps of a run, as plain rows, each method one atomic write.
+
+`snapshot` gives what `machine.restore` starts from. The store's journal answers to the same tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from atoll.rounds.effects import (
+    Effect,
+    ExpectedChanged,
+    LeaseEnded,
+    LeaseGranted,
+    RoundClosed,
+    RoundOpened,
+    RunFinished,
+    TicketIssued,
+    TicketsExpired,
+)
+from atoll.rounds.membership import Member
+from atoll.rounds.recovery import snapshot
+from atoll.rounds.state import FragmentSnapshot, FrozenRound, OpenRound, Snapshot, State, Ticket
+
+
+@dataclass
+class SimJournal:
+    """Rows of one run; `fragments` by number, `tickets` by id, `members` by site."""
+
+    fragments: list[FragmentSnapshot]
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    members: dict[str, Member] = field(default_factory=dict)
+    finished: bool = False
+
+    @classmethod
+    def of(cls, state: State) -> SimJournal:
+        """The journal of a state that nobody has joined."""
+        return cls(list(snapshot(state).fragments))
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            fragments=tuple(self.fragments),
+            members=tuple(self.members[site] for site in sorted(self.members)),
+            tickets=tuple(self.tickets[number] for number in sorted(self.tickets)),
+            finished=self.finished,
+        )
+
+    def accept(self, number: int) -> None:
+        self.tickets[number] = replace(self.tickets[number], state="accepted")
+
+    def refuse(self, number: int, reason: str) -> None:
+        self.tickets[number] = replace(self.tickets[number], state="refused", reason=reason)
+
+    def move_head(self, fragment: int, version: int) -> None:
+        """The commit: the head moves, and the updates of the frozen round count."""
+        row = self.fragments[fragment]
+        for number in row.frozen.tickets if row.frozen else ():
+            self.tickets[number] = replace(self.tickets[number], state="counted")
+        self.fragments[fragment] = replace(row, head=version)
+
+    def apply(self, effect: Effect) -> bool:
+        """Write what `effect` asks for; False where it is not one for the journal."""
+        match effect:
+            case LeaseGranted(site, lease):
+                self.members[site] = Member(site, lease, alive=True)
+            case LeaseEnded(site, lease, why):
+                self.members[site] = Member(site, lease, alive=False, why=why)
+            case RoundOpened(fragment, base, expected) | ExpectedChanged(fragment, base, expected):
+                row = self.fragments[fragment]
+                self.fragments[fragment] = replace(row, open=OpenRound(base, expected), started=True)
+            case RoundClosed(fragment, base, tickets):
+                row = self.fragments[fragment]
+                self.fragments[fragment] = replace(row, frozen=FrozenRound(base, tickets))
+            case TicketIssued(site, ticket, fragment, base, new=True):
+                self.tickets[ticket] = Ticket(ticket, site, fragment, base, "open")
+            case TicketsExpired(numbers, reason):
+                for number in numbers:
+                    self.tickets[number] = replace(self.tickets[number], state="expired", reason=reason)
+            case RunFinished():
+                self.finished = True
+            case _:
+                return False
+        return True

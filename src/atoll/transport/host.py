@@ -1,0 +1,183 @@
+"""The server's end of tensor bytes: a range of a pinned file out, a part of an update in.
+
+Bytes are copied between socket and page cache in runs of about 1 MiB. `sendfile` is not used: it would queue
+references to pages, and a slot may be rewritten once its last reader is done, while such pages are still on their way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Protocol
+
+from aiohttp import web
+
+from atoll.errors import BadRequest, TransferStalled
+from atoll.tensors.chunks import CHUNK_BYTES
+from atoll.wire.routes import DIGEST_BYTES
+
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+
+
+class PartSink(Protocol):
+    """Takes the bytes of one part in order, in a pool thread."""
+
+    def write(self, data: bytes | memoryview) -> None: ...
+
+
+class RangeNotSatisfiable(Exception):
+    """The range lies outside the file."""
+
+
+def parse_range(header: str | None, nbytes: int) -> tuple[int, int] | None:
+    """`Range` → [start, stop); None for the whole file, also where HTTP lets a server ignore the header's form.
+
+    Raises:
+        RangeNotSatisfiable: it names no byte of the file.
+    """
+    match = _RANGE.fullmatch(header.replace(" ", "")) if header else None
+    if match is None or match.group(0) == "bytes=-":
+        return None
+    first, last = match.groups()
+    if not first:
+        start, stop = max(0, nbytes - int(last)), nbytes
+    else:
+        start, stop = int(first), min(int(last) + 1, nbytes) if last else nbytes
+        if last and int(last) < start:
+            return None
+    if start >= nbytes or start >= stop:
+        raise RangeNotSatisfiable
+    return start, stop
+
+
+async def serve_file(
+    request: web.Request,
+    fd: int,
+    nbytes: int,
+    digest: str,
+    *,
+    pool: Executor,
+    idle_timeout_s: float,
+    revoked: Callable[[], bool],
+    on_bytes: Callable[[int], None],
+) -> web.StreamResponse:
+    """Answer a GET of a pinned file.
+
+    Args:
+        fd: stays open and unchanged until this returns.
+        digest: names the content; it is the ETag.
+        pool: where a read goes that the page cache cannot answer at once.
+        revoked: asked before every run of bytes; true breaks the connection off, never sends other bytes.
+        on_bytes: told what was sent.
+    """
+    etag = f'"{digest}"'
+    headers = {"ETag": etag, "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+    if request.headers.get("If-None-Match") in (etag, "*"):
+        return web.Response(status=304, headers=headers)
+    condition = request.headers.get("If-Range")
+    wanted = request.headers.get("Range") if condition in (None, etag) else None
+    try:
+        chosen = parse_range(wanted, nbytes)
+    except RangeNotSatisfiable:
+        return web.Response(status=416, headers={**headers, "Content-Range": f"bytes */{nbytes}"})
+    start, stop = chosen or (0, nbytes)
+    if chosen is not None:
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{nbytes}"
+    response = web.StreamResponse(status=206 if chosen is not None else 200, headers=headers)
+    response.content_length = stop - start
+    await response.prepare(request)
+    loop = asyncio.get_running_loop()
+    while start < stop:
+        length = min(CHUNK_BYTES, stop - start)
+        data = _read_cached(fd, length, start)
+        if data is None:
+            data = memoryview(await loop.run_in_executor(pool, os.pread, fd, length, start))
+        if revoked() or not data:
+            _break_off(request)
+            return response
+        try:
+            async with asyncio.timeout(idle_timeout_s):
+                await response.write(data)
+        except TimeoutError:
+            _break_off(request)
+            return response
+        start += len(data)
+        on_bytes(len(data))
+    await response.write_eof()
+    return response
+
+
+async def receive_part(
+    request: web.Request,
+    sink: PartSink,
+    nbytes: int,
+    *,
+    pool: Executor,
+    idle_timeout_s: float,
+    on_bytes: Callable[[int], None],
+) -> bytes:
+    """Read a part's body into `sink`; returns the BLAKE3 that followed the bytes.
+
+    Raises:
+        BadRequest: the Content-Length is not that of the part and its digest.
+        TransferStalled: no byte came for the idle timeout.
+    """
+    require_length(request, nbytes)
+    loop = asyncio.get_running_loop()
+    left, trailer = nbytes, b""
+    held: list[bytes] = []
+    held_bytes = 0
+
+    def flush(chunks: list[bytes]) -> None:
+        for chunk in chunks:
+            sink.write(chunk)
+
+    while len(trailer) < DIGEST_BYTES:
+        try:
+            async with asyncio.timeout(idle_timeout_s):
+                data = await request.content.readany()
+        except TimeoutError:
+            _break_off(request)
+            raise TransferStalled(f"A part moved no byte for {idle_timeout_s:g} s.", "Look at the network.") from None
+        if not data:
+            raise BadRequest("The body ended before the part did.", "Send the part again.")
+        on_bytes(len(data))
+        if len(data) > left:
+            trailer += data[left:]
+            data = data[:left]
+        left -= len(data)
+        if data:
+            held.append(data)
+            held_bytes += len(data)
+        if held and (held_bytes >= CHUNK_BYTES or left == 0):
+            await loop.run_in_executor(pool, flush, held)
+            held, held_bytes = [], 0
+    return trailer
+
+
+def require_length(request: web.Request, nbytes: int) -> None:
+    """Refuse a part of another size before a byte of it is read."""
+    expected = nbytes + DIGEST_BYTES
+    if request.content_length != expected:
+        raise BadRequest(
+            f"The part has a Content-Length of {request.content_length}, not {expected} ({nbytes} and its digest).",
+            "Cut the update as the ticket's layout says.",
+        )
+
+
+def _read_cached(fd: int, length: int, offset: int) -> memoryview | None:
+    """What the page cache has of a range, without waiting for the disk; None where it has nothing."""
+    buffer = bytearray(length)
+    try:
+        done = os.preadv(fd, [buffer], offset, os.RWF_NOWAIT)
+    except OSError:  # not cached (EAGAIN), or a file system that cannot say
+        return None
+    return memoryview(buffer)[:done] if done else None
+
+
+def _break_off(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()

@@ -1,0 +1,87 @@
+"""TLS 1.3 contexts for both ends, and what counts as loopback."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import ssl
+import stat
+from pathlib import Path
+
+from atoll.errors import ConfigError
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nothing outside this machine can reach or be reached at `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def server_context(cert: Path, key: Path) -> ssl.SSLContext:
+    """The server's context: TLS 1.3 only.
+
+    Raises:
+        ConfigError: a file is missing, unreadable, or the pair does not match.
+    """
+    require_private(key, "The TLS key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"tls_cert {str(cert)!r} and tls_key {str(key)!r} cannot be used: {error}.",
+            "Give a PEM certificate chain and the private key that belongs to it.",
+        ) from error
+    return context
+
+
+def client_context(ca: str | None) -> ssl.SSLContext:
+    """A worker's context: TLS 1.3, the system's authorities, or only the one in the PEM file `ca`.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        context = ssl.create_default_context(cafile=ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"ATOLL_TLS_CA {ca!r} cannot be used: {error}.", "Name a PEM file with the server's CA."
+        ) from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context
+
+
+def require_private(path: Path, what: str) -> None:
+    """Refuse a secret file that others may read.
+
+    Raises:
+        ConfigError: it is missing, or its mode is wider than 0600.
+    """
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError as error:
+        raise ConfigError(f"{what} {str(path)!r} cannot be read: {error.strerror}.") from error
+    if mode & 0o077:
+        raise ConfigError(f"{what} {str(path)!r} has mode {mode:04o}: others can read it.", f"chmod 600 {path}")
+
+
+def read_token(path: Path | None) -> str | None:
+    """The bearer token: from ATOLL_TOKEN, else from the file.
+
+    Raises:
+        ConfigError: the file is missing, empty, or others can read it.
+    """
+    if token := os.environ.get("ATOLL_TOKEN"):
+        return token
+    if path is None:
+        return None
+    require_private(path, "The token file")
+    token = path.read_text(encoding="utf-8").strip()
+    if not token:
+        raise ConfigError(f"The token file {str(path)!r} is empty.", "Write the token into it, in one line.")
+    return token

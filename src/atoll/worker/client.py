@@ -1,0 +1,124 @@
+"""`atoll.Client`: the protocol by hand, for programs that are neither of the two loops.
+
+with atoll.Client("http://host:8512", site="clinic-a") as client:
+    ticket = client.next_round()
+    state = client.pull()
+    client.submit(train(state), weight=120)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+from torch import Tensor, nn
+
+from atoll.errors import UsageError
+from atoll.tensors.modules import Tensors
+from atoll.transport.client import Http
+from atoll.transport.tls import read_token
+from atoll.wire import messages, routes
+from atoll.worker.federated import START_RETRIES, FederatedRound
+from atoll.worker.session import Session, default_site, require_site, token_file
+
+
+class Client:
+    """A worker's requests, one by one.
+
+    Args:
+        server: address, `http://host:8512`.
+        site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
+        folder: where the base and outbox files lie.
+        labels: anything to be shown in status.
+
+    Nothing is sent before it is needed: `status` works without registering.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        site: str | None = None,
+        *,
+        folder: str | Path | None = None,
+        labels: dict[str, str] | None = None,
+    ) -> None:
+        self._server = server
+        self._site = require_site(site or default_site())
+        self._folder = Path(folder) if folder else None
+        self._labels = labels
+        self._session: Session | None = None
+        self._round: FederatedRound | None = None
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def register(self) -> Client:
+        """Take part; the other requests do it when they have to."""
+        if self._session is None:
+            self._session = Session(
+                self._server, self._site, folder=self._folder, labels=self._labels, max_retries=START_RETRIES
+            )
+            self._session.resume_outbox()
+        return self
+
+    def next_round(self, wait_s: float | None = None) -> int | None:
+        """Wait for the next round; its number, or None when the run is finished or the time is over."""
+        session = self._registered()
+        reply = session.next_ticket(wait_s=wait_s)
+        self._round = FederatedRound(session, reply.ticket) if reply.ticket is not None else None
+        return self._round.number if self._round else None
+
+    def pull(self, into: nn.Module | dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The version that the round starts from: new tensors by name, or `into`'s own, filled in place."""
+        round_ = self._current()
+        if into is None:
+            return round_.state_dict()
+        model = round_.load_into(into)
+        return dict(model.state_dict()) if isinstance(model, nn.Module) else model
+
+    def submit(
+        self,
+        model: nn.Module | Tensors,
+        *,
+        weight: float = 1.0,
+        metrics: dict[str, float] | None = None,
+        steps: int = 0,
+    ) -> None:
+        """Submit what the model has become; returns when the server has it in its journal."""
+        self._current().submit(model, weight=weight, metrics=metrics, steps=steps)
+
+    def status(self) -> messages.Status:
+        """The run at this moment."""
+        return status(self._server)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Deregister. Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.leave(str(error) if error else None)
+
+    def _registered(self) -> Session:
+        self.register()
+        assert self._session is not None
+        return self._session
+
+    def _current(self) -> FederatedRound:
+        if self._round is None:
+            raise UsageError("There is no round.", "Call next_round() first.")
+        return self._round
+
+
+def status(server: str) -> messages.Status:
+    """The status of the run at `server`, without taking part."""
+    import os
+
+    http = Http(server, token=read_token(token_file()), ca=os.environ.get("ATOLL_TLS_CA"))
+    try:
+        return http.get(routes.STATUS, messages.Status)
+    finally:
+        http.close()

@@ -1,0 +1,329 @@
+"""DiLoCo at a worker: `with atoll.DiLoCo(model, optimizer, server=..., sync_every=H): any training loop`.
+
+DiLoCo: Distributed Low-Communication Training of Language Models (Douillard et al., arXiv 2311.08105), Algorithm 1:
+every worker takes H inner steps from θ(t−1); the outer gradient is the mean of θ(t−1) − θ_i(t).
+
+An optimizer post-step hook counts the steps; every H of them it synchronises: form the pseudo-gradient, submit it,
+wait for the next version, pull it into the parameters. The inner optimizer keeps its state. A server that cannot be
+reached costs a synchronisation, never local progress: training goes on, and the next pseudo-gradient holds it all.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
+from atoll.tensors.modules import named_tensors, schema_of
+from atoll.wire import messages
+from atoll.worker import update
+from atoll.worker.federated import START_RETRIES, finite_metrics, positive
+from atoll.worker.files import BaseFile
+from atoll.worker.reporting import LOG, ensure_lines, size
+from atoll.worker.session import NetworkLost, Session, default_site, require_site
+
+SYNC_RETRIES = 6
+
+
+class DiLoCo:
+    """Low-communication training around any loop; `optimizer.step()` is all that it needs to see.
+
+    Args:
+        model: trained in place; its parameters become the global model's on entry.
+        optimizer: the inner optimizer over its parameters.
+        server: address, `http://host:8512`; by default `ATOLL_SERVER`. Without either, plain local training.
+        sync_every: H, local steps between two synchronisations; by default the run's. Another value than the run's
+            is refused when joining.
+        site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
+        weight: this worker's share in the mean: a number, or a function asked at every synchronisation.
+        metrics: asked at every synchronisation; finite numbers by name, averaged over the workers.
+        folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
+        labels: anything to be shown in status.
+        max_sync_retries: attempts before a synchronisation with a lost server is skipped.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        server: str | None = None,
+        sync_every: int | None = None,
+        site: str | None = None,
+        weight: float | Callable[[], float] = 1.0,
+        metrics: Callable[[], dict[str, float]] | None = None,
+        folder: str | Path | None = None,
+        labels: dict[str, str] | None = None,
+        max_sync_retries: int = SYNC_RETRIES,
+    ) -> None:
+        if sync_every is not None and sync_every < 1:
+            raise UsageError(
+                f"sync_every is {sync_every}.", "Give the number of local steps between two synchronisations."
+            )
+        self.model, self.optimizer = model, optimizer
+        self._server = server or os.environ.get("ATOLL_SERVER")
+        self._site = site
+        self._given_sync_every = sync_every
+        self._weight, self._metrics = weight, metrics
+        self._folder, self._labels = Path(folder) if folder else None, labels
+        self._max_retries = max_sync_retries
+        self._session: Session | None = None
+        self._hook: Any = None
+        self._ticket: messages.Ticket | None = None
+        self.step = 0
+        self.rounds = 0
+        self.skipped = 0
+        self.seconds_waited = 0.0
+        self.finished = False
+        self.sync_every = sync_every or 0
+        self._since_sync = self._base_step = self._version = 0
+        self._pending_metrics: dict[str, float] = {}
+        self._pace = (0, time.monotonic())
+
+    # -- life
+
+    def __enter__(self) -> DiLoCo:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop(error)
+
+    def start(self) -> DiLoCo:
+        """Join the run, pull the global model into the parameters, and hook the optimizer.
+
+        Raises:
+            ServerUnreachable: nobody answered after several attempts.
+            SchemaMismatch: the run trains another model.
+        """
+        ensure_lines()
+        if not self._server:
+            LOG.info("no server is configured (ATOLL_SERVER): training alone")
+            return self
+        self._require_parameters()
+        site = require_site(self._site or default_site())
+        session = Session(
+            self._server,
+            site,
+            folder=self._folder,
+            schema=schema_of(self.model),
+            sync_every=self._given_sync_every,
+            labels=self._labels,
+            max_retries=START_RETRIES,
+        )
+        self._session = session
+        try:
+            self.sync_every = self._given_sync_every or session.info.sync_every or 500
+            self._tensors = named_tensors(self.model)[0]
+            session.resume_outbox()
+            self._pull_head()
+        except BaseException as error:
+            session.leave(str(error))
+            raise
+        LOG.info("%s: joined run %s at %s; H = %d", site, session.info.name, session.http.server, self.sync_every)
+        self._hook = self.optimizer.register_step_post_hook(self._after_step)
+        return self
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Remove the hook and deregister. Steps since the last synchronisation stay in the model, and are reported."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        session, self._session = self._session, None
+        if session is None:
+            return
+        if self.step == 0 and error is None:
+            LOG.warning(
+                "%s: no optimizer step was seen. Call step() of the optimizer that DiLoCo was given.",
+                session.site,
+            )
+        elif self._since_sync and not self.finished:
+            LOG.info("%s: %d steps after the last synchronisation stay local", session.site, self._since_sync)
+        said = "".join(traceback.format_exception_only(error)).strip() if error is not None else None
+        session.leave(said)
+        LOG.info(
+            "%s: %d steps, %d rounds, %d skipped; sent %s, received %s, waited %.1f s",
+            session.site,
+            self.step,
+            self.rounds,
+            self.skipped,
+            size(session.counters.bytes_up),
+            size(session.counters.bytes_down),
+            self.seconds_waited,
+        )
+
+    def report(self, **metrics: float) -> None:
+        """Numbers of this worker to be shown in status, and averaged over the workers at the next synchronisation."""
+        self._pending_metrics.update(finite_metrics(metrics, self._site or "worker"))
+        if self._session is not None:
+            self._session.heartbeat = self._session.heartbeat.model_copy(
+                update={"metrics": dict(self._pending_metrics)}
+            )
+
+    @property
+    def sync_metrics(self) -> dict[str, float]:
+        """Rounds, retries, reconnections, bytes and seconds waited so far."""
+        session = self._session
+        return {
+            "rounds": self.rounds,
+            "skipped": self.skipped,
+            "retries": session.counters.retries if session else 0,
+            "reconnections": session.reconnections if session else 0,
+            "bytes_up": session.counters.bytes_up if session else 0,
+            "bytes_down": session.counters.bytes_down if session else 0,
+            "seconds_waited": self.seconds_waited,
+        }
+
+    # -- the hook
+
+    def _after_step(self, *_: Any) -> None:
+        self.step += 1
+        self._since_sync += 1
+        session = self._session
+        if session is None:
+            return
+        self._beat(session)
+        if self._since_sync >= self.sync_every and not self.finished:
+            begin = time.monotonic()
+            self._synchronise(session)
+            self.seconds_waited += time.monotonic() - begin
+            self._pace = (self.step, time.monotonic())
+
+    def _beat(self, session: Session) -> None:
+        step, since = self._pace
+        rate = (self.step - step) / max(time.monotonic() - since, 1e-9)
+        session.heartbeat = session.heartbeat.model_copy(
+            update={"step": self.step, "steps_per_s": rate, "state": "training"}
+        )
+
+    def _synchronise(self, session: Session) -> None:
+        try:
+            try:
+                self._round(session)
+            except UpdateRefused as error:
+                # the server named what is wrong; the round goes on without us, and we go on from the global model
+                LOG.warning("%s: local steps since version %d are lost: %s", session.site, self._version, error)
+                session.outbox.clear()
+                self._pull_head()
+        except (*NetworkLost, TicketClosed, Gone) as error:
+            self.skipped += 1
+            self._since_sync = 0
+            self._ticket = None
+            LOG.warning("%s: synchronisation skipped at step %d; training goes on. %s", session.site, self.step, error)
+
+    def _round(self, session: Session) -> None:
+        """One synchronisation: settle what is under way, submit, wait, pull."""
+        base = session.base.note
+        assert base is not None
+        ticket = self._ticket
+        if session.outbox.note is not None:
+            self._settle(session)
+            ticket = None
+        if ticket is None:
+            reply = session.next_ticket(max_retries=self._max_retries)
+            if reply.ticket is None:
+                self._finish(session, reply)
+                return
+            ticket = self._ticket = reply.ticket
+        if ticket.base_digest != base.digest:
+            self._rebase(ticket.base_version, ticket.base_digest)
+        metrics = dict(self._pending_metrics) | finite_metrics(self._metrics() if self._metrics else {}, session.site)
+        weight = self._weight() if callable(self._weight) else self._weight
+        steps = self.step - self._base_step
+        formed = session.form(ticket, self._tensors, weight=positive(weight), steps=steps, metrics=metrics)
+        if formed.norm == 0.0:
+            LOG.warning(
+                "%s: the pseudo-gradient is all zero after %d steps. Does the optimizer hold this model's parameters, "
+                "and is its learning rate above zero?",
+                session.site,
+                steps,
+            )
+        session.send(self._max_retries)
+        self._await_result(session)
+
+    def _await_result(self, session: Session) -> None:
+        """Wait until the round is committed, and go on from its result."""
+        session.heartbeat = session.heartbeat.model_copy(update={"state": "waiting for the others"})
+        reply = session.next_ticket(max_retries=self._max_retries)
+        self.rounds += 1
+        if reply.ticket is None:
+            self._finish(session, reply)
+            return
+        self._ticket = reply.ticket
+        self._take(session, reply.ticket.base_version, reply.ticket.base_digest)
+
+    def _settle(self, session: Session) -> None:
+        """A synchronisation broke off after its update was formed: find out what became of it.
+
+        If it is in, only what was trained since is local progress: the base advances to what was submitted.
+        """
+        note = session.outbox.note
+        assert note is not None
+        outcome = session.outcome(note.ticket, self._max_retries)
+        if outcome.state in ("accepted", "counted"):
+            LOG.info("%s: the update of round %d is in after all", session.site, note.base_version + 1)
+            session.advance_base()
+        session.outbox.clear()
+        self._ticket = None
+
+    def _take(self, session: Session, version: int, digest: str) -> None:
+        """The global model becomes ours; nothing local has happened since it was asked for."""
+        session.pull(version, digest, self._tensors)
+        session.outbox.clear()
+        session.heartbeat = session.heartbeat.model_copy(update={"version": version, "state": "training"})
+        self._since_sync, self._base_step, self._version = 0, self.step, version
+
+    def _rebase(self, version: int, digest: str) -> None:
+        """The head moved while we were away: carry local progress over to it."""
+        session = self._session
+        assert session is not None
+        moved = BaseFile(session.folder, session.layout, "base-next")
+        try:
+            session.pull(version, digest, None, moved)
+            update.rebase_(self._tensors, session.base, moved)
+            session.base.replace_with(moved)
+        finally:
+            moved.close()
+        LOG.info("%s: the run moved on to version %d; local steps were carried over", session.site, version)
+
+    def _pull_head(self) -> None:
+        session = self._session
+        assert session is not None
+        reply = session.next_ticket(wait_s=0.0, max_retries=START_RETRIES)
+        self._ticket = reply.ticket
+        while True:
+            try:
+                self._take(session, reply.head_version, reply.head_digest)
+                break
+            except Gone:
+                reply = session.next_ticket(wait_s=0.0)
+                self._ticket = reply.ticket
+        if reply.status == "finished":
+            self._finish(session, reply)
+
+    def _finish(self, session: Session, reply: messages.TicketReply) -> None:
+        if not self.finished:
+            self.finished = True
+            self._take(session, reply.head_version, reply.head_digest)
+            LOG.info(
+                "%s: the run is finished at version %d; further steps stay local",
+                session.site,
+                reply.head_version,
+            )
+
+    def _require_parameters(self) -> None:
+        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        if not any(id(parameter) in held for parameter in self.model.parameters()):
+            raise UsageError(
+                "The optimizer holds none of the model's parameters.",
+                "Build it with optimizer(model.parameters(), ...).",
+            )

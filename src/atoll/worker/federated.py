@@ -1,0 +1,334 @@
+"""The federated loop: `with atoll.join(...) as worker: for round in worker: ...`.
+
+Each round yields the global model; the script trains it and submits what it became. Without a server the same
+script runs alone: one round, plain local training.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
+from atoll.tensors.dtypes import torch_dtype
+from atoll.tensors.modules import Tensors, named_tensors, schema_of
+from atoll.wire import messages
+from atoll.worker.reporting import LOG, ensure_lines, size
+from atoll.worker.session import Session, default_site, require_site
+
+Model = TypeVar("Model", bound="nn.Module | dict[str, Tensor]")
+
+
+class Round(Protocol):
+    """One round, as a training script sees it."""
+
+    @property
+    def number(self) -> int:
+        """Counts from 1."""
+        ...
+
+    @overload
+    def load_into(self, model: nn.Module) -> nn.Module: ...
+    @overload
+    def load_into(self, model: dict[str, Tensor]) -> dict[str, Tensor]: ...
+    def load_into(self, model: Any) -> Any:
+        """Pull the global model into `model`, in place, and return it."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The global model as new tensors, by name."""
+        ...
+
+    def submit(
+        self,
+        model: nn.Module | Tensors,
+        *,
+        weight: float = 1.0,
+        metrics: dict[str, float] | None = None,
+        steps: int = 0,
+    ) -> None:
+        """Submit what `model` has become in this round."""
+        ...
+
+
+class Worker:
+    """One site's part in a federated run: iterate over its rounds. Made by `atoll.join`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._left = False
+
+    @property
+    def site(self) -> str:
+        return self._session.site
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes of tensors sent so far."""
+        return self._session.counters.bytes_up
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes of tensors received so far."""
+        return self._session.counters.bytes_down
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave(error)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Deregister; with the error that ended local training, where there was one."""
+        if self._left:
+            return
+        self._left = True
+        said = "".join(traceback.format_exception_only(error)).strip() if error is not None else None
+        self._session.leave(said)
+        LOG.info(
+            "%s: left after sending %s and receiving %s",
+            self.site,
+            size(self._session.counters.bytes_up),
+            size(self._session.counters.bytes_down),
+        )
+
+    def __iter__(self) -> Iterator[FederatedRound]:
+        self._session.resume_outbox()
+        while True:
+            reply = self._session.next_ticket()
+            self._tell(reply.previous)
+            if reply.ticket is None:
+                LOG.info("%s: the run is finished at version %d", self.site, reply.head_version)
+                return
+            round_ = FederatedRound(self._session, reply.ticket)
+            yield round_
+            if not round_.done:
+                raise UsageError(
+                    f"Round {round_.number} ended without an update from {self.site}.",
+                    "Call round.submit(model) once in every round; leave the `with` block to stop taking part.",
+                )
+
+    def _tell(self, previous: messages.Outcome | None) -> None:
+        if previous is not None and previous.state in ("refused", "expired"):
+            LOG.warning("%s: round %d did not count: %s", self.site, previous.base_version + 1, previous.reason)
+
+
+class FederatedRound:
+    """One round of a federated run: the version to train from, and the ticket to submit under."""
+
+    def __init__(self, session: Session, ticket: messages.Ticket) -> None:
+        self._session, self._ticket = session, ticket
+        self.done = False
+
+    @property
+    def number(self) -> int:
+        """Counts from 1: the version that this round leads to."""
+        return self._ticket.base_version + 1
+
+    @property
+    def version(self) -> int:
+        """The version to train from."""
+        return self._ticket.base_version
+
+    def load_into(self, model: Model) -> Model:
+        """Pull the global model into `model`, in place, and return it.
+
+        Raises:
+            SchemaMismatch: it is not the model of the run; no tensor has moved.
+        """
+        tensors = _matching(self._session, model)
+        self._session.pull(self._ticket.base_version, self._ticket.base_digest, tensors)
+        self._session.heartbeat = self._session.heartbeat.model_copy(
+            update={"state": "training", "version": self._ticket.base_version}
+        )
+        return model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The global model as new CPU tensors, by name, tied ones included."""
+        schema = self._session.schema
+        owned = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in schema.tensors}
+        self._session.pull(self._ticket.base_version, self._ticket.base_digest, owned)
+        return owned | {alias: owned[owner] for alias, owner in schema.aliases}
+
+    def submit(
+        self,
+        model: nn.Module | Tensors,
+        *,
+        weight: float = 1.0,
+        metrics: dict[str, float] | None = None,
+        steps: int = 0,
+    ) -> None:
+        """Submit what `model` has become; returns when the server has it in its journal.
+
+        Args:
+            model: a module or mapping with the run's schema; read, not changed.
+            weight: samples, tokens, or any positive number; the mean is by weight.
+            metrics: finite numbers by name; averaged by weight over the workers.
+            steps: local optimizer steps, for status.
+
+        Raises:
+            UsageError: the round was submitted before, or the global model was never pulled.
+            SchemaMismatch: it is not the model of the run.
+            ConfigError: the weight is not a positive finite number.
+        """
+        if self.done:
+            raise UsageError(
+                f"Round {self.number} was submitted already.", "Submit once, then go on to the next round."
+            )
+        tensors = _matching(self._session, model)
+        base = self._session.base.note
+        if base is None or base.digest != self._ticket.base_digest or not base.complete:
+            raise UsageError(
+                f"Round {self.number} has no base: the global model was not pulled.",
+                "Call round.load_into(model) before training.",
+            )
+        finite = finite_metrics(metrics or {}, self._session.site)
+        self._session.form(self._ticket, tensors, weight=positive(weight), steps=steps, metrics=finite)
+        try:
+            self._session.send()
+        except TicketClosed as error:
+            LOG.warning("%s: round %d went on without this update: %s", self._session.site, self.number, error)
+        except (UpdateRefused, Gone) as error:
+            LOG.warning("%s: %s", self._session.site, error)
+        self._session.outbox.clear()
+        self.done = True
+
+
+class LocalWorker:
+    """What `atoll.join` gives without a server: the same loop, one round, nothing sent."""
+
+    site = "alone"
+    bytes_up = bytes_down = 0
+
+    def __enter__(self) -> LocalWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Nothing to leave."""
+
+    def __iter__(self) -> Iterator[LocalRound]:
+        yield LocalRound()
+
+
+class LocalRound:
+    """The one round of a script that runs without a server."""
+
+    number = 1
+    version = 0
+
+    def __init__(self) -> None:
+        self._model: nn.Module | Tensors | None = None
+
+    def load_into(self, model: Model) -> Model:
+        """The model as it is."""
+        self._model = model
+        return model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Nothing is known without a server and before `load_into`; after it, copies of the model's tensors."""
+        if self._model is None:
+            raise UsageError("There is no global model without a server.", "Call round.load_into(model) first.")
+        return {name: tensor.clone() for name, tensor in named_tensors(self._model)[0].items()}
+
+    def submit(
+        self,
+        model: nn.Module | Tensors,
+        *,
+        weight: float = 1.0,
+        metrics: dict[str, float] | None = None,
+        steps: int = 0,
+    ) -> None:
+        """Say what would have been submitted."""
+        positive(weight)
+        told = ", ".join(f"{key} {value:.4g}" for key, value in finite_metrics(metrics or {}, "alone").items())
+        LOG.info("alone: trained without a server%s", f" ({told})" if told else "")
+
+
+def join(
+    server: str | None = None,
+    site: str | None = None,
+    *,
+    folder: str | Path | None = None,
+    labels: dict[str, str] | None = None,
+) -> Worker | LocalWorker:
+    """Take part in a federated run; use it as a context manager and iterate over its rounds.
+
+    Args:
+        server: address, `http://host:8512`; by default `ATOLL_SERVER`. Without either the script runs alone.
+        site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
+        folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
+        labels: anything to be shown in status.
+
+    Returns:
+        A `Worker`; a `LocalWorker` where there is no server.
+
+    Raises:
+        ServerUnreachable: nobody answered after several attempts.
+        StateLocked: another process on this machine takes part as the same site.
+    """
+    ensure_lines()
+    server = server or os.environ.get("ATOLL_SERVER")
+    if not server:
+        LOG.info("no server is configured (ATOLL_SERVER): training alone")
+        return LocalWorker()
+    site = require_site(site or default_site())
+    session = Session(server, site, folder=Path(folder) if folder else None, labels=labels, max_retries=START_RETRIES)
+    LOG.info("%s: joined run %s (%s) at %s", site, session.info.name, session.info.algorithm, session.http.server)
+    return Worker(session)
+
+
+START_RETRIES = 6
+"""Attempts to reach a server at the start: half a minute or so, then a clear end."""
+
+
+def positive(weight: float) -> float:
+    """A weight that can count.
+
+    Raises:
+        UsageError: it is zero, negative or not finite.
+    """
+    value = float(weight)
+    if not 0 < value < float("inf"):
+        raise UsageError(f"The weight is {weight}.", "Give the number of samples or tokens: positive and finite.")
+    return value
+
+
+def finite_metrics(metrics: dict[str, float], site: str) -> dict[str, float]:
+    """The finite ones as floats; the others are dropped with a warning."""
+    values = {key: float(value) for key, value in metrics.items()}
+    for key, value in values.items():
+        if not abs(value) < float("inf"):
+            LOG.warning("%s: the metric %r is %s; it is left out", site, key, value)
+    return {key: value for key, value in values.items() if abs(value) < float("inf")}
+
+
+def _matching(session: Session, model: nn.Module | Tensors) -> dict[str, Tensor]:
+    """The model's own tensors by name, after its schema was found to be the run's."""
+    tensors, _ = named_tensors(model)
+    schema = session.schema
+    if not isinstance(model, nn.Module):
+        # a mapping cannot say which of its tensors are buffers, nor which are tied: what the run knows is taken over
+        groups = {spec.name: spec.group for spec in schema.tensors}
+        tied = dict(schema.aliases)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
+        mine = schema_of(tensors)
+        mine = type(mine).build(
+            [type(spec)(spec.name, spec.dtype, spec.shape, groups.get(spec.name, spec.group)) for spec in mine.tensors],
+            tied,
+        )
+    else:
+        mine = schema_of(model)
+    mine.require_equal(schema, mine=f"worker {session.site}", theirs="the server")
+    return tensors

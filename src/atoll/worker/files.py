@@ -1,0 +1,218 @@
+"""A worker's two files: the base it trains from and the outbox it sends from.
+
+Both have the size of the model, are preallocated and rewritten in place, and live in the page cache: anonymous
+memory holds no second copy of the model. Beside each lies a small JSON note, replaced atomically, that says what is
+in it; a file without its note is scrap.
+
+    base.safetensors + base.json      the version that was pulled; opens with safetensors
+    outbox.bin       + outbox.json    the encoded update of one ticket; kept until it is counted
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from atoll.errors import DiskFull, StateLocked
+from atoll.failpoints import failpoint
+from atoll.tensors.chunks import CHUNK_BYTES
+from atoll.tensors.layout import Layout, Part, Piece
+
+
+@dataclass(frozen=True)
+class BaseNote:
+    """Which version the base file holds, or is about to hold."""
+
+    run: str
+    fragment: int
+    version: int
+    digest: str
+    part_digests: list[str]
+    complete: bool
+
+
+@dataclass(frozen=True)
+class OutboxNote:
+    """The update in the outbox: complete when the note exists."""
+
+    run: str
+    ticket: int
+    fragment: int
+    base_version: int
+    layout_digest: str
+    digest: str
+    part_digests: list[str]
+    weight: float
+    steps: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class ScratchFile:
+    """A preallocated file of fixed size that is rewritten in place, read and written at offsets by many threads."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(self.fd).st_size != nbytes:
+                os.ftruncate(self.fd, 0)
+                if nbytes:
+                    os.posix_fallocate(self.fd, 0, nbytes)
+        except OSError as error:
+            os.close(self.fd)
+            path.unlink(missing_ok=True)
+            raise DiskFull(
+                f"{path.parent} has no room for {nbytes / 1e9:.2f} GB ({error.strerror}).",
+                "Free some disk, or set ATOLL_DIR to a folder with more.",
+            ) from error
+
+    def write(self, offset: int, data: memoryview) -> None:
+        while data:
+            done = os.pwrite(self.fd, data, offset)
+            offset, data = offset + done, data[done:]
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        while target:
+            done = os.preadv(self.fd, [target], offset)
+            if done == 0:
+                raise EOFError(f"{self.path} ends at {offset}")
+            offset, target = offset + done, target[done:]
+
+    def digest(self, part: Part) -> bytes:
+        """BLAKE3 of a part as it lies on disk."""
+        hasher, scratch = blake3(), bytearray(CHUNK_BYTES)
+        for offset in range(part.start, part.stop, CHUNK_BYTES):
+            view = memoryview(scratch)[: min(CHUNK_BYTES, part.stop - offset)]
+            self.read_into(offset, view)
+            hasher.update(view)
+        return hasher.digest()
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class BaseFile(ScratchFile):
+    """The version that a worker trains from, byte for byte as the server has it."""
+
+    def __init__(self, folder: Path, layout: Layout, name: str = "base") -> None:
+        super().__init__(folder / f"{name}.safetensors", layout.nbytes)
+        self.layout = layout
+        self._note_path = folder / f"{name}.json"
+        self.note = _read_note(self._note_path, BaseNote)
+
+    def begin(self, note: BaseNote) -> list[Part]:
+        """Say which version is about to be written; returns the parts that are not there already.
+
+        A pull that broke off left parts of the same version behind: what still has its digest is kept.
+        """
+        resumed = self.note is not None and (self.note.run, self.note.digest) == (note.run, note.digest)
+        wanted = [
+            part
+            for part in self.layout.parts
+            if not (resumed and self.digest(part).hex() == note.part_digests[part.index])
+        ]
+        self._write_note(note)
+        return wanted
+
+    def finish(self) -> None:
+        """The version is complete."""
+        assert self.note is not None
+        self._write_note(BaseNote(**{**asdict(self.note), "complete": True}))
+
+    def begin_local(self, note: BaseNote) -> None:
+        """The file is about to hold something that is no version: no digest names it any more."""
+        self._write_note(BaseNote(**{**asdict(note), "digest": "", "part_digests": []}))
+
+    def run(self, piece: Piece, start: int, stop: int, scratch: bytearray, dtype: torch.dtype) -> Tensor:
+        """Elements [start, stop) of a piece's tensor, in `scratch`."""
+        item = piece.segment.spec.item_bytes
+        view = memoryview(scratch)[: (stop - start) * item]
+        self.read_into(self.layout.by_name[piece.segment.spec.name].offset + start * item, view)
+        return torch.frombuffer(view, dtype=dtype)
+
+    def replace_with(self, other: BaseFile) -> None:
+        """Become `other`, which must be complete: its file and note take the place of these."""
+        assert other.note is not None
+        os.replace(other.path, self.path)
+        other._note_path.unlink(missing_ok=True)
+        self.fd, other.fd = other.fd, self.fd
+        other.close()
+        self._write_note(other.note)
+
+    def _write_note(self, note: BaseNote) -> None:
+        self.note = note
+        _write_note(self._note_path, note)
+
+
+class Outbox(ScratchFile):
+    """The update that a worker has formed and must be able to send until it is counted."""
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        super().__init__(folder / "outbox.bin", layout.nbytes)
+        self.layout = layout
+        self._note_path = folder / "outbox.json"
+        self.note = _read_note(self._note_path, OutboxNote)
+        if self.note is not None and self.note.layout_digest != layout.digest:
+            self.clear()
+
+    def seal(self, note: OutboxNote) -> None:
+        """The update is complete: from here on it survives this process."""
+        failpoint("outbox.seal")
+        self.note = note
+        _write_note(self._note_path, note)
+
+    def clear(self) -> None:
+        """The update is counted, or can never be: the file may be rewritten."""
+        self.note = None
+        self._note_path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path, site: str) -> Iterator[None]:
+    """Own a worker's folder.
+
+    Raises:
+        StateLocked: another process of the same site runs on this machine.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise StateLocked(
+                f"Another process (pid {pid}) already takes part as {site!r} with the folder {str(folder)!r}.",
+                "Give this one another site name, or end the other.",
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _read_note(path: Path, kind: Any) -> Any:
+    try:
+        return kind(**json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def _write_note(path: Path, note: Any) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(note)))
+    os.replace(temporary, path)

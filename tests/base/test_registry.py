@@ -1,0 +1,83 @@
+"""Names → objects: built-ins, plugins that cannot shadow them, and code of a user's own."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from atoll import registry
+from atoll.errors import ConfigError
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
+    """Entry points that other packages would have installed."""
+    installed: list[EntryPoint] = []
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point for point in installed if point.group == group])
+    return installed
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_models.py").write_text("def build(): return 'built'\n")
+    (tmp_path / "my_broken.py").write_text("import surely_not_installed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize("kind", registry.TABLES)
+def test_every_built_in_name_loads(kind: str) -> None:
+    for name in registry.TABLES[kind]:
+        assert registry.load(kind, name) is not None
+
+
+def test_a_plugin_is_found_in_the_group_of_its_kind(plugins: list[EntryPoint]) -> None:
+    plugins.append(EntryPoint("ternary", "math:floor", "atoll.codecs"))
+    assert registry.names("codecs") == [*registry.TABLES["codecs"], "ternary"]
+    assert registry.load("codecs", "ternary")(1.5) == 1
+    with pytest.raises(ConfigError, match="'ternary' is not one of the reducers"):
+        registry.load("reducers", "ternary")
+
+
+def test_a_plugin_never_shadows_a_built_in_name(plugins: list[EntryPoint]) -> None:
+    plugins.append(EntryPoint("sgd", "math:floor", "atoll.outer"))
+    assert registry.names("outer").count("sgd") == 1
+    assert registry.load("outer", "sgd").__name__ == "SGD"
+
+
+@pytest.mark.usefixtures("user_module")
+def test_a_user_names_code_of_their_own() -> None:
+    assert registry.load("algorithms", "my_models:build")() == "built"
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.usefixtures("user_module")
+@pytest.mark.parametrize(
+    ("target", "message", "remedy"),
+    [
+        ("my_models", "'my_models' does not name code.", "Write it as module:attribute"),
+        (":build", "':build' does not name code.", "Write it as module:attribute"),
+        ("my_models:", "'my_models:' does not name code.", "Write it as module:attribute"),
+        ("my_modles:build", "no module named 'my_modles'", "Start the command in the folder of the module"),
+        ("my_broken:build", "no module named 'surely_not_installed'", "install the package that has it"),
+        ("my_models:biuld", "my_models has no 'biuld'", "Did you mean 'build'?"),
+        ("my_models:zzz", "my_models has no 'zzz'", ""),
+    ],
+)
+def test_code_that_is_not_there_is_named(target: str, message: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        registry.load_attribute(target)
+    assert message in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.covers("X3")
+def test_an_unknown_name_lists_the_known_ones_and_offers_the_nearest(plugins: list[EntryPoint]) -> None:
+    plugins.append(EntryPoint("ternary", "math:floor", "atoll.codecs"))
+    with pytest.raises(ConfigError) as caught:
+        registry.load("codecs", "bf61")
+    assert caught.value.message == f"'bf61' is not one of the codecs: {', '.join(registry.names('codecs'))}."
+    assert caught.value.remedy == "Did you mean 'bf16'?"
+    with pytest.raises(ConfigError, match="Did you mean 'ternary'"):
+        registry.load("codecs", "ternery")

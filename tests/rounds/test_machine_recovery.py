@@ -1,0 +1,183 @@
+"""What a restarted server makes of its journal. That it equals the live state, every test of `Story` checks too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from round_story import Story
+
+from atoll.rounds import machine
+from atoll.rounds.effects import (
+    Effect,
+    ExpectedChanged,
+    RoundClosed,
+    RoundOpened,
+    RunFinished,
+    TicketIssued,
+    TicketsExpired,
+    Woken,
+)
+from atoll.rounds.events import TicketRequested, UpdateAccepted, VersionCommitted
+from atoll.rounds.machine import FragmentSnapshot, FrozenRound, OpenRound, Rules, Snapshot, Ticket
+from atoll.rounds.membership import Member
+from atoll.rounds.policy import QuorumDeadline
+
+MEMBERS = (Member("a", 1, alive=True), Member("b", 2, alive=True))
+OPEN = FragmentSnapshot(0, OpenRound(0, ("a", "b")), started=True)
+
+
+def restart(run: Story, now_s: float = 0.0) -> tuple[Effect, ...]:
+    """Stop the server of `run` and start it again from the journal."""
+    run.state, effects = machine.restore(run.rules, run.journal.snapshot(), now_s)
+    run.now_s = now_s
+    for effect in effects:
+        run.journal.apply(effect)
+    again, nothing = machine.restore(run.rules, run.journal.snapshot(), now_s)
+    assert nothing == ()
+    assert machine.snapshot(again) == machine.snapshot(run.state)
+    return effects
+
+
+@pytest.mark.covers("F6")
+def test_an_open_round_expects_after_a_restart_whom_it_expected_before(story):
+    run = story(num_workers=2)
+    run.join("a", "b", "late")
+    ticket = run.ticket("a")
+    assert restart(run) == ()
+    assert run.expected() == ("a", "b")
+    assert run.withheld("late") == "counts from the next round on"
+    assert run.ask("a") == TicketIssued("a", ticket, 0, 0, new=False)
+
+
+def test_silence_and_deadline_start_anew(story):
+    run = story(num_workers=2, policy=QuorumDeadline(1, 60))
+    run.join("a", "b")
+    run.submit("a")
+    run.now_s = 50
+    restart(run, now_s=5.0)  # a new process: its clock has nothing to do with the old one
+    assert machine.next_deadline_s(run.state) == 65
+    run.now_s = 64
+    assert run.wait(0) == ()
+    assert RoundClosed(0, 0, (1,)) in run.wait(1)
+
+
+def test_the_dead_stay_dead_and_numbers_are_not_given_again(story):
+    run = story(num_workers=2)
+    run.join("a", "b")
+    run.ticket("a")
+    run.leave("b")
+    restart(run)
+    assert [member.state for member in run.state.members.values()] == ["alive", "left"]
+    run.join("c")
+    assert run.lease("c") == 3
+    run.leave("a")
+    run.join("d")
+    assert run.ticket("d") == 2
+
+
+@pytest.mark.covers("F10")
+def test_a_frozen_round_stays_closing_until_its_pass_has_run_again(story):
+    run = story(num_workers=1)
+    run.join("a")
+    run.submit("a")
+    assert restart(run) == ()
+    assert run.why() == "reduces 1 update into version 1"
+    assert run.state.rounds[0].frozen == (1,)
+    assert RoundOpened(0, 1, ("a",)) in run.commit()
+
+
+def test_a_server_killed_while_workers_gather_goes_on_gathering(story):
+    run = story(num_workers=2)
+    run.join("a")
+    restart(run)
+    assert run.phase() == "gathering"
+    assert RoundOpened(0, 0, ("a", "b")) in run.join("b")
+
+
+# What a crash between two journal writes has left undone; each case: the journal → what restoring still has to do.
+UNDONE = {
+    "the last worker's lease is in, the opening of round one is not": (
+        Snapshot((FragmentSnapshot(0),), MEMBERS),
+        (RoundOpened(0, 0, ("a", "b")), Woken(0)),
+    ),
+    "the last accept is in, the closing is not": (
+        Snapshot((OPEN,), MEMBERS, (Ticket(1, "b", 0, 0, "accepted"), Ticket(2, "a", 0, 0, "accepted"))),
+        (RoundClosed(0, 0, (2, 1)),),
+    ),
+    "the closing is in, the expiry of the other tickets is not": (
+        Snapshot(
+            (FragmentSnapshot(0, frozen=FrozenRound(0, (1,))),),
+            MEMBERS,
+            (Ticket(1, "b", 0, 0, "accepted"), Ticket(2, "a", 0, 0, "open")),
+        ),
+        (TicketsExpired((2,), "the round from version 0 closed without it"),),
+    ),
+    "the head has moved, the next round has not opened": (
+        Snapshot(
+            (FragmentSnapshot(1, OpenRound(0, ("a", "b")), FrozenRound(0, (1,)), started=True),),
+            MEMBERS,
+            (Ticket(1, "a", 0, 0, "counted"),),
+        ),
+        (RoundOpened(0, 1, ("a", "b")), Woken(0)),
+    ),
+    "a death is in, the round still expects the dead": (
+        Snapshot((OPEN,), (MEMBERS[0], Member("b", 2, alive=False, why="dead"))),
+        (ExpectedChanged(0, 0, ("a",)), Woken(0)),
+    ),
+    "a refusal is in, the round still expects the refused": (
+        Snapshot((OPEN,), MEMBERS, (Ticket(1, "a", 0, 0, "refused", "NaN"),)),
+        (ExpectedChanged(0, 0, ("b",)), Woken(0)),
+    ),
+    "a return is in, the round does not expect it yet": (
+        Snapshot((FragmentSnapshot(0, OpenRound(0, ("a",))),), MEMBERS, (Ticket(1, "b", 0, 0, "open"),), next_lease=9),
+        (ExpectedChanged(0, 0, ("a", "b")), Woken(0)),
+    ),
+}
+
+
+@pytest.mark.covers("F8", "F9", "F12", "F13")
+@pytest.mark.parametrize("case", UNDONE)
+def test_restoring_does_what_a_crash_has_left_undone(case):
+    journal, undone = UNDONE[case]
+    rules = Rules(num_workers=2)
+    state, effects = machine.restore(rules, journal, 3.0)
+    assert effects == undone
+    assert machine.restore(rules, journal, 3.0) == (state, effects)  # killed again before a write: the same
+    assert machine.restore(rules, machine.snapshot(state), 3.0) == (state, ())  # and after it: nothing is left
+
+
+@pytest.mark.covers("F12")
+def test_the_last_commit_is_in_the_end_of_the_run_is_not():
+    rules = Rules(num_workers=1, rounds=3)
+    journal = Snapshot((FragmentSnapshot(3, frozen=FrozenRound(2, (1,))),), MEMBERS[:1])
+    state, effects = machine.restore(rules, journal, 0.0)
+    assert effects == (RunFinished(),)
+    assert state.finished
+    assert machine.restore(rules, replace(journal, finished=True), 0.0) == (state, ())
+
+
+def test_a_finished_run_goes_on_when_it_is_given_more_rounds():
+    journal = Snapshot((FragmentSnapshot(3, started=True),), MEMBERS[:1], finished=True)
+    state, effects = machine.restore(Rules(num_workers=1, rounds=5), journal, 0.0)
+    assert effects == (RoundOpened(0, 3, ("a",)), Woken(0))
+    assert not state.finished
+
+
+def test_tickets_of_rounds_that_are_over_are_ignored():
+    old = (Ticket(1, "a", 0, 0, "counted"), Ticket(2, "b", 0, 0, "expired"))
+    journal = Snapshot((FragmentSnapshot(1, OpenRound(1, ("a", "b"))),), MEMBERS, old)
+    state, effects = machine.restore(Rules(num_workers=2), journal, 0.0)
+    assert effects == ()
+    state, (issued,) = machine.step(state, TicketRequested("a", 1, 0), 0.0)
+    assert issued == TicketIssued("a", 3, 0, 1, new=True)
+
+
+def test_an_accept_reported_again_after_a_restart_changes_nothing(story):
+    run = story(num_workers=2)
+    run.join("a", "b")
+    run.submit("a")
+    restart(run)
+    assert run.send(UpdateAccepted(1)) == ()
+    run.submit("b")
+    assert RoundOpened(0, 1, ("a", "b")) in run.send(VersionCommitted(0, 1))

@@ -1,0 +1,92 @@
+"""Policies by themselves, the transition tables, and the diagrams made from them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from atoll.config import Settings
+from atoll.rounds.diagram import document, mermaid
+from atoll.rounds.policy import AcceptedUpdate, Barrier, Close, QuorumDeadline, RoundView, Wait, listed
+from atoll.rounds.state import Rules
+from atoll.rounds.transitions import MEMBER, ROUND, TICKET, IllegalTransition, advance
+
+
+def view(expected: str, accepted: str, floor: int = 1) -> RoundView:
+    """A round that opened at 100 s from version 4; ticket n is that of the n-th letter of the alphabet."""
+    updates = tuple(AcceptedUpdate(ord(site) - 96, site, 4) for site in accepted)
+    return RoundView(0, 4, 100.0, tuple(expected), updates, floor, "min_workers")
+
+
+@pytest.mark.parametrize(
+    ("seen", "decision"),
+    [
+        (view("abc", "abc"), Close((1, 2, 3))),
+        (view("abc", "b"), Wait("waits for a and c")),
+        (view("", ""), Wait("0 of min_workers 1 alive: waits for another")),
+        (view("ab", "ab", floor=3), Wait("2 of min_workers 3 alive: waits for another")),
+    ],
+)
+def test_barrier(seen, decision):
+    assert Barrier().decide(seen, 1e9) == decision
+
+
+@pytest.mark.parametrize(
+    ("seen", "now_s", "decision"),
+    [
+        (view("abc", "abc"), 100, Close((1, 2, 3))),
+        (view("abc", "ab"), 129, Wait("waits for c", until_s=130)),
+        (view("abc", "ab"), 130, Close((1, 2))),
+        (view("abc", "a", floor=2), 131, Wait("waits for b and c; the deadline has passed, 1 of 2 updates are in")),
+    ],
+)
+def test_quorum_and_deadline(seen, now_s, decision):
+    assert QuorumDeadline(quorum=2, deadline_s=30).decide(seen, now_s) == decision
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ("a", "a"),
+        ("ab", "a and b"),
+        ("abc", "a, b and c"),
+        ("abcd", "a, b, c and d"),
+        ("abcdef", "a, b, c and 3 others"),
+    ],
+)
+def test_names_are_listed_as_people_do(names, text):
+    assert listed(names) == text
+
+
+def test_the_rules_of_settings():
+    plain = Rules.from_settings(Settings.build({"num_workers": 3, "min_workers": 2, "rounds": 4}))
+    assert plain == Rules(num_workers=3, min_workers=2, rounds=4, policy=Barrier())
+    assert plain.floor == 2
+    quorum = Rules.from_settings(Settings.build({"num_workers": 3, "quorum": 2, "round_deadline_s": 9}), fragments=4)
+    assert quorum == Rules(num_workers=3, policy=QuorumDeadline(2, 9), fragments=4)
+    assert (quorum.floor, quorum.floor_name) == (2, "quorum")
+
+
+def test_what_a_table_does_not_list_cannot_happen():
+    assert advance("Ticket 3", TICKET, "open", "update accepted") == "accepted"
+    with pytest.raises(IllegalTransition, match=r"^Ticket 3 is expired; 'update accepted' cannot happen to it\.$"):
+        advance("Ticket 3", TICKET, "expired", "update accepted")
+
+
+@pytest.mark.parametrize("table", [MEMBER, ROUND, TICKET])
+def test_a_diagram_draws_its_whole_table(table):
+    start = next(iter(table))[0]
+    drawn = re.findall(r"^    (\w+) --> (\w+) : (.+)$", mermaid(table, start), re.MULTILINE)
+    assert {(state, event): after for state, after, event in drawn} == table
+
+
+def test_a_diagram_is_mermaid_with_a_beginning_and_ends():
+    lines = mermaid(TICKET, "open").splitlines()
+    assert lines[:2] == ["stateDiagram-v2", "    [*] --> open"]
+    assert {line for line in lines if line.endswith("--> [*]")} == {
+        "    counted --> [*]",
+        "    expired --> [*]",
+        "    refused --> [*]",
+    }
+    assert document().count("```mermaid") == 3

@@ -1,0 +1,115 @@
+"""Runs of any tensor: the same elements as row-major order says, whatever the strides, in bounded copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from atoll.errors import UsageError
+from atoll.tensors.chunks import Scatter, assign_run_, bytes_of, run_of
+from atoll.tensors.layout import version_header, version_layout
+from atoll.tensors.modules import named_tensors, schema_of
+
+
+def strided() -> st.SearchStrategy[Tensor]:
+    """Tensors of up to four dimensions, many of them transposed or sliced."""
+
+    @st.composite
+    def build(draw: st.DrawFn) -> Tensor:
+        shape = draw(st.lists(st.integers(1, 5), min_size=0, max_size=4))
+        tensor = torch.arange(2 * int(torch.Size(shape).numel()), dtype=torch.float32)[::2].reshape(shape)
+        if len(shape) > 1 and draw(st.booleans()):
+            tensor = tensor.transpose(0, len(shape) - 1)
+        if shape and tensor.shape[0] > 1 and draw(st.booleans()):
+            tensor = tensor[1:]
+        return tensor
+
+    return build()
+
+
+@given(strided(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_run_is_a_slice_in_row_major_order(tensor: Tensor, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, tensor.numel()))
+    stop = data.draw(st.integers(start, tensor.numel()))
+    flat = tensor.contiguous().reshape(-1)
+    assert torch.equal(run_of(tensor, start, stop), flat[start:stop])
+    target = torch.zeros_like(tensor)  # keeps the strides
+    assign_run_(target, start, flat[start:stop])
+    expected = torch.zeros(tensor.numel())
+    expected[start:stop] = flat[start:stop]
+    assert torch.equal(target.reshape(-1), expected)
+
+
+def test_scatter_fills_every_kind_of_tensor_from_one_stream() -> None:
+    source = {
+        "wide": torch.arange(6, dtype=torch.float64).reshape(2, 3),
+        "transposed": torch.arange(12, dtype=torch.float32).reshape(3, 4).t(),
+        "scalar": torch.tensor(7.5),
+        "empty": torch.zeros(0, 4),
+        "half": torch.arange(5).to(torch.bfloat16),
+        "flags": torch.tensor([True, False, True]),
+        "count": torch.tensor(3),
+    }
+    schema = schema_of(source)
+    layout = version_layout(schema)
+    stream = version_header(schema) + b"".join(
+        bytes(bytes_of(run_of(source[spec.name], 0, spec.numel))) for spec in schema.tensors
+    )
+    assert len(stream) == layout.nbytes
+    targets = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+    sink = Scatter(layout, targets)
+    for offset in range(0, len(stream), 16):  # cut at borders of whole elements, not of tensors
+        sink.write(offset, memoryview(stream)[offset : offset + 16])
+    for name, tensor in source.items():
+        assert torch.equal(targets[name], tensor), name
+        assert targets[name].stride() == torch.zeros_like(tensor).stride()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_tensors_travel_once_and_groups_follow_the_module() -> None:
+    model = Tied()
+    owners, aliases = named_tensors(model)
+    assert aliases == {"head.weight": "embed.weight"}
+    assert owners["embed.weight"].data_ptr() == model.embed.weight.data_ptr()
+    groups = {spec.name: spec.group for spec in schema_of(model).tensors}
+    assert groups == {
+        "embed.weight": "params",
+        "norm.weight": "params",
+        "norm.bias": "params",
+        "norm.running_mean": "buffers",
+        "norm.running_var": "buffers",
+        "norm.num_batches_tracked": "buffers",
+    }
+
+
+def test_a_plain_mapping_recognises_batch_norm_and_takes_patterns() -> None:
+    state = {"a.running_mean": torch.zeros(2), "a.weight": torch.zeros(2), "ema.x": torch.zeros(1), "n": torch.tensor(1)}
+    groups = {spec.name: spec.group for spec in schema_of(state, ["ema.*"]).tensors}
+    assert groups == {"a.running_mean": "buffers", "a.weight": "params", "ema.x": "buffers", "n": "buffers"}
+
+
+@pytest.mark.covers("P4")
+@pytest.mark.parametrize(
+    ("tensor", "word"),
+    [
+        (torch.eye(3).to_sparse(), "sparse"),
+        (torch.zeros(2, device="meta"), "meta"),
+        (torch.zeros(2, dtype=torch.complex32), "complex32"),
+        ("text", "str"),
+    ],
+)
+def test_what_does_not_travel_is_refused_by_name(tensor: object, word: str) -> None:
+    with pytest.raises(UsageError, match=rf"'bad'.*{word}"):
+        schema_of({"good": torch.zeros(1), "bad": tensor})  # type: ignore[dict-item]

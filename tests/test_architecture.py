@@ -1,0 +1,236 @@
+"""The package's shape, read from its source: who imports whom, what is never called, what is free of torch.
+
+The checks are functions of a folder, so that the tests can also plant what they are there to find.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "atoll"
+
+LAYERS: list[set[str]] = [
+    {"_version", "errors", "failpoints"},
+    {"registry"},
+    {"config"},
+    {"tensors"},
+    {"codecs", "outer", "reducers", "algorithms"},
+    {"rounds"},
+    {"wire"},
+    {"store", "aggregation", "transport"},
+    {"server", "worker"},
+    {"integrations", "simulate"},
+    {"recipes"},
+    {"cli", "testing"},
+]
+"""A room imports rooms of the rows above its own, and no other member of its own row."""
+
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+TOP = len(LAYERS) - 1
+
+NEVER_IMPORTED = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+NEVER_CALLED = {
+    "eval",
+    "exec",
+    "builtins.eval",
+    "builtins.exec",
+    "torch.load",
+    "torch.save",
+    "torch.serialization.load",
+    "torch.serialization.save",
+    "torch.jit.load",
+    "torch.hub.load",
+    "yaml.load",
+    "yaml.load_all",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "pandas.read_pickle",
+}
+"""Each of them can run code that a file or a peer brought along."""
+
+LIGHT: dict[str, set[str]] = {
+    "atoll": {"torch", "aiohttp", "pydantic"},
+    "atoll.cli.main": {"torch", "aiohttp", "matplotlib"},
+    "atoll.config": {"torch", "aiohttp"},
+    "atoll.registry": {"torch"},
+    "atoll.tensors.schema": {"torch", "numpy"},
+    "atoll.tensors.layout": {"torch", "numpy"},
+    "atoll.rounds.events": {"torch"},
+    "atoll.wire.messages": {"torch", "aiohttp"},
+    "atoll.wire.routes": {"torch", "aiohttp"},
+}
+"""Module → what its import must not bring: `atoll status` answers before torch would be imported."""
+
+MAX_LINES = 400
+
+
+def sources(package: Path) -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted(package.rglob("*.py")):
+        yield path.relative_to(package), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def room_of(path: Path) -> str:
+    """`tensors/schema.py` → "tensors", `errors.py` → "errors", `__init__.py` → "__init__"."""
+    return path.parts[0].removesuffix(".py")
+
+
+def imported_modules(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, wherever it stands; `from a import b` is "a.b"."""
+    parents = ["atoll", *path.parts[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def wrong_imports(package: Path) -> list[str]:
+    """Every import that points down or sideways, as "path:line: what"."""
+    found = []
+    for path, tree in sources(package):
+        room = room_of(path)
+        if room == "__init__":
+            continue
+        if room not in LEVEL:
+            found.append(f"{path}:1: {room} has no row in LAYERS")
+            continue
+        for line, name in imported_modules(path, tree):
+            first, _, rest = name.partition(".")
+            if first != "atoll":
+                continue
+            target = rest.partition(".")[0]
+            if target not in LEVEL:
+                if LEVEL[room] < TOP:
+                    found.append(f"{path}:{line}: {room} imports {name}; take it from the room that has it")
+            elif target != room and LEVEL[target] >= LEVEL[room]:
+                found.append(f"{path}:{line}: {room} imports {name}")
+    return found
+
+
+def dangerous_calls(package: Path) -> list[str]:
+    """Every import or use of something that runs code from data, as "path:line: what"."""
+    found = []
+    for path, tree in sources(package):
+        bound: dict[str, str] = {}  # local name → what it stands for
+        for line, name in imported_modules(path, tree):
+            if name.partition(".")[0] in NEVER_IMPORTED or name in NEVER_CALLED:
+                found.append(f"{path}:{line}: {name}")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                bound |= {alias.asname: alias.name for alias in node.names if alias.asname}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name | ast.Attribute):
+                first, dot, rest = ast.unparse(node).partition(".")
+                name = bound.get(first, first) + dot + rest
+                if name in NEVER_CALLED:
+                    found.append(f"{path}:{node.lineno}: {name}")
+            elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                found.append(f"{path}:{node.value.lineno}: allow_pickle")
+    return found
+
+
+def plant(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return folder
+
+
+def test_imports_point_one_way() -> None:
+    assert wrong_imports(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("tensors/lazy.py", "from atoll.store import journal", "tensors imports atoll.store.journal"),
+        ("tensors/lazy.py", "def f():\n    import atoll.server.app", "tensors imports atoll.server.app"),
+        (
+            "store/spool.py",
+            "from atoll.transport.client import Client",
+            "store imports atoll.transport.client.Client",
+        ),
+        ("store/spool.py", "from ..transport import client", "store imports atoll.transport.client"),
+        ("store/spool.py", "from atoll import worker", "store imports atoll.worker"),
+        ("errors.py", "import atoll.failpoints", "errors imports atoll.failpoints"),
+        ("cli/main.py", "from atoll.testing import faults", "cli imports atoll.testing.faults"),
+        (
+            "worker/session.py",
+            "from atoll import DiLoCo",
+            "worker imports atoll.DiLoCo; take it from the room",
+        ),
+        (
+            "server/app.py",
+            "if TYPE_CHECKING:\n    from atoll.cli import main",
+            "server imports atoll.cli.main",
+        ),
+        ("common/util.py", "", "common has no row in LAYERS"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    (complaint,) = wrong_imports(plant(tmp_path, name, text))
+    assert complaint.startswith(f"{name}:")
+    assert expected in complaint
+
+
+def test_a_right_import_is_not_complained_of(tmp_path: Path) -> None:
+    plant(tmp_path, "__init__.py", "from atoll.cli import main")
+    plant(
+        tmp_path,
+        "store/spool.py",
+        "from atoll.wire import routes\nfrom . import slots\nfrom ..errors import DiskFull",
+    )
+    plant(tmp_path, "cli/main.py", "import atoll\nfrom atoll import Server\nfrom atoll.recipes import fedavg")
+    assert wrong_imports(tmp_path) == []
+
+
+@pytest.mark.covers("X2", "L11")
+def test_nothing_in_the_package_can_run_code_from_data() -> None:
+    assert dangerous_calls(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import pickle", "pickle"),
+        ("from pickle import loads", "pickle.loads"),
+        ("import torch\ntorch.load(path, weights_only=True)", "torch.load"),
+        ("import torch as t\nwrite = t.save", "torch.save"),
+        ("from torch import load", "torch.load"),
+        ("import yaml\nyaml.load(text)", "yaml.load"),
+        ("def f(text):\n    return eval(text)", "eval"),
+        ("exec(text)", "exec"),
+        ("numpy.load(path, allow_pickle=True)", "allow_pickle"),
+    ],
+)
+def test_a_planted_way_to_run_code_is_found(tmp_path: Path, text: str, expected: str) -> None:
+    complaints = dangerous_calls(plant(tmp_path, "store/x.py", text))
+    assert complaints
+    assert all(complaint.endswith(f": {expected}") for complaint in complaints)
+
+
+def test_evaluation_mode_of_a_model_is_no_eval(tmp_path: Path) -> None:
+    assert dangerous_calls(plant(tmp_path, "worker/x.py", "model.eval()\ntorch.manual_seed(0)")) == []
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_what_a_quick_command_imports_is_light(module: str) -> None:
+    script = f"import sys, {module}; print(*sys.modules)"
+    outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    assert set(outcome.stdout.split()) & LIGHT[module] == set()
+
+
+def test_no_file_has_grown_past_one_idea() -> None:
+    long = {str(path): len((PACKAGE / path).read_text().splitlines()) for path, _ in sources(PACKAGE)}
+    assert {path: lines for path, lines in long.items() if lines > MAX_LINES} == {}

@@ -1,0 +1,39 @@
+"""The public API: to add, drop or rename a name is a decision, so it fails here first."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import atoll
+
+PUBLIC = ["AtollError", "Client", "DiLoCo", "Server", "Settings", "__version__", "join"]
+
+
+def test_exactly_these_names_are_public() -> None:
+    assert sorted(atoll.__all__) == PUBLIC
+    assert set(PUBLIC) <= set(dir(atoll))
+
+
+@pytest.mark.covers("X5")
+@pytest.mark.parametrize("name", [name for name in PUBLIC if not name.startswith("__")])
+def test_a_public_name_and_its_public_methods_have_docstrings(name: str) -> None:
+    value = getattr(atoll, name)
+    assert inspect.getdoc(value), f"atoll.{name} has no docstring"
+    if inspect.isclass(value) and value.__module__.startswith("atoll."):
+        members = {key: member for key, member in vars(value).items() if not key.startswith("_")}
+        callables = {key: member for key, member in members.items() if callable(member) or isinstance(member, property)}
+        missing = [key for key, member in callables.items() if not inspect.getdoc(member)]
+        assert not missing, f"atoll.{name}: no docstring at {', '.join(missing)}"
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    from importlib.metadata import version
+
+    assert atoll.__version__ == version("atoll")
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="DiLoco"):
+        atoll.DiLoco  # noqa: B018

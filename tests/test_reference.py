@@ -1,0 +1,48 @@
+"""tools/reference.py leaves nothing out: every setting, every variable, every error and its exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atoll.config import NOT_SETTINGS, Settings
+from atoll.errors import BY_CODE
+
+TOOL = Path(__file__).parents[1] / "tools" / "reference.py"
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reference")
+    subprocess.run([sys.executable, TOOL, "--out", folder], check=True)
+    return folder
+
+
+def rows(page: Path) -> dict[str, list[str]]:
+    """First cell of each table row → its cells, without back quotes."""
+    table = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")]
+    return {cells[0].strip("`"): [cell.strip("`") for cell in cells] for cells in table}
+
+
+def test_every_setting_has_its_flag_and_variable(pages: Path) -> None:
+    found = rows(pages / "settings.md")
+    assert set(Settings.model_fields) <= set(found)
+    assert found["sync_every"][1:5] == ["--sync-every", "ATOLL_SYNC_EVERY", "integer ≥ 1", "500"]
+    assert found["durability"][3:5] == ["process` or `power", "process"]
+    assert found["outer_momentum"][3] == "number ≥ 0, < 1"
+    assert set(NOT_SETTINGS) - {"ATOLL_FAILPOINTS"} <= set(found)
+
+
+@pytest.mark.covers("X3")
+def test_every_error_has_its_exit_code(pages: Path) -> None:
+    found = rows(pages / "exit-codes.md")
+    for code, kind in BY_CODE.items():
+        assert kind.__name__ in found[str(kind.exit_code)][2].replace("`", "").split(", ")
+        assert code == "error" or found[code][1:4] == [
+            kind.__name__,
+            kind.__bases__[0].__name__,
+            str(kind.exit_code),
+        ]

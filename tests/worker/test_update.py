@@ -1,0 +1,170 @@
+"""Base and outbox: what is formed, what a restart finds, and what a missed round leaves of local progress."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from atoll.codecs.bf16 import Bf16Codec
+from atoll.codecs.none import NoneCodec
+from atoll.errors import StateLocked
+from atoll.tensors.chunks import bytes_of, run_of
+from atoll.tensors.layout import Layout, update_layout, version_header, version_layout
+from atoll.tensors.modules import schema_of
+from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, locked
+from atoll.worker.update import advance_base_, form_update, load_, rebase_
+
+CODECS = {"none": NoneCodec(), "bf16": Bf16Codec()}
+
+
+def base_with(folder: Path, tensors: dict[str, Tensor], version: int = 0, name: str = "base") -> BaseFile:
+    """A complete base file that holds `tensors`."""
+    schema = schema_of(tensors)
+    layout = version_layout(schema)
+    base = BaseFile(folder, layout, name)
+    stream = version_header(schema) + b"".join(
+        bytes(bytes_of(run_of(tensors[spec.name], 0, spec.numel))) for spec in schema.tensors
+    )
+    digests = [base.digest(part).hex() for part in layout.parts]
+    base.begin(BaseNote("run", 0, version, f"{version:064x}", digests, complete=False))
+    base.write(0, memoryview(stream))
+    base.finish()
+    return base
+
+
+def raw_layout(tensors: dict[str, Tensor], codec: str = "none") -> Layout:
+    def encoding(spec: object) -> object:
+        return CODECS[codec if spec.group == "params" else "none"]  # type: ignore[attr-defined]
+
+    return update_layout(schema_of(tensors).tensors, encoding)  # type: ignore[arg-type]
+
+
+def read(outbox: Outbox, layout: Layout, name: str, dtype: torch.dtype) -> Tensor:
+    segment = layout.by_name[name]
+    scratch = bytearray(segment.nbytes)
+    outbox.read_into(segment.offset, memoryview(scratch))
+    return torch.frombuffer(scratch, dtype=dtype)
+
+
+def test_params_travel_as_base_minus_local_and_buffers_as_they_are(tmp_path: Path) -> None:
+    start = {"w": torch.tensor([1.0, 2.0, 3.0]), "a.running_mean": torch.tensor([5.0]), "n": torch.tensor(7)}
+    base = base_with(tmp_path, start)
+    local = {"w": torch.tensor([0.5, 2.0, 4.0]), "a.running_mean": torch.tensor([6.0]), "n": torch.tensor(9)}
+    layout = raw_layout(start)
+    outbox = Outbox(tmp_path, layout)
+    formed = form_update(outbox, base, local, CODECS)
+    # base − local = [1 − ½, 2 − 2, 3 − 4]; its norm is √(¼ + 1); buffers do not count in it
+    assert read(outbox, layout, "w", torch.float32).tolist() == [0.5, 0.0, -1.0]
+    assert formed.norm == pytest.approx(1.25**0.5)
+    assert read(outbox, layout, "a.running_mean", torch.float32).tolist() == [6.0]
+    assert read(outbox, layout, "n", torch.int64).tolist() == [9]
+    assert formed.part_digests == [outbox.digest(part) for part in layout.parts]
+    assert formed.digest == layout.update_digest(formed.part_digests)
+
+
+def test_bytes_between_segments_are_zero_whatever_was_there(tmp_path: Path) -> None:
+    start = {"a": torch.ones(3), "b": torch.ones(3)}  # 12 bytes each: 52 bytes of padding behind both
+    base = base_with(tmp_path, start)
+    layout = raw_layout(start)
+    outbox = Outbox(tmp_path, layout)
+    outbox.write(0, memoryview(b"\xff" * layout.nbytes))
+    form_update(outbox, base, {"a": torch.zeros(3), "b": torch.zeros(3)}, CODECS)
+    content = bytearray(layout.nbytes)
+    outbox.read_into(0, memoryview(content))
+    assert content[12:64] == bytes(52)
+    assert content[76:128] == bytes(52)
+
+
+def test_an_update_larger_than_the_buffer_and_a_part_is_formed_whole(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    start = {"big": torch.randn(5_000_000), "strided": torch.randn(700, 300).t()}
+    local = {"big": start["big"] + 1.0, "strided": (start["strided"] * 2.0)}
+    base = base_with(tmp_path, start)
+    layout = raw_layout(start)
+    assert len(layout.parts) == 2  # 20 MB + 0.84 MB in parts of 16 MiB
+    outbox = Outbox(tmp_path, layout)
+    form_update(outbox, base, local, CODECS)
+    assert torch.equal(read(outbox, layout, "big", torch.float32), start["big"] - local["big"])
+    expected = (start["strided"] - local["strided"]).contiguous().reshape(-1)
+    assert torch.equal(read(outbox, layout, "strided", torch.float32), expected)
+
+
+def test_rebase_carries_local_steps_over_to_the_new_head(tmp_path: Path) -> None:
+    base = base_with(tmp_path, {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor(4)})
+    head = base_with(tmp_path, {"w": torch.tensor([10.0, 20.0]), "n": torch.tensor(6)}, 3, "base-next")
+    local = {"w": torch.tensor([1.5, 1.0]), "n": torch.tensor(5)}
+    rebase_(local, base, head)
+    # 10 + (1.5 − 1), 20 + (1 − 2); buffers take the head's value
+    assert local["w"].tolist() == [10.5, 19.0]
+    assert local["n"].item() == 6
+    base.replace_with(head)
+    assert base.note is not None
+    assert base.note.version == 3
+    fresh = {"w": torch.zeros(2), "n": torch.tensor(0)}
+    load_(fresh, base)
+    assert fresh["w"].tolist() == [10.0, 20.0]
+
+
+@pytest.mark.covers("L25")
+def test_what_was_submitted_is_local_progress_only_once(tmp_path: Path) -> None:
+    """A lost acknowledgement: the update of w = 1.5 counted, training went on to 1.75, the head moved to 9."""
+    start = {"w": torch.tensor([1.0])}
+    base = base_with(tmp_path, start)
+    outbox = Outbox(tmp_path, raw_layout(start))
+    form_update(outbox, base, {"w": torch.tensor([1.5])}, CODECS)
+    advance_base_(base, outbox, CODECS)
+    head = base_with(tmp_path, {"w": torch.tensor([9.0])}, 1, "base-next")
+    local = {"w": torch.tensor([1.75])}
+    rebase_(local, base, head)
+    assert local["w"].item() == 9.25  # 9 + (1.75 − 1.5), not 9 + (1.75 − 1)
+
+
+@pytest.mark.covers("F1")
+def test_a_pull_that_broke_off_resumes_at_the_part(tmp_path: Path) -> None:
+    tensors = {"w": torch.arange(9_000_000, dtype=torch.float32)}  # 36 MB: three parts
+    base = base_with(tmp_path, tensors)
+    layout = base.layout
+    digests = [base.digest(part).hex() for part in layout.parts]
+    note = BaseNote("run", 0, 5, "f" * 64, digests, complete=False)
+    assert [part.index for part in base.begin(note)] == [0, 1, 2]  # another version: nothing is kept
+    base.write(layout.parts[1].start, memoryview(b"\0" * 100))  # what the interrupted pull had not yet written
+    base.close()
+    again = BaseFile(tmp_path, layout)
+    assert [part.index for part in again.begin(note)] == [1]
+
+
+@pytest.mark.covers("F3")
+def test_a_sealed_outbox_survives_the_process_and_an_unsealed_one_does_not(tmp_path: Path) -> None:
+    start = {"w": torch.ones(4)}
+    layout = raw_layout(start)
+    outbox = Outbox(tmp_path, layout)
+    formed = form_update(outbox, base_with(tmp_path, start), {"w": torch.zeros(4)}, CODECS)
+    assert Outbox(tmp_path, layout).note is None
+    digests = [digest.hex() for digest in formed.part_digests]
+    note = OutboxNote("run", 3, 0, 0, layout.digest, formed.digest, digests, 2.0, 10, {"loss": 1.5})
+    outbox.seal(note)
+    again = Outbox(tmp_path, layout)
+    assert again.note == note
+    assert [again.digest(part) for part in layout.parts] == formed.part_digests
+    again.clear()
+    assert Outbox(tmp_path, layout).note is None
+
+
+def test_an_outbox_of_another_layout_is_scrap(tmp_path: Path) -> None:
+    start = {"w": torch.ones(4)}
+    layout = raw_layout(start)
+    Outbox(tmp_path, layout).seal(OutboxNote("run", 3, 0, 0, layout.digest, "0" * 64, [], 1.0, 1))
+    assert Outbox(tmp_path, raw_layout(start, "bf16")).note is None
+
+
+@pytest.mark.covers("X3")
+def test_a_second_process_of_a_site_is_told_who_is_there(tmp_path: Path) -> None:
+    with locked(tmp_path / "clinic-a", "clinic-a"):
+        with pytest.raises(StateLocked, match=r"pid \d+.*clinic-a.*another site name"):
+            with locked(tmp_path / "clinic-a", "clinic-a"):
+                pass
+    with locked(tmp_path / "clinic-a", "clinic-a"):
+        pass

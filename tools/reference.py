@@ -1,0 +1,171 @@
+"""docs/reference/ from the code: the settings of a run, the variables of a worker, errors and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from atoll import config, errors
+
+KINDS: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
+SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+WORKER = {
+    "ATOLL_SERVER": "Address of the server, `http://host:8512`; without it a script trains alone.",
+    "ATOLL_SITE": "Name of this worker: letters, digits, `.`, `_`, `-`; by default made of host and process.",
+    "ATOLL_TOKEN": "Bearer token, at the server and its workers; or a 0600 file named by `ATOLL_TOKEN_FILE`.",
+    "ATOLL_DIR": "Folder of the base and outbox files, each as large as the model; by default `.atoll`.",
+    "ATOLL_TLS_CA": "PEM file with the authority of the server's certificate; by default the system's.",
+}
+"""What a worker reads beside its arguments. `config.NOT_SETTINGS` has the same names, and those for tests."""
+
+EXIT_CODES = {
+    0: "It did what was asked.",
+    1: "Something unforeseen; the traceback belongs into a report.",
+    2: "The command line, the run file, a variable or a call is wrong.",
+    3: "The port is taken.",
+    4: "Another process owns the state directory.",
+    5: "The network: nobody answers, or no byte moves.",
+    6: "The two sides do not fit each other: another model, another protocol, a refused update.",
+    7: "This machine's disk: full, damaged, or an fsync failed.",
+    8: "The token or the certificate is not accepted.",
+    9: "The run cannot go on.",
+    130: "Ended by Ctrl-C.",
+}
+
+
+def settings_page() -> str:
+    lines = [
+        "# Settings",
+        "",
+        "Written by `make reference`. Each setting is a key of the run file (TOML), a flag of `atoll server`",
+        "and a variable; a flag wins over the environment, the environment over the file. A key,",
+        "flag or `ATOLL_` variable that does not exist is refused. Units: `_s` seconds, `_bytes` bytes.",
+        "",
+        "| key | flag | variable | type | default | meaning |",
+        "|---|---|---|---|---|---|",
+    ]
+    for key, field in config.Settings.model_fields.items():
+        flag, variable = f"--{key.replace('_', '-')}", config.ENV_PREFIX + key.upper()
+        cells = [
+            f"`{key}`",
+            f"`{flag}`",
+            f"`{variable}`",
+            _kind(field),
+            _default(field),
+            field.description or "",
+        ]
+        lines.append(_row(cells))
+    lines += [
+        "",
+        "In a variable, a table is as in TOML (`{weight_decay = 0.1}`), a list has commas (`bn.*,ema.*`).",
+        "Relative paths in a run file are relative to its folder, others to the current one.",
+        "",
+        "## Variables of a worker",
+        "",
+        "| variable | meaning |",
+        "|---|---|",
+        *(_row([f"`{name}`", meaning]) for name, meaning in WORKER.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def exit_codes_page() -> str:
+    meanings = dict(re.findall(r"── (\w+) {2,}(\S.*)$", errors.__doc__ or "", re.MULTILINE))
+    lines = [
+        "# Exit codes and errors",
+        "",
+        "Written by `make reference`. A command that fails prints who erred, the value and the remedy,",
+        "and ends with one of these codes.",
+        "",
+        "| exit code | meaning | errors |",
+        "|---|---|---|",
+    ]
+    kinds = list(errors.BY_CODE.values())
+    for code, meaning in EXIT_CODES.items():
+        names = [f"`{kind.__name__}`" for kind in kinds if kind.exit_code == code]
+        lines.append(_row([str(code), meaning, ", ".join(names)]))
+    lines += [
+        "",
+        "Errors are classes of `atoll.errors`, all of them `AtollError`; the code travels on the wire.",
+        "",
+        "| code | class | base | exit code | who or what |",
+        "|---|---|---|---|---|",
+    ]
+    for kind in kinds[1:]:
+        base = kind.__bases__[0].__name__
+        cells = [f"`{kind.code}`", f"`{kind.__name__}`", f"`{base}`", str(kind.exit_code)]
+        lines.append(_row([*cells, meanings.get(kind.__name__, "")]))
+    return "\n".join(lines) + "\n"
+
+
+def check_complete() -> None:
+    """Refuse to write pages that leave something out.
+
+    Raises:
+        SystemExit: a variable, an exit code or a setting that nobody has described.
+    """
+    variables = config.NOT_SETTINGS - {"ATOLL_FAILPOINTS"}
+    if variables != set(WORKER):
+        raise SystemExit(f"reference: describe {sorted(variables ^ set(WORKER))} in WORKER.")
+    unknown = {kind.exit_code for kind in errors.BY_CODE.values()} - set(EXIT_CODES)
+    if unknown:
+        raise SystemExit(f"reference: describe the exit codes {sorted(unknown)} in EXIT_CODES.")
+    undescribed = [key for key, field in config.Settings.model_fields.items() if not field.description]
+    if undescribed:
+        raise SystemExit(f"reference: give {', '.join(undescribed)} a description in config.py.")
+
+
+def _kind(field: FieldInfo) -> str:
+    """`int | None` with `ge=0` → "integer ≥ 0"."""
+    annotation: Any = field.annotation
+    if isinstance(annotation, types.UnionType):
+        annotation = next(option for option in typing.get_args(annotation) if option is not types.NoneType)
+    origin = typing.get_origin(annotation)
+    if origin is typing.Literal:
+        return " or ".join(f"`{value}`" for value in typing.get_args(annotation))
+    if origin in (dict, tuple):
+        return "table" if origin is dict else "list of text"
+    limits = [
+        f"{sign} {getattr(bound, name)}"
+        for bound in field.metadata
+        for name, sign in SIGNS.items()
+        if hasattr(bound, name)
+    ]
+    return f"{KINDS[annotation]} {', '.join(limits)}".rstrip()
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if value is PydanticUndefined or value is None or value == ():
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write docs/reference/.")
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "docs" / "reference")
+    out: Path = parser.parse_args().out
+    check_complete()
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "settings.md").write_text(settings_page(), encoding="utf-8")
+    (out / "exit-codes.md").write_text(exit_codes_page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
