@@ -95,7 +95,12 @@ def test_tied_tensors_travel_once_and_groups_follow_the_module() -> None:
 
 
 def test_a_plain_mapping_recognises_batch_norm_and_takes_patterns() -> None:
-    state = {"a.running_mean": torch.zeros(2), "a.weight": torch.zeros(2), "ema.x": torch.zeros(1), "n": torch.tensor(1)}
+    state = {
+        "a.running_mean": torch.zeros(2),
+        "a.weight": torch.zeros(2),
+        "ema.x": torch.zeros(1),
+        "n": torch.tensor(1),
+    }
     groups = {spec.name: spec.group for spec in schema_of(state, ["ema.*"]).tensors}
     assert groups == {"a.running_mean": "buffers", "a.weight": "params", "ema.x": "buffers", "n": "buffers"}
 

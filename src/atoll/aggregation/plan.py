@@ -1,7 +1,7 @@
 """Which bytes go through the pass together: a part of the version as windows.
 
-A window is one run of the version file and of each column of the state file, read and written at once: a chunk of a large
-tensor, or many small tensors one after the other, all of one kind, group and dtype. Tensors are still reduced and stepped
+A window is one run of the version file and of each column of the state file, read and written at once: a chunk of a
+large tensor, or many small tensors one after the other, all of one kind, group and dtype. Tensors are still stepped
 each for itself.
 
     part     | header | w0 ........ | w1 ........... | w2 | w3  |
@@ -19,7 +19,7 @@ from atoll.tensors.layout import Part, Segment, chunks
 from atoll.tensors.schema import PARAMS, TensorSpec
 
 Kind = Literal["step", "whole", "mean", "count"]
-"""step: parameters; whole: parameters that were stepped as whole tensors before; mean: float buffers; count: integers."""
+"""step: parameters; whole: those that were stepped as whole tensors before; mean: other floats; count: integers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,8 +62,8 @@ def read_at(fd: int, target: memoryview, offset: int) -> None:
         count = os.preadv(fd, [target[done:]], offset + done)
         if count == 0:
             raise StateCorrupt(
-                f"A file of the state directory ends at byte {offset + done}, before byte {offset + len(target)}.",
-                "It was truncated by something else; restart the server, which falls back to the version before.",
+                f"A file of the state directory ends before byte {offset + len(target)}, which it should have.",
+                "Something else truncated it; restart the server: it goes back to the version before.",
             )
         done += count
 

@@ -67,7 +67,7 @@ def state_layout(
 
 def _kept(spec: TensorSpec, rule: OuterRule) -> list[StateSpec]:
     kept = rule.state_specs(spec)
-    if spec.group == PARAMS and spec.is_float and dtype_name(accumulate_dtype(spec.dtype)) != spec.dtype:
+    if spec.group == PARAMS and spec.is_float and spec.numel and dtype_name(accumulate_dtype(spec.dtype)) != spec.dtype:
         return [StateSpec(MASTER, dtype_name(accumulate_dtype(spec.dtype))), *kept]
     return kept
 
@@ -87,8 +87,10 @@ def version_regions(version: Layout) -> list[Region]:
 
 
 def state_regions(version: Layout, state: Layout) -> list[Region]:
-    """As `PassResult.state_digests`: for each part of the version its run of each column; then, once, the header and all
-    wholes. Together they are every byte of the state file."""
+    """As `PassResult.state_digests`: for each part of the version its run of each column; then header and wholes.
+
+    Together they are every byte of the state file.
+    """
     table = entries(state)
     regions = [Region(tuple(merged(ranges))) for part in version.parts for ranges in columns_of(part, table).values()]
     return [*regions, tail_region(state)]

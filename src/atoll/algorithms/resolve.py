@@ -47,8 +47,8 @@ def resolve(settings: Settings) -> ResolvedAlgorithm:
     """What a run with these settings does.
 
     Raises:
-        ConfigError: an unknown algorithm, optimizer or codec (the nearest name is offered), an option given twice, or one
-            that the optimizer does not have.
+        ConfigError: an unknown algorithm, optimizer or codec (the nearest name is offered), an option given twice, or
+            momentum for an optimizer that has none.
     """
     algorithm = registry.load("algorithms", settings.algorithm)
     if not isinstance(algorithm, Algorithm):
@@ -77,9 +77,7 @@ def _outer_options(settings: Settings, algorithm: Algorithm, outer: str) -> dict
         if value is None:
             continue
         if option in given:
-            raise ConfigError(
-                f"{setting} is {value:g}, and outer_options has {option!r} as well.", "Give one of them."
-            )
+            raise ConfigError(f"{setting} is {value:g}, and outer_options has {option!r} as well.", "Give one of them.")
         if option == "momentum" and outer in _INSTEAD_OF_MOMENTUM:
             raise ConfigError(
                 f"outer_momentum is {value:g}, but {outer} has no momentum.",

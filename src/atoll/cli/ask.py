@@ -22,7 +22,7 @@ DEFAULT_SERVER = f"http://127.0.0.1:{DEFAULT_PORT}"
 
 def server_address(given: str | None) -> str:
     """The server that a command means: its flag, else ATOLL_SERVER, else the default port on this machine."""
-    return (given or os.environ.get("ATOLL_SERVER") or DEFAULT_SERVER).rstrip("/")
+    return given or os.environ.get("ATOLL_SERVER") or DEFAULT_SERVER
 
 
 def ask(server: str, path: str, reply: type[Reply], *, timeout_s: float = 10.0) -> Reply:

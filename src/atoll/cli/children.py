@@ -65,7 +65,7 @@ class Children:
                 stdout=subprocess.PIPE if piped else file,
                 stderr=file if piped else subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
         finally:
             if file is not None:

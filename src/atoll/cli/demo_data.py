@@ -46,16 +46,18 @@ def corpus(workers: int, seed: int) -> tuple[list[Tensor], Tensor]:
     while held_bytes < VALIDATION_SHARE * total_bytes:
         held_bytes += len(texts[held_out])
         held_out += 1
-    return [_tensor(texts[held_out + index :: workers]) for index in range(workers)], _windows(_tensor(texts[:held_out]))
+    return [_tensor(texts[held_out + index :: workers]) for index in range(workers)], _windows(
+        _tensor(texts[:held_out]), VALIDATION_WINDOWS // workers * workers
+    )
 
 
 def _tensor(texts: list[bytes]) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
 
 
-def _windows(text: Tensor) -> Tensor:
-    """Evenly spaced windows [N, context + 1]."""
-    starts = torch.linspace(0, len(text) - CONTEXT_BYTES - 1, VALIDATION_WINDOWS).long()
+def _windows(text: Tensor, count: int) -> Tensor:
+    """Evenly spaced windows [count, context + 1]."""
+    starts = torch.linspace(0, len(text) - CONTEXT_BYTES - 1, count).long()
     return torch.stack([text[start : start + CONTEXT_BYTES + 1] for start in starts.tolist()]).long()
 
 

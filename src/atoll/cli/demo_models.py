@@ -18,7 +18,7 @@ class Block(nn.Module):
         self.attention_norm, self.feed_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.grow, self.shrink = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         batch, length, width = x_BTD.shape
@@ -26,7 +26,8 @@ class Block(nn.Module):
         q_BHTd, k_BHTd, v_BHTd = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, is_causal=True)
         x_BTD = x_BTD + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x_BTD + self.feed(self.feed_norm(x_BTD))
+        fed: Tensor = self.shrink(functional.gelu(self.grow(self.feed_norm(x_BTD))))
+        return x_BTD + fed
 
 
 class ByteTransformer(nn.Module):
@@ -36,23 +37,23 @@ class ByteTransformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(256, width)
         self.position = nn.Embedding(CONTEXT_BYTES, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        blocks = [Block(width, heads) for _ in range(layers)]
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-        for block in self.blocks:  # residual branches add up over the depth
-            for weight in (block.out.weight, block.feed[2].weight):
-                weight.data.div_((2 * layers) ** 0.5)
+        with torch.no_grad():
+            for block in blocks:  # residual branches add up over the depth
+                block.out.weight.div_((2 * layers) ** 0.5)
+                block.shrink.weight.div_((2 * layers) ** 0.5)
         self.head.weight = self.embedding.weight
 
     def forward(self, bytes_BT: Tensor) -> Tensor:
         """Logits [B, T, 256] for bytes [B, T], T at most `CONTEXT_BYTES`."""
         x_BTD = self.embedding(bytes_BT) + self.position.weight[: bytes_BT.shape[1]]
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        logits: Tensor = self.head(self.norm(x_BTD))
+        logits: Tensor = self.head(self.norm(self.blocks(x_BTD)))
         return logits
 
     def loss(self, windows_BT: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def validation_loss(model: ByteTransformer, windows_NT: Tensor, batch: int = 32)
     """Nats per byte over all windows [N, T + 1]; the mode is put back."""
     was_training = model.training
     model.eval()
-    total = sum(model.loss(part).item() * len(part) for part in windows_NT.split(batch))
+    total = sum(model.loss(part).item() * len(part) for part in torch.split(windows_NT, batch))
     model.train(was_training)
     return total / len(windows_NT)
 
@@ -104,6 +105,6 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Share of right answers; the mode is put back."""
     was_training = model.training
     model.eval()
-    right = (model(images).argmax(dim=1) == labels).double().mean().item()
+    right: float = (model(images).argmax(dim=1) == labels).double().mean().item()
     model.train(was_training)
     return right

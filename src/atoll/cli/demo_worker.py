@@ -46,7 +46,7 @@ def train_bytes(index: int, workers: int, seed: int) -> dict[str, Any]:
         while not diloco.finished:
             loss = model.loss(demo_data.batch(text, BATCH, generator))
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if (since := since + 1) == REPORT_EVERY:
                 tokens_per_s = since * BATCH * CONTEXT_BYTES / (time.monotonic() - begin)
@@ -76,9 +76,7 @@ def train_digits(index: int, workers: int, seed: int) -> dict[str, Any]:
             before = accuracy(model, test_images, test_labels)
             loss, done = _epochs(model, images, labels)
             steps += done
-            round.submit(
-                model, weight=len(images), steps=steps, metrics={"loss": loss, "test_accuracy": before}
-            )
+            round.submit(model, weight=len(images), steps=done, metrics={"loss": loss, "test_accuracy": before})
         return {"steps": steps, "bytes_up": worker.bytes_up, "bytes_down": worker.bytes_down}
 
 
@@ -90,12 +88,12 @@ def _epochs(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, in
     losses: list[float] = []
     for _ in range(LOCAL_EPOCHS):
         losses = []
-        for indices in torch.randperm(len(images)).split(32):
+        for indices in torch.split(torch.randperm(len(images)), 32):
             if len(indices) < 2:  # batch normalisation has no variance of one image
                 continue
             loss = nn.functional.cross_entropy(model(images[indices]), labels[indices])
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append(loss.item())
             steps += 1

@@ -51,7 +51,9 @@ CHOSEN: dict[str, dict[str, Any]] = {
 
 
 def command(
-    directory: Annotated[Path, typer.Argument(help="Folder to write into; made if need be.", metavar="[DIR]")] = Path("."),
+    directory: Annotated[Path, typer.Argument(help="Folder to write into; made if need be.", metavar="[DIR]")] = Path(
+        "."
+    ),
     algorithm: Annotated[Algorithm, typer.Option(help="Which kind of run to begin with.")] = Algorithm.fedavg,
 ) -> None:
     """Write run.toml, model.py and train.py: a run that works as it is, to be made your own."""

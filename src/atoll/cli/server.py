@@ -5,19 +5,19 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import signal
 import sys
 import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, UnionType
+from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from atoll.cli.children import Terminated, raise_on_sigterm
 from atoll.cli.text import awaited, duration, log_lines, numbers, size
 from atoll.config import Settings
 from atoll.errors import ConfigError
@@ -41,13 +41,6 @@ PANELS = {
 REMIND_S = 15.0
 """How often the server says again whom it waits for."""
 
-LINGER_S = 20.0
-"""How long a finished server stays for workers that still pull the last version."""
-
-
-class Terminated(BaseException):
-    """SIGTERM; not an error, so that nothing on the way catches it."""
-
 
 def serve(run_file: Path | None, **flags: Any) -> None:
     """Coordinate a run: from a run file, from flags, or both (a flag wins)."""
@@ -55,8 +48,18 @@ def serve(run_file: Path | None, **flags: Any) -> None:
     for folder in filter(None, [os.getcwd(), str(run_file.parent.resolve()) if run_file else None]):
         if folder not in sys.path:
             sys.path.insert(0, folder)
+    run_until_finished(settings)
+
+
+def run_until_finished(settings: Settings) -> None:
+    """Serve a run, and say what happens; a signal ends it and the next start goes on.
+
+    Raises:
+        AtollError: it cannot start, or the run failed.
+        KeyboardInterrupt: Ctrl-C, after everything was put away.
+    """
     log_lines()
-    signal.signal(signal.SIGTERM, _terminate)
+    raise_on_sigterm()
     from atoll.server.embed import Server
 
     server = Server(settings=settings)
@@ -64,8 +67,9 @@ def serve(run_file: Path | None, **flags: Any) -> None:
     try:
         server.start()
         _announce(server, settings)
-        finished = _watch(server)
-        LOG.info("%s", _summary(server, time.monotonic() - begin, finished))
+        _watch(server)
+        LOG.info("%s", _summary(server, time.monotonic() - begin))
+        server.run()  # stays for workers that have not taken the result yet
     except (KeyboardInterrupt, Terminated) as asked:
         LOG.info("stopping; the same command goes on from where the run is")
         if isinstance(asked, KeyboardInterrupt):
@@ -94,35 +98,26 @@ def _announce(server: Server, settings: Settings) -> None:
         LOG.info("start a worker: atoll worker --server %s -- python train.py", server.url)
 
 
-def _watch(server: Server) -> bool:
-    """Say whom the run waits for, until it is finished and everybody has gone."""
-    said, said_s = "", time.monotonic()
+def _watch(server: Server) -> None:
+    """Say now and then whom the run waits for, until it is finished."""
+    said_s = time.monotonic()
     while not server.wait(1.0):
         waiting = "; ".join(filter(None, map(awaited, server.status().fragments)))
         if waiting and time.monotonic() - said_s >= REMIND_S:
             said_s = time.monotonic()
             LOG.info("%s", waiting)
-    del said
-    end = time.monotonic() + LINGER_S
-    while time.monotonic() < end and any(worker.state == "alive" for worker in server.status().workers):
-        time.sleep(0.1)
-    return True
 
 
-def _summary(server: Server, seconds: float, finished: bool) -> str:
+def _summary(server: Server, seconds: float) -> str:
     status = server.status()
     last = status.history[-1].metrics if status.history else {}
     parts = [
-        f"{'finished' if finished else 'stopped'} at version {status.fragments[0].version} after {duration(seconds)}",
+        f"finished at version {status.fragments[0].version} after {duration(seconds)}",
         f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent",
         f"{len(status.workers)} workers, {status.deaths} deaths, {status.refused} updates refused",
         numbers(last),
     ]
     return "; ".join(filter(None, parts))
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise Terminated
 
 
 # -- flags
@@ -146,13 +141,21 @@ def _parsed(key: str, value: Any) -> Any:
 
 def _kind(field: FieldInfo) -> str:
     """The word that `--help` shows for a setting's type."""
-    annotation = field.annotation
+    annotation: Any = field.annotation
     options = [option for option in get_args(annotation) if option is not type(None)]
     if get_origin(annotation) in (Union, UnionType) and len(options) == 1:
         annotation = options[0]
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))
-    names = {bool: "flag", int: "integer", float: "number", str: "text", Path: "path", dict: "table", tuple: "list"}
+    names: dict[Any, str] = {
+        bool: "flag",
+        int: "integer",
+        float: "number",
+        str: "text",
+        Path: "path",
+        dict: "table",
+        tuple: "list",
+    }
     return names[get_origin(annotation) or annotation]
 
 
@@ -167,8 +170,8 @@ def _flag(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:
         show_default=False,
         rich_help_panel=panel,
     )
-    annotation = Annotated[bool | None if kind == "flag" else str | None, option]
-    return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    accepted: Any = bool | None if kind == "flag" else str | None
+    return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[accepted, option])
 
 
 def with_setting_flags(function: Callable[..., None]) -> Callable[..., None]:
@@ -177,7 +180,9 @@ def with_setting_flags(function: Callable[..., None]) -> Callable[..., None]:
     def command(**values: Any) -> None:
         function(**values)
 
-    argument = typer.Argument(help="Run file (TOML); `atoll init` writes one.", show_default=False, metavar="[RUN.TOML]")
+    argument = typer.Argument(
+        help="Run file (TOML); `atoll init` writes one.", show_default=False, metavar="[RUN.TOML]"
+    )
     parameters = [
         inspect.Parameter(
             "run_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, argument]

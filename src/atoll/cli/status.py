@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.ask import ask, server_address
 from atoll.cli.text import awaited, duration, numbers, round_line, size
 from atoll.errors import ServerUnreachable
-from atoll.wire import messages, routes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from atoll.wire import messages
 
 WATCH_S = 1.0
 ROUNDS_SHOWN = 5
@@ -24,29 +24,40 @@ def command(
     server: Annotated[
         str | None, typer.Option(help="Address; by default ATOLL_SERVER, else port 8512 here.", show_default=False)
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the answer as it is; with --watch, one line each.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the answer as it is; with --watch, one line each.")
+    ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Ask again every second, until the run is finished.")] = False,
 ) -> None:
     """Show workers, rounds, and who is awaited for how long and why."""
+    from atoll.cli.ask import server_address
+
     address = server_address(server)
-    status = ask(address, routes.STATUS, messages.Status)
+    status = _ask(address)
     if json:
         while True:
             print(status.model_dump_json(indent=None if watch else 2), flush=True)
             if not watch or status.finished:
                 return
             time.sleep(WATCH_S)
-            status = ask(address, routes.STATUS, messages.Status)
+            status = _ask(address)
     elif not sys.stdout.isatty():
         while True:
             print("\n".join(plain(status, address)), flush=True)
             if not watch or status.finished:
                 return
             time.sleep(WATCH_S)
-            status = ask(address, routes.STATUS, messages.Status)
+            status = _ask(address)
             print()
     else:
         _on_terminal(status, address, watch)
+
+
+def _ask(address: str) -> messages.Status:
+    from atoll.cli.ask import ask
+    from atoll.wire import messages, routes
+
+    return ask(address, routes.STATUS, messages.Status)
 
 
 def _on_terminal(status: messages.Status, address: str, watch: bool) -> None:
@@ -62,7 +73,7 @@ def _on_terminal(status: messages.Status, address: str, watch: bool) -> None:
         while not status.finished:
             time.sleep(WATCH_S)
             try:
-                status = ask(address, routes.STATUS, messages.Status)
+                status = _ask(address)
                 live.update(table(status, address), refresh=True)
             except ServerUnreachable as error:
                 live.update(Group(table(status, address), Text(str(error), style="red")), refresh=True)

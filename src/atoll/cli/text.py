@@ -6,8 +6,10 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from atoll.wire import messages
+if TYPE_CHECKING:
+    from atoll.wire import messages
 
 
 def size(nbytes: float) -> str:

@@ -17,9 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.cli.ask import ask, server_address
 from atoll.errors import ConfigError, UsageError, VersionSkew
-from atoll.wire import messages, routes
 
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
@@ -28,7 +26,9 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 
 def command(
-    script: Annotated[list[str], typer.Argument(help="The command, after `--`: python train.py …", metavar="-- COMMAND")],
+    script: Annotated[
+        list[str], typer.Argument(help="The command, after `--`: python train.py …", metavar="-- COMMAND")
+    ],
     server: Annotated[
         str | None, typer.Option(help="Address of the server; by default ATOLL_SERVER.", show_default=False)
     ] = None,
@@ -39,9 +39,13 @@ def command(
         Path | None,
         typer.Option("--dir", help="Folder of the worker's files, each as large as the model.", show_default=False),
     ] = None,
-    restarts: Annotated[int, typer.Option(min=0, help="Start a command that failed or was killed again, so often.")] = 0,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Start a command that failed or was killed again, so often.")
+    ] = 0,
 ) -> None:
     """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from a flag."""
+    from atoll.cli.ask import server_address
+
     address = server_address(server)
     _require_server(address)
     environment = os.environ | {"ATOLL_SERVER": address}
@@ -55,11 +59,15 @@ def command(
 
 
 def _require_server(address: str) -> None:
+    from atoll.cli.ask import ask
+    from atoll.wire import messages, routes
+
     info = ask(address, routes.RUN, messages.RunInfo)
     if info.protocol != routes.PROTOCOL:
-        older = "this worker" if routes.PROTOCOL < info.protocol else "the server"
+        older = "this worker" if info.protocol > routes.PROTOCOL else "the server"
         raise VersionSkew(
-            f"This worker speaks protocol {routes.PROTOCOL}, {address} speaks {info.protocol}.", f"Upgrade Atoll at {older}."
+            f"This worker speaks protocol {routes.PROTOCOL}, {address} speaks {info.protocol}.",
+            f"Upgrade Atoll at {older}.",
         )
 
 
@@ -67,7 +75,9 @@ def _site(site: str) -> str:
     import re
 
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", site):
-        raise ConfigError(f"{site!r} is not a site name.", "Use 1 to 64 letters, digits, dots, hyphens and underscores.")
+        raise ConfigError(
+            f"{site!r} is not a site name.", "Use 1 to 64 letters, digits, dots, hyphens and underscores."
+        )
     return site
 
 
@@ -104,7 +114,9 @@ def _start(script: list[str], environment: dict[str, str]) -> subprocess.Popen[b
     try:
         return subprocess.Popen(script, env=environment, start_new_session=True)
     except FileNotFoundError:
-        raise UsageError(f"There is no command {script[0]!r}.", "Name it after `--`, for example: -- python train.py") from None
+        raise UsageError(
+            f"There is no command {script[0]!r}.", "Name it after `--`, for example: -- python train.py"
+        ) from None
     except PermissionError:
         raise UsageError(f"{script[0]!r} cannot be executed.", f"Name its interpreter: -- python {script[0]}") from None
 

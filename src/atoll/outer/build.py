@@ -16,16 +16,14 @@ from atoll.outer.probe import granularity_of
 from atoll.outer.rule import OuterRule
 
 
-def build_outer(
-    target: str | Callable[..., Optimizer], options: Mapping[str, Any] | None = None
-) -> OuterRule:
+def build_outer(target: str | Callable[..., Optimizer], options: Mapping[str, Any] | None = None) -> OuterRule:
     """The outer optimizer `target` with `options`, put through the chunk contract.
 
     Args:
-        target: a name of `registry.TABLES["outer"]`, `module:attribute`, or the thing itself: a class of `torch.optim`,
-            or a function (parameters, **options) → optimizer.
-        options: keyword arguments. `fused` and `foreach` may be among them; by default `fused` where the class has it for
-            CPU tensors, and never `foreach`.
+        target: a name of `registry.TABLES["outer"]`, `module:attribute`, or the thing itself: a class of
+            `torch.optim`, or a function (parameters, **options) → optimizer.
+        options: keyword arguments. `fused` and `foreach` may be among them; by default `fused` where the class has it
+            for CPU tensors, and never `foreach`.
 
     Raises:
         ConfigError: the name, an option or a value is wrong; or the optimizer cannot be an outer one: it couples
@@ -35,9 +33,7 @@ def build_outer(
     factory = registry.load("outer", target) if isinstance(target, str) else target
     if not callable(factory):
         raise ConfigError(f"outer_optimizer {label!r} is a {type(factory).__name__}, not something to call.")
-    given = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()
-    }
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
     known = _arguments(factory)
     if known is not None:
         _require_known(label, given, known)
@@ -77,9 +73,7 @@ def _explicit_flags(
     if flags.get("fused") and not options.get("fused"):
         try:
             _try(factory, flags | options)
-        except (
-            Exception
-        ):  # no fused form for CPU tensors or with these options; other errors come again below
+        except Exception:  # no fused form for CPU tensors or with these options; other errors come again below
             flags["fused"] = False
     try:
         _try(factory, flags | options, step=False)

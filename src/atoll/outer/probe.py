@@ -1,8 +1,8 @@
 """The contract of an outer optimizer, put to each one before a run starts, on tensors of a few thousand elements.
 
-It must step a tensor in the same way whether it is alone or beside others, today or tomorrow, with its state put away in
-between. If it also steps it in the same way in chunks, bit for bit, it runs chunk by chunk and needs a few MB whatever
-the model's size (`chunk`); if not, on one whole tensor at a time (`tensor`).
+It must step a tensor in the same way whether it is alone or beside others, today or tomorrow, with its state put away
+in between. If it also steps it in the same way in chunks, bit for bit, it runs chunk by chunk and needs a few MB
+whatever the model's size (`chunk`); if not, on one whole tensor at a time (`tensor`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ _SHAPE = (67, 129)
 
 _CUTS = ((0, 4096, 8192, 8643), (0, 8192, 8643), (0, 64, 8643))
 _ROUNDS = 3
-_INSTEAD = (
-    "Choose sgd, adam, adamw, adagrad or rmsprop, or another optimizer that treats each tensor for itself."
-)
+_INSTEAD = "Choose sgd, adam, adamw, adagrad or rmsprop, or another optimizer that treats each tensor for itself."
 
 Stepped = list[tuple[Tensor, State]]
 """Per tensor: the parameter and its state after the last round."""
@@ -49,9 +47,7 @@ def _judge(rule: OuterRule, dtype: torch.dtype) -> Granularity:
         if not _equal(together, apart):
             raise ConfigError("it steps a tensor differently when another one is beside it.")
         if not _equal(apart, [_put_away(rule, tensor) for tensor in tensors]):
-            raise ConfigError(
-                "it keeps something between steps outside `optimizer.state`, which would be lost."
-            )
+            raise ConfigError("it keeps something between steps outside `optimizer.state`, which would be lost.")
     except Exception as error:
         reason = error.message if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}."
         raise ConfigError(f"{rule.label!r} cannot be an outer optimizer: {reason}", _INSTEAD) from error
@@ -81,9 +77,7 @@ def _plain(rule: OuterRule, tensors: Sequence[Sequence[Tensor]]) -> Stepped:
         optimizer.step()
     if _settings(optimizer) != settings:
         raise ConfigError("its steps change its own settings (`param_groups`), which would be lost.")
-    return [
-        (leaf.detach(), {k: v for k, v in optimizer.state[leaf].items() if v is not None}) for leaf in leaves
-    ]
+    return [(leaf.detach(), {k: v for k, v in optimizer.state[leaf].items() if v is not None}) for leaf in leaves]
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> str:
@@ -103,9 +97,7 @@ def _put_away(rule: OuterRule, values: Sequence[Tensor]) -> tuple[Tensor, State]
     return parameter, state or {}
 
 
-def _chunks_equal(
-    rule: OuterRule, values: Sequence[Tensor], whole: tuple[Tensor, State], cuts: Sequence[int]
-) -> bool:
+def _chunks_equal(rule: OuterRule, values: Sequence[Tensor], whole: tuple[Tensor, State], cuts: Sequence[int]) -> bool:
     """Whether 1-D runs of the tensor, stepped one after the other, come to the bits of the whole tensor."""
     pieces = [[value.reshape(-1)[start:stop] for value in values] for start, stop in pairwise(cuts)]
     try:
@@ -131,9 +123,7 @@ def _chunks_equal(
 
 def _equal(one: Stepped, two: Stepped) -> bool:
     return all(
-        _same(a, b)
-        and state_a.keys() == state_b.keys()
-        and all(_same(state_a[key], state_b[key]) for key in state_a)
+        _same(a, b) and state_a.keys() == state_b.keys() and all(_same(state_a[key], state_b[key]) for key in state_a)
         for (a, state_a), (b, state_b) in zip(one, two, strict=True)
     )
 

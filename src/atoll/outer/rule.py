@@ -69,13 +69,14 @@ class OuterRule:
         self._specs: dict[object, list[StateSpec]] = {}
 
     def make(self, parameters: Sequence[Tensor]) -> Optimizer:
-        """The optimizer itself over `parameters`, with `fused` and `foreach` as this rule has them."""
+        """The optimizer itself over `parameters`, with `fused` and `foreach` as this rule has them.
+
+        Raises:
+            ConfigError: the factory made something else.
+        """
         optimizer = self._factory(list(parameters), **copy.deepcopy(self._options))
         if not isinstance(optimizer, Optimizer):
-            raise ConfigError(
-                f"outer_optimizer {self.label!r} made a {type(optimizer).__name__}.",
-                "It has to be a class of torch.optim, or a function (parameters, **options) → torch.optim.Optimizer.",
-            )
+            raise ConfigError(f"it made a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
         for group in [*optimizer.param_groups, optimizer.defaults]:
             for flag in ("fused", "foreach"):
                 if flag in group and group[flag] is None:
@@ -83,18 +84,16 @@ class OuterRule:
         return optimizer
 
     def state_specs(self, spec: TensorSpec) -> list[StateSpec]:
-        """What is kept between rounds for a tensor; nothing for buffers and integers.
+        """What is kept between rounds for a tensor; nothing for buffers, integers and empty tensors.
 
         With granularity `tensor` a tensor of that shape is stepped once to see it.
         """
-        if spec.group != PARAMS or not spec.is_float:
+        if spec.group != PARAMS or not spec.is_float or not spec.numel:
             return []
         dtype = accumulate_dtype(spec.dtype)
         shape = (3,) if self.granularity == "chunk" else spec.shape
         if (shape, dtype) not in self._specs:
-            (state,) = self.stepper().step_(
-                [torch.ones(shape, dtype=dtype)], [torch.zeros(shape, dtype=dtype)], None
-            )
+            (state,) = self.stepper().step_([torch.ones(shape, dtype=dtype)], [torch.zeros(shape, dtype=dtype)], None)
             self._specs[shape, dtype] = [
                 StateSpec(
                     key,
@@ -135,9 +134,7 @@ class Stepper:
         self._optimizer: Optimizer | None = None
         self._numbers: dict[str, type] | None = None
 
-    def step_(
-        self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State] | None
-    ) -> list[State]:
+    def step_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State] | None) -> list[State]:
         """Step each of `params` (in place) along its gradient.
 
         Args:
@@ -171,17 +168,14 @@ class Stepper:
             leaf.grad = torch.zeros(1)
             trial.step()
             state = trial.state[leaf]
-            self._numbers = {
-                key: type(value) for key, value in state.items() if type(value) in _PYTHON_DTYPES
-            }
+            self._numbers = {key: type(value) for key, value in state.items() if type(value) in _PYTHON_DTYPES}
         return self._optimizer
 
     def _thawed(self, state: State) -> dict[str, Any]:
         if not self._numbers:
             return dict(state)
         return {
-            key: self._numbers[key](value.item()) if key in self._numbers else value
-            for key, value in state.items()
+            key: self._numbers[key](value.item()) if key in self._numbers else value for key, value in state.items()
         }
 
 
@@ -198,7 +192,5 @@ def _frozen(state: Mapping[str, Any]) -> State:
         elif type(value) in _PYTHON_DTYPES:
             frozen[key] = torch.tensor(value, dtype=_PYTHON_DTYPES[type(value)])
         elif value is not None:
-            raise ConfigError(
-                f"it keeps {key!r}, a {type(value).__name__}, which is neither a tensor nor a number."
-            )
+            raise ConfigError(f"it keeps {key!r}, a {type(value).__name__}, which is neither a tensor nor a number.")
     return frozen

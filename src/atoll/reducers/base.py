@@ -32,15 +32,15 @@ class Reducer(Protocol):
 
     @property
     def needs_all(self) -> bool:
-        """Whether `rows` must be one tensor [k, n] (the pass then takes smaller runs) rather than one row after the other."""
+        """Whether `rows` must be one tensor [k, n] (the pass then takes smaller runs), not one row after the other."""
         ...
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
         """Write the reduction of `rows` into `out`.
 
         Args:
-            rows: k tensors [n] of the dtype of `out`, in the frozen order. Without `needs_all` a row is only valid until
-                the next one is asked for, and may be overwritten.
+            rows: k tensors [n] of the dtype of `out`, in the frozen order. Without `needs_all` a row is only valid
+                until the next one is asked for, and may be overwritten.
             weights: k weights that sum to 1.
             out: [n], in the dtype in which the tensor is accumulated.
         """

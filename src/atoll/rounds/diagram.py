@@ -21,6 +21,4 @@ def mermaid(table: Table, start: str) -> str:
 
 def document() -> str:
     """All three diagrams as a piece of Markdown."""
-    return "\n".join(
-        f"## {title}\n\n```mermaid\n{mermaid(table, start)}```\n" for title, start, table in _SECTIONS
-    )
+    return "\n".join(f"## {title}\n\n```mermaid\n{mermaid(table, start)}```\n" for title, start, table in _SECTIONS)

@@ -124,3 +124,9 @@ Effect = (
     | RunFinished
     | Woken
 )
+
+
+def for_journal(effect: Effect) -> bool:
+    """Whether `effect` is marked [journal]."""
+    kept = LeaseGranted | LeaseEnded | RoundOpened | ExpectedChanged | TicketsExpired | RoundClosed | RunFinished
+    return isinstance(effect, kept) or (isinstance(effect, TicketIssued) and effect.new)

@@ -150,9 +150,7 @@ def _request(draft: Draft, site: str, fragment: int) -> None:
 def _update(draft: Draft, number: int, event: str, reason: str = "") -> None:
     ticket = ticket_by_id(draft.state, number)
     if ticket is None:
-        raise IllegalTransition(
-            f"Ticket {number} belongs to no round that is not over; {event!r} cannot happen to it."
-        )
+        raise IllegalTransition(f"Ticket {number} belongs to no round that is not over; {event!r} cannot happen to it.")
     state = advance(f"Ticket {number}", TICKET, ticket.state, event)
     if state == ticket.state:
         return

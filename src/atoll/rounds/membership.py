@@ -59,9 +59,7 @@ def refusal(members: Members, site: str, lease: int) -> LeaseRefused | None:
     if lease > member.lease:
         return LeaseRefused(site, f"lease {lease} of {site!r} is not known here")
     if not member.alive:
-        because = {"dead": "was silent for too long and was declared dead"}.get(
-            member.why, f"has {member.why}"
-        )
+        because = {"dead": "was silent for too long and was declared dead"}.get(member.why, f"has {member.why}")
         return LeaseRefused(site, f"{site!r} {because}")
     return None
 

@@ -105,9 +105,7 @@ class QuorumDeadline:
             return Wait(decision.reason, until_s=deadline_s)
         if len(view.accepted) >= view.floor:
             return Close(tuple(update.ticket for update in view.accepted))
-        return Wait(
-            f"{decision.reason}; the deadline has passed, {len(view.accepted)} of {view.floor} updates are in"
-        )
+        return Wait(f"{decision.reason}; the deadline has passed, {len(view.accepted)} of {view.floor} updates are in")
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

@@ -57,9 +57,7 @@ def next_deadline_s(state: State) -> float | None:
 
     Signs of life move it, so a timer that fires early only has to ask again.
     """
-    times = [
-        round_.until_s for round_ in state.rounds if round_.phase == "open" and round_.until_s is not None
-    ]
+    times = [round_.until_s for round_ in state.rounds if round_.phase == "open" and round_.until_s is not None]
     timeout_s = state.rules.heartbeat_timeout_s
     if timeout_s and state.seen_s:
         times.append(min(state.seen_s.values()) + timeout_s)

@@ -28,8 +28,7 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
         if ticket.base_version == journal.fragments[ticket.fragment].head:
             tickets[ticket.fragment][ticket.site] = ticket
     rounds = tuple(
-        _restored(rules, fragment, mine, now_s)
-        for fragment, mine in zip(journal.fragments, tickets, strict=True)
+        _restored(rules, fragment, mine, now_s) for fragment, mine in zip(journal.fragments, tickets, strict=True)
     )
     members = {member.site: member for member in journal.members}
     state = State(
@@ -42,9 +41,7 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
     )
     draft = Draft(state, now_s)
     for fragment, round_ in enumerate(rounds):
-        if (
-            round_.phase == "closing" and not round_.frozen
-        ):  # committed, and the next round had not opened yet
+        if round_.phase == "closing" and not round_.frozen:  # committed, and the next round had not opened yet
             open_next(draft, fragment, "version committed")
         elif round_.phase == "closing":
             expire(draft, fragment)

@@ -21,6 +21,7 @@ from atoll.config import DEFAULT_PORT, Settings
 from atoll.errors import AtollError, ConfigError, PortInUse, UsageError
 from atoll.server.app import make_app
 from atoll.server.auth import open_gate
+from atoll.server.begin import open_run
 from atoll.server.exports import export_ranges
 from atoll.server.run import Run
 from atoll.server.status import status_of
@@ -41,8 +42,8 @@ class Server:
     """Serves one run.
 
     Args:
-        model: the initial model, a module or a mapping name → tensor; read once, when the run begins. None where the
-            settings name it, or where the state directory has the run already.
+        model: the initial model: a module, a mapping name → tensor, or what the setting `model` may be. Read once, when
+            the run begins. None where the settings name it, or the state directory has the run already.
         settings: of the run; or give them as keywords: `Server(model, num_workers=3, rounds=10)`.
 
     Raises:
@@ -50,10 +51,12 @@ class Server:
     """
 
     def __init__(
-        self, model: nn.Module | Tensors | None = None, settings: Settings | None = None, **options: Any
+        self, model: nn.Module | Tensors | str | None = None, settings: Settings | None = None, **options: Any
     ) -> None:
         if settings is not None and options:
             raise UsageError("Server got both settings and keywords.", "Give one of them.")
+        if isinstance(model, str):
+            options["model"], model = model, None
         self.settings = settings or Settings.build(options)
         self._model = model
         self._gate = open_gate(self.settings)
@@ -146,19 +149,14 @@ class Server:
 
     def save_state(self, path: str | Path) -> Path:
         """Write the head as a safetensors file of its own; the state directory itself is always up to date."""
-        target = Path(path)
-
-        def export(run: Run) -> Path:
-            header, ranges = export_ranges(run.plan)
-            return run.store.export(0, None, target, header=header, ranges=ranges)
-
         run = self._require_run()
-        return export(run)
+        header, ranges = export_ranges(run.plan)
+        return run.store.export(Path(path), header=header, ranges=ranges)
 
     @classmethod
     def load_state(cls, path: str | Path, **options: Any) -> Server:
         """A server that begins a new run from a file that `save_state` wrote."""
-        return cls(None, **options, model=str(path)) if "settings" not in options else cls(None, **options)
+        return cls(str(path), **options)
 
     def _require_run(self) -> Run:
         if self._run is None:
@@ -197,7 +195,7 @@ class Server:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         listener = _listen(self.settings)
         try:
-            run = Run.open(self.settings, self._model)
+            run = Run(*open_run(self.settings, self._model))
         except BaseException:
             listener.close()
             raise

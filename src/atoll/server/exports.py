@@ -35,10 +35,9 @@ class Exports:
             version = self._store.head(0).version if version is None else version
             header, ranges = export_ranges(self._plan)
             if self._plan.settings.save_every:
-                self._store.export(
-                    0, version, self.folder / f"model-{version:06d}.safetensors", header=header, ranges=ranges
-                )
-            return self._store.export(0, version, self.folder / MODEL, header=header, ranges=ranges)
+                numbered = self.folder / f"model-{version:06d}.safetensors"
+                self._store.export(numbered, version=version, header=header, ranges=ranges)
+            return self._store.export(self.folder / MODEL, version=version, header=header, ranges=ranges)
 
     def append_metrics(self, summary: messages.RoundSummary, at: str) -> None:
         """Add the line of a round."""
@@ -52,7 +51,7 @@ class Exports:
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
             temporary = self.folder / f".{METRICS}.tmp"
-            rows = [row for row in self._store.history(None) if row.summary_json]
+            rows = [row for row in self._store.history(-1) if row.summary_json]
             temporary.write_text("".join(_line(row.summary_json, row.created_at) for row in rows), encoding="utf-8")
             os.replace(temporary, self.folder / METRICS)
 

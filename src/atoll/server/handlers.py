@@ -27,10 +27,11 @@ from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
 from atoll.server.metrics import prometheus
-from atoll.server.roster import Lease, Presence
-from atoll.server.run import Run, now_text
+from atoll.server.roster import Lease, Presence, now_text
+from atoll.server.run import Run
 from atoll.server.status import status_of
 from atoll.store.rows import TicketRow
+from atoll.store.spool import PartWriter
 from atoll.transport.host import receive_part, require_length, serve_file
 from atoll.wire import messages, routes
 
@@ -225,7 +226,7 @@ class Handlers:
         self._require_space()
         spool = self.store.spool(ticket)
         loop = asyncio.get_running_loop()
-        writer = await loop.run_in_executor(self.run.io, spool.begin_part, part)
+        writer: PartWriter = await loop.run_in_executor(self.run.io, spool.begin_part, part)
         try:
             digest = await receive_part(
                 request,
@@ -235,6 +236,7 @@ class Handlers:
                 idle_timeout_s=self.plan.settings.idle_timeout_s,
                 on_bytes=lambda count: self._count_up(lease.site, count),
             )
+            await loop.run_in_executor(self.run.io, writer.close)
             stats = await loop.run_in_executor(
                 self.run.io, inspect_part, spool.fd, layout, layout.parts[part], self.plan.codecs
             )
@@ -244,9 +246,9 @@ class Handlers:
             if stats.bad is not None:
                 self._refuse(lease, ticket, stats.bad)
             failpoint("part.received")
-            self.store.record_part(ticket, part, digest, stats.sumsq)
+            self.store.record_part(ticket, part, digest, stats.sumsq, writer)
         finally:
-            writer.close()
+            writer.abandon()
         self.run.apply(ev.WorkerSeen(lease.site, lease.number))
         return messages.PartReceipt(ticket=ticket, part=part, digest=digest.hex())
 

@@ -36,13 +36,12 @@ def close_round(
     try:
         result = run_pass(
             PassInputs(
-                specs=plan.schema.tensors,
                 version_layout=plan.version,
                 base_fd=base.fd,
-                state_layout=plan.state_layout,
-                state_fd=store.state_file(fragment),
                 updates=[UpdateSource(row.site, store.spool(row.ticket).fd, plan.update, row.weight) for row in rows],
-                header=plan.header,
+                state_header=plan.state[0] if plan.state else b"",
+                state_layout=plan.state_layout,
+                state_fd=store.state_file(fragment) if base.row.state_digests else None,
             ),
             PassOutputs(draft.version_fd, draft.state_fd),
             rule=plan.rule,

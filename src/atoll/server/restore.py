@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from atoll.rounds.machine import FragmentSnapshot, FrozenRound, OpenRound, Snapshot, Ticket
 from atoll.rounds.membership import Member
-from atoll.store.store import Recovered
+from atoll.store.rows import Recovered
 
 
 def snapshot_of(recovered: Recovered) -> Snapshot:
     """The machine's snapshot; rows of rounds that are over are left to the machine to pass over."""
     fragments = []
-    for head in sorted(recovered.heads, key=lambda row: row.fragment):
+    for _, head in sorted(recovered.heads.items()):
         mine = [row for row in recovered.rounds if row.fragment == head.fragment]
         now = [row for row in mine if row.base_version == head.version]
         frozen = next((FrozenRound(row.base_version, row.tickets) for row in now if row.state == "frozen"), None)
         open_ = next((OpenRound(row.base_version, row.expected) for row in now if row.state == "open"), None)
-        fragments.append(FragmentSnapshot(head.version, open_, frozen, started=bool(mine) or head.version > 0))
+        fragments.append(FragmentSnapshot(head.version, open_, frozen, started=head.fragment in recovered.started))
     return Snapshot(
         fragments=tuple(fragments),
         members=tuple(

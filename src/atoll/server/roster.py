@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from atoll.errors import BadRequest
 from atoll.wire import messages
@@ -53,3 +54,8 @@ class Lease:
                 "Join first, and send the lease that was given.",
             )
         return cls(pieces[0], int(pieces[1]), pieces[2])
+
+
+def now_text() -> str:
+    """The wall clock, for people; nothing is decided by it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -12,62 +12,34 @@ import json
 import logging
 import threading
 import time
-import uuid
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
-from pathlib import Path
 
-from torch import nn
-
-from atoll.config import Settings
-from atoll.errors import AtollError, ConfigError, DiskFull, Gone, LeaseLost, RunFailed, StoreError, Superseded
+from atoll.errors import AtollError, DiskFull, Gone, LeaseLost, RunFailed, StoreError, Superseded
 from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
 from atoll.server.exports import Exports
-from atoll.server.model import initial_model, schema_for, write_version
-from atoll.server.plan import Plan, cpu_capability, torch_build
+from atoll.server.plan import Plan
 from atoll.server.reduce import close_round
 from atoll.server.restore import snapshot_of
 from atoll.server.roster import Lease, Presence
-from atoll.store.rows import RunRow, TicketRow, VersionRow
+from atoll.store.rows import MemberState, Recovered, TicketRow, VersionRow
 from atoll.store.store import Store
-from atoll.tensors.modules import Tensors
-from atoll.tensors.schema import Schema
 from atoll.wire import messages
 
 LOG = logging.getLogger("atoll.server")
 
 DISK_RETRY_S = 2.0
-JOURNALLED = (
-    fx.LeaseGranted,
-    fx.LeaseEnded,
-    fx.RoundOpened,
-    fx.ExpectedChanged,
-    fx.TicketIssued,
-    fx.TicketsExpired,
-    fx.RoundClosed,
-    fx.RunFinished,
-)
-"""Effects that have to be on disk before anybody is told."""
+FACTS = (ev.UpdateAccepted, ev.UpdateRefused, ev.VersionCommitted)
+"""Events that report a row which is in the journal: they must reach the machine, sooner or later."""
 
-FROZEN_SETTINGS = (
-    "algorithm",
-    "codec",
-    "outer_optimizer",
-    "outer_lr",
-    "outer_momentum",
-    "outer_options",
-    "part_bytes",
-)
-"""What cannot change between two starts of one run: the files on disk, or what they mean, hang on it."""
+_ENDINGS: dict[str, MemberState] = {"dead": "dead", "left": "left", "failed": "failed"}
 
 
 class Run:
     """One run: its store, its round machine, and who waits for what."""
 
-    def __init__(self, plan: Plan, store: Store) -> None:
+    def __init__(self, plan: Plan, store: Store, recovered: Recovered) -> None:
         self.plan, self.store, self.settings = plan, store, plan.settings
         self.roster: dict[str, Presence] = {}
         self.finished = asyncio.Event()
@@ -80,69 +52,15 @@ class Run:
         self.exports = Exports(plan, store)
         self._changed = asyncio.Event()
         self._cancelled = threading.Event()
+        self._untold: list[ev.Event] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.state: machine.State
-
-    # -- beginning and end
-
-    @classmethod
-    def open(cls, settings: Settings, given: nn.Module | Tensors | None) -> Run:
-        """Begin a run in its state directory, or go on with the one that is there.
-
-        Raises:
-            ConfigError: the model or a setting cannot be used, or is not the one that the run was begun with.
-            StateLocked: another server owns the directory.
-            StateCorrupt: no version in it is whole.
-        """
-        store = Store.open(
-            settings.state_dir,
-            durability=settings.durability,
-            keep_versions=settings.keep_versions,
-            max_pins=settings.max_pins,
-        )
-        try:
-            return cls._open(settings, given, store)
-        except BaseException:
-            store.close()
-            raise
-
-    @classmethod
-    def _open(cls, settings: Settings, given: nn.Module | Tensors | None, store: Store) -> Run:
-        row = store.run
-        if row is None:
-            model = initial_model(settings, given)
-            schema = schema_for(settings, model)
-            plan = Plan.make(settings, schema)
-            store.create_run(
-                RunRow(
-                    run_id=uuid.uuid4().hex,
-                    settings_json=_frozen(settings, plan),
-                    schema_json=json.dumps(schema.to_json()),
-                    schema_digest=schema.digest,
-                    torch_build=torch_build(),
-                    cpu_capability=cpu_capability(),
-                    created_at=now_text(),
-                )
-            )
-        else:
-            schema = Schema.from_json(json.loads(row.schema_json))
-            plan = Plan.make(settings, schema)
-            _require_same(settings, row, plan, given)
-            model = given
-        store.shape([plan.shapes()])
-        recovered = store.recover()
-        if not recovered.heads:
-            _write_first(plan, store, model if model is not None else initial_model(settings, given))
-            recovered = store.recover()
-        run = cls(plan, store)
+        self._recovered = snapshot_of(recovered)
         if recovered.fell_back:
             LOG.warning("%s", recovered.fell_back)
-        run._restore(recovered)
-        return run
-
-    def _restore(self, recovered: object) -> None:
-        snapshot = snapshot_of(recovered)
-        for member in recovered.members:  # type: ignore[attr-defined]
+        for warning in recovered.warnings:
+            LOG.warning("%s", warning)
+        for member in recovered.members:
             self.roster[member.site] = Presence(
                 site=member.site,
                 host=member.host,
@@ -152,13 +70,16 @@ class Run:
                 error=member.detail,
                 rounds=member.rounds_counted,
             )
-        self._recovered = snapshot
+
+    # -- beginning and end
 
     def start(self) -> None:
         """Take up what the journal says is to be done; called on the event loop that serves the run."""
         self.state, effects = machine.restore(
             machine.Rules.from_settings(self.settings), self._recovered, time.monotonic()
         )
+        if self._recovered.finished and not self.state.finished:
+            self.store.finish(False)  # more rounds were asked for
         self._carry_out(effects)
         for fragment, round_ in enumerate(self._recovered.fragments):
             if round_.frozen is not None and self.state.rounds[fragment].phase == "closing":
@@ -189,6 +110,8 @@ class Run:
     def apply(self, event: ev.Event) -> tuple[fx.Effect, ...]:
         """Let the machine decide about an event, journal what it decided, then act on it.
 
+        What the journal has as a fact already is told to the machine again, later, where the disk was full.
+
         Raises:
             DiskFull: the journal could not be written; nothing has changed.
         """
@@ -200,15 +123,18 @@ class Run:
             self.state = before
             if not isinstance(error, DiskFull):
                 self.fail(error)
+            elif isinstance(event, FACTS):
+                self._untold.append(event)
+                return ()
             raise
         return effects
 
     def _carry_out(self, effects: tuple[fx.Effect, ...]) -> None:
-        journalled = [effect for effect in effects if isinstance(effect, JOURNALLED)]
+        journalled = [effect for effect in effects if fx.for_journal(effect)]
         if journalled:
             with self.store.transaction():
-                for effect in journalled:
-                    self._journal(effect)
+                for each in journalled:
+                    self._journal(each)
         for effect in effects:
             self._act(effect)
 
@@ -217,15 +143,9 @@ class Run:
         match effect:
             case fx.LeaseGranted(site, lease):
                 presence = self.roster.setdefault(site, Presence(site))
-                store.put_member(
-                    site,
-                    lease,
-                    joined_at=presence.joined_at,
-                    host=presence.host,
-                    labels_json=json.dumps(presence.labels),
-                )
+                store.put_member(site, lease, host=presence.host, labels_json=json.dumps(presence.labels))
             case fx.LeaseEnded(site, lease, why, detail):
-                store.end_member(site, lease, why, detail)
+                store.end_member(site, lease, _ENDINGS[why], detail)
             case fx.RoundOpened(fragment, base_version, expected):
                 store.open_round(fragment, base_version, expected)
             case fx.ExpectedChanged(fragment, base_version, expected):
@@ -403,6 +323,9 @@ class Run:
             pause_s = 1.0 if deadline_s is None else min(1.0, max(0.01, deadline_s - time.monotonic()))
             await asyncio.sleep(pause_s)
             with contextlib.suppress(DiskFull):
+                untold, self._untold = self._untold, []
+                for event in untold:
+                    self.apply(event)
                 self.apply(ev.TimePassed())
 
     def _spawn(self, coroutine: object) -> None:
@@ -427,60 +350,3 @@ class Run:
                 "reason": row.reason or "",
             }
         )
-
-
-def now_text() -> str:
-    """The wall clock, for people; nothing is decided by it."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _frozen(settings: Settings, plan: Plan) -> str:
-    chosen = {key: getattr(settings, key) for key in FROZEN_SETTINGS}
-    chosen["codec"] = plan.algorithm.codec
-    return json.dumps(chosen | {"outer": plan.rule.describe()}, sort_keys=True, default=str)
-
-
-def _require_same(settings: Settings, row: RunRow, plan: Plan, given: nn.Module | Tensors | None) -> None:
-    """Refuse to go on with a run under settings or a model that it was not begun with."""
-    before: Mapping[str, object] = json.loads(row.settings_json)
-    now: Mapping[str, object] = json.loads(_frozen(settings, plan))
-    for key in before:
-        if before[key] != now.get(key):
-            raise ConfigError(
-                f"{str(settings.state_dir)!r} holds a run with {key} = {before[key]!r}; "
-                f"this start says {now.get(key)!r}.",
-                "Start it with the old value, or begin a new run in another state_dir.",
-            )
-    if given is not None:
-        schema_for(settings, given).require_equal(
-            plan.schema, mine="this program", theirs=f"the run in {settings.state_dir}"
-        )
-    if (row.torch_build, row.cpu_capability) != (torch_build(), cpu_capability()):
-        LOG.warning(
-            "the run was begun with torch %s on %s, and goes on with %s on %s: bits may differ from an undisturbed run",
-            row.torch_build, row.cpu_capability, torch_build(), cpu_capability(),
-        )  # fmt: skip
-
-
-def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
-    schema_for(plan.settings, model).require_equal(plan.schema, mine="the initial model", theirs="the run")
-    draft = store.begin_version(0, 0)
-    try:
-        digests = write_version(draft.version_fd, plan.version, plan.header, model)
-    except BaseException:
-        draft.abandon()
-        raise
-    store.commit_version(
-        draft,
-        digest=plan.version.update_digest(digests),
-        part_digests=tuple(digests),
-        state_digests=(),
-        extra_json="{}",
-        summary_json="",
-        tickets=(),
-    )
-
-
-def default_exports(settings: Settings) -> Path:
-    """Where files for people go."""
-    return settings.save_dir or settings.state_dir / "exports"

@@ -25,7 +25,13 @@ def append(journal: Journal, what: str, **detail: Any) -> None:
     text = json.dumps(detail, sort_keys=True)
     at = now()
     journal.execute(
-        "INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?)", seq, at, what, text, previous, _hash(seq, at, what, text, previous)
+        "INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?)",
+        seq,
+        at,
+        what,
+        text,
+        previous,
+        _hash(seq, at, what, text, previous),
     )
 
 

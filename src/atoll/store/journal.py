@@ -83,9 +83,9 @@ class Journal:
             if self._broken:
                 raise self._broken
             outermost = self._depth == 0
-            raised = synced and outermost and self._level != "FULL"
+            lifted = synced and outermost and self._level != "FULL"
             marks = len(self._committed), len(self._undo)
-            if raised:
+            if lifted:
                 self._db.execute("PRAGMA synchronous = FULL")
             try:
                 self._db.execute("BEGIN IMMEDIATE" if outermost else f"SAVEPOINT level{self._depth}")
@@ -101,7 +101,7 @@ class Journal:
                 finally:
                     self._depth -= 1
             finally:
-                if raised:
+                if lifted:
                     self._db.execute(f"PRAGMA synchronous = {self._level}")
             if outermost:
                 done, self._committed, self._undo = self._committed, [], []
@@ -155,7 +155,9 @@ class Journal:
     def count(self, name: str, by: int = 1) -> None:
         """Move a counter, inside a transaction."""
         self.execute(
-            "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value", name, by
+            "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
+            name,
+            by,
         )
 
     def sync_failed(self, what: str, error: OSError) -> SyncFailed:
@@ -166,7 +168,13 @@ class Journal:
         )
         return self._broken
 
+    @property
+    def usable(self) -> bool:
+        """Whether it is open, and no fsync has failed."""
+        return not self.closed and self._broken is None
+
     def close(self) -> None:
+        """Let go of the file; again does nothing."""
         with self.lock:
             if not self.closed:
                 self.closed = True

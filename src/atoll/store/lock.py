@@ -11,7 +11,7 @@ from atoll.errors import StateLocked, StoreError
 
 
 class DirectoryLock:
-    """Holds `<directory>/lock` until `release`; the file says who has it and stays, since removing it would be a race."""
+    """Holds `<directory>/lock` until `release`. The file names the holder, and stays: removing it would be a race."""
 
     def __init__(self, directory: Path) -> None:
         """Take the lock.

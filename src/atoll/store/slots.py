@@ -15,6 +15,7 @@ import re
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,7 +98,7 @@ class SlotPool:
     ) -> None:
         """`most`: a slot that becomes free while there are more is removed; None: free ones stay until `trim`."""
         self.folder, self.kind, self.fragment, self.shape = folder, kind, fragment, shape
-        self._lock, self._most = lock, most
+        self.lock, self._most = lock, most
         self._slots: dict[int, Slot] = {}
         self._reserved: set[int] = set()
 
@@ -111,20 +112,21 @@ class SlotPool:
         Raises:
             DiskFull: no space for another; no part of it is left behind.
         """
-        with self._lock:
+        with self.lock:
             slot = next((slot for _, slot in sorted(self._slots.items()) if slot.free), None)
             if slot is not None:
                 slot.holds[why] += 1
                 return slot
-            number = next(n for n in range(len(self._slots) + len(self._reserved) + 1) if n not in self._slots | dict.fromkeys(self._reserved))
+            used = self._slots.keys() | self._reserved
+            number = next(n for n in range(len(used) + 1) if n not in used)
             self._reserved.add(number)
         try:
             slot = self._create(number)  # without the lock: a file system may take its time
-            with self._lock:
+            with self.lock:
                 slot.holds[why] += 1
                 self._slots[number] = slot
         finally:
-            with self._lock:
+            with self.lock:
                 self._reserved.discard(number)
         return slot
 
@@ -144,7 +146,7 @@ class SlotPool:
 
     def adopt(self, number: int) -> Slot | None:
         """Hold, for the journal, a slot that a row refers to; None where the file is not there in full."""
-        with self._lock:
+        with self.lock:
             slot = self._slots.get(number)
             if slot is None:
                 try:
@@ -161,20 +163,27 @@ class SlotPool:
         return self._slots[number]
 
     def hold(self, slot: Slot, why: str) -> None:
-        with self._lock:
+        with self.lock:
             slot.holds[why] += 1
 
     def drop(self, slot: Slot, why: str) -> None:
         """End one hold; the slot may be rewritten once it was the last."""
-        with self._lock:
+        with self.lock:
             slot.holds[why] -= 1
             slot.holds += Counter()  # forgets what has come to zero
             if slot.free and self._most is not None and len(self._slots) > self._most:
                 self._remove(slot)
 
+    def retain(self, numbers: Collection[int]) -> None:
+        """Let the journal hold exactly these of the slots it holds."""
+        with self.lock:
+            for slot in list(self._slots.values()):
+                if JOURNAL in slot.holds and slot.number not in numbers:
+                    self.drop(slot, JOURNAL)
+
     def trim(self, keep: int = 0) -> None:
         """Remove free slots but for `keep`."""
-        with self._lock:
+        with self.lock:
             free = [slot for slot in self._slots.values() if slot.free]
             for slot in free[keep:]:
                 self._remove(slot)
@@ -183,9 +192,17 @@ class SlotPool:
         if self._slots.pop(slot.number, None) is slot:
             slot.path.unlink(missing_ok=True)
 
+    def close(self) -> None:
+        """Close every slot that only the journal holds; the others close with their last holder."""
+        with self.lock:
+            for slot in self._slots.values():
+                if not slot.holds.keys() - {JOURNAL}:
+                    slot.close()
+            self._slots.clear()
+
     def holds(self) -> dict[str, dict[str, int]]:
         """File name → holder → how many times; {} for a free slot."""
-        with self._lock:
+        with self.lock:
             return {slot.path.name: dict(slot.holds) for _, slot in sorted(self._slots.items())}
 
 
@@ -197,9 +214,7 @@ def verify(fd: int, shape: FileShape, digests: tuple[bytes, ...]) -> bool:
     """Whether a file has the shape's header, and bytes of these digests."""
     if len(digests) != len(shape.regions) or os.pread(fd, len(shape.header), 0) != shape.header:
         return False
-    return all(
-        region_digest(fd, ranges) == digest for ranges, digest in zip(shape.regions, digests, strict=True)
-    )
+    return all(region_digest(fd, ranges) == digest for ranges, digest in zip(shape.regions, digests, strict=True))
 
 
 def region_digest(fd: int, ranges: Ranges) -> bytes:

@@ -18,8 +18,9 @@ from atoll.tensors.modules import Tensors
 from atoll.transport.client import Http
 from atoll.transport.tls import read_token
 from atoll.wire import messages, routes
+from atoll.worker.connection import default_site, require_site, token_file
 from atoll.worker.federated import START_RETRIES, FederatedRound
-from atoll.worker.session import Session, default_site, require_site, token_file
+from atoll.worker.session import Session
 
 
 class Client:

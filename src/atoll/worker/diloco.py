@@ -25,10 +25,11 @@ from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
 from atoll.tensors.modules import named_tensors, schema_of
 from atoll.wire import messages
 from atoll.worker import update
+from atoll.worker.connection import NetworkLost, default_site, require_site
 from atoll.worker.federated import START_RETRIES, finite_metrics, positive
 from atoll.worker.files import BaseFile
 from atoll.worker.reporting import LOG, ensure_lines, size
-from atoll.worker.session import NetworkLost, Session, default_site, require_site
+from atoll.worker.session import Session
 
 SYNC_RETRIES = 6
 

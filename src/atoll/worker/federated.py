@@ -20,8 +20,9 @@ from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.modules import Tensors, named_tensors, schema_of
 from atoll.wire import messages
+from atoll.worker.connection import default_site, require_site
 from atoll.worker.reporting import LOG, ensure_lines, size
-from atoll.worker.session import Session, default_site, require_site
+from atoll.worker.session import Session
 
 Model = TypeVar("Model", bound="nn.Module | dict[str, Tensor]")
 

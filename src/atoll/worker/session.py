@@ -1,8 +1,7 @@
-"""One worker's place in a run: joined, leased, heard from; its files; its tickets.
+"""One worker's place in a run: its connection, its files, its tickets.
 
-Everything here can be interrupted: by a lost connection (backoff, then the same request again), a lost lease (join
-again, the open ticket comes back), a server that was killed (the same, with a new epoch), or the death of this
-process (the outbox is sent by the next one). The two loops that users see, `federated.py` and `diloco.py`, stand on it.
+Everything here can be interrupted; what was formed is in the outbox, and is sent by this process or by the next one.
+The two loops that users see, `federated.py` and `diloco.py`, stand on it.
 """
 
 from __future__ import annotations
@@ -10,52 +9,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import random
-import socket
-import threading
 import time
-import uuid
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from atoll import registry
 from atoll.codecs.base import Codec
-from atoll.errors import (
-    AtollError,
-    Busy,
-    ConfigError,
-    DiskFull,
-    Gone,
-    LeaseLost,
-    ServerUnreachable,
-    Superseded,
-    TicketClosed,
-    TransferStalled,
-    VersionSkew,
-)
+from atoll.errors import Gone, TicketClosed, VersionSkew
 from atoll.failpoints import failpoint
 from atoll.tensors.chunks import Scatter
 from atoll.tensors.layout import Layout, update_layout, version_layout
 from atoll.tensors.modules import Tensors
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec
-from atoll.transport.client import Counters, Http, Sink
-from atoll.transport.tls import read_token
+from atoll.transport.client import Sink
 from atoll.wire import messages, routes
 from atoll.worker import update
+from atoll.worker.connection import Connection
 from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, locked
 from atoll.worker.reporting import LOG, progress, size
 
-T = TypeVar("T")
 
-FIRST_BACKOFF_S = 0.25
-LONGEST_BACKOFF_S = 8.0
-
-NetworkLost = (ServerUnreachable, TransferStalled, Busy, DiskFull)
-"""What may pass by itself: asked again, after a pause."""
-
-
-class Session:
+class Session(Connection):
     """A worker's place in a run.
 
     Args:
@@ -79,29 +52,9 @@ class Session:
         labels: dict[str, str] | None = None,
         max_retries: int | None = None,
     ) -> None:
-        self.site = site
-        self.http = Http(server, token=read_token(token_file()), ca=os.environ.get("ATOLL_TLS_CA"))
-        self.reconnections = 0
-        self.heartbeat = messages.Heartbeat()
-        self.finished = False
-        self._process = uuid.uuid4().hex[:16]
-        self._labels = labels or {}
-        self._sync_every = sync_every
-        self._closing = threading.Event()
-        self._join_lock = threading.Lock()
-        self._beat: threading.Thread | None = None
+        super().__init__(server, site, labels=labels, max_retries=max_retries)
         self._cleanup = contextlib.ExitStack()
-        self._fatal: AtollError | None = None
         try:
-            self.info = self.patiently(lambda: self.http.get(routes.RUN, messages.RunInfo), max_retries, "join")
-            self.http.resize(self.info.connections, self.info.idle_timeout_s)
-            if self.info.protocol != routes.PROTOCOL:
-                older = "this worker" if self.info.protocol > routes.PROTOCOL else "the server"
-                raise VersionSkew(
-                    f"This worker speaks protocol {routes.PROTOCOL}, {self.http.server} speaks {self.info.protocol}.",
-                    f"Upgrade Atoll at {older}.",
-                )
-            self.schema = self._fetch_schema()
             if schema is not None:
                 schema.require_equal(self.schema, mine=f"worker {site}", theirs="the server")
             folder = folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))
@@ -115,18 +68,18 @@ class Session:
             self._cleanup.callback(self.base.close)
             self.outbox = Outbox(self.folder, self.update_layout())
             self._cleanup.callback(self.outbox.close)
-            self._join(max_retries)
-            self._start_heartbeats()
+            self.join(max_retries, sync_every=sync_every)
         except BaseException:
             self._cleanup.close()
             self.http.close()
             raise
 
-    # -- being there
-
-    @property
-    def counters(self) -> Counters:
-        return self.http.counters
+    def leave(self, error: str | None = None) -> None:
+        """Deregister and close the files; the outbox stays where its update was not counted. Idempotent."""
+        try:
+            super().leave(error)
+        finally:
+            self._cleanup.close()
 
     def update_layout(self) -> Layout:
         """The layout of an update, as the server issues it: `params` by the run's codec, everything else as it is."""
@@ -135,122 +88,6 @@ class Session:
             return self.codecs[self.info.codec if spec.group == PARAMS else "none"]
 
         return update_layout(self.schema.tensors, encoding, self.info.part_bytes)
-
-    def _fetch_schema(self) -> Schema:
-        message = self.patiently(lambda: self.http.get(routes.SCHEMA, messages.SchemaMessage), None, "read the schema")
-        schema = Schema.from_json(message.model_dump())
-        if schema.digest != self.info.schema_digest:
-            raise VersionSkew(
-                "The server's schema does not have the digest that it names.", "Upgrade Atoll on both sides."
-            )
-        return schema
-
-    def _join(self, max_retries: int | None = None) -> None:
-        """Take part, or take part again under a new lease."""
-        message = messages.Join(
-            protocol=routes.PROTOCOL,
-            site=self.site,
-            host=socket.gethostname()[:256],
-            process=self._process,
-            schema_digest=self.schema.digest,
-            sync_every=self._sync_every,
-            labels=self._labels,
-        )
-        joined = self.patiently(lambda: self.http.post(routes.WORKERS, message, messages.Joined), max_retries, "join")
-        self.http.lease = joined.lease
-        self.epoch = joined.epoch
-
-    def rejoin(self, lost: str) -> None:
-        """Join again, once, however many threads find that `lost` is no longer valid."""
-        with self._join_lock:
-            if self.http.lease == lost:
-                self.reconnections += 1
-                LOG.info("%s: the server no longer knows this worker; joining again", self.site)
-                self._join()
-
-    def _start_heartbeats(self) -> None:
-        if self.info.heartbeat_interval_s:
-            self._beat = threading.Thread(target=self._heartbeats, name="atoll-heartbeat", daemon=True)
-            self._beat.start()
-
-    def _heartbeats(self) -> None:
-        while not self._closing.wait(self.info.heartbeat_interval_s * random.uniform(0.9, 1.1)):
-            self.beat()
-
-    def beat(self) -> None:
-        """Tell the server that this worker lives, and how far it is."""
-        lease = self.http.lease
-        counters = self.counters
-        message = self.heartbeat.model_copy(
-            update={
-                "retries": counters.retries,
-                "reconnections": self.reconnections,
-                "bytes_up": counters.bytes_up,
-                "bytes_down": counters.bytes_down,
-            }
-        )
-        try:
-            reply = self.http.post(routes.HEARTBEAT, message, messages.HeartbeatReply)
-            self.finished = self.finished or reply.finished
-        except Superseded as error:
-            self._fatal = error
-            self._closing.set()
-        except LeaseLost:
-            with contextlib.suppress(AtollError):
-                self.rejoin(lease)
-        except AtollError as error:
-            LOG.debug("%s: heartbeat failed: %s", self.site, error)
-
-    def leave(self, error: str | None = None) -> None:
-        """Deregister, stop the heartbeats and close the files; the outbox stays if it was not counted."""
-        if self._closing.is_set() and self._fatal is None:
-            return
-        self._closing.set()
-        if self._beat is not None:
-            self._beat.join()
-        try:
-            if self._fatal is None:
-                self.http.send(routes.LEAVE, messages.Leave(error=error[:2000] if error else None))
-        except AtollError as problem:
-            LOG.debug("%s: could not say goodbye: %s", self.site, problem)
-        finally:
-            self.http.close()
-            self._cleanup.close()
-
-    def patiently(self, ask: Callable[[], T], max_retries: int | None, what: str) -> T:
-        """Ask until it is answered: a lost server is waited for, a lost lease is taken anew.
-
-        Raises:
-            TransferError, DiskFull: after `max_retries` attempts; None waits for ever.
-        """
-        pause_s, attempt = FIRST_BACKOFF_S, 0
-        while True:
-            if self._fatal is not None:
-                raise self._fatal
-            lease = self.http.lease
-            try:
-                result = ask()
-                if attempt:
-                    LOG.info("%s: the server is back; going on to %s", self.site, what)
-                return result
-            except LeaseLost:
-                if not lease:
-                    raise
-                self.rejoin(lease)
-            except NetworkLost as error:
-                attempt += 1
-                if max_retries is not None and attempt > max_retries:
-                    raise
-                wait_s = max(pause_s * random.uniform(0.75, 1.25), error.retry_after_s or 0.0)
-                level = LOG.warning if attempt in (1, 4) or attempt % 20 == 0 else LOG.debug
-                level("%s: cannot %s: %s Trying again in %.1f s.", self.site, what, error, wait_s)
-                if self._closing.wait(wait_s) and self._fatal is None:
-                    raise
-                pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
-                if attempt == 1:
-                    self.reconnections += 1
-
-    # -- one round
 
     def next_ticket(self, *, wait_s: float | None = None, max_retries: int | None = None) -> messages.TicketReply:
         """The ticket of the open round, or the word that the run is finished.
@@ -433,33 +270,3 @@ class Session:
             return None
         finally:
             self.resuming = False
-
-
-def default_site() -> str:
-    """`ATOLL_SITE`, else a name made of host and process."""
-    given = os.environ.get("ATOLL_SITE")
-    if given:
-        return given
-    host = "".join(char if char.isalnum() or char in "-_" else "-" for char in socket.gethostname())
-    return f"{host.lstrip('-_')[:40] or 'worker'}-{os.getpid()}"
-
-
-def require_site(site: str) -> str:
-    """A site name that every server accepts.
-
-    Raises:
-        ConfigError: it has other characters, or is too long.
-    """
-    from pydantic import TypeAdapter, ValidationError
-
-    try:
-        return TypeAdapter(messages.Site).validate_python(site)
-    except ValidationError:
-        raise ConfigError(
-            f"{site!r} is not a site name.", "Use 1 to 64 letters, digits, dots, hyphens and underscores."
-        ) from None
-
-
-def token_file() -> Path | None:
-    path = os.environ.get("ATOLL_TOKEN_FILE")
-    return Path(path) if path else None

@@ -20,7 +20,7 @@ SITE = os.environ.get("ATOLL_SITE", "alone")
 
 
 def batches(site: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Your data goes here. These are made: ten patterns that all sites share, and noise that is the site's own."""
+    """Your data goes here. These are made: ten shared patterns, and noise of its own."""
     patterns = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     own = torch.Generator().manual_seed(zlib.crc32(site.encode()))
     while True:
@@ -36,7 +36,9 @@ def main() -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = batches(SITE)
-    with atoll.DiLoCo(model, optimizer) as diloco:  # the address comes from ATOLL_SERVER; without one, this trains alone
+    with atoll.DiLoCo(
+        model, optimizer
+    ) as diloco:  # the address comes from ATOLL_SERVER; without one, this trains alone
         for step in range(1, STEPS + 1):
             loss = loss_of(model, *next(data))
             optimizer.zero_grad()

@@ -17,7 +17,7 @@ BATCH = 32
 
 
 def load_data(site: str) -> tuple[Tensor, Tensor]:
-    """Your site's data goes here. These are made: ten patterns that all sites share, and noise that is the site's own."""
+    """Your site's data goes here. These are made: ten shared patterns, and noise of its own."""
     patterns = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     own = torch.Generator().manual_seed(zlib.crc32(site.encode()))
     labels = torch.randint(10, (512,), generator=own)
@@ -54,7 +54,9 @@ def main() -> None:
             round.load_into(model)
             before = accuracy(model, test_images, test_labels)
             loss = train(model, train_images, train_labels)
-            print(f"round {round.number}: accuracy {before:.3f} with the global model, local loss {loss:.3f}", flush=True)
+            print(
+                f"round {round.number}: accuracy {before:.3f} with the global model, local loss {loss:.3f}", flush=True
+            )
             round.submit(model, weight=len(train_images), metrics={"accuracy": before, "loss": loss})
 
 

@@ -1,0 +1,119 @@
+"""`atoll bench`: how long a round takes and what it costs, measured on this machine and checked for exactness."""
+
+from __future__ import annotations
+
+import json as json_module
+import statistics
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from atoll.errors import RunFailed
+
+app = typer.Typer(help="Measure rounds on this machine: seconds, memory, bytes, exactness.", no_args_is_help=True)
+
+
+class Codec(StrEnum):
+    none = "none"
+    bf16 = "bf16"
+
+
+class Durability(StrEnum):
+    process = "process"
+    power = "power"
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
+Folder = Annotated[
+    Path | None, typer.Option("--dir", help="Folder for files while it runs; by default the temporary one.")
+]
+
+
+@app.command("round")
+def round_command(
+    gb: Annotated[float, typer.Option(min=1e-6, help="Size of the fp32 model, in 10⁹ bytes.")] = 1.0,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the first one is not steady.")] = 4,
+    tensors: Annotated[int, typer.Option(min=1, help="Tensors of the model.")] = 50,
+    codec: Annotated[Codec, typer.Option(help="How updates travel.")] = Codec.none,
+    durability: Annotated[Durability, typer.Option(help="What an acknowledged update survives.")] = Durability.process,
+    directory: Folder = None,
+    json: Json = False,
+) -> None:
+    """One server and N workers over loopback; training is an addition, the result is checked bit for bit."""
+    from atoll.cli.bench_run import Bench, measure
+
+    bench = Bench(gb, workers, rounds, tensors, codec.value, durability.value, directory)
+    figures = measure(bench, _say)
+    print(json_module.dumps(figures, indent=2) if json else "\n".join(report(figures)), flush=True)
+    _require_exact(figures)
+
+
+@app.command("tensors")
+def tensors_command(
+    gb: Annotated[float, typer.Option(min=1e-6, help="Size of the fp32 model, in 10⁹ bytes.")] = 0.5,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds of each run.")] = 3,
+    few: Annotated[int, typer.Option(min=1, help="Tensors of the one model.")] = 50,
+    many: Annotated[int, typer.Option(min=1, help="Tensors of the other.")] = 5000,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each, in turn.")] = 2,
+    directory: Folder = None,
+    json: Json = False,
+) -> None:
+    """Many small tensors against few large ones of the same total."""
+    from atoll.cli.bench_run import Bench, measure
+
+    seconds: dict[int, list[float]] = {few: [], many: []}
+    exact = True
+    for number in range(repeats):
+        for tensors in (few, many):
+            _say(f"run {number + 1} of {repeats} with {tensors} tensors")
+            figures = measure(Bench(gb, workers, rounds, tensors, folder=directory), lambda _: None)
+            seconds[tensors].append(figures["steady_round_s"])
+            exact = exact and bool(figures["exact"])
+    medians = {tensors: statistics.median(values) for tensors, values in seconds.items()}
+    ratio = medians[many] / medians[few]
+    answer: dict[str, Any] = {
+        "ratio": round(ratio, 3),
+        "steady_round_s": {str(tensors): round(value, 4) for tensors, value in medians.items()},
+        "runs_s": {str(tensors): values for tensors, values in seconds.items()},
+        "exact": exact,
+        "settings": {"gb": gb, "workers": workers, "rounds": rounds, "few": few, "many": many},
+    }
+    if json:
+        print(json_module.dumps(answer, indent=2), flush=True)
+    else:
+        for tensors, value in medians.items():
+            print(f"{tensors:>7} tensors: {value:.3f} s a round")
+        print(f"  ratio        : {ratio:.2f}", flush=True)
+    _require_exact(answer)
+
+
+def report(figures: dict[str, Any]) -> list[str]:
+    """The figures as lines for people."""
+    settings, phases = figures["settings"], figures["phases"]
+    rows = {
+        "model": f"{settings['gb']:g} GB fp32 in {settings['tensors']} tensors, codec {settings['codec']}",
+        "workers × rounds": f"{settings['workers']} × {settings['rounds']}, durability {settings['durability']}",
+        "steady round": f"{figures['steady_round_s']:.3f} s",
+        "rounds": ", ".join(f"{seconds:.3f}" for seconds in figures["rounds_s"][:20]) + " s",
+        "of which": ", ".join(f"{key.removesuffix('_s')} {value:.3f} s" for key, value in phases.items()),
+        "server memory": f"{figures['server_peak_anon_mb']:.1f} MB anonymous above import",
+        "worker memory": f"{figures['worker_peak_anon_mb']:.1f} MB anonymous above the model",
+        "bytes": f"{figures['bytes_up'] / 1e6:.1f} MB up, {figures['bytes_down'] / 1e6:.1f} MB down",
+        "CPU": ", ".join(f"{name} {value:.1f} s" for name, value in figures["cpu_s"].items()),
+        "result": "exact: every worker's model is bit for bit the weighted mean" if figures["exact"] else "WRONG",
+    }
+    return [f"{name:<17}{value}" for name, value in rows.items()]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _require_exact(figures: dict[str, Any]) -> None:
+    if not figures["exact"]:
+        raise RunFailed("The result is not the weighted mean, bit for bit.", "Report it with the figures above.")

@@ -1,0 +1,104 @@
+"""The processes of `atoll bench`: a server, and workers whose training is an addition.
+
+Each says where it stands by a line of JSON on standard output, and waits for a line on standard input before it goes
+on: so the parent takes baselines while nothing moves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def tell(mark: str, **values: Any) -> None:
+    """Say that a mark was reached, and wait until the parent has seen it."""
+    print(json.dumps({"mark": mark, **values}), flush=True)
+    if not sys.stdin.readline():
+        raise SystemExit(f"the parent is gone at {mark!r}")
+
+
+def write(options: dict[str, Any]) -> None:
+    """Write the initial model; in a process of its own, so that the parent stays small beside those it measures."""
+    from atoll.cli import bench_model
+
+    sizes = bench_model.names_and_sizes(options["total_bytes"], options["tensors"])
+    bench_model.write_initial(Path(options["path"]), sizes)
+    tell("written")
+
+
+def serve(options: dict[str, Any]) -> None:
+    """Serve the run until the parent says that it has seen enough."""
+    import torch  # noqa: F401  the baseline is what a process has that has imported everything
+
+    from atoll.config import Settings
+    from atoll.server import app, embed, handlers  # noqa: F401
+
+    settings = Settings.build(options["settings"])
+    tell("imported")
+    server = embed.Server(settings=settings).start()
+    tell("listening", url=server.url)
+    server.stop()
+
+
+def work(options: dict[str, Any]) -> None:
+    """Take part in every round, then check the model of the last one."""
+    import torch
+
+    from atoll.cli import bench_model
+    from atoll.worker.federated import join
+
+    torch.set_num_threads(1)
+    index, rounds = int(options["index"]), int(options["rounds"])
+    model = bench_model.load(bench_model.names_and_sizes(options["total_bytes"], options["tensors"]))
+    tell("loaded")
+    cpu_before, times = _cpu_s(), []
+    with join() as worker:
+        round_: Any
+        for number, round_ in enumerate(worker):
+            opened_s = time.monotonic()
+            if number == rounds:
+                times.append({"opened_s": opened_s})
+                told = {"times": times, "bytes_up": worker.bytes_up, "bytes_down": worker.bytes_down}
+                tell("trained", cpu_s=_cpu_s() - cpu_before, **told)
+                round_.load_into(model)
+                workers = range(options["workers"])
+                tell("checked", exact=bench_model.is_exact(model, workers, rounds, options["codec"]))
+                break
+            round_.load_into(model)
+            pulled_s = time.monotonic()
+            bench_model.train_(model, index)
+            trained_s = time.monotonic()
+            round_.submit(model, weight=bench_model.weight_of(index))
+            submitted_s = time.monotonic()
+            times.append(
+                {
+                    "opened_s": opened_s,
+                    "pull_s": pulled_s - opened_s,
+                    "train_s": trained_s - pulled_s,
+                    "submit_s": submitted_s - trained_s,
+                    "submitted_s": submitted_s,
+                }
+            )
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    """`python -m atoll.cli.bench_child write|serve|work OPTIONS.json`."""
+    role, path = sys.argv[1:]
+    options = json.loads(Path(path).read_text(encoding="utf-8"))
+    {"write": write, "serve": serve, "work": work}[role](options)
+    sys.stdout.flush()
+    os._exit(0)  # nothing is left to do; a large model need not be given back piece by piece
+
+
+if __name__ == "__main__":
+    main()

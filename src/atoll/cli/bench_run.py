@@ -1,0 +1,226 @@
+"""One run of `atoll bench round`: starts the processes, watches their memory, puts their times together."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.cli.children import Children
+from atoll.cli.processes import Peaks, cpu_s
+from atoll.cli.text import size
+from atoll.errors import RunFailed, UsageError
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured.
+
+    Attributes:
+        gb: of the model, in 10⁹ bytes.
+        folder: where files go while it runs; by default the system's temporary folder.
+    """
+
+    gb: float
+    workers: int
+    rounds: int
+    tensors: int
+    codec: str = "none"
+    durability: str = "process"
+    folder: Path | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.gb * 1e9)
+
+
+def measure(bench: Bench, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run it; returns the figures, as `atoll bench round --json` prints them.
+
+    Raises:
+        RunFailed: a process ended early; its last words are told.
+        UsageError: the disk is too small.
+    """
+    with tempfile.TemporaryDirectory(prefix="atoll-bench-", dir=bench.folder, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        _require_space(bench, folder)
+        peaks = Peaks()
+        try:
+            with Children() as children:
+                return _Conductor(bench, folder, children, peaks, say).conduct()
+        finally:
+            peaks.close()
+
+
+def _require_space(bench: Bench, folder: Path) -> None:
+    """The initial model, some versions, and per worker a spool, a base file and an outbox."""
+    needed = bench.total_bytes * (5 + 3 * bench.workers)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UsageError(
+            f"{folder.parent} has {size(free)} free; this needs about {size(needed)}.",
+            "Name another folder with --dir.",
+        )
+
+
+class _Child:
+    """A process that says where it stands and waits to be told to go on."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process, self.log = process, log
+
+    def expect(self, mark: str) -> dict[str, Any]:
+        """The line in which it reports `mark`."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        said: dict[str, Any] = json.loads(line) if line.startswith(b"{") else {}
+        if said.get("mark") != mark:
+            code = self.process.wait()
+            last = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+            raise RunFailed(f"{self.log.stem} ended with {code} before it had {mark}: {' '.join(last) or 'no word'}.")
+        return said
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"go\n")
+        self.process.stdin.flush()
+
+
+class _Conductor:
+    def __init__(
+        self, bench: Bench, folder: Path, children: Children, peaks: Peaks, say: Callable[[str], None]
+    ) -> None:
+        self.bench, self.folder, self.children, self.peaks, self.say = bench, folder, children, peaks, say
+
+    def conduct(self) -> dict[str, Any]:
+        bench = self.bench
+        server, url = self._server()
+        workers = [self._worker(index, url) for index in range(bench.workers)]
+        for worker in workers:
+            worker.expect("loaded")
+            self.peaks.begin(worker.process.pid)
+        self.say(f"{bench.workers} workers hold {size(bench.total_bytes)} in {bench.tensors} tensors; the rounds begin")
+        server_cpu_s = cpu_s(server.process.pid)
+        for worker in workers:
+            worker.go()
+        trained = [worker.expect("trained") for worker in workers]
+        server_cpu_s = cpu_s(server.process.pid) - server_cpu_s
+        for child in (server, *workers):
+            self.peaks.end(child.process.pid)
+        self.say("the rounds are done; every worker checks its model")
+        for worker in workers:
+            worker.go()
+        exact = []
+        for worker in workers:
+            exact.append(bool(worker.expect("checked")["exact"]))
+            worker.go()
+        for worker in workers:
+            worker.process.wait()
+        server.go()
+        server.process.wait()
+        return self._figures(server, workers, trained, server_cpu_s, all(exact))
+
+    def _server(self) -> tuple[_Child, str]:
+        bench = self.bench
+        settings = {
+            "name": "bench",
+            "model": str(self.folder / "initial.safetensors"),
+            "algorithm": "fedavg",
+            "rounds": 0,
+            "num_workers": bench.workers,
+            "min_workers": bench.workers,
+            "codec": bench.codec,
+            "durability": bench.durability,
+            "port": 0,
+            "state_dir": str(self.folder / "state"),
+            "min_free_bytes": 0,
+        }
+        self._initial()
+        child = self._spawn("server", "serve", {"settings": settings}, threads=None)
+        child.expect("imported")
+        self.peaks.begin(child.process.pid)
+        child.go()
+        return child, str(child.expect("listening")["url"])
+
+    def _initial(self) -> None:
+        """Written by a process of its own, so that this one stays small beside those that are measured."""
+        options = {
+            "path": str(self.folder / "initial.safetensors"),
+            "total_bytes": self.bench.total_bytes,
+            "tensors": self.bench.tensors,
+        }
+        child = self._spawn("initial", "write", options, threads=1)
+        child.expect("written")
+        child.go()
+
+    def _worker(self, index: int, url: str) -> _Child:
+        bench = self.bench
+        options = {
+            "index": index,
+            "workers": bench.workers,
+            "rounds": bench.rounds,
+            "total_bytes": bench.total_bytes,
+            "tensors": bench.tensors,
+            "codec": bench.codec,
+        }
+        name = f"worker-{index:03d}"
+        more = {"ATOLL_SERVER": url, "ATOLL_SITE": name, "ATOLL_DIR": str(self.folder / "workers")}
+        return self._spawn(name, "work", options, threads=1, **more)
+
+    def _spawn(self, name: str, role: str, options: dict[str, Any], threads: int | None, **more: str) -> _Child:
+        path, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
+        path.write_text(json.dumps(options), encoding="utf-8")
+        argv = ["-m", "atoll.cli.bench_child", role, str(path)]
+        return _Child(
+            self.children.spawn(name, argv, environment=_environment(threads) | more, log=log, piped=True), log
+        )
+
+    def _figures(
+        self, server: _Child, workers: list[_Child], trained: list[dict[str, Any]], server_cpu_s: float, exact: bool
+    ) -> dict[str, Any]:
+        rounds = self.bench.rounds
+        times = [said["times"] for said in trained]
+        # a round is over when the last worker holds the ticket of the next one; all processes read the same clock
+        opened = [max(mine[number]["opened_s"] for mine in times) for number in range(rounds + 1)]
+        rounds_s = [after - before for before, after in itertools.pairwise(opened)]
+        steady = rounds_s[1:] or rounds_s
+
+        def phase(key: str) -> float:
+            values = [max(mine[number][key] for mine in times) for number in range(rounds)]
+            return round(float(statistics.median(values[1:] or values)), 4)
+
+        close = [opened[n + 1] - max(mine[n]["submitted_s"] for mine in times) for n in range(rounds)]
+        settings = asdict(self.bench) | {"folder": str(self.bench.folder or tempfile.gettempdir())}
+        return {
+            "steady_round_s": round(statistics.median(steady), 4),
+            "rounds_s": [round(seconds, 4) for seconds in rounds_s],
+            "server_peak_anon_mb": round(self.peaks.peak_mb(server.process.pid), 1),
+            "worker_peak_anon_mb": round(max(self.peaks.peak_mb(worker.process.pid) for worker in workers), 1),
+            "bytes_up": sum(int(said["bytes_up"]) for said in trained),
+            "bytes_down": sum(int(said["bytes_down"]) for said in trained),
+            "cpu_s": {
+                "server": round(server_cpu_s, 2),
+                **{f"worker-{index:03d}": round(said["cpu_s"], 2) for index, said in enumerate(trained)},
+            },
+            "exact": exact,
+            "phases": {
+                "pull_s": phase("pull_s"),
+                "train_s": phase("train_s"),
+                "submit_s": phase("submit_s"),
+                "close_s": round(statistics.median(close[1:] or close), 4),
+            },
+            "settings": settings,
+        }
+
+
+def _environment(threads: int | None) -> dict[str, str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
+    return inherited | ({"OMP_NUM_THREADS": str(threads)} if threads else {})

@@ -1,0 +1,107 @@
+"""The end of `atoll demo`: what was reached, what it cost on the wire, and where the files are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atoll.cli.text import duration, size
+
+if TYPE_CHECKING:
+    from atoll.cli.demo import Demo
+    from atoll.wire import messages
+
+MODEL, METRICS, CURVE = "model.safetensors", "metrics.jsonl", "loss.png"
+
+
+def show(demo: Demo, status: messages.Status, seconds: float) -> None:
+    """Judge the exported model, draw the curve, print the summary."""
+    rounds = [json.loads(line) for line in (demo.folder / METRICS).read_text(encoding="utf-8").splitlines()]
+    final = judge(demo, demo.folder / MODEL)
+    curve = [(row["version"] - 1, row["metrics"][demo.metric]) for row in rounds if demo.metric in row["metrics"]]
+    curve.append((status.fragments[0].version, final))
+    local = [(row["version"], row["metrics"]["loss"]) for row in rounds if "loss" in row["metrics"]]
+    draw(demo, curve, local, demo.folder / CURVE)
+    print()
+    print(f"{demo.metric_name}: {curve[0][1]:.4f} at the start, {final:.4f} at the end")
+    for line in traffic(demo, status):
+        print(line)
+    refused = f", {status.refused} updates refused" if status.refused else ""
+    deaths = f", {status.deaths} workers died" if status.deaths else ""
+    print(f"time: {duration(seconds)} for {len(rounds)} rounds with {demo.workers} workers{deaths}{refused}")
+    print(f"files in {demo.folder}:")
+    print(f"  {MODEL:<18} the model (safetensors.safe_open)")
+    print(f"  {METRICS:<18} one line a round")
+    print(f"  {CURVE:<18} the curve")
+    print("  *.log              what each process said", flush=True)
+
+
+def judge(demo: Demo, path: Path) -> float:
+    """Load the exported model strictly and measure it on what no worker has trained on."""
+    from safetensors import safe_open
+
+    from atoll.cli import demo_data, demo_models
+
+    with safe_open(path, framework="pt") as file:
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if demo.algorithm == "diloco":
+        model = demo_models.byte_transformer()
+        model.load_state_dict(state, strict=True)
+        return demo_models.validation_loss(model, demo_data.corpus(demo.workers, demo.seed)[1])
+    net = demo_models.digits_net()
+    net.load_state_dict(state, strict=True)
+    return demo_models.accuracy(net, *demo_data.digits(demo.workers, demo.seed)[1])
+
+
+def traffic(demo: Demo, status: messages.Status) -> list[str]:
+    """Bytes that a worker sent, against data-parallel training for the same steps.
+
+    A ring all-reduce of n workers sends 2·(n − 1)/n times the gradients' bytes (fp32) from each in each step.
+    """
+    results = [_result(demo, worker) for worker in status.workers]
+    if not results:
+        return []
+    steps = max(int(result["steps"]) for result in results)
+    sent = sum(int(result["bytes_up"]) for result in results) / len(results)
+    received = sum(int(result["bytes_down"]) for result in results) / len(results)
+    lines = [f"each worker sent {size(sent)} and received {size(received)} in {steps} local steps"]
+    n = demo.workers
+    if n > 1 and sent:
+        ring = 2 * (n - 1) / n * status.model_bytes * steps
+        lines.append(
+            f"data-parallel training would have sent {size(ring)} each, {ring / sent:.0f} × as much: a ring all-reduce "
+            f"of fp32 gradients sends 2·(n−1)/n × {size(status.model_bytes)} a step; n = {n}, {steps} steps"
+        )
+    return lines
+
+
+def _result(demo: Demo, worker: messages.WorkerStatus) -> dict[str, Any]:
+    """What the worker itself counted; of one that died, the last that the server heard."""
+    path = demo.result_file(worker.site)
+    if path.exists():
+        counted: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return counted
+    return {"steps": worker.step, "bytes_up": worker.bytes_up, "bytes_down": worker.bytes_down}
+
+
+def draw(demo: Demo, curve: list[tuple[int, float]], local: list[tuple[int, float]], path: Path) -> None:
+    """The measure of every version, and the workers' own loss, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    axes.plot(*zip(*curve, strict=True), marker="o", label=f"global model: {demo.metric_name}")
+    axes.set_xlabel("version")
+    axes.grid(alpha=0.3)
+    lines = axes.get_lines()
+    if local:
+        beside = axes if demo.metric == "validation_loss" else axes.twinx()
+        beside.plot(*zip(*local, strict=True), marker=".", color="tab:gray", label="workers' training loss")
+        lines = list(dict.fromkeys([*axes.get_lines(), *beside.get_lines()]))
+    axes.legend(lines, [str(line.get_label()) for line in lines])
+    axes.set_title(f"atoll demo: {demo.algorithm}, {demo.workers} workers, {demo.rounds} rounds")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,64 @@
+"""What Linux says of a process: anonymous memory and CPU time. Sampled from outside, so that nothing is disturbed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+SAMPLE_S = 0.025
+
+
+def anonymous_kb(pid: int) -> int:
+    """Anonymous resident memory in KiB: what is neither a file nor shared; 0 of a process that has ended."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    line = next((line for line in text.splitlines() if line.startswith("RssAnon:")), "RssAnon: 0")
+    return int(line.split()[1])
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time so far, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Peaks:
+    """Samples the anonymous memory of processes; `peak_mb` is what each had at most above its baseline."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._baseline_kb: dict[int, int] = {}
+        self._peak_kb: dict[int, int] = {}
+        self._watched: set[int] = set()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="atoll-peaks", daemon=True)
+        self._thread.start()
+
+    def begin(self, pid: int) -> None:
+        """What the process has now is its baseline."""
+        with self._lock:
+            self._baseline_kb[pid] = self._peak_kb[pid] = anonymous_kb(pid)
+            self._watched.add(pid)
+
+    def end(self, pid: int) -> None:
+        """What the process does from now on does not count."""
+        with self._lock:
+            self._watched.discard(pid)
+
+    def peak_mb(self, pid: int) -> float:
+        """In 10⁶ bytes."""
+        with self._lock:
+            return (self._peak_kb[pid] - self._baseline_kb[pid]) * 1024 / 1e6
+
+    def close(self) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._end.wait(SAMPLE_S):
+            with self._lock:
+                for pid in self._watched:
+                    self._peak_kb[pid] = max(self._peak_kb[pid], anonymous_kb(pid))

@@ -1,0 +1,120 @@
+"""How a run begins, or goes on: the state directory, the first version, and what may not change between two starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Mapping
+
+from torch import nn
+
+from atoll.config import Settings
+from atoll.errors import ConfigError
+from atoll.server.model import initial_model, schema_for, write_version
+from atoll.server.plan import Plan, cpu_capability, torch_build
+from atoll.server.roster import now_text
+from atoll.store.rows import Recovered, RunRow
+from atoll.store.store import Store
+from atoll.tensors.modules import Tensors
+from atoll.tensors.schema import Schema
+
+LOG = logging.getLogger("atoll.server")
+
+FROZEN_SETTINGS = ("algorithm", "codec", "part_bytes")
+"""What cannot change between two starts of one run, beside the outer optimizer: files on disk hang on it."""
+
+
+def open_run(settings: Settings, given: nn.Module | Tensors | None) -> tuple[Plan, Store, Recovered]:
+    """Begin a run in its state directory, or find the one that is there as its journal has it.
+
+    Raises:
+        ConfigError: the model or a setting cannot be used, or is not the one that the run was begun with.
+        StateLocked: another server owns the directory.
+        StateCorrupt: no version in it is whole.
+    """
+    store = Store.open(
+        settings.state_dir,
+        durability=settings.durability,
+        keep_versions=settings.keep_versions,
+        max_pins=settings.max_pins,
+    )
+    try:
+        plan = _take_up(settings, given, store.run, store) if store.run else _create(settings, given, store)
+        store.shape([plan.shapes()])
+        recovered = store.recover()
+        if not recovered.heads:
+            _write_first(plan, store, initial_model(settings, given))
+            recovered = store.recover()
+    except BaseException:
+        store.close()
+        raise
+    return plan, store, recovered
+
+
+def _create(settings: Settings, given: nn.Module | Tensors | None, store: Store) -> Plan:
+    schema = schema_for(settings, initial_model(settings, given))
+    plan = Plan.make(settings, schema)
+    store.create_run(
+        RunRow(
+            run_id=uuid.uuid4().hex,
+            settings_json=_frozen(settings, plan),
+            schema_json=json.dumps(schema.to_json()),
+            schema_digest=schema.digest,
+            torch_build=torch_build(),
+            cpu_capability=cpu_capability(),
+            created_at=now_text(),
+        )
+    )
+    return plan
+
+
+def _take_up(settings: Settings, given: nn.Module | Tensors | None, row: RunRow, store: Store) -> Plan:
+    """The plan of the run that is there; refused under settings or a model that it was not begun with."""
+    plan = Plan.make(settings, Schema.from_json(json.loads(row.schema_json)))
+    before: Mapping[str, object] = json.loads(row.settings_json)
+    now: Mapping[str, object] = json.loads(_frozen(settings, plan))
+    for key in before:
+        if before[key] != now.get(key):
+            raise ConfigError(
+                f"{settings.state_dir} has a run with {key} = {before[key]!r}, this start says {now.get(key)!r}.",
+                "Start it with the old value, or begin a new run in another state_dir.",
+            )
+    if given is not None:
+        mine = schema_for(settings, given)
+        mine.require_equal(plan.schema, mine="this program", theirs=f"the run in {settings.state_dir}")
+    if (row.torch_build, row.cpu_capability) != (torch_build(), cpu_capability()):
+        LOG.warning(
+            "the run was begun with torch %s on %s, and goes on with %s on %s: bits may differ from an undisturbed run",
+            row.torch_build,
+            row.cpu_capability,
+            torch_build(),
+            cpu_capability(),
+        )
+    return plan
+
+
+def _frozen(settings: Settings, plan: Plan) -> str:
+    chosen: dict[str, object] = {key: getattr(settings, key) for key in FROZEN_SETTINGS}
+    chosen["codec"] = plan.algorithm.codec
+    return json.dumps(chosen | {"outer_optimizer": plan.rule.describe()}, sort_keys=True, default=str)
+
+
+def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
+    """Version 0: the initial model."""
+    schema_for(plan.settings, model).require_equal(plan.schema, mine="the initial model", theirs="the run")
+    draft = store.begin_version(0, 0)
+    try:
+        digests = write_version(draft.version_fd, plan.version, plan.header, model)
+    except BaseException:
+        draft.abandon()
+        raise
+    store.commit_version(
+        draft,
+        digest=plan.version.update_digest(digests),
+        part_digests=tuple(digests),
+        state_digests=(),
+        extra_json="{}",
+        summary_json="",
+        tickets=(),
+    )

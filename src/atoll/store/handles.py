@@ -1,0 +1,86 @@
+"""What callers hold of a version: a draft while it is written, a pin while it is read."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from atoll.store.rows import VersionRow
+from atoll.store.slots import Slot
+
+
+class VersionDraft:
+    """The files of a version that does not exist yet. Ends with `Store.commit_version` or `abandon`."""
+
+    def __init__(self, fragment: int, version: int, slot: Slot, state: Slot | None, drop: Callable[[], None]) -> None:
+        self.fragment, self.version = fragment, version
+        self.slot, self.state = slot, state
+        self._drop = drop
+        self.ended = False
+
+    @property
+    def version_fd(self) -> int:
+        return self.slot.fd
+
+    @property
+    def state_fd(self) -> int | None:
+        return self.state.fd if self.state else None
+
+    @property
+    def version_slot(self) -> int:
+        return self.slot.number
+
+    @property
+    def state_slot(self) -> int | None:
+        return self.state.number if self.state else None
+
+    def abandon(self) -> None:
+        """Give the slots back; nothing happens after a commit, or the second time."""
+        if not self.ended:
+            self.ended = True
+            self._drop()
+
+
+class PinnedVersion:
+    """A version that is not rewritten before `release`.
+
+    Attributes:
+        fd: to be read by this holder alone.
+        row: what it is.
+        revoked: set when the slot is wanted back; the holder stops reading and releases. Until it does, it still
+            reads this version and no other.
+    """
+
+    def __init__(
+        self, row: VersionRow, slot: Slot, on_revoke: Callable[[], None] | None, drop: Callable[[PinnedVersion], None]
+    ):
+        self.row, self.slot = row, slot
+        self.fd = os.dup(slot.fd)
+        self.revoked = threading.Event()
+        self._on_revoke, self._drop = on_revoke, drop
+        self._close = weakref.finalize(self, os.close, self.fd)
+        self._released = False
+
+    def revoke(self) -> None:
+        self.revoked.set()
+        if self._on_revoke:
+            self._on_revoke()
+
+    def release(self) -> None:
+        """Let go; again does nothing."""
+        if not self._released:
+            self._released = True
+            self._close()
+            self._drop(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

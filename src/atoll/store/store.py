@@ -1,0 +1,113 @@
+"""The state directory of a run: everything that a server must still know after it was killed.
+
+    <directory>/lock             who has the directory
+    <directory>/journal.sqlite   every decision, as rows
+    <directory>/slots/           versions, outer states and spools: preallocated files that are rewritten
+
+Bytes go to slots first, then a row says that they are there; a row whose bytes are missing cannot exist. `Store` is the
+whole of it for the server: `open`, `shape`, `recover`, then the methods of its parts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from atoll.errors import StoreError
+from atoll.store import recovery
+from atoll.store.exports import Exports
+from atoll.store.journal import Durability, Journal
+from atoll.store.lock import DirectoryLock
+from atoll.store.rows import Recovered
+from atoll.store.slots import VERSION, FileShape, FragmentShapes
+
+__all__ = ["FileShape", "FragmentShapes", "Recovered", "Store"]
+
+
+class Store(Exports):
+    """The state of one run on disk. Synchronous and thread-safe; what moves bytes of files belongs in a pool thread."""
+
+    _directory_lock: DirectoryLock
+
+    @classmethod
+    def open(
+        cls, directory: Path, *, durability: Durability = "process", keep_versions: int = 2, max_pins: int = 4
+    ) -> Self:
+        """Take a state directory, made where there is none, and raise its epoch.
+
+        Args:
+            durability: what an acknowledged update survives: `process`, the server being killed at any instruction;
+                `power`, a power loss too.
+            keep_versions: versions that can always be pulled.
+            max_pins: further versions that slow pulls may hold.
+
+        Raises:
+            StateLocked: another server has it.
+            StateCorrupt: its journal is damaged.
+        """
+        directory = Path(directory)
+        try:
+            (directory / "slots").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"{directory}: {error.strerror}.", "Give a state_dir that this user may write.") from error
+        lock = DirectoryLock(directory)
+        try:
+            store = cls(
+                directory, Journal(directory / "journal.sqlite", durability), durability, keep_versions, max_pins
+            )
+            store._directory_lock = lock
+            with store.journal.transaction(synced=True):
+                store.journal.execute("UPDATE meta SET epoch = epoch + 1")
+            store.sync_folder(directory)
+        except BaseException:
+            lock.release()
+            raise
+        return store
+
+    def recover(self) -> Recovered:
+        """Bring the run to where it can go on; after `shape`, before anything else, on every start.
+
+        Heads are verified by their digests. One that does not verify gives way to the newest version that does (at
+        worst `durable_version`): later updates expire, later rounds are forgotten, the epoch rises. Damaged parts of
+        open tickets are dropped; a damaged accepted update expires, and its round opens again. Files that nothing
+        refers to are removed. A frozen round is returned as it is: its pass has to run again.
+
+        Raises:
+            StateCorrupt: no version verifies; nothing was changed.
+        """
+        return recovery.recover(self)
+
+    def close(self) -> None:
+        """Let go of the directory; of a finished run only the journal, the last version and its outer state stay.
+
+        Slots that are still held elsewhere are closed with their last holder.
+        """
+        with self.lock:
+            if self.journal.closed:
+                return
+            for spool in self.spools.values():
+                spool.close(StoreError("The server is stopping.", "Send it again when it is back."))
+            self.spools.clear()
+            try:
+                if self.journal.usable and self.finished:
+                    self._forget_all_but_heads()
+            finally:
+                for pool in self.pools.values():
+                    pool.trim()
+                    pool.close()
+                self.journal.close()
+                self._directory_lock.release()
+
+    def _forget_all_but_heads(self) -> None:
+        with self.transaction():
+            for kind, fragment in self.pools:
+                rows = self.versions(fragment) if kind == VERSION else ()
+                if rows and self.durable_version(fragment) == rows[-1].version:
+                    for row in rows[:-1]:
+                        self.drop_row(row)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,108 @@
+"""The contract suite of codecs. A codec's own test is:
+
+class TestMine(CodecContract):
+    codec = MyCodec()
+    relative_error = 2**-8
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from atoll.codecs.base import Codec
+from atoll.tensors.dtypes import torch_dtype
+from atoll.tensors.layout import TILE
+from atoll.tensors.schema import FLOATS, ITEM_BYTES
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_SIZES = (0, 1, 63, TILE, TILE + 1, 3 * TILE + 517)
+
+
+class CodecContract:
+    """What every codec promises; subclass it."""
+
+    codec: ClassVar[Codec]
+    relative_error: ClassVar[float]
+    """Of what comes back, against the largest magnitude in the same tile."""
+
+    def _encode(self, values: Tensor, dtype: str) -> Tensor:
+        target = torch.zeros(self.codec.encoded_bytes(values.numel(), dtype), dtype=torch.uint8)
+        self.codec.encode_(values, target, dtype)
+        return target
+
+    def _decode(self, encoded: Tensor, numel: int, dtype: str, out: torch.dtype | None = None) -> Tensor:
+        target = torch.empty(numel, dtype=out or torch_dtype(dtype))
+        self.codec.decode_(encoded, target, dtype)
+        return target
+
+    def _values(self, numel: int, dtype: str) -> Tensor:
+        generator = torch.Generator().manual_seed(numel)
+        return torch.randn(numel, generator=generator, dtype=torch.float64).to(torch_dtype(dtype))
+
+    def test_it_is_a_codec(self) -> None:
+        assert isinstance(self.codec, Codec)
+        assert self.codec == type(self.codec)()  # a value: no state between calls
+
+    @pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
+    def test_the_rate_is_fixed_and_additive_over_whole_tiles(self, dtype: str) -> None:
+        size = self.codec.encoded_bytes
+        assert size(0, dtype) == 0
+        for rest in _SIZES:
+            assert size(2 * TILE + rest, dtype) == 2 * size(TILE, dtype) + size(rest, dtype)
+
+    @pytest.mark.parametrize("numel", _SIZES)
+    @pytest.mark.parametrize("dtype", _FLOATS)
+    def test_a_round_trip_stays_within_the_bound(self, dtype: str, numel: int) -> None:
+        values = self._values(numel, dtype)
+        back = self._decode(self._encode(values, dtype), numel, dtype, torch.float64)
+        for start in range(0, numel, TILE):
+            tile = values[start : start + TILE].double()
+            error = (back[start : start + TILE] - tile).abs().max()
+            assert error <= self.relative_error * tile.abs().max()
+
+    @pytest.mark.parametrize("dtype", _FLOATS)
+    def test_any_run_of_tiles_decodes_alone_to_the_same_bits(self, dtype: str) -> None:
+        numel = 3 * TILE + 517
+        encoded = self._encode(self._values(numel, dtype), dtype)
+        whole = self._decode(encoded, numel, dtype)
+        for start, stop in ((0, TILE), (TILE, 3 * TILE), (2 * TILE, numel), (3 * TILE, numel)):
+            low, high = (self.codec.encoded_bytes(at, dtype) for at in (start, stop))
+            alone = self._decode(encoded[low:high].clone(), stop - start, dtype)
+            assert torch.equal(alone.view(torch.uint8), whole[start:stop].view(torch.uint8))
+
+    @pytest.mark.parametrize("dtype", _FLOATS)
+    def test_any_run_of_tiles_encodes_alone_to_the_same_bytes(self, dtype: str) -> None:
+        values = self._values(3 * TILE + 517, dtype)
+        runs = [self._encode(values[start : start + TILE], dtype) for start in range(0, values.numel(), TILE)]
+        assert torch.equal(torch.cat(runs), self._encode(values, dtype))
+
+    @pytest.mark.parametrize("dtype", _FLOATS)
+    def test_segments_without_padding_decode_as_one_where_it_says_so(self, dtype: str) -> None:
+        if not self.codec.elementwise:
+            pytest.skip("its elements are not written by themselves")
+        one, two = self._values(63, dtype), self._values(130, dtype)
+        joined = torch.cat([self._encode(one, dtype), self._encode(two, dtype)])
+        assert torch.equal(joined, self._encode(torch.cat([one, two]), dtype))
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+    @pytest.mark.parametrize("dtype", _FLOATS)
+    def test_what_is_not_finite_stays_so_and_can_be_detected(self, dtype: str, bad: float) -> None:
+        values = self._values(TILE + 5, dtype)
+        values[TILE + 3] = bad
+        back = self._decode(self._encode(values, dtype), values.numel(), dtype)
+        assert not bool(back[TILE:].isfinite().all())
+        assert bool(back[:TILE].isfinite().all())
+
+    @pytest.mark.parametrize("dtype", sorted(set(ITEM_BYTES) - FLOATS))
+    def test_integers_come_back_as_they_were(self, dtype: str) -> None:
+        values = torch.arange(300).remainder(2 if dtype == "BOOL" else 128).to(torch_dtype(dtype))
+        assert torch.equal(self._decode(self._encode(values, dtype), 300, dtype), values)
+
+    def test_it_decodes_straight_into_the_dtype_of_the_sum(self) -> None:
+        values = self._values(100, "F16")
+        encoded = self._encode(values, "F16")
+        assert torch.equal(self._decode(encoded, 100, "F16", torch.float32), self._decode(encoded, 100, "F16").float())

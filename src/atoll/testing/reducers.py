@@ -1,0 +1,66 @@
+"""The contract suite of reducers. A reducer's own test is:
+
+class TestMine(ReducerContract):
+    reducer = MyReducer()
+    dtypes = (torch.float32,)
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from atoll.reducers.base import Reducer, normalised
+
+
+class ReducerContract:
+    """What every reducer promises; subclass it."""
+
+    reducer: ClassVar[Reducer]
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
+
+    def _reduce(self, rows: list[Tensor], weights: list[float]) -> Tensor:
+        out = torch.empty_like(rows[0])
+        given = torch.stack(rows) if self.reducer.needs_all else iter([row.clone() for row in rows])
+        self.reducer.reduce_(given, weights, out)
+        return out
+
+    def _rows(self, dtype: torch.dtype, k: int = 4, n: int = 1237) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(k)
+        rows = [torch.randn(n, generator=generator, dtype=torch.float64) * 100 for _ in range(k)]
+        return [row.to(dtype) for row in rows]
+
+    def test_it_is_a_reducer(self) -> None:
+        assert isinstance(self.reducer, Reducer)
+
+    def test_one_update_is_its_own_reduction(self) -> None:
+        for dtype in self.dtypes:
+            (row,) = self._rows(dtype, k=1)
+            assert torch.equal(self._reduce([row], [1.0]), row)
+
+    def test_equal_updates_are_their_own_reduction(self) -> None:
+        for dtype in self.dtypes:
+            (row,) = self._rows(dtype, k=1)
+            reduced = self._reduce([row] * 4, [0.25] * 4)  # quarters add without rounding
+            assert torch.equal(reduced, row)
+
+    @pytest.mark.parametrize("size", [1, 7, 64, 1000])
+    def test_no_cut_changes_a_bit(self, size: int) -> None:
+        for dtype in self.dtypes:
+            rows, weights = self._rows(dtype), normalised([1.0, 2.0, 3.5, 0.1])
+            cut = [
+                self._reduce([row[at : at + size] for row in rows], weights) for at in range(0, rows[0].numel(), size)
+            ]
+            assert torch.equal(torch.cat(cut), self._reduce(rows, weights))
+
+    def test_a_row_may_be_overwritten_by_the_next(self) -> None:
+        if self.reducer.needs_all:
+            pytest.skip("it is given the rows at once")
+        for dtype in self.dtypes:
+            rows, weights = self._rows(dtype), normalised([1.0, 2.0, 3.5, 0.1])
+            buffer, out = torch.empty_like(rows[0]), torch.empty_like(rows[0])
+            self.reducer.reduce_((buffer.copy_(row) for row in rows), weights, out)
+            assert torch.equal(out, self._reduce(rows, weights))

@@ -1,0 +1,288 @@
+"""A server in a simulated world: messages become events, effects become journal writes, and any write may be its last.
+
+The pass over the tensors is a weighted mean of fractions, so that "exact" means exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Protocol
+
+from atoll.rounds import machine
+from atoll.rounds.effects import (
+    Effect,
+    LeaseGranted,
+    LeaseRefused,
+    RoundClosed,
+    TicketIssued,
+    TicketWithheld,
+    for_journal,
+)
+from atoll.rounds.events import (
+    Event,
+    TicketRequested,
+    TimePassed,
+    UpdateAccepted,
+    UpdateRefused,
+    VersionCommitted,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerSeen,
+)
+from atoll.testing.sim_checks import Checks, MadeUpdate
+from atoll.testing.sim_journal import SimJournal
+
+PASS_S = 2.0
+RESTART_S = 3.0
+
+Mutant = str
+MUTANTS: dict[Mutant, str] = {
+    "no dedupe": "a submission sent twice is accepted twice",
+    "acknowledge before journal": "the receipt leaves before the accept is written",
+    "lost expected": "a restart forgets whom the open round expects",
+    "quorum of one": "rounds close with a single update, whatever the settings say",
+    "two-step commit": "the version is written, and the head moves by another write",
+    "wall clock": "time comes from a clock that people set",
+    "no fencing": "an update is accepted under any lease",
+}
+"""Bugs to plant: what a schedule explorer must find. They are bugs of the server around the machine, or of its use."""
+
+
+@dataclass(frozen=True)
+class Submit:
+    """A worker's update for `ticket`, complete."""
+
+    site: str
+    lease: int
+    ticket: int
+    update: MadeUpdate
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """The update of `ticket` is in the journal."""
+
+    ticket: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """The update of `ticket` does not count, and never will."""
+
+    ticket: int
+    reason: str
+
+
+Request = WorkerJoined | WorkerSeen | WorkerLeft | TicketRequested | Submit
+Reply = LeaseGranted | LeaseRefused | TicketIssued | TicketWithheld | Receipt | Rejected | None
+
+
+class Crash(Exception):
+    """The server's process ends here."""
+
+
+class Disk(Protocol):
+    """Decides at each journal write whether the process survives it."""
+
+    def crashes(self) -> str:
+        """`before` or `after` the next write, or an empty string."""
+        ...
+
+
+class Surroundings(Protocol):
+    """What the server sees of the world."""
+
+    now_s: float
+    wall_jump_s: float
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None: ...
+
+
+@dataclass
+class RunJournal(SimJournal):
+    """With the updates themselves, and the one parameter of each fragment's head."""
+
+    updates: list[tuple[int, MadeUpdate]] = field(default_factory=list)
+    model: list[Fraction] = field(default_factory=list)
+
+
+class SimServer:
+    """One server over one journal; `handle` answers a request, or does not, because it crashed."""
+
+    def __init__(self, rules: machine.Rules, world: Surroundings, disk: Disk, checks: Checks, mutant: Mutant) -> None:
+        self.rules, self.world, self.disk, self.checks, self.mutant = rules, world, disk, checks, mutant
+        self.state = machine.initial(rules)
+        self.journal = RunJournal(SimJournal.of(self.state).fragments, model=[Fraction(0)] * rules.fragments)
+        self.up = True
+        self.process = 0  # timers and passes of a process that crashed do nothing
+        self._armed_s: float | None = None
+
+    def handle(self, request: Request) -> list[Reply]:
+        """The replies to `request`; none where the server is down or goes down over it."""
+        if not self.up:
+            return []
+        replies: list[Reply] = []
+        self._surviving(lambda: self._serve(request, replies))
+        return replies
+
+    def _surviving(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            self._arm()
+        except Crash:
+            self.up = False
+            self.process += 1
+            self.checks.counts["crashes"] += 1
+            self.world.after(RESTART_S, lambda: self._surviving(self._start))
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        process = self.process
+        self.world.after(seconds, lambda: self._surviving(action) if process == self.process else None)
+
+    def _clock_s(self) -> float:
+        return self.world.now_s + (self.world.wall_jump_s if self.mutant == "wall clock" else 0.0)
+
+    def _arm(self) -> None:
+        """One timer for the machine's next deadline."""
+        due_s = machine.next_deadline_s(self.state)
+        if due_s is not None and (self._armed_s is None or due_s < self._armed_s):
+            self._armed_s = due_s
+            self._later(max(0.0, due_s - self._clock_s()), self._tick)
+
+    def _tick(self) -> None:
+        self._armed_s = None
+        self._run(TimePassed())
+
+    def _write(self, row: Callable[[], None]) -> None:
+        fate = self.disk.crashes()
+        if fate == "before":
+            raise Crash
+        row()
+        if fate == "after":
+            raise Crash
+
+    def _start(self) -> None:
+        """Recovery. Whatever was written, restoring twice is restoring once."""
+        self.checks.nothing_lost(self.journal)
+        self.checks.up_since_s = self.world.now_s
+        journal = self.journal.snapshot()
+        if self.mutant == "lost expected":
+            lost = [replace(f, open=f.open and replace(f.open, expected=())) for f in journal.fragments]
+            journal = replace(journal, fragments=tuple(lost))
+        self.state, undone = machine.restore(self.rules, journal, self._clock_s())
+        twice = machine.restore(self.rules, machine.snapshot(self.state), self._clock_s())
+        self.checks.require(twice == (self.state, ()), "restoring what was restored changes it")
+        self._armed_s = None
+        closing = [f for f, round_ in enumerate(self.state.rounds) if round_.phase == "closing"]
+        self._carry_out(undone)
+        self.up = True
+        already = {effect.fragment for effect in undone if isinstance(effect, RoundClosed)}
+        for fragment in set(closing) - already:
+            self._later(PASS_S, lambda fragment=fragment: self._pass(fragment))  # type: ignore[misc]
+        self._compare()
+
+    def _run(self, event: Event) -> tuple[Effect, ...]:
+        self.state, effects = machine.step(self.state, event, self._clock_s())
+        if self._carry_out(effects) or isinstance(event, UpdateAccepted | UpdateRefused | VersionCommitted):
+            self._compare()
+        return effects
+
+    def _carry_out(self, effects: tuple[Effect, ...]) -> bool:
+        written = False
+        for effect in effects:
+            if for_journal(effect):
+                self._write(lambda effect=effect: self._record(effect))  # type: ignore[misc]
+                written = True
+            if isinstance(effect, RoundClosed):
+                self._later(PASS_S, lambda fragment=effect.fragment: self._pass(fragment))  # type: ignore[misc]
+        return written
+
+    def _record(self, effect: Effect) -> None:
+        self.checks.require(self.journal.apply(effect), f"{effect} is not for the journal")
+        self.checks.journalled(effect)
+
+    def _compare(self) -> None:
+        restored, undone = machine.restore(self.rules, self.journal.snapshot(), self._clock_s())
+        self.checks.require(
+            undone == () and machine.snapshot(restored) == machine.snapshot(self.state),
+            f"the journal makes {machine.snapshot(restored)} of {machine.snapshot(self.state)}; undone: {undone}",
+        )
+
+    def _serve(self, request: Request, replies: list[Reply]) -> None:
+        if not isinstance(request, WorkerJoined):
+            self.checks.heard(request.site, request.lease)
+        if isinstance(request, Submit):
+            self._submit(request, replies)
+            return
+        effects = self._run(request)
+        answers = (LeaseGranted, LeaseRefused, TicketIssued, TicketWithheld)
+        replies.extend(effect for effect in effects[:1] if isinstance(effect, answers))
+
+    def _submit(self, request: Submit, replies: list[Reply]) -> None:
+        self._run(WorkerSeen(request.site, request.lease))  # its bytes were a sign of life
+        verdict = machine.may_submit(self.state, request.site, request.lease, request.ticket)
+        ticket = self.journal.tickets[request.ticket]
+        again = ticket.state in ("accepted", "counted")
+        if self.mutant == "no fencing" and isinstance(verdict, LeaseRefused) and ticket.state == "open":
+            verdict = None
+        if self.mutant == "no dedupe" and ticket.state == "accepted" and not isinstance(verdict, LeaseRefused):
+            verdict, again = None, False
+        if isinstance(verdict, LeaseRefused):
+            replies.append(verdict)
+        elif again:
+            replies.append(Receipt(request.ticket))
+        elif verdict is not None:
+            replies.append(Rejected(request.ticket, verdict))
+        elif request.update.value is None:
+            self._write(lambda: self._refuse(request.ticket))
+            self._run(UpdateRefused(request.ticket, "not finite"))
+            replies.append(Rejected(request.ticket, "not finite"))
+        elif self.mutant == "acknowledge before journal":
+            self._acknowledge(request.ticket, replies)
+            self._accept(request)
+        else:
+            self._accept(request)
+            self._acknowledge(request.ticket, replies)
+
+    def _acknowledge(self, ticket: int, replies: list[Reply]) -> None:
+        self.checks.acknowledged.add(ticket)
+        replies.append(Receipt(ticket))
+
+    def _accept(self, request: Submit) -> None:
+        def row() -> None:
+            self.checks.accepts(request.ticket, request.site, request.lease)
+            self.journal.accept(request.ticket)
+            self.journal.updates.append((request.ticket, request.update))
+
+        self._write(row)
+        self._run(UpdateAccepted(request.ticket))
+
+    def _refuse(self, number: int) -> None:
+        ticket = self.journal.tickets[number]
+        self.journal.refuse(number, "not finite")
+        self.checks.refuses(ticket.site, ticket.fragment)
+
+    def _pass(self, fragment: int) -> None:
+        """Reduce the frozen round and move the head: one write."""
+        round_ = self.state.rounds[fragment]
+        updates = [(number, update) for number, update in self.journal.updates if number in round_.frozen]
+        total = sum(update.weight for _, update in updates)
+        mean = sum((Fraction(u.weight, total) * (u.value or 0) for _, u in updates), Fraction(0))
+        value = self.journal.model[fragment] + mean
+
+        def write_model() -> None:
+            self.journal.model[fragment] = value
+
+        def move_head() -> None:
+            self.journal.move_head(fragment, round_.head + 1)
+            self.checks.commits(fragment, round_.head + 1, round_.frozen, self.journal.model[fragment])
+
+        def commit() -> None:
+            write_model()
+            move_head()
+
+        for row in (write_model, move_head) if self.mutant == "two-step commit" else (commit,):
+            self._write(row)
+        self._run(VersionCommitted(fragment, round_.head + 1))

@@ -1,0 +1,233 @@
+"""A worker's connection to a run: joined, leased, heard from, and asking again whatever was interrupted.
+
+A lost connection is waited for, with backoff; a lost lease is taken anew, and the open ticket comes back; a server
+that was killed is both. A newer process under the same name ends this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from atoll.errors import (
+    AtollError,
+    Busy,
+    ConfigError,
+    DiskFull,
+    LeaseLost,
+    ServerUnreachable,
+    Superseded,
+    TransferStalled,
+    VersionSkew,
+)
+from atoll.tensors.schema import Schema
+from atoll.transport.client import Counters, Http
+from atoll.transport.tls import read_token
+from atoll.wire import messages, routes
+from atoll.worker.reporting import LOG
+
+T = TypeVar("T")
+
+FIRST_BACKOFF_S = 0.25
+LONGEST_BACKOFF_S = 8.0
+
+NetworkLost = (ServerUnreachable, TransferStalled, Busy, DiskFull)
+"""What may pass by itself: asked again, after a pause."""
+
+
+class Connection:
+    """One process of a site, known to the server.
+
+    Args:
+        server: address of the server.
+        site: the worker's name.
+        labels: shown in status.
+        max_retries: attempts after which a server that never answered is given up; None: never.
+
+    Raises:
+        VersionSkew: the two sides speak different protocols.
+        ServerUnreachable: nobody answered.
+    """
+
+    def __init__(self, server: str, site: str, *, labels: dict[str, str] | None, max_retries: int | None) -> None:
+        self.site = site
+        self.http = Http(server, token=read_token(token_file()), ca=os.environ.get("ATOLL_TLS_CA"))
+        self.reconnections = 0
+        self.heartbeat = messages.Heartbeat()
+        self.finished = False
+        self._process = uuid.uuid4().hex[:16]
+        self._labels = labels or {}
+        self._closing = threading.Event()
+        self._join_lock = threading.Lock()
+        self._beat: threading.Thread | None = None
+        self._fatal: AtollError | None = None
+        self.info = self.patiently(lambda: self.http.get(routes.RUN, messages.RunInfo), max_retries, "join")
+        self.http.resize(self.info.connections, self.info.idle_timeout_s)
+        if self.info.protocol != routes.PROTOCOL:
+            older = "this worker" if self.info.protocol > routes.PROTOCOL else "the server"
+            raise VersionSkew(
+                f"This worker speaks protocol {routes.PROTOCOL}, {self.http.server} speaks {self.info.protocol}.",
+                f"Upgrade Atoll at {older}.",
+            )
+        self.schema = self._fetch_schema()
+
+    @property
+    def counters(self) -> Counters:
+        return self.http.counters
+
+    def _fetch_schema(self) -> Schema:
+        message = self.patiently(lambda: self.http.get(routes.SCHEMA, messages.SchemaMessage), None, "read the schema")
+        schema = Schema.from_json(message.model_dump())
+        if schema.digest != self.info.schema_digest:
+            raise VersionSkew(
+                "The server's schema does not have the digest that it names.", "Upgrade Atoll on both sides."
+            )
+        return schema
+
+    def join(self, max_retries: int | None = None, *, sync_every: int | None = None) -> None:
+        """Take part; heartbeats begin.
+
+        Args:
+            sync_every: the worker's own H, where it has one; the server refuses another than the run's.
+        """
+        self._sync_every = sync_every
+        self._join(max_retries)
+        if self.info.heartbeat_interval_s:
+            self._beat = threading.Thread(target=self._heartbeats, name="atoll-heartbeat", daemon=True)
+            self._beat.start()
+
+    def _join(self, max_retries: int | None = None) -> None:
+        """Take part, or take part again under a new lease."""
+        message = messages.Join(
+            protocol=routes.PROTOCOL,
+            site=self.site,
+            host=socket.gethostname()[:256],
+            process=self._process,
+            schema_digest=self.schema.digest,
+            sync_every=self._sync_every,
+            labels=self._labels,
+        )
+        joined = self.patiently(lambda: self.http.post(routes.WORKERS, message, messages.Joined), max_retries, "join")
+        self.http.lease = joined.lease
+        self.epoch = joined.epoch
+
+    def rejoin(self, lost: str) -> None:
+        """Join again, once, however many threads find that `lost` is no longer valid."""
+        with self._join_lock:
+            if self.http.lease == lost:
+                self.reconnections += 1
+                LOG.info("%s: the server no longer knows this worker; joining again", self.site)
+                self._join()
+
+    def _heartbeats(self) -> None:
+        while not self._closing.wait(self.info.heartbeat_interval_s * random.uniform(0.9, 1.1)):
+            self.beat()
+
+    def beat(self) -> None:
+        """Tell the server that this worker lives, and how far it is."""
+        lease = self.http.lease
+        counters = self.counters
+        message = self.heartbeat.model_copy(
+            update={
+                "retries": counters.retries,
+                "reconnections": self.reconnections,
+                "bytes_up": counters.bytes_up,
+                "bytes_down": counters.bytes_down,
+            }
+        )
+        try:
+            reply = self.http.post(routes.HEARTBEAT, message, messages.HeartbeatReply)
+            self.finished = self.finished or reply.finished
+        except Superseded as error:
+            self._fatal = error
+            self._closing.set()
+        except LeaseLost:
+            with contextlib.suppress(AtollError):
+                self.rejoin(lease)
+        except AtollError as error:
+            LOG.debug("%s: heartbeat failed: %s", self.site, error)
+
+    def leave(self, error: str | None = None) -> None:
+        """Deregister and stop the heartbeats. Idempotent."""
+        if self._closing.is_set() and self._fatal is None:
+            return
+        self._closing.set()
+        if self._beat is not None:
+            self._beat.join()
+        try:
+            if self._fatal is None:
+                self.http.send(routes.LEAVE, messages.Leave(error=error[:2000] if error else None))
+        except AtollError as problem:
+            LOG.debug("%s: could not say goodbye: %s", self.site, problem)
+        finally:
+            self.http.close()
+
+    def patiently(self, ask: Callable[[], T], max_retries: int | None, what: str) -> T:
+        """Ask until it is answered: a lost server is waited for, a lost lease is taken anew.
+
+        Raises:
+            TransferError, DiskFull: after `max_retries` attempts; None waits for ever.
+        """
+        pause_s, attempt = FIRST_BACKOFF_S, 0
+        while True:
+            if self._fatal is not None:
+                raise self._fatal
+            lease = self.http.lease
+            try:
+                result = ask()
+                if attempt:
+                    LOG.info("%s: the server is back; going on to %s", self.site, what)
+                return result
+            except LeaseLost:
+                if not lease:
+                    raise
+                self.rejoin(lease)
+            except NetworkLost as error:
+                attempt += 1
+                if max_retries is not None and attempt > max_retries:
+                    raise
+                wait_s = max(pause_s * random.uniform(0.75, 1.25), error.retry_after_s or 0.0)
+                level = LOG.warning if attempt in (1, 4) or attempt % 20 == 0 else LOG.debug
+                level("%s: cannot %s: %s Trying again in %.1f s.", self.site, what, error, wait_s)
+                if self._closing.wait(wait_s) and self._fatal is None:
+                    raise
+                pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
+                if attempt == 1:
+                    self.reconnections += 1
+
+
+def default_site() -> str:
+    """`ATOLL_SITE`, else a name made of host and process."""
+    given = os.environ.get("ATOLL_SITE")
+    if given:
+        return given
+    host = "".join(char if char.isalnum() or char in "-_" else "-" for char in socket.gethostname())
+    return f"{host.lstrip('-_')[:40] or 'worker'}-{os.getpid()}"
+
+
+def require_site(site: str) -> str:
+    """A site name that every server accepts.
+
+    Raises:
+        ConfigError: it has other characters, or is too long.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(messages.Site).validate_python(site)
+    except ValidationError:
+        raise ConfigError(
+            f"{site!r} is not a site name.", "Use 1 to 64 letters, digits, dots, hyphens and underscores."
+        ) from None
+
+
+def token_file() -> Path | None:
+    path = os.environ.get("ATOLL_TOKEN_FILE")
+    return Path(path) if path else None

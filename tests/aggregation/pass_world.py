@@ -1,0 +1,168 @@
+"""A small run on real files, and the same run written down plainly: whole tensors, one torch optimizer kept alive."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from atoll.aggregation.close import PassInputs, PassOutputs, PassResult, UpdateSource, run_pass
+from atoll.aggregation.state import state_layout
+from atoll.codecs.bf16 import Bf16Codec
+from atoll.codecs.none import NoneCodec
+from atoll.outer.build import build_outer
+from atoll.reducers.mean import WeightedMean
+from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
+from atoll.tensors.layout import update_layout, version_header, version_layout
+from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
+
+CODECS = {"none": NoneCodec(), "bf16": Bf16Codec()}
+REDUCERS = {"params": WeightedMean(), "buffers": WeightedMean()}
+PART_BYTES = 2**16
+
+MIXED = Schema.build(
+    [
+        TensorSpec("embed", "F32", (70, 129)),  # 9,030 elements: crosses tiles, ends in the middle of one
+        TensorSpec("large", "F32", (40_961,)),  # 164 kB: crosses parts
+        TensorSpec("scale", "F32", ()),
+        TensorSpec("nothing", "F32", (0, 3)),
+        TensorSpec("exact", "F64", (5_000,)),
+        TensorSpec("half", "F16", (5_003,)),
+        TensorSpec("brain", "BF16", (3, 1_700)),
+        TensorSpec("eight", "F8_E4M3", (33,)),
+        *(TensorSpec(f"small.{index}", "F32", (index + 1,)) for index in range(40)),
+        TensorSpec("mean", "F32", (4_100,), BUFFERS),
+        TensorSpec("mean16", "BF16", (17,), BUFFERS),
+        TensorSpec("batches", "I64", (), BUFFERS),
+        TensorSpec("seen", "BOOL", (5,), BUFFERS),
+        TensorSpec("wide", "U16", (3,), BUFFERS),
+    ]
+)
+
+
+def values(spec: TensorSpec, seed: int, scale: float = 1.0) -> torch.Tensor:
+    """Numbers for one tensor, in its dtype."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + sum(spec.name.encode()))
+    if not spec.is_float:
+        top = 2 if spec.dtype == "BOOL" else 1000
+        return torch.randint(0, top, spec.shape, generator=generator).to(torch_dtype(spec.dtype))
+    return (torch.randn(spec.shape, generator=generator, dtype=torch.float64) * scale).to(torch_dtype(spec.dtype))
+
+
+@dataclass
+class World:
+    """Files of a run in `folder`; `round` closes one and moves on."""
+
+    folder: Path
+    schema: Schema = MIXED
+    target: object = "sgd"
+    options: dict = field(default_factory=lambda: {"lr": 0.7, "momentum": 0.9, "nesterov": True})
+    codec: str = "none"
+    weights: tuple[float, ...] = (1.0, 2.5, 0.3)
+
+    def __post_init__(self):
+        self.rule = build_outer(self.target, self.options)
+        self.version_layout = version_layout(self.schema, PART_BYTES)
+        self.state = state_layout(self.schema.tensors, self.rule, PART_BYTES)
+        self.update_layout = update_layout(
+            self.schema.tensors, lambda spec: CODECS[self.codec if spec.group == "params" else "none"], PART_BYTES
+        )
+        self.number = 0
+        self.base = self.open("v0")
+        os.pwrite(self.base, version_header(self.schema), 0)
+        for segment in self.version_layout.segments:
+            os.pwrite(self.base, raw(values(segment.spec, 0)), segment.offset)
+        self.state_fd = None
+
+    def open(self, name: str) -> int:
+        return os.open(self.folder / name, os.O_RDWR | os.O_CREAT)
+
+    def submitted(self, site: int, number: int) -> dict[str, torch.Tensor]:
+        """What a site submits in a round: pseudo-gradients, and raw buffers."""
+        seed = 100 * (number + 1) + site
+        return {spec.name: values(spec, seed, 0.1) for spec in self.schema.tensors}
+
+    def sources(self) -> list[UpdateSource]:
+        sources = []
+        for site, weight in enumerate(self.weights):
+            fd = self.open(f"u{self.number}.{site}")
+            submitted = self.submitted(site, self.number)
+            for segment in self.update_layout.segments:
+                encoded = torch.zeros(segment.nbytes, dtype=torch.uint8)
+                CODECS[segment.codec].encode_(submitted[segment.spec.name].reshape(-1), encoded, segment.spec.dtype)
+                os.pwrite(fd, raw(encoded), segment.offset)
+            os.ftruncate(fd, self.update_layout.nbytes)
+            sources.append(UpdateSource(f"site-{site}", fd, self.update_layout, weight))
+        return sources
+
+    def inputs(self) -> PassInputs:
+        header, layout = self.state or (b"", None)
+        return PassInputs(self.version_layout, self.base, self.sources(), header, layout, self.state_fd)
+
+    def round(self, **how) -> PassResult:
+        """Close a round; the next one starts from its result."""
+        inputs = self.inputs()
+        outputs = PassOutputs(
+            self.open(f"v{self.number + 1}"), self.open(f"s{self.number + 1}") if self.state is not None else None
+        )
+        result = run_pass(inputs, outputs, self.rule, REDUCERS, CODECS, **how)
+        self.number += 1
+        self.base, self.state_fd = outputs.version_fd, outputs.state_fd
+        return result
+
+    def file(self, kind: str) -> Path:
+        return self.folder / f"{kind}{self.number}"
+
+
+class Reference:
+    """The same run on whole tensors: architecture §7's expression, and optimizers over fp32 or fp64 masters."""
+
+    def __init__(self, world: World):
+        self.world = world
+        self.version = {spec.name: values(spec, 0) for spec in world.schema.tensors}
+        self.params = [spec for spec in world.schema.tensors if spec.group == "params"]
+        self.masters = {
+            spec.name: torch.nn.Parameter(self.version[spec.name].to(accumulate_dtype(spec.dtype)))
+            for spec in self.params
+        }
+        dtypes = {master.dtype for master in self.masters.values()}
+        # One per dtype: Adafactor of torch 2.13 takes the default eps of the first parameter's dtype for all.
+        self.optimizers = {
+            dtype: world.rule.make([m for m in self.masters.values() if m.dtype == dtype and m.numel()])
+            for dtype in dtypes
+        }
+
+    def state(self, spec: TensorSpec) -> dict:
+        """What torch keeps for a tensor."""
+        master = self.masters[spec.name]
+        return self.optimizers[master.dtype].state[master]
+
+    def round(self, number: int) -> None:
+        total = sum(self.world.weights)
+        weights = [weight / total for weight in self.world.weights]
+        updates = [self.world.submitted(site, number) for site in range(len(weights))]
+        for spec in self.world.schema.tensors:
+            rows = [update[spec.name] for update in updates]
+            if not spec.is_float:
+                self.version[spec.name] = torch.stack([row.to(torch.int64) for row in rows]).amax(0)
+                continue
+            if spec.group == "params" and self.world.codec == "bf16" and spec.dtype in ("F32", "F64"):
+                rows = [row.to(torch.bfloat16) for row in rows]
+            rows = [row.to(accumulate_dtype(spec.dtype)) for row in rows]
+            acc = rows[0] * weights[0]
+            for row, weight in zip(rows[1:], weights[1:], strict=True):
+                acc.add_(row, alpha=weight)
+            if spec.group == "params":
+                self.masters[spec.name].grad = acc
+            else:
+                self.version[spec.name] = acc.to(torch_dtype(spec.dtype))
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+        for spec in self.params:
+            self.version[spec.name] = self.masters[spec.name].detach().to(torch_dtype(spec.dtype))
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())

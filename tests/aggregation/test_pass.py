@@ -1,0 +1,220 @@
+"""The pass, against the same rounds on whole tensors; and against itself in other chunks and threads."""
+
+import os
+import threading
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from blake3 import blake3
+from pass_world import CODECS, REDUCERS, Reference, World, values
+from safetensors import safe_open
+
+from atoll.aggregation.close import PassOutputs, run_pass
+from atoll.aggregation.state import state_regions, version_regions
+from atoll.errors import StateCorrupt, UsageError
+from atoll.tensors.layout import TILE
+from atoll.tensors.schema import Schema, TensorSpec
+
+OUTER = [
+    ("sgd", {"lr": 1.0}),
+    ("sgd", {"lr": 0.7, "momentum": 0.9}),
+    ("sgd", {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
+    ("adam", {"lr": 0.01}),
+    ("adamw", {"lr": 0.01}),
+    ("adagrad", {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    ("rmsprop", {"lr": 0.01, "momentum": 0.5}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.Adafactor, {"lr": 0.1}),
+]
+
+
+def tensors_of(path):
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+
+
+def same(one, two):
+    one, two = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, two))
+    return torch.equal(one, two)
+
+
+@pytest.mark.covers("L1")
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+@pytest.mark.parametrize(("target", "options"), OUTER, ids=lambda value: str(getattr(value, "__name__", value)))
+def test_it_is_the_same_optimizer_on_whole_tensors_bit_for_bit(tmp_path, target, options, codec):
+    world = World(tmp_path, target=target, options=options, codec=codec)
+    reference = Reference(world)
+    for number in range(3):
+        world.round(chunk_elements=2 * TILE, threads=2)
+        reference.round(number)
+        written = tensors_of(world.file("v"))
+        assert written.keys() == reference.version.keys()
+        for name, expected in reference.version.items():
+            assert same(written[name], expected.to(written[name].dtype)), (number, name)
+    kept = tensors_of(world.file("s"))
+    for spec in reference.params:
+        if not spec.numel:
+            continue
+        for key, expected in reference.state(spec).items():
+            if expected is not None:
+                assert same(kept[f"{spec.name}.{key}"], expected), (spec.name, key)
+        if spec.item_bytes < 4:
+            assert same(kept[f"{spec.name}.master"], reference.masters[spec.name].detach())
+
+
+@pytest.mark.parametrize("target", ["sgd", "adam", torch.optim.Adafactor])
+def test_neither_chunks_nor_threads_change_a_bit(tmp_path, target):
+    results = []
+    for chunk, threads in ((TILE, 1), (3 * TILE, 3), (2**20, 2), (2**20, 1)):
+        folder = tmp_path / f"{chunk}-{threads}"
+        folder.mkdir()
+        world = World(folder, target=target, options={"lr": 0.1})
+        done = [world.round(chunk_elements=chunk, threads=threads) for _ in range(2)]
+        results.append([(result.digest, result.part_digests, result.state_digests) for result in done])
+    assert all(result == results[0] for result in results)
+
+
+def test_the_pass_runs_again_over_a_half_written_output(tmp_path):
+    world = World(tmp_path)
+    first = world.round()
+    outputs = PassOutputs(world.base, world.state_fd)
+    for fd in (outputs.version_fd, outputs.state_fd):
+        os.pwrite(fd, b"\xff" * 70_000, 1234)
+    world.number, world.state_fd = 0, None
+    world.base = world.open("v0")
+    again = run_pass(world.inputs(), outputs, world.rule, REDUCERS, CODECS)
+    assert (again.digest, again.state_digests) == (first.digest, first.state_digests)
+
+
+@pytest.mark.parametrize("target", ["sgd", "adam", torch.optim.Adafactor])
+def test_digests_are_of_the_bytes_on_disk(tmp_path, target):
+    world = World(tmp_path, target=target, options={"lr": 0.1})
+    for _ in range(2):
+        result = world.round(threads=2, chunk_elements=2 * TILE)
+    files = [(world.file("v"), version_regions(world.version_layout), result.part_digests)]
+    if world.state is not None:
+        regions = state_regions(world.version_layout, world.state[1])
+        files.append((world.file("s"), regions, result.state_digests))
+    for path, regions, digests in files:
+        content = path.read_bytes()
+        covered = []
+        for region, digest in zip(regions, digests, strict=True):
+            assert blake3(b"".join(content[at : at + size] for at, size in region.ranges)).digest() == digest
+            covered += region.ranges
+        covered.sort()
+        assert covered[0][0] == 0
+        assert sum(covered[-1]) == len(content)
+        assert all(sum(one) == two[0] for one, two in pairwise(covered))  # every byte once
+
+
+@dataclass(frozen=True)
+class Median:
+    name: str = "median"
+    needs_all: bool = True
+
+    def reduce_(self, rows, weights, out):
+        out.copy_(rows.median(0).values)
+
+
+@pytest.mark.parametrize("chunk", [TILE, 7 * TILE])
+def test_a_reducer_may_ask_for_all_rows_at_once(tmp_path, chunk):
+    world = World(tmp_path, options={"lr": 1.0}, codec="bf16")
+    base = {spec.name: values(spec, 0) for spec in world.schema.tensors}
+    submitted = [world.submitted(site, 0) for site in range(3)]
+    outputs = PassOutputs(world.open("v1"), world.open("s1"))
+    run_pass(world.inputs(), outputs, world.rule, REDUCERS | {"params": Median()}, CODECS, chunk_elements=chunk)
+    median = torch.stack([update["embed"].bfloat16().float() for update in submitted]).median(0).values
+    assert same(tensors_of(tmp_path / "v1")["embed"], base["embed"] - median)  # SGD, lr 1: one subtraction
+
+
+def test_a_rule_without_memory_keeps_no_file(tmp_path):
+    world = World(tmp_path, schema=Schema.build([TensorSpec("w", "F32", (9000,))]), options={"lr": 1.0})
+    assert world.state is None
+    assert world.round().state_digests == ()
+
+
+def test_the_gradient_norm_by_hand(tmp_path):
+    # One site, weight 1: the reduced pseudo-gradient is what it submitted.
+    world = World(tmp_path, weights=(3.0,))
+    submitted = world.submitted(0, 0)
+    squares = sum(float(submitted[s.name].double().square().sum()) for s in world.schema.tensors if s.group == "params")
+    assert world.round().grad_norm == pytest.approx(squares**0.5, rel=1e-5)
+
+
+def test_progress_rises_to_the_bytes_of_the_version(tmp_path):
+    world, seen = World(tmp_path), []
+    world.round(threads=2, on_progress=seen.append)
+    assert seen == sorted(seen)
+    assert seen[-1] == world.version_layout.nbytes
+
+
+def test_a_cancelled_pass_ends_early(tmp_path):
+    world, cancelled = World(tmp_path), threading.Event()
+    seen = []
+
+    def stop_after_one(done):
+        seen.append(done)
+        cancelled.set()
+
+    with pytest.raises(CancelledError):
+        world.round(on_progress=stop_after_one, cancelled=cancelled)
+    assert seen == [world.version_layout.parts[0].nbytes]
+
+
+@pytest.mark.covers("F41")
+def test_a_truncated_base_is_named_not_read_as_zeros(tmp_path):
+    world = World(tmp_path)
+    os.truncate(world.folder / "v0", 2**16)
+    with pytest.raises(StateCorrupt, match="ends before byte"):
+        world.round(threads=2)
+
+
+def test_a_round_without_updates_is_refused(tmp_path):
+    world = World(tmp_path, weights=())
+    with pytest.raises(UsageError):
+        world.round()
+
+
+def test_an_embedding_program_keeps_its_threads(tmp_path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        World(tmp_path).round(threads=2)
+        default = []
+        probe = threading.Thread(target=lambda: default.append(torch.get_num_threads()))
+        probe.start()
+        probe.join()
+        assert (torch.get_num_threads(), default) == (3, [3])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.covers("D1")
+def test_memory_does_not_follow_the_model_or_the_number_of_updates(tmp_path, monkeypatch):
+    """Every buffer that a pass asks torch for is counted: the same for 3 and 12 updates, for 1 and 8 tensors."""
+    asked = []
+    empty = torch.empty
+
+    def counting(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        asked.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    totals = []
+    for sites, tensors in ((3, 1), (12, 1), (3, 8)):
+        schema = Schema.build(TensorSpec(f"w{index}", "F32", (50_000,)) for index in range(tensors))
+        folder = tmp_path / f"{sites}-{tensors}"
+        folder.mkdir()
+        world = World(folder, schema=schema, weights=(1.0,) * sites)
+        world.round(chunk_elements=TILE)  # later rounds: the first lets torch create the state
+        inputs, outputs = world.inputs(), PassOutputs(world.open("v2"), world.open("s2"))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", counting)
+            asked.clear()
+            run_pass(inputs, outputs, world.rule, REDUCERS, CODECS, chunk_elements=TILE)
+        totals.append(sum(asked))
+    assert totals[0] == totals[1] == totals[2] <= 10 * TILE * 8

@@ -1,0 +1,67 @@
+"""`atoll init`: what it writes works as it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atoll.cli import init
+from atoll.config import Settings
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "diloco"])
+def test_the_script_trains_alone_and_the_run_file_is_valid(atoll_command, tmp_path, algorithm: str) -> None:
+    outcome = atoll_command("init", "mine", "--algorithm", algorithm)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "atoll server run.toml" in outcome.stdout
+    settings = Settings.read(tmp_path / "mine" / "run.toml", environ={})
+    assert (settings.name, settings.algorithm, settings.model) == ("mine", algorithm, "model:build")
+    trained = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path / "mine", env=dict(os.environ), capture_output=True, text=True
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert "loss" in trained.stdout
+    assert "training alone" in trained.stderr
+
+
+def test_every_default_of_the_run_file_is_the_real_one() -> None:
+    """Uncommenting every line that shows a value changes nothing."""
+    lines = init.run_file("fedavg", "x").splitlines()
+    keys = {key for keys in init.SECTIONS.values() for key in keys}
+    uncommented = [
+        line.removeprefix("# ") if line.startswith("# ") and line[2:].partition(" = ")[0] in keys else line
+        for line in lines
+        if not line.endswith(" =")
+    ]
+    import tomllib
+
+    values = tomllib.loads("\n".join(uncommented))
+    chosen = {"name": "x", "model": "model:build", "num_workers": 2, "algorithm": "fedavg", "rounds": 10}
+    assert Settings.build(values) == Settings.build(chosen)
+
+
+def test_nothing_is_overwritten(atoll_command, tmp_path) -> None:
+    (tmp_path / "train.py").write_text("mine")
+    outcome = atoll_command("init")
+    assert outcome.returncode == 2
+    assert "train.py" in outcome.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+    assert (tmp_path / "train.py").read_text() == "mine"
+
+
+def test_a_name_that_toml_would_misread_is_quoted() -> None:
+    import tomllib
+
+    name = 'a"b\\c'
+    assert tomllib.loads(init.run_file("diloco", name))["name"] == name
+
+
+def test_the_templates_are_in_the_package() -> None:
+    from importlib.resources import files
+
+    names = {Path(str(entry)).name for entry in (files("atoll.cli") / "templates").iterdir()}
+    assert {"model.py", "train_fedavg.py", "train_diloco.py"} <= names

@@ -1,0 +1,91 @@
+"""Flags of `atoll server`: made from the settings, one for each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from atoll.cli import main as cli
+from atoll.cli import server
+from atoll.config import Settings
+from atoll.errors import ConfigError
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """Parse a command line of `atoll server` as far as the settings."""
+    seen: list[Settings] = []
+
+    def stop(settings: Settings) -> None:
+        seen.append(settings)
+
+    monkeypatch.setattr(server, "run_until_finished", stop)
+
+    def parse(*arguments: str) -> Settings:
+        outcome = CliRunner().invoke(cli.app, ["server", *arguments], catch_exceptions=False)
+        assert outcome.exit_code == 0, outcome.output
+        return seen[-1]
+
+    return parse
+
+
+@pytest.mark.covers("L12")
+def test_every_setting_is_a_flag_with_its_description() -> None:
+    from typer.main import get_command
+
+    command = get_command(cli.app).commands["server"]  # type: ignore[attr-defined]
+    flags = {option: parameter for parameter in command.params for option in parameter.opts}
+    for key, field in Settings.model_fields.items():
+        parameter = flags[f"--{key.replace('_', '-')}"]
+        assert parameter.help.startswith(field.description)
+
+
+def test_flags_become_settings(read) -> None:
+    settings = read(
+        "--sync-every", "30", "--outer-lr", "0.5", "--num-workers", "3", "--state-dir", "here", "--insecure"
+    )
+    assert (settings.sync_every, settings.outer_lr, settings.num_workers) == (30, 0.5, 3)
+    assert settings.state_dir == Path("here")
+    assert settings.insecure is True
+    assert settings.min_workers == Settings().min_workers
+
+
+def test_a_table_is_written_as_toml_and_a_list_with_commas(read) -> None:
+    settings = read("--outer-options", "{nesterov = true, betas = [0.9, 0.95]}", "--buffers", "*mean, *var")
+    assert settings.outer_options == {"nesterov": True, "betas": [0.9, 0.95]}
+    assert settings.buffers == ("*mean", "*var")
+
+
+def test_a_flag_wins_over_the_run_file(read, tmp_path) -> None:
+    (tmp_path / "run.toml").write_text('algorithm = "fedavg"\nrounds = 7\nstate_dir = "state"\n')
+    settings = read(str(tmp_path / "run.toml"), "--rounds", "9")
+    assert (settings.algorithm, settings.rounds) == ("fedavg", 9)
+    assert settings.state_dir == tmp_path / "state"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rounds", "many"], ["flag --rounds", "'many'"]),
+        (["--outer-options", "lr=1"], ["--outer-options", "{key = 1}"]),
+        (["missing.toml"], ["missing.toml", "atoll init"]),
+        (["--min-workers", "5"], ["min_workers is 5", "num_workers is 1"]),
+    ],
+)
+def test_a_wrong_value_names_the_flag_and_the_remedy(arguments: list[str], words: list[str]) -> None:
+    outcome = CliRunner().invoke(cli.app, ["server", *arguments])
+    assert isinstance(outcome.exception, ConfigError)
+    assert [word for word in words if word not in str(outcome.exception)] == []
+
+
+def test_modules_beside_the_run_file_and_in_the_current_folder_can_be_imported(read, tmp_path, monkeypatch) -> None:
+    import sys
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "run.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    read("there/run.toml")
+    assert {str(tmp_path), str(tmp_path / "there")} <= set(sys.path)

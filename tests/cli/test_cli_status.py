@@ -1,0 +1,83 @@
+"""`atoll status`: who does what, who is awaited, for how long and why."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from atoll.cli import status
+from atoll.wire import messages
+
+
+@pytest.fixture
+def known(canned) -> messages.Status:
+    return messages.Status.model_validate_json(canned.answers["/v1/status"][1])
+
+
+@pytest.mark.covers("L13")
+def test_plain_lines_name_the_awaited_and_align_the_workers(canned, atoll_command) -> None:
+    outcome = atoll_command("status", "--server", canned.url)
+    assert outcome.returncode == 0, outcome.stderr
+    lines = outcome.stdout.splitlines()
+    assert lines[0].startswith(f"canned at {canned.url}: fedavg, barrier")
+    assert "waiting for clinic-b (31 s); round 3 needs 2 updates" in outcome.stdout
+    head = next(line for line in lines if line.startswith("site"))
+    first, second = lines[lines.index(head) + 1 :][:2]
+    assert first.split()[:5] == ["clinic-a", "alive", "training", "1250", "4.50"]
+    assert first[head.index("step") :].startswith("1250")
+    assert "3.4 MB" in first
+    assert "1.2 GB" in first
+    assert "loss 2.25" in first
+    assert second.endswith("no heartbeat for 120 s")
+    assert lines[-1] == "round 2: version 2 from clinic-a, clinic-b; 8.0 MB up, 0.25 s; loss 2.5"
+    assert "\x1b" not in outcome.stdout
+
+
+def test_json_is_the_message_itself(canned, atoll_command, known) -> None:
+    outcome = atoll_command("status", "--server", canned.url, "--json")
+    assert messages.Status.model_validate_json(outcome.stdout) == known
+
+
+def test_watching_ends_with_the_run(canned, atoll_command, known) -> None:
+    finished = known.model_copy(update={"finished": True})
+    canned.answers["/v1/status"] = (200, finished.model_dump_json())
+    outcome = atoll_command("status", "--server", canned.url, "--watch", "--json")
+    (line,) = outcome.stdout.splitlines()
+    assert json.loads(line)["finished"] is True
+
+
+def test_the_server_comes_from_the_environment(canned, atoll_command) -> None:
+    outcome = atoll_command("status", ATOLL_SERVER=canned.url)
+    assert outcome.stdout.startswith("canned at")
+
+
+def test_an_error_of_the_server_keeps_its_exit_code(canned, atoll_command) -> None:
+    problem = messages.Problem(code="auth", message="The server wants a token.", remedy="Set ATOLL_TOKEN.")
+    canned.answers["/v1/status"] = (401, problem.model_dump_json())
+    outcome = atoll_command("status", "--server", canned.url)
+    assert outcome.returncode == 8
+    assert outcome.stderr == "atoll: The server wants a token. Set ATOLL_TOKEN.\n"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:8512", "ftp://host", "http://", "http://host:port"])
+def test_what_is_no_address_is_exit_2(atoll_command, address: str) -> None:
+    outcome = atoll_command("status", "--server", address)
+    assert outcome.returncode == 2
+    assert repr(address) in outcome.stderr
+
+
+def test_the_table_for_terminals_has_the_same_words(known) -> None:
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(status.table(known, "http://there"))
+    text = console.export_text()
+    console.file.close()
+    for word in ("canned at http://there", "clinic-a", "no heartbeat for 120 s", "waiting for clinic-b (31 s)"):
+        assert word in text
+
+
+def test_a_run_without_workers_says_so(known) -> None:
+    alone = known.model_copy(update={"workers": [], "history": []})
+    assert status.plain(alone, "http://there")[-1] == "no worker has joined yet"

@@ -1,0 +1,98 @@
+"""The round machine holds its promises in every schedule that is tried, and the search finds bugs that are planted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from atoll.rounds import machine, recovery, settle
+from atoll.testing import schedules
+from atoll.testing.schedules import MUTANTS, Fault, Schedule, Violation, explore, simulate
+
+PLAIN = Schedule(workers=3, num_workers=3, min_workers=2, quorum=0, deadline_s=30, fragments=1)
+
+
+@pytest.mark.covers("F5", "F8", "F9", "F12", "F13", "F17", "F19", "F23")
+def test_no_schedule_breaks_a_promise():
+    seen = explore(examples=250)
+    wanted = ("versions", "crashes", "LeaseEnded", "TicketsExpired", "ExpectedChanged", "refused", *schedules.FAULTS)
+    assert all(seen[what] > 10 for what in wanted), f"the search hardly meets some of what it is for: {seen}"
+
+
+def test_a_run_without_faults_makes_a_version_every_few_seconds():
+    # A round: ask 2 s, train at most 7 s, polls of 4 s, submit 2 s, pass 2 s; in 150 s at least 6 of them.
+    counts = simulate(PLAIN)
+    assert counts["versions"] >= 6
+    assert counts["LeaseEnded"] == counts["TicketsExpired"] == counts["crashes"] == 0
+    assert counts["accepted"] >= 3 * counts["versions"]
+
+
+@pytest.mark.covers("F20")
+def test_clock_jumps_change_nothing():
+    jumps = (Fault(40, "clock forward", 0), Fault(60, "clock back", 0), Fault(90, "clock back", 0))
+    assert simulate(replace(PLAIN, faults=jumps)) == simulate(PLAIN) + Counter(fault.kind for fault in jumps)
+    # Everybody joined at 1 s, so somebody looks at the silences at 41 s, a day later by a clock that was set at 40 s.
+    with pytest.raises(Violation, match=r"site-\d was declared dead, but was heard of"):
+        simulate(replace(PLAIN, faults=jumps), mutant="wall clock")
+
+
+FOUND_AS = {
+    "no dedupe": "the mean of its updates",
+    "acknowledge before journal": "acknowledged ticket",
+    "lost expected": "closed without awaited",
+    "quorum of one": "a round closed with 1 of",
+    "two-step commit": "the mean of its updates",
+    "wall clock": "declared dead, but was heard|closed without awaited",
+    "no fencing": "under stale lease",
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_planted_bug_of_the_server_is_found(mutant):
+    with pytest.raises(Violation, match=FOUND_AS[mutant]):
+        explore(examples=300, mutant=mutant, shrink=False)
+
+
+def no_help_from_late_joiners(monkeypatch):
+    monkeypatch.setattr(settle.membership, "alive", lambda members: [])
+
+
+def every_restart_opens_the_round_anew(monkeypatch):
+    def restored(rules, journal, tickets, now_s):
+        return original(rules, replace(journal, open=None), tickets, now_s)
+
+    original = recovery._restored
+    monkeypatch.setattr(recovery, "_restored", restored)
+
+
+def the_dead_are_waited_for(monkeypatch):
+    monkeypatch.setattr(settle, "_revise", lambda draft, fragment: None)
+
+
+def leases_start_again(monkeypatch):
+    def restore(rules, journal, now_s):
+        state, effects = original(rules, journal, now_s)
+        return replace(state, next_lease=1), effects
+
+    original = machine.restore
+    monkeypatch.setattr(machine, "restore", restore)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [no_help_from_late_joiners, every_restart_opens_the_round_anew, the_dead_are_waited_for, leases_start_again],
+)
+def test_a_planted_bug_of_the_machine_is_found(plant, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises(Violation):
+        explore(examples=300, shrink=False)
+
+
+def test_a_failing_schedule_is_reported_small():
+    with pytest.raises(Violation) as caught:
+        explore(examples=30, mutant="two-step commit")
+    notes = "\n".join(caught.value.__notes__)
+    assert "in Schedule(" in notes
+    assert notes.count("Fault(") <= 1  # one crash between the two writes is all that it takes

@@ -1,0 +1,229 @@
+"""A server and workers in one process, over real sockets and files: the whole way of an update."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import atoll
+from atoll.errors import AtollError, SchemaMismatch
+from atoll.worker.client import status
+
+
+def tiny(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def serve(folder: Path, model: nn.Module, **settings: Any) -> atoll.Server:
+    options: dict[str, Any] = {
+        "algorithm": "fedavg",
+        "port": 0,
+        "state_dir": folder / "state",
+        "heartbeat_interval_s": 1.0,
+    }
+    return atoll.Server(model, **(options | settings)).start()
+
+
+def together(*jobs: Callable[[], object], timeout_s: float = 60.0) -> None:
+    """Run jobs in threads; raise what the first of them raised."""
+    errors: list[BaseException] = []
+
+    def work(job: Callable[[], object]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+        assert not thread.is_alive(), "a worker hangs"
+    if errors:
+        raise errors[0]
+
+
+def add(model: nn.Module, amount: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(amount)
+
+
+def federated(server: atoll.Server, folder: Path, site: str, amount: float, weight: float) -> Callable[[], None]:
+    def job() -> None:
+        model = tiny(seed=99)
+        with atoll.join(server.url, site=site, folder=folder / "workers") as worker:
+            for round_ in worker:
+                round_.load_into(model)
+                add(model, amount)
+                model[1].num_batches_tracked += int(amount)
+                round_.submit(model, weight=weight, metrics={"loss": amount})
+
+    return job
+
+
+@pytest.mark.covers("D1", "P8", "L15", "L22")
+def test_fedavg_takes_the_weighted_mean_and_the_result_loads_strictly(tmp_path: Path) -> None:
+    start = tiny()
+    server = serve(tmp_path, start, num_workers=2, rounds=2)
+    together(federated(server, tmp_path, "a", 1.0, 1.0), federated(server, tmp_path, "b", 4.0, 2.0))
+    assert server.wait(30)
+    server.run()
+    result = safetensors.torch.load_file(server.exports / "model.safetensors")
+    model = tiny(seed=5)
+    model.load_state_dict(result, strict=True)
+    for name, parameter in start.named_parameters():
+        # a round moves by (1·1 + 2·4) / 3 = 3; in pseudo-gradient form, twice, in fp32
+        theta = parameter.detach().clone()
+        for _ in range(2):
+            u_a, u_b = theta - (theta + 1.0), theta - (theta + 4.0)
+            g = u_a * (1 / 3)
+            g.add_(u_b, alpha=2 / 3)
+            theta = theta - g
+        assert torch.equal(result[name], theta), name
+    # integer counters take the maximum: 0 → max(0 + 1, 0 + 4) → max(4 + 1, 4 + 4)
+    assert result["1.num_batches_tracked"].item() == 8
+    lines = [json.loads(line) for line in (server.exports / "metrics.jsonl").read_text().splitlines()]
+    assert [line["version"] for line in lines] == [1, 2]
+    assert lines[0]["metrics"]["loss"] == pytest.approx(3.0)
+    assert lines[0]["counts"] == {"loss": 2}
+    assert lines[0]["workers"] == ["a", "b"]
+
+
+@pytest.mark.covers("L2", "L4")
+def test_diloco_synchronises_every_h_steps_around_any_loop(tmp_path: Path) -> None:
+    """H = 2, SGD inner lr 1 on a gradient of constant 1 (or 3): a worker's round moves its weight by −2 (−6)."""
+    server = serve(tmp_path, nn.Linear(1, 1, bias=False), algorithm="diloco", num_workers=2, rounds=3, sync_every=2, codec="none",
+                   outer_lr=0.5, outer_momentum=0.0)  # fmt: skip
+    ends: dict[str, float] = {}
+
+    def job(site: str, slope: float) -> Callable[[], None]:
+        def run() -> None:
+            model = nn.Linear(1, 1, bias=False)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            with atoll.DiLoCo(model, optimizer, server=server.url, site=site, folder=tmp_path / "workers") as diloco:
+                for _ in range(6):
+                    optimizer.zero_grad()
+                    (slope * model.weight.sum()).backward()
+                    optimizer.step()
+                assert diloco.finished
+                assert diloco.rounds == 3
+            ends[site] = model.weight.item()
+
+        return run
+
+    begin = safetensors.torch.load_file(server.save_state(tmp_path / "begin.safetensors"))["weight"].item()
+    together(job("a", 1.0), job("b", 3.0))
+    assert server.wait(30)
+    server.run()
+    # the mean pseudo-gradient is (2 + 6) / 2 = 4; the outer step is 0.5 · 4 = 2; three rounds
+    assert ends["a"] == ends["b"]
+    assert ends["a"] == pytest.approx(begin - 6.0, abs=1e-5)
+
+
+@pytest.mark.covers("F30", "X3")
+def test_another_architecture_is_refused_with_both_digests_and_the_first_difference(tmp_path: Path) -> None:
+    server = serve(tmp_path, tiny(), num_workers=1)
+    try:
+        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
+            round_ = next(iter(worker))
+            sent = server.status().bytes_down
+            with pytest.raises(SchemaMismatch, match=r"0\.weight F32\[5, 3\].*0\.weight F32\[4, 3\]"):
+                round_.load_into(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)))
+            assert server.status().bytes_down == sent
+    finally:
+        server.stop()
+
+
+@pytest.mark.covers("F31")
+def test_nan_is_refused_naming_worker_and_tensor_and_the_round_goes_on(tmp_path: Path) -> None:
+    start = tiny()
+    server = serve(tmp_path, start, num_workers=2, rounds=1)
+
+    def broken() -> None:
+        model = tiny()
+        with atoll.join(server.url, site="bad", folder=tmp_path / "workers") as worker:
+            for round_ in worker:
+                round_.load_into(model)
+                with torch.no_grad():
+                    model[2].weight[0, 0] = float("nan")
+                round_.submit(model)
+
+    together(federated(server, tmp_path, "good", 1.0, 1.0), broken)
+    assert server.wait(30)
+    told = server.status()
+    server.run()
+    assert told.refused == 1
+    assert told.history[0].workers == ["good"]
+    result = safetensors.torch.load_file(server.exports / "model.safetensors")
+    assert torch.equal(
+        result["0.bias"], start[0].bias.detach() - (start[0].bias.detach() - (start[0].bias.detach() + 1.0))
+    )
+
+
+@pytest.mark.covers("L20")
+def test_the_public_client_registers_pulls_submits_and_asks(tmp_path: Path) -> None:
+    server = serve(tmp_path, tiny(), num_workers=1, rounds=1)
+    with atoll.Client(server.url, site="by-hand", folder=tmp_path / "workers") as client:
+        assert client.next_round() == 1
+        state = client.pull()
+        assert torch.equal(state["0.bias"], tiny()[0].bias.detach())
+        state["0.bias"] += 1.0
+        client.submit(state, weight=3.0, metrics={"accuracy": 0.5})
+        assert client.next_round() is None
+        assert client.status().history[0].metrics == {"accuracy": 0.5}
+    server.run()
+
+
+@pytest.mark.covers("L13")
+def test_status_names_whom_the_round_waits_for(tmp_path: Path) -> None:
+    server = serve(tmp_path, tiny(), num_workers=2)
+    try:
+        with atoll.Client(server.url, site="first", folder=tmp_path / "workers") as client:
+            assert client.next_round(wait_s=0.0) is None
+            waiting = status(server.url)
+            assert "waits for 2 workers to join, 1 has" in waiting.fragments[0].reason
+            with atoll.Client(server.url, site="second", folder=tmp_path / "workers") as other:
+                other.register()
+                assert client.next_round() == 1
+                assert other.next_round() == 1
+                state = client.pull()
+                client.submit(state)
+                assert [missing.site for missing in server.status().fragments[0].waiting_for] == ["second"]
+    finally:
+        server.stop()
+
+
+@pytest.mark.covers("P6")
+def test_a_round_that_was_not_submitted_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    server = serve(tmp_path, tiny(), num_workers=1)
+    try:
+        with pytest.raises(AtollError, match=r"Call round\.submit"):
+            with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
+                for _ in worker:
+                    pass
+        assert server.status().workers[0].state == "failed"
+        assert "submit" in server.status().workers[0].error
+    finally:
+        server.stop()
+
+
+def test_the_same_scripts_run_without_a_server() -> None:
+    model = tiny()
+    with atoll.join() as worker:
+        for round_ in worker:
+            round_.submit(round_.load_into(model), weight=5, metrics={"loss": 0.1})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with atoll.DiLoCo(model, optimizer) as diloco:
+        optimizer.step()
+    assert diloco.rounds == 0

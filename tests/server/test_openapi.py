@@ -1,0 +1,50 @@
+"""The documented interface is the served one: schemathesis sends what the document allows, and what it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from torch import nn
+
+import atoll
+from atoll.server.handlers import Handlers
+from atoll.wire.operations import OPERATIONS, STATUS_OF, openapi
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    folder = tmp_path_factory.mktemp("openapi")
+    # no heartbeat timeout: workers that schemathesis makes up come and go as it likes
+    options = {"heartbeat_interval_s": 0, "heartbeat_timeout_s": 0, "num_workers": 10_000, "algorithm": "fedavg"}
+    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=folder / "state", **options) as server:
+        yield schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+
+schema = schemathesis.pytest.from_fixture("api")
+
+
+@pytest.mark.covers("F38", "F39")
+@schema.parametrize()
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_every_answer_is_a_documented_one(case: schemathesis.Case) -> None:
+    case.call_and_validate(timeout=30.0)
+
+
+def test_every_operation_has_a_handler_and_every_problem_a_status() -> None:
+    for operation in OPERATIONS:
+        assert operation.name == "get_openapi" or hasattr(Handlers, operation.name), operation.name
+        for code in operation.problems:
+            assert code in STATUS_OF, code
+
+
+def test_the_document_names_every_path_once_and_refers_only_to_what_it_defines() -> None:
+    document = openapi("1")
+    text = str(document)
+    for name in document["components"]["schemas"]:
+        assert f"'#/components/schemas/{name}'" in text or name == "Problem"
+    names = [operation.name for operation in OPERATIONS]
+    assert len(names) == len(set(names))
+    assert set(document["paths"]) == {operation.path for operation in OPERATIONS}
