@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
+from schemathesis.specs.openapi.checks import positive_data_acceptance
 from torch import nn
 
 import atoll
@@ -30,7 +31,8 @@ schema = schemathesis.pytest.from_fixture("api")
 @schema.parametrize()
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_every_answer_is_a_documented_one(case: schemathesis.Case) -> None:
-    case.call_and_validate(timeout=30.0)
+    # a made-up lease, ticket or version is well-formed and still refused (409, 410): that is not a fault
+    case.call_and_validate(timeout=30.0, excluded_checks=[positive_data_acceptance])
 
 
 def test_every_operation_has_a_handler_and_every_problem_a_status() -> None:

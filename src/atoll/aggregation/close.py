@@ -200,17 +200,17 @@ class _Member:
         reduced = scratch.tensor("reduced", accumulate, n)
         grads = self._reduce(window, reduced)
         squares = float(torch.dot(reduced, reduced))
-        first_round = shared.inputs.state_fd is None
-        whole_columns: dict[str, Tensor] = {}
+        first_round = shared.inputs.state_layout is not None and shared.inputs.state_fd is None
+        held: dict[str, Tensor] = {}
         for key, (_, offset, column_dtype) in kept.items():
-            whole_columns[key] = scratch.tensor(f"state.{key}", column_dtype, n)
+            held[key] = scratch.tensor(f"state.{key}", column_dtype, n)
             if shared.inputs.state_fd is not None:
                 read_at(shared.inputs.state_fd, scratch.view(f"state.{key}", n * column_dtype.itemsize), offset)
-        master = whole_columns.get(MASTER, values)
+        master = held.get(MASTER, values)
         if first_round and master is not values:
             master.copy_(values)
         sizes = [run.numel for run in window.runs]
-        split = {key: torch.split(column, sizes) for key, column in whole_columns.items() if key != MASTER}
+        split = {key: torch.split(column, sizes) for key, column in held.items() if key != MASTER}
         before = None if first_round else self._states(window, split)
         after = self._stepper.step_(torch.split(master, sizes), grads, before)
         self._keep(window, split, before, after)

@@ -6,14 +6,15 @@ import asyncio
 import json
 import logging
 import os
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from atoll.errors import AtollError, BadRequest, VersionSkew
-from atoll.server.auth import Gate
+from atoll.errors import AtollError, BadRequest
+from atoll.server.auth import IDENTITY, Gate
 from atoll.server.handlers import Handlers
 from atoll.server.run import Run
 from atoll.wire import messages, routes
@@ -59,7 +60,7 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], run: Run
             name: _number(name, text) for name, text in request.match_info.items() if name != "digest"
         }
         if "digest" in request.match_info:
-            arguments["digest"] = request.match_info["digest"]
+            arguments["digest"] = _digest(request.match_info["digest"])
         if operation.lease:
             arguments["lease"] = run.require_lease(request.headers.get(routes.LEASE_HEADER))
         if takes_message:
@@ -95,7 +96,7 @@ def _readable(kind: type[BaseModel], error: ValidationError) -> AtollError:
     first = error.errors()[0]
     where = ".".join(str(step) for step in first["loc"]) or "the body"
     if first["type"] == "extra_forbidden":
-        return VersionSkew(
+        return BadRequest(
             f"{kind.__name__} has a field {where!r} that this server does not know.",
             "Use the same Atoll version on both sides.",
         )
@@ -103,9 +104,15 @@ def _readable(kind: type[BaseModel], error: ValidationError) -> AtollError:
 
 
 def _number(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise BadRequest(f"{name} is {text[:40]!r}, not a number.")
+    if not (text.isascii() and text.isdigit() and len(text) <= 19 and int(text) < messages.NUMBER_BELOW):
+        raise BadRequest(f"{name} is {text[:40]!r}, not a number that this server has issued.")
     return int(text)
+
+
+def _digest(text: str) -> str:
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise BadRequest(f"{text[:80]!r} is not a digest.", "It has 64 hexadecimal digits.")
+    return text
 
 
 def _guard(gate: Gate) -> Any:
@@ -115,7 +122,7 @@ def _guard(gate: Gate) -> Any:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             if request.path not in open_paths:
-                request["identity"] = gate.admit(request.headers.get("Authorization"))
+                request[IDENTITY] = gate.admit(request.headers.get("Authorization"))
             return await handler(request)
         except AtollError as error:
             return problem(error.code, error.message, error.remedy, error.retry_after_s)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hmac
 from dataclasses import dataclass
 
+from aiohttp import web
+
 from atoll.config import Settings
 from atoll.errors import AuthError, ConfigError
 from atoll.transport.tls import is_loopback, read_token
@@ -30,6 +32,10 @@ class Identity:
             raise AuthError(
                 f"The credential belongs to {self.site!r}, not to {site!r}.", "Use the site's own credential."
             )
+
+
+IDENTITY = web.RequestKey("identity", Identity)
+"""Where a request carries who sent it."""
 
 
 class Gate:

@@ -67,6 +67,8 @@ class Server:
         self._ready = threading.Event()
         self._finished = threading.Event()
         self._error: BaseException | None = None
+        self._last_status: messages.Status | None = None
+        self._questions: set[concurrent.futures.Future[Any]] = set()
         self.port = 0
 
     # -- life
@@ -133,8 +135,15 @@ class Server:
         return self.settings.save_dir or self.settings.state_dir / "exports"
 
     def status(self) -> messages.Status:
-        """All there is to know at this moment."""
-        return self._ask(lambda run: status_of(run))
+        """All there is to know at this moment; after the end, what there was to know then."""
+        if self._last_status is not None:
+            return self._last_status
+        try:
+            return self._ask(status_of)
+        except UsageError:
+            if self._last_status is not None:  # it ended while it was asked
+                return self._last_status
+            raise
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the run is finished; False when the time is over before.
@@ -167,18 +176,20 @@ class Server:
         """Answer on the server's own loop, where nothing changes meanwhile."""
         run, loop = self._require_run(), self._loop
         assert loop is not None
-        if loop.is_closed():
-            raise UsageError("The server has stopped.")
         answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._questions.add(answer)
 
         def work() -> None:
-            try:
+            if self._last_status is None:
                 answer.set_result(question(run))
-            except BaseException as error:
-                answer.set_exception(error)
 
-        loop.call_soon_threadsafe(work)
-        return answer.result(timeout=30.0)
+        try:
+            loop.call_soon_threadsafe(work)
+            return answer.result(timeout=30.0)
+        except (RuntimeError, concurrent.futures.CancelledError) as error:
+            raise UsageError("The server has stopped.", "Ask while it runs.") from error
+        finally:
+            self._questions.discard(answer)
 
     # -- the thread
 
@@ -224,7 +235,10 @@ class Server:
             await self._until_end(run)
         finally:
             await runner.cleanup()
+            self._last_status = status_of(run)
             await run.stop()
+            for question in self._questions:
+                question.cancel()
         if run.failed is not None:
             raise run.failed
 

@@ -26,6 +26,7 @@ from atoll.failpoints import failpoint
 from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
+from atoll.server.auth import IDENTITY
 from atoll.server.metrics import prometheus
 from atoll.server.roster import Lease, Presence, now_text
 from atoll.server.run import Run
@@ -69,7 +70,7 @@ class Handlers:
         )
 
     async def get_schema(self) -> messages.SchemaMessage:
-        return messages.SchemaMessage.model_validate(self.plan.schema.to_json())
+        return messages.SchemaMessage.of(self.plan.schema)
 
     async def get_status(self) -> messages.Status:
         return status_of(self.run)
@@ -113,7 +114,7 @@ class Handlers:
                 f"Worker {message.site} speaks protocol {message.protocol}, this server {routes.PROTOCOL}.",
                 f"Upgrade Atoll at {older}.",
             )
-        request["identity"].require_site(message.site)
+        request[IDENTITY].require_site(message.site)
         digest = self.plan.schema.digest
         if message.schema_digest not in (None, digest):
             raise SchemaMismatch(

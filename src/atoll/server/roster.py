@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -47,12 +48,11 @@ class Lease:
         Raises:
             BadRequest: the header is missing or malformed.
         """
-        pieces = (text or "").split(":")
-        if len(pieces) != 3 or not pieces[1].isascii() or not pieces[1].isdigit() or len(pieces[1]) > 18:
+        if text is None or not re.match(messages.LEASE_PATTERN, text):
             raise BadRequest(
-                "The Atoll-Lease header is missing or malformed.",
-                "Join first, and send the lease that was given.",
+                "The Atoll-Lease header is missing or malformed.", "Join first, and send the lease that was given."
             )
+        pieces = text.split(":")
         return cls(pieces[0], int(pieces[1]), pieces[2])
 
 

@@ -10,11 +10,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from atoll.tensors.schema import Schema, TensorSpec
+
 Site = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """A worker's name: letters, digits, `.`, `_`, `-`; at most 64; it is shown and logged, never used as a path."""
 
 Hex32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 """A BLAKE3 digest in hex."""
+
+LEASE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}:[0-9]{1,18}:[0-9A-Za-z]{0,64}$"
+"""`site:number:process`: a worker sends back what it was given, and never makes one up."""
+
+NUMBER_BELOW = 2**62
+"""Of what the server issues: tickets, versions, parts."""
 
 Metrics = Annotated[dict[Annotated[str, StringConstraints(max_length=64)], float], Field(max_length=64)]
 Labels = Annotated[
@@ -22,11 +30,11 @@ Labels = Annotated[
     Field(max_length=32),
 ]
 Text = Annotated[str, StringConstraints(max_length=2000)]
-Count = Annotated[int, Field(ge=0, lt=2**62)]
+Count = Annotated[int, Field(ge=0, lt=NUMBER_BELOW)]
 
 
 class Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Problem(BaseModel):
@@ -61,11 +69,40 @@ class RunInfo(Message):
     epoch: Count
 
 
+class TensorEntry(Message):
+    name: str
+    dtype: str = Field(description="As in safetensors: F32, BF16, I64, …")
+    shape: list[Count]
+    group: str = Field(description="How it is reduced: params or buffers.")
+
+
+class Alias(Message):
+    name: str
+    owner: str
+
+
 class SchemaMessage(Message):
     """The model's tensors in storage order; its digest is `RunInfo.schema_digest`."""
 
-    tensors: list[tuple[str, str, list[int], str]] = Field(description="(name, dtype, shape, group)")
-    aliases: list[tuple[str, str]] = Field(description="(further name, owner's name) of tied tensors")
+    tensors: list[TensorEntry]
+    aliases: list[Alias] = Field(description="Further names of tied tensors.")
+
+    @classmethod
+    def of(cls, schema: Schema) -> SchemaMessage:
+        """The message for a schema."""
+        return cls(
+            tensors=[
+                TensorEntry(name=s.name, dtype=s.dtype, shape=list(s.shape), group=s.group) for s in schema.tensors
+            ],
+            aliases=[Alias(name=name, owner=owner) for name, owner in schema.aliases],
+        )
+
+    def to_schema(self) -> Schema:
+        """The schema that it carries."""
+        return Schema(
+            tuple(TensorSpec(entry.name, entry.dtype, tuple(entry.shape), entry.group) for entry in self.tensors),
+            tuple((alias.name, alias.owner) for alias in self.aliases),
+        )
 
 
 class Join(Message):
@@ -74,7 +111,9 @@ class Join(Message):
     protocol: int = Field(description="Protocol version of the worker.")
     site: Site
     host: str = Field("", max_length=256, description="Where it runs, to be shown.")
-    process: str = Field("", max_length=64, description="A random id of this process; the newest of a site wins.")
+    process: str = Field(
+        "", pattern="^[0-9A-Za-z]{0,64}$", description="A random id of this process; the newest of a site wins."
+    )
     schema_digest: Hex32 | None = Field(None, description="Of its model, where it has one already.")
     sync_every: Count | None = Field(None, description="Its own H; must be the run's, where both have one.")
     labels: Labels = Field(default_factory=dict, description="Anything to be shown in status.")

@@ -196,7 +196,7 @@ def _describe(operation: Operation) -> dict[str, Any]:
         schema = (
             {"type": "string", "pattern": "^[0-9a-f]{64}$"}
             if name == "digest"
-            else {"type": "integer", "minimum": 0, "maximum": 2**62 - 1}
+            else {"type": "integer", "minimum": 0, "maximum": messages.NUMBER_BELOW - 1}
         )
         parameters.append({"name": name, "in": "path", "required": True, "schema": schema})
     if operation.lease:
@@ -205,7 +205,7 @@ def _describe(operation: Operation) -> dict[str, Any]:
                 "name": routes.LEASE_HEADER,
                 "in": "header",
                 "required": True,
-                "schema": {"type": "string", "maxLength": 200},
+                "schema": {"type": "string", "pattern": messages.LEASE_PATTERN},
             }
         )
     described: dict[str, Any] = {

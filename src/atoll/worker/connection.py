@@ -84,7 +84,7 @@ class Connection:
 
     def _fetch_schema(self) -> Schema:
         message = self.patiently(lambda: self.http.get(routes.SCHEMA, messages.SchemaMessage), None, "read the schema")
-        schema = Schema.from_json(message.model_dump())
+        schema = message.to_schema()
         if schema.digest != self.info.schema_digest:
             raise VersionSkew(
                 "The server's schema does not have the digest that it names.", "Upgrade Atoll on both sides."

@@ -1,0 +1,150 @@
+"""A small run for the store's tests: 40-byte versions in two parts, 20-byte outer states, 24-byte updates in two parts.
+
+Content is a letter repeated, so that a byte of a wrong version is seen at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from atoll.store.rows import RunRow, TicketRow, VersionRow
+from atoll.store.store import FileShape, FragmentShapes, Recovered, Store
+
+HEADER = b"version:"
+STATE_HEADER = b"outer:"
+SHAPES = FragmentShapes(
+    version=FileShape(40, HEADER, (((0, 24),), ((24, 16),))),
+    state=FileShape(20, STATE_HEADER, (((6, 14),), ((0, 6),))),
+    update_bytes=24,
+    update_parts=((0, 16), (16, 8)),
+)
+RUN = RunRow("run-1", "{}", "{}", "00" * 32, "2.6", "AVX2", "2025-01-01T00:00:00+00:00")
+SITES = ("a", "b")
+
+
+def begin(directory: Path, **options: Any) -> tuple[Store, Recovered]:
+    """Open, shape and recover, as a server does at its start."""
+    store = Store.open(directory, **options)
+    try:
+        if store.run is None:
+            store.create_run(RUN)
+        store.shape([SHAPES])
+        return store, store.recover()
+    except BaseException:
+        store.close()
+        raise
+
+
+def content(version: int) -> bytes:
+    """The bytes of a version's file: its header, and its number as a letter."""
+    return HEADER + bytes([65 + version]) * 32
+
+
+def state_content(version: int) -> bytes:
+    return STATE_HEADER + bytes([97 + version]) * 14
+
+
+def digests(data: bytes, shape: FileShape) -> tuple[bytes, ...]:
+    return tuple(blake3(b"".join(data[at : at + n] for at, n in ranges)).digest() for ranges in shape.regions)
+
+
+def write_version(store: Store, version: int, tickets: Sequence[int] = ()) -> VersionRow:
+    """Write and commit a version; all but version 0 have outer state."""
+    draft = store.begin_version(0, version)
+    try:
+        os.pwrite(draft.version_fd, content(version), 0)
+        assert draft.state_fd is not None
+        assert SHAPES.state is not None
+        if version:
+            os.pwrite(draft.state_fd, state_content(version), 0)
+        return store.commit_version(
+            draft,
+            digest=blake3(content(version)).hexdigest(),
+            part_digests=digests(content(version), SHAPES.version),
+            state_digests=digests(state_content(version), SHAPES.state) if version else (),
+            summary_json=f'{{"version": {version}}}',
+            tickets=tickets,
+        )
+    except BaseException:
+        draft.abandon()
+        raise
+
+
+def update_of(site: str, base_version: int) -> bytes:
+    return f"{site}{base_version:07d}".encode() * 3
+
+
+def send_part(store: Store, ticket: int, part: int, update: bytes) -> None:
+    offset, nbytes = SHAPES.update_parts[part]
+    writer = store.spool(ticket).begin_part(part)
+    writer.write(update[offset : offset + nbytes])
+    writer.close()
+    store.record_part(ticket, part, blake3(update[offset : offset + nbytes]).digest(), 1.0, writer)
+
+
+def accept(store: Store, ticket: int, update: bytes) -> TicketRow:
+    return store.accept(ticket, blake3(update).hexdigest(), 2.0, 10, {"loss": 0.5}, 3.0)
+
+
+def submit(store: Store, ticket: int, site: str, base_version: int) -> TicketRow:
+    """Issue a ticket, send both parts, and have the update accepted."""
+    store.issue_ticket(ticket, site, 0, base_version)
+    for part in (0, 1):
+        send_part(store, ticket, part, update_of(site, base_version))
+    return accept(store, ticket, update_of(site, base_version))
+
+
+def play_round(store: Store, base_version: int, *, commit: bool = True) -> tuple[int, int]:
+    """A whole round of two sites; tickets are 1 and 2, 3 and 4, …"""
+    tickets = (2 * base_version + 1, 2 * base_version + 2)
+    store.open_round(0, base_version, SITES)
+    for ticket, site in zip(tickets, SITES, strict=True):
+        submit(store, ticket, site, base_version)
+    store.freeze(0, base_version, tickets)
+    if commit:
+        write_version(store, base_version + 1, tickets)
+    return tickets
+
+
+def first(directory: Path, **options: Any) -> Store:
+    """A run with two members and version 0."""
+    store, _ = begin(directory, **options)
+    for lease, site in enumerate(SITES, 1):
+        store.put_member(site, lease)
+    write_version(store, 0)
+    return store
+
+
+def read(fd: int | None) -> bytes:
+    assert fd is not None
+    return os.pread(fd, 1000, 0)
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def slot_files(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "slots").iterdir())
+
+
+def killed(directory: Path, failpoints: str, action: str) -> None:
+    """Do `action` (an expression over `store_world` and `directory`) in a process that a failpoint kills."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"from store_world import *; directory = Path({str(directory)!r}); {action}"],
+        env={**os.environ, "ATOLL_FAILPOINTS": failpoints, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr

@@ -1,0 +1,346 @@
+"""What a start finds after a kill at any place, and after damage to any file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from store_world import (
+    SHAPES,
+    accept,
+    begin,
+    content,
+    first,
+    flip,
+    killed,
+    play_round,
+    read,
+    send_part,
+    slot_files,
+    state_content,
+    submit,
+    update_of,
+    write_version,
+)
+
+from atoll.errors import ConfigError, StateCorrupt
+from atoll.store.store import FileShape, Store
+
+HALF = "send_part(store, 1, 0, update_of('a', 0))"
+
+
+def path_of(store: Store, kind: str, version: int) -> Path:
+    row = store.version(0, version)
+    number = row.slot if kind == "version" else row.state_slot
+    return store.directory / "slots" / f"{kind}-0-{number}.safetensors"
+
+
+def test_a_new_directory_has_nothing(tmp_path: Path) -> None:
+    store, recovered = begin(tmp_path / "new" / "state")
+    assert (recovered.heads, recovered.rounds, recovered.tickets, recovered.members) == ({}, (), (), ())
+    assert (recovered.next_ticket, recovered.next_lease, recovered.finished) == (1, 1, False)
+    assert recovered.started == frozenset()
+    store.close()
+
+
+def test_everything_is_found_again(tmp_path: Path) -> None:
+    store = first(tmp_path)
+    play_round(store, 0)
+    store.open_round(0, 1, ("a", "b"))
+    submit(store, 3, "a", 1)
+    store.issue_ticket(4, "b", 0, 1)
+    send_part(store, 4, 1, update_of("b", 1))
+    store.close()
+    store, recovered = begin(tmp_path)
+    assert recovered.heads[0].version == 1
+    assert [(row.state, row.base_version, row.expected) for row in recovered.rounds] == [("open", 1, ("a", "b"))]
+    assert [(row.ticket, row.state) for row in recovered.tickets] == [(3, "accepted"), (4, "open")]
+    assert (recovered.next_ticket, recovered.next_lease) == (5, 3)
+    assert recovered.started == {0}
+    assert (recovered.fell_back, recovered.warnings) == ("", ())
+    assert list(store.spool(4).parts()) == [1]  # only part 0 has to be sent
+    send_part(store, 4, 0, update_of("b", 1))
+    accept(store, 4, update_of("b", 1))
+    assert [read(store.spool(ticket).fd) for ticket in (3, 4)] == [update_of("a", 1), update_of("b", 1)]
+    store.freeze(0, 1, (3, 4))
+    assert write_version(store, 2, (3, 4)).version == 2
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("failpoint", "state"), [("accept.before", "open"), ("journal.commit", "open"), ("accept.after", "accepted")]
+)
+def test_killed_around_the_accept(tmp_path: Path, failpoint: str, state: str) -> None:
+    """Unjournalled, the update is accepted when it is completed again; no part of it is sent again."""
+    action = "store = first(directory); store.issue_ticket(1, 'a', 0, 0); store.open_round(0, 0, ('a',)); "
+    action += "[send_part(store, 1, part, update_of('a', 0)) for part in (0, 1)]; accept(store, 1, update_of('a', 0))"
+    # Commits before the one of accept: epoch, run, shapes, recovery, 2 × 1, … are many; count them by a dry run.
+    nth = 1
+    if failpoint == "journal.commit":
+        nth = commits_before_accept(tmp_path / "dry")
+    killed(tmp_path / "state", f"{failpoint}=kill@{nth}", action)
+    store, recovered = begin(tmp_path / "state")
+    assert [row.state for row in recovered.tickets] == [state]
+    assert sorted(store.parts(1)) == [0, 1]
+    row = accept(store, 1, update_of("a", 0))
+    assert row.state == "accepted"
+    assert [entry.what for entry in store.audit_entries()].count("accepted") == 1
+    assert read(store.spool(1).fd) == update_of("a", 0)
+    store.verify_audit()
+    store.close()
+
+
+def commits_before_accept(directory: Path) -> int:
+    """How many transactions the story above commits, the one of accept included."""
+    from atoll.store import journal
+
+    count = 0
+    real = journal.failpoint
+
+    def counting(name: str) -> None:
+        nonlocal count
+        count += name == "journal.commit"
+        real(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "failpoint", counting)
+        store = first(directory)
+        store.issue_ticket(1, "a", 0, 0)
+        store.open_round(0, 0, ("a",))
+        for part in (0, 1):
+            send_part(store, 1, part, update_of("a", 0))
+        accept(store, 1, update_of("a", 0))
+        store.close()
+        return count
+
+
+@pytest.mark.parametrize(("failpoint", "head"), [("head.before=kill@2", 0), ("head.after=kill@2", 1)])
+def test_killed_around_the_head(tmp_path: Path, failpoint: str, head: int) -> None:
+    """Before it, the frozen round is found as it was and runs again; after it, everything is as if nobody had died."""
+    killed(tmp_path, failpoint, "play_round(first(directory), 0)")
+    store, recovered = begin(tmp_path)
+    assert recovered.heads[0].version == head
+    if head == 0:
+        (round_,) = recovered.rounds
+        assert (round_.state, round_.tickets) == ("frozen", (1, 2))
+        assert [read(store.spool(ticket).fd) for ticket in round_.tickets] == [update_of("a", 0), update_of("b", 0)]
+        write_version(store, 1, round_.tickets)
+    assert (store.head().version, store.ticket(1).version) == (1, 1)
+    assert (read(store.pin_version(0, 1).fd), read(store.state_file())) == (content(1), state_content(1))
+    assert store.totals().counted == 2
+    assert [member.rounds_counted for member in store.members()] == [1, 1]
+    store.close()
+
+
+@pytest.mark.covers("D4")
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    """Killed while it wrote version 1: the draft's slots and the spare ones go, what rows refer to stays."""
+    killed(tmp_path, "head.before=kill@2", "play_round(first(directory), 0)")
+    assert "version-0-1.safetensors" in slot_files(tmp_path)
+    (tmp_path / "slots" / "spool-0-77.bin").write_bytes(b"left")
+    (tmp_path / "slots" / "notes.txt").write_text("not ours")
+    store, _ = begin(tmp_path)
+    assert slot_files(tmp_path) == ["notes.txt", "spool-0-0.bin", "spool-0-1.bin", "version-0-0.safetensors"]
+    store.close()
+
+
+def damaged_head(directory: Path) -> None:
+    """Versions 1 and 2, of which 1 is durable; ticket 5 is accepted for version 3; then a bit of version 2 flips."""
+    store = first(directory)
+    play_round(store, 0)
+    store.write_durable()
+    play_round(store, 1)
+    store.open_round(0, 2, ("a", "b"))
+    submit(store, 5, "a", 2)
+    flip(path_of(store, "version", 2), 20)
+    store.close()
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "header", "state"])
+def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: str) -> None:
+    store = first(tmp_path)
+    play_round(store, 0)
+    play_round(store, 1)
+    store.write_durable()
+    store.open_round(0, 2, ("a", "b"))
+    submit(store, 5, "a", 2)
+    path = path_of(store, "state" if damage == "state" else "version", 2)
+    epoch = store.epoch
+    store.close()
+    match damage:
+        case "truncate":
+            os.truncate(path, 39)
+        case "remove":
+            path.unlink()
+        case _:
+            flip(path, 0 if damage == "header" else 10)
+    store, recovered = begin(tmp_path)
+    assert recovered.heads[0].version == 1
+    # Tickets 3 and 4 went into version 2, ticket 5 was based on it.
+    assert recovered.fell_back.startswith("Version 2 of fragment 0 was lost, the run goes on from version 1: 3 updates")
+    assert [store.ticket(ticket).state for ticket in (1, 2, 3, 4, 5)] == ["counted"] * 2 + ["expired"] * 3
+    assert "was lost" in store.ticket(3).reason
+    assert recovered.rounds == ()
+    assert recovered.started == {0}
+    assert store.epoch == epoch + 2  # the start, and the fall back
+    assert [row.version for row in store.history()] == [0, 1]
+    assert [member.rounds_counted for member in store.members()] == [1, 1]
+    assert store.audit_entries(1)[0].what == "fell back"
+    assert (read(store.pin_version(0, 1).fd), read(store.state_file())) == (content(1), state_content(1))
+    store.open_round(0, 1, ("a", "b"))
+    for ticket, site in ((6, "a"), (7, "b")):
+        submit(store, ticket, site, 1)
+    store.freeze(0, 1, (6, 7))
+    assert write_version(store, 2, (6, 7)).version == 2
+    store.close()
+
+
+@pytest.mark.covers("F41")
+def test_the_durable_version_is_there_to_fall_back_to(tmp_path: Path) -> None:
+    """As after a power loss: nothing that was written behind `durable_version` is whole."""
+    store = first(tmp_path)
+    play_round(store, 0)
+    store.write_durable()
+    for base in (1, 2):
+        play_round(store, base)
+    paths = [path_of(store, "version", version) for version in (2, 3)]
+    store.close()
+    for path in paths:
+        flip(path, 30)
+    store, recovered = begin(tmp_path)
+    assert recovered.heads[0].version == 1
+    assert recovered.rounds == ()
+    store.close()
+    _, again = begin(tmp_path)
+    assert again.fell_back == ""
+
+
+@pytest.mark.covers("F41")
+def test_a_run_of_which_nothing_verifies_is_refused_and_left_alone(tmp_path: Path) -> None:
+    store = first(tmp_path)
+    play_round(store, 0)
+    for version in (0, 1):
+        flip(path_of(store, "version", version), 12)
+    store.close()
+    before = slot_files(tmp_path)
+    for _ in range(2):
+        with pytest.raises(StateCorrupt, match=r"No version .* 1, 0\. Restore the whole directory from a backup"):
+            begin(tmp_path)
+    assert slot_files(tmp_path) == before
+
+
+@pytest.mark.covers("F13")
+@pytest.mark.parametrize("nth", [1, 2])
+def test_recovery_killed_in_the_middle_is_done_by_the_next(tmp_path: Path, nth: int) -> None:
+    damaged_head(tmp_path)
+    killed(tmp_path, f"recover.midway=kill@{nth}", "begin(directory)")
+    store, recovered = begin(tmp_path)
+    assert recovered.heads[0].version == 1
+    assert [store.ticket(ticket).state for ticket in (1, 2, 3, 4, 5)] == ["counted"] * 2 + ["expired"] * 3
+    assert [entry.what for entry in store.audit_entries()].count("fell back") == 1
+    assert store.totals().counted == 2
+    assert [name for name in slot_files(tmp_path) if name.startswith("spool")] == []
+    store.verify_audit()
+    store.close()
+
+
+@pytest.mark.covers("F13")
+def test_recovering_again_changes_nothing(tmp_path: Path) -> None:
+    store = first(tmp_path)
+    play_round(store, 0, commit=False)
+    store.close()
+    store, one = begin(tmp_path)
+    assert store.recover() == one
+    store.close()
+    store, two = begin(tmp_path)
+    assert one == two
+    store.close()
+
+
+@pytest.mark.covers("F41")
+def test_a_damaged_part_of_an_open_ticket_is_sent_again(tmp_path: Path) -> None:
+    store = first(tmp_path)
+    store.issue_ticket(1, "a", 0, 0)
+    for part in (0, 1):
+        send_part(store, 1, part, update_of("a", 0))
+    path = store.spool(1).slot.path
+    store.close()
+    flip(path, 18)  # part 1 begins at byte 16
+    store, recovered = begin(tmp_path)
+    assert list(store.parts(1)) == [0]
+    assert recovered.warnings == ("Parts [1] of ticket 1 of a were damaged; they are sent again.",)
+    store.close()
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("damage", ["flip", "remove"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_damaged_accepted_update_expires_and_its_round_is_open_again(
+    tmp_path: Path, damage: str, frozen: bool
+) -> None:
+    store = first(tmp_path)
+    store.open_round(0, 0, ("a", "b"))
+    submit(store, 1, "a", 0)
+    submit(store, 2, "b", 0)
+    if frozen:
+        store.freeze(0, 0, (1, 2))
+    path = store.spool(2).slot.path
+    store.close()
+    if damage == "flip":
+        flip(path, 3)
+    else:
+        path.unlink()
+    store, recovered = begin(tmp_path)
+    (warning,) = recovered.warnings
+    assert warning.startswith("Ticket 2 of b has expired: its update was damaged")
+    assert [(row.ticket, row.state) for row in recovered.tickets] == [(1, "accepted"), (2, "expired")]
+    assert [(row.state, row.expected, row.tickets) for row in recovered.rounds] == [("open", ("a", "b"), ())]
+    assert not path.exists()
+    submit(store, 3, "b", 0)
+    store.freeze(0, 0, (1, 3))
+    write_version(store, 1, (1, 3))
+    store.close()
+
+
+def test_a_ticket_without_its_file_starts_from_nothing(tmp_path: Path) -> None:
+    store = first(tmp_path)
+    store.issue_ticket(1, "a", 0, 0)
+    store.spool(1).begin_part(0).write(b"half")
+    path = store.spool(1).slot.path
+    store.close()
+    path.unlink()
+    store, recovered = begin(tmp_path)
+    assert (recovered.tickets[0].slot, recovered.warnings) == (None, ())
+    send_part(store, 1, 0, update_of("a", 0))
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "complaint"),
+    [
+        (replace(SHAPES, update_bytes=23), "spool files of fragment 0 have 24 bytes, these settings need 23 bytes"),
+        (replace(SHAPES, state=None), "state files of fragment 0 have 20 bytes, these settings need none"),
+        (replace(SHAPES, version=FileShape(40, b"other:::", SHAPES.version.regions)), "40 bytes, with other tensors"),
+    ],
+)
+def test_files_of_another_model_are_refused(tmp_path: Path, shapes: object, complaint: str) -> None:
+    first(tmp_path).close()
+    store = Store.open(tmp_path)
+    with pytest.raises(ConfigError, match=f"begun with another model.*{complaint}.*another state_dir"):
+        store.shape([shapes])  # type: ignore[list-item]
+    store.close()
+
+
+def test_pins_and_drafts_do_not_survive_the_process(tmp_path: Path) -> None:
+    action = (
+        "store = first(directory); pins = [store.pin_version(0, 0)]; [play_round(store, base) for base in range(3)]; "
+    )
+    killed(tmp_path, "head.before=kill@5", action + "store.write_durable(); play_round(store, 3)")
+    store, recovered = begin(tmp_path)
+    assert recovered.heads[0].version == 3
+    assert [row.version for row in store.versions()] == [2, 3]
+    assert len([name for name in slot_files(tmp_path) if name.startswith("version")]) == 2
+    store.close()

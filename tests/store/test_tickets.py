@@ -1,0 +1,342 @@
+"""Tickets, spools and rounds: one ticket, one update, one writer per part."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from store_world import SHAPES, accept, first, play_round, read, send_part, slot_files, submit, update_of, write_version
+
+from atoll import failpoints
+from atoll.errors import BadRequest, Conflict, DiskFull, Gone, StoreError, TicketClosed
+from atoll.store import slots, spool
+from atoll.store.spool import WriterCancelled
+from atoll.store.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return first(tmp_path)
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, name: str, action: str, nth: int = 1) -> None:
+    monkeypatch.setattr(failpoints, "_actions", {name: (action, nth)})
+    monkeypatch.setattr(failpoints, "_reached", {})
+
+
+@pytest.mark.covers("F17")
+def test_the_same_update_again_gets_the_same_row(store: Store) -> None:
+    row = submit(store, 1, "a", 0)
+    assert (row.state, row.weight, row.metrics, row.bytes) == ("accepted", 2.0, {"loss": 0.5}, 24)
+    assert accept(store, 1, update_of("a", 0)) == row
+    assert [entry.what for entry in store.audit_entries()].count("accepted") == 1
+
+
+@pytest.mark.covers("F17")
+def test_the_same_update_again_after_it_was_counted_gets_its_version(store: Store) -> None:
+    play_round(store, 0)
+    row = accept(store, 1, update_of("a", 0))
+    assert (row.state, row.version) == ("counted", 1)
+
+
+@pytest.mark.covers("F18")
+def test_other_bytes_under_the_same_ticket_are_a_conflict(store: Store) -> None:
+    submit(store, 1, "a", 0)
+    with pytest.raises(Conflict, match="Ticket 1 of a"):
+        accept(store, 1, b"other bytes")
+    assert store.ticket(1).digest == blake3(update_of("a", 0)).hexdigest()
+
+
+def test_a_site_has_one_ticket_a_round(store: Store) -> None:
+    store.issue_ticket(1, "a", 0, 0)
+    with pytest.raises(StoreError, match="UNIQUE"):
+        store.issue_ticket(2, "a", 0, 0)
+    store.refuse(1, "NaN in w")
+    assert store.issue_ticket(2, "a", 0, 0).state == "open"  # another try
+
+
+def test_no_update_is_accepted_without_all_its_parts(store: Store) -> None:
+    store.issue_ticket(1, "a", 0, 0)
+    send_part(store, 1, 1, update_of("a", 0))
+    with pytest.raises(BadRequest, match=r"lacks the parts \[0\]"):
+        accept(store, 1, update_of("a", 0))
+    assert store.ticket(1).state == "open"
+
+
+def test_a_refused_or_expired_ticket_takes_nothing_more_and_says_why(store: Store) -> None:
+    for ticket, site in ((1, "a"), (2, "b")):
+        store.issue_ticket(ticket, site, 0, 0)
+        send_part(store, ticket, 0, update_of(site, 0))
+    held = store.spool(1)
+    store.refuse(1, "NaN in w")
+    store.expire([2], "the round closed")
+    for action in (lambda: accept(store, 1, b""), lambda: store.spool(1), lambda: held.begin_part(0)):
+        with pytest.raises(TicketClosed, match="refused: NaN in w"):
+            action()
+    with pytest.raises(TicketClosed, match="expired: the round closed"):
+        store.record_part(2, 1, b"d" * 32, 1.0)
+    assert store.parts(1) == {}
+    assert (store.totals().refused, store.totals().expired) == (1, 1)
+
+
+def test_an_acknowledged_update_can_be_neither_refused_nor_expired(store: Store) -> None:
+    submit(store, 1, "a", 0)
+    with pytest.raises(StoreError, match="accepted"):
+        store.expire([1], "too late")
+    with pytest.raises(StoreError, match="accepted"):
+        store.refuse(1, "too late")
+
+
+def test_an_accepted_update_cannot_be_written_any_more(store: Store) -> None:
+    submit(store, 1, "a", 0)
+    with pytest.raises(TicketClosed, match="holds an update already"):
+        store.spool(1).begin_part(0)
+    assert read(store.spool(1).fd) == update_of("a", 0)
+
+
+def test_what_became_of_the_ticket_before(store: Store) -> None:
+    play_round(store, 0)
+    store.issue_ticket(3, "a", 0, 1)
+    before = store.last_ticket("a", 0, before=3)
+    assert before is not None
+    assert (before.ticket, before.state, before.version) == (1, "counted", 1)
+    last = store.last_ticket("a", 0)
+    assert last is not None
+    assert last.ticket == 3
+    assert store.last_ticket("nobody", 0) is None
+    with pytest.raises(Gone):
+        store.ticket(99)
+
+
+def test_a_new_writer_stops_the_old_one_and_waits_for_its_write(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old pwrite is held in the middle: begin_part must not return before it is over."""
+    store.issue_ticket(1, "a", 0, 0)
+    entered, go_on = threading.Event(), threading.Event()
+    order: list[str] = []
+    write_at = spool.write_at
+
+    def slow(fd: int, data: bytes | memoryview, offset: int) -> None:
+        entered.set()
+        assert go_on.wait(30)
+        write_at(fd, data, offset)
+        order.append("old write")
+
+    monkeypatch.setattr(spool, "write_at", slow)
+    held = store.spool(1)
+    old = held.begin_part(0)
+    late = threading.Thread(target=old.write, args=(b"O" * 16,))
+    late.start()
+    assert entered.wait(30)
+    made: list[spool.PartWriter] = []
+
+    def begin() -> None:
+        made.append(held.begin_part(0))
+        order.append("new writer")
+
+    begins = threading.Thread(target=begin)
+    begins.start()
+    while not old._cancelled:  # the new one has been asked for, and waits
+        pass
+    assert made == []
+    monkeypatch.setattr(spool, "write_at", write_at)
+    go_on.set()
+    late.join()
+    begins.join()
+    assert order == ["old write", "new writer"]
+    made[0].write(b"N" * 16)
+    with pytest.raises(WriterCancelled):
+        old.write(b"O")
+    assert read(held.fd)[:16] == b"N" * 16
+
+
+def test_many_writers_of_one_part_leave_the_bytes_of_the_last(store: Store) -> None:
+    store.issue_ticket(1, "a", 0, 0)
+    held = store.spool(1)
+    stop = threading.Event()
+
+    def flood(letter: bytes) -> None:
+        while not stop.is_set():
+            writer = held.begin_part(0)
+            try:
+                for _ in range(16):
+                    writer.write(letter)
+            except WriterCancelled:
+                continue
+
+    threads = [threading.Thread(target=flood, args=(letter,)) for letter in (b"x", b"y", b"z")]
+    for thread in threads:
+        thread.start()
+    for _ in range(200):
+        last = held.begin_part(0)
+        try:
+            last.write(b"L" * 16)
+        except WriterCancelled:
+            continue
+    stop.set()
+    for thread in threads:
+        thread.join()
+    last = held.begin_part(0)
+    last.write(b"L" * 16)
+    assert read(held.fd)[:16] == b"L" * 16
+
+
+def test_a_part_that_is_written_again_is_no_longer_recorded(store: Store) -> None:
+    store.issue_ticket(1, "a", 0, 0)
+    send_part(store, 1, 0, update_of("a", 0))
+    assert list(store.spool(1).parts()) == [0]
+    old = store.spool(1).begin_part(0)
+    assert store.spool(1).parts() == {}
+    with pytest.raises(WriterCancelled):  # not all bytes are there
+        store.record_part(1, 0, b"d" * 32, 1.0, old)
+    new = store.spool(1).begin_part(0)
+    new.write(b"N" * 16)
+    with pytest.raises(WriterCancelled):  # a late inspection of what the old one wrote
+        store.record_part(1, 0, b"d" * 32, 1.0, old)
+    store.record_part(1, 0, blake3(b"N" * 16).digest(), 1.0, new)
+
+
+def test_a_part_takes_no_more_than_its_bytes_and_stays_in_its_range(store: Store) -> None:
+    store.issue_ticket(1, "a", 0, 0)
+    send_part(store, 1, 0, b"0" * 24)
+    writer = store.spool(1).begin_part(1)
+    writer.write(memoryview(b"11111"))
+    with pytest.raises(BadRequest, match="has 8 bytes"):
+        writer.write(b"1234")
+    writer.write(b"222")
+    assert read(store.spool(1).fd) == b"0" * 16 + b"11111222"
+    with pytest.raises(BadRequest, match="does not exist"):
+        store.spool(1).begin_part(2)
+
+
+@pytest.mark.covers("F25")
+@pytest.mark.parametrize("place", ["spool.write", "slot.create"])
+def test_a_full_disk_while_spooling(store: Store, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    store.issue_ticket(1, "a", 0, 0)
+    fail(monkeypatch, place, "enospc")
+    before = slot_files(store.directory)
+    with pytest.raises(DiskFull, match="Make space"):
+        send_part(store, 1, 0, update_of("a", 0))
+    if place == "slot.create":
+        assert slot_files(store.directory) == before
+    send_part(store, 1, 0, update_of("a", 0))
+    send_part(store, 1, 1, update_of("a", 0))
+    assert accept(store, 1, update_of("a", 0)).state == "accepted"
+
+
+def test_a_spool_slot_is_not_reused_while_its_last_write_is_under_way(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    write_at = spool.write_at
+
+    def slow(fd: int, data: bytes | memoryview, offset: int) -> None:
+        entered.set()
+        assert go_on.wait(30)
+        write_at(fd, data, offset)
+
+    monkeypatch.setattr(spool, "write_at", slow)
+    store.issue_ticket(1, "a", 0, 0)
+    first_slot = store.spool(1).slot
+    writer = store.spool(1).begin_part(0)
+    late = threading.Thread(target=writer.write, args=(b"O" * 16,))
+    late.start()
+    assert entered.wait(30)
+    store.expire([1], "the round closed")
+    store.issue_ticket(2, "b", 0, 0)
+    assert store.spool(2).slot is not first_slot
+    monkeypatch.setattr(spool, "write_at", write_at)
+    go_on.set()
+    late.join()
+    store.issue_ticket(3, "c", 0, 0)
+    assert store.spool(3).slot is first_slot  # rewritten, not made anew
+
+
+def test_a_spool_slot_is_not_reused_while_it_is_read(store: Store) -> None:
+    store.issue_ticket(1, "a", 0, 0)
+    with store.spool(1).reading():
+        store.expire([1], "the round closed")
+        store.issue_ticket(2, "b", 0, 0)
+        assert store.spool(2).slot.number == 1
+    store.issue_ticket(3, "c", 0, 0)
+    assert store.spool(3).slot.number == 0
+
+
+@pytest.mark.covers("D4")
+def test_spools_that_the_next_round_cannot_need_are_removed(store: Store) -> None:
+    """Four tickets in round 1, two of them expired; the next round keeps as many slots as counted."""
+    store.open_round(0, 0, ("a", "b", "c", "d"))
+    for ticket, site in enumerate("abcd", 1):
+        store.issue_ticket(ticket, site, 0, 0)
+        send_part(store, ticket, 0, update_of(site, 0))
+    for ticket, site in ((1, "a"), (2, "b")):
+        send_part(store, ticket, 1, update_of(site, 0))
+        accept(store, ticket, update_of(site, 0))
+    store.freeze(0, 0, (1, 2))
+    store.expire([3, 4], "the round closed")
+    write_version(store, 1, (1, 2))
+    assert [name for name in slot_files(store.directory) if name.startswith("spool")] == [
+        "spool-0-0.bin",
+        "spool-0-1.bin",
+    ]
+    assert [store.holds()[f"spool-0-{n}.bin"] for n in (0, 1)] == [{}, {}]
+
+
+def test_an_undone_transaction_gives_the_spool_back(store: Store) -> None:
+    store.issue_ticket(1, "a", 0, 0)
+    with pytest.raises(Gone), store.transaction():  # noqa: PT012
+        store.spool(1)
+        store.spool(99)
+    assert store.ticket(1).slot is None
+    assert store.holds()["spool-0-0.bin"] == {}
+    send_part(store, 1, 0, update_of("a", 0))
+
+
+def test_a_round_freezes_with_accepted_tickets_of_its_own_only(store: Store) -> None:
+    store.open_round(0, 0, ("a", "b"))
+    submit(store, 1, "a", 0)
+    store.issue_ticket(2, "b", 0, 0)
+    for tickets in ((1, 2), (), (1, 7)):
+        with pytest.raises(StoreError, match="cannot close"):
+            store.freeze(0, 0, tickets)
+    store.set_expected(0, 0, ("a",))
+    store.freeze(0, 0, (1,))
+    store.freeze(0, 0, (1,))
+    (row,) = store.rounds()
+    assert (row.state, row.expected, row.tickets) == ("frozen", ("a",), (1,))
+    with pytest.raises(StoreError, match="is open"):
+        store.set_expected(0, 0, ("b",))
+    with pytest.raises(StoreError, match="made of the tickets"):
+        write_version(store, 1, ())
+
+
+def test_members_leases_fence(store: Store) -> None:
+    store.put_member("a", 7, host="h", labels_json='{"gpu": "no"}')
+    store.end_member("a", 1, "dead", "silent")  # an old lease
+    assert store.member("a").state == "alive"
+    store.end_member("a", 7, "failed", "OOM")
+    assert (store.member("a").state, store.member("a").detail) == ("failed", "OOM")
+    store.end_member("b", 2, "dead")
+    assert store.totals().deaths == 1
+    assert [member.site for member in store.members()] == ["a", "b"]
+
+
+def test_two_threads_that_ask_for_a_spool_get_the_same(store: Store) -> None:
+    store.issue_ticket(1, "a", 0, 0)
+    found: list[spool.Spool] = []
+    threads = [threading.Thread(target=lambda: found.append(store.spool(1))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+    assert [who for name, who in store.holds().items() if name.startswith("spool") and who] == [{"journal": 1}]
+
+
+def test_slots_have_their_full_size_from_the_start(store: Store) -> None:
+    store.issue_ticket(1, "a", 0, 0)
+    path = store.spool(1).slot.path
+    assert os.stat(path).st_size == SHAPES.update_bytes
+    assert slots.is_slot_name(path.name)

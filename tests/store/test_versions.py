@@ -1,0 +1,345 @@
+"""Versions: the commit, pins, revocation, what is durable, exports."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from store_world import (
+    HEADER,
+    SHAPES,
+    begin,
+    content,
+    digests,
+    first,
+    killed,
+    play_round,
+    read,
+    slot_files,
+    state_content,
+    submit,
+    write_version,
+)
+
+from atoll import failpoints
+from atoll.errors import DiskFull, Gone, StoreError, SyncFailed, UsageError
+from atoll.store.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return first(tmp_path)
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, name: str, action: str, nth: int = 1) -> None:
+    monkeypatch.setattr(failpoints, "_actions", {name: (action, nth)})
+    monkeypatch.setattr(failpoints, "_reached", {})
+
+
+def test_a_commit_moves_the_head_counts_the_tickets_and_frees_their_spools(store: Store) -> None:
+    play_round(store, 0)
+    head = store.head()
+    assert (head.version, head.digest) == (1, blake3(content(1)).hexdigest())
+    assert read(store.state_file()) == state_content(1)
+    assert [(store.ticket(t).state, store.ticket(t).version, store.ticket(t).slot) for t in (1, 2)] == [
+        ("counted", 1, None)
+    ] * 2
+    assert store.rounds() == ()
+    assert [member.rounds_counted for member in store.members()] == [1, 1]
+    assert [who for name, who in store.holds().items() if name.startswith("spool")] == [{}, {}]
+    assert [row.version for row in store.history()] == [0, 1]
+    assert (store.totals().versions, store.totals().counted, store.totals().bytes) == (2, 2, 48)
+
+
+def test_version_0_has_no_outer_state(store: Store) -> None:
+    assert store.state_file() is None
+    assert store.head().state_slot is None
+
+
+def test_nothing_of_a_draft_is_seen_before_its_commit(store: Store) -> None:
+    tickets = play_round(store, 0, commit=False)
+    draft = store.begin_version(0, 1)
+    os.pwrite(draft.version_fd, content(1), 0)
+    assert store.head().version == 0
+    with pytest.raises(Gone, match="Pull version 0"):
+        store.version(0, 1)
+    draft.abandon()
+    draft.abandon()
+    assert store.holds()["version-0-1.safetensors"] == {}
+    write_version(store, 1, tickets)
+
+
+def test_the_next_version_is_the_head_and_one(store: Store) -> None:
+    with pytest.raises(StoreError, match="cannot follow head 0"):
+        store.begin_version(0, 2)
+    with pytest.raises(StoreError, match="cannot follow head 0"):
+        store.begin_version(0, 0)
+
+
+@pytest.mark.covers("F25")
+@pytest.mark.parametrize("place", ["head.before", "journal.commit"])
+def test_a_full_disk_at_the_commit_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    tickets = play_round(store, 0, commit=False)
+    fail(monkeypatch, place, "enospc")
+    with pytest.raises(DiskFull):
+        write_version(store, 1, tickets)
+    assert store.head().version == 0
+    assert store.ticket(1).state == "accepted"
+    assert store.holds()["version-0-1.safetensors"] == {}
+    assert write_version(store, 1, tickets).version == 1
+
+
+@pytest.mark.covers("F25")
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_full_disk_while_a_slot_is_made_leaves_no_file(
+    store: Store, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    """The first slot made is the version's; the outer state has one from version 0."""
+    play_round(store, 0)
+    tickets = play_round(store, 1, commit=False)
+    before = slot_files(store.directory)
+    fail(monkeypatch, "slot.create", "enospc", nth)
+    with pytest.raises(DiskFull):
+        write_version(store, 2, tickets)
+    held = [name for name, who in store.holds().items() if "writer" in who]
+    assert held == []
+    assert set(before) <= set(slot_files(store.directory))
+    assert len(slot_files(store.directory)) == len(before) + nth - 1
+    assert write_version(store, 2, tickets).version == 2
+
+
+def test_slots_are_rewritten_and_not_made_anew(store: Store) -> None:
+    for base in range(4):
+        play_round(store, base)
+        store.write_durable()
+    inodes = {path: path.stat().st_ino for path in (store.slots_directory).iterdir()}
+    for base in range(4, 10):
+        play_round(store, base)
+        store.write_durable()
+    assert {path: path.stat().st_ino for path in (store.slots_directory).iterdir()} == inodes
+
+
+def test_old_versions_are_dropped_and_say_what_to_pull(store: Store) -> None:
+    for base in range(4):
+        play_round(store, base)
+        store.write_durable()
+    assert [row.version for row in store.versions()] == [3, 4]
+    with pytest.raises(Gone, match=r"Version 1 .* Pull version 4"):
+        store.pin_version(0, 1)
+
+
+def test_a_slow_reader_never_sees_bytes_of_another_version(tmp_path: Path) -> None:
+    """It reads a byte a round: every one is of the version it pinned, long after that fell out of what is kept."""
+    store = first(tmp_path, keep_versions=1, max_pins=2)
+    play_round(store, 0)
+    pin = store.pin_version(0, 1)
+    seen = b""
+    for base in range(1, 31):
+        play_round(store, base)
+        store.write_durable()
+        seen += os.pread(pin.fd, 1, len(seen))
+    assert seen == content(1)[:30]
+    assert not pin.revoked.is_set()
+    with store.pin_version(0, 1) as another:  # a resumed pull finds it as long as somebody reads it
+        assert read(another.fd) == content(1)
+    pin.release()
+    pin.release()
+    with pytest.raises(Gone):
+        store.version(0, 1)
+    store.close()
+
+
+def test_the_oldest_pull_is_revoked_when_too_many_versions_are_held(tmp_path: Path) -> None:
+    """keep 1 + pins 2: with versions 0, 1 and 2 held and 3 the head, version 4 needs the place of version 0."""
+    store = first(tmp_path, keep_versions=1, max_pins=2)
+    told: list[int] = []
+    pins = []
+    for base in range(3):
+        pins.append(store.pin_version(0, base, on_revoke=lambda base=base: told.append(base)))  # type: ignore[misc]
+        play_round(store, base)
+        store.write_durable()
+    assert told == []
+    play_round(store, 3)
+    assert told == [0]
+    assert [pin.revoked.is_set() for pin in pins] == [True, False, False]
+    with pytest.raises(Gone, match="Pull version 4"):
+        store.pin_version(0, 0)
+    assert read(pins[0].fd) == content(0)  # it still holds its bytes
+    slot = pins[0].slot
+    pins[0].release()
+    assert slot.free
+    assert [read(pin.fd) for pin in pins[1:]] == [content(1), content(2)]
+    store.close()
+
+
+def test_a_revoked_slot_is_not_rewritten_before_its_reader_lets_go(tmp_path: Path) -> None:
+    store = first(tmp_path, keep_versions=1, max_pins=1)
+    pin = store.pin_version(0, 0)
+    other = None
+    for base in range(6):
+        play_round(store, base)
+        store.write_durable()
+        other = other or store.pin_version(0, 1)
+    assert pin.revoked.is_set()
+    assert read(pin.fd) == content(0)
+    revoked = pin.slot
+    pin.release()
+    assert revoked.free
+    for base in range(6, 9):
+        play_round(store, base)
+    assert other is not None
+    assert read(other.fd) == content(1)
+    # Head, the held one and the one that was written last or comes next: keep 1 + pins 1 + 1.
+    assert len([name for name in slot_files(tmp_path) if name.startswith("version")]) == 3
+    store.close()
+
+
+def test_a_pin_may_outlive_the_store(store: Store) -> None:
+    pin = store.pin_version(0, 0)
+    store.close()
+    assert read(pin.fd) == content(0)
+    pin.release()
+
+
+def test_outer_state_is_kept_of_the_head_and_the_one_before(store: Store) -> None:
+    for base in range(4):
+        play_round(store, base)
+        store.write_durable()
+    with store.pin_version(0, 3):
+        play_round(store, 4)
+        store.write_durable()
+        # Version 3 is read by somebody, but nothing would ever go on from it.
+        kept = [(row.version, row.state_slot is not None) for row in store.versions()]
+        assert kept == [(3, False), (4, True), (5, True)]
+    assert [row.version for row in store.versions()] == [4, 5]
+
+
+def test_the_durable_version_stays_until_the_next_is_recorded(store: Store) -> None:
+    assert store.durable_version() is None
+    play_round(store, 0)
+    assert store.write_durable() == 1
+    for base in range(1, 5):
+        play_round(store, base)
+    assert [row.version for row in store.versions()] == [1, 4, 5]
+    assert store.version(0, 1).state_slot is not None
+    assert store.write_durable() == 5
+    assert [row.version for row in store.versions()] == [4, 5]
+
+
+@pytest.mark.covers("F26")
+def test_a_failed_fsync_is_fatal_and_never_tried_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    play_round(store, 0)
+    fail(monkeypatch, "fsync", "eio")
+    with pytest.raises(SyncFailed, match="fsync of"):
+        store.write_durable()
+    assert store.durable_version() is None
+    for action in (store.write_durable, lambda: play_round(store, 1), store.finish):
+        with pytest.raises(SyncFailed):
+            action()
+    store.close()
+    store, recovered = begin(store.directory)
+    assert recovered.heads[0].version == 1  # the bytes were there after all, as their digests say
+    store.close()
+
+
+@pytest.mark.covers("F26")
+def test_with_durability_power_nothing_is_acknowledged_before_it_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = first(tmp_path, durability="power")
+    assert store.journal.value("PRAGMA synchronous") == 2  # FULL
+    assert store.durable_version() == 0
+    synced: list[str] = []
+    sync = Store.sync
+
+    def spy(self: Store, fd: int, what: str) -> None:
+        synced.append(Path(what).name.partition("-")[0])
+        sync(self, fd, what)
+
+    monkeypatch.setattr(Store, "sync", spy)
+    store.open_round(0, 0, ("a",))
+    submit(store, 1, "a", 0)
+    assert synced == ["spool"] * 3  # each part, and the whole before it is accepted
+    store.freeze(0, 0, (1,))
+    synced.clear()
+    write_version(store, 1, (1,))
+    assert synced == ["version", "state", "slots"]
+    assert store.durable_version() == 1
+    store.open_round(0, 1, ("a",))
+    fail(monkeypatch, "fsync", "eio", 3)
+    with pytest.raises(SyncFailed):
+        submit(store, 2, "a", 1)
+    assert store.ticket(2).state == "open"
+    store.close()
+
+
+def test_an_export_is_a_file_of_its_own(store: Store, tmp_path: Path) -> None:
+    play_round(store, 0)
+    target = tmp_path / "out" / "model.safetensors"
+    target.parent.mkdir()
+    assert store.export(target) == target
+    for base in range(1, 5):
+        play_round(store, base)
+    assert target.read_bytes() == content(1)
+    slot_inodes = {path.stat().st_ino for path in store.slots_directory.iterdir()}
+    assert target.stat().st_ino not in slot_inodes
+    with target.open("rb") as reader:
+        before = target.stat().st_ino
+        store.export(target)
+        assert target.stat().st_ino != before
+        assert reader.read() == content(1)  # who had it open keeps what it had
+    assert target.read_bytes() == content(5)
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_an_export_may_have_a_header_of_its_own_and_ranges_twice(store: Store, tmp_path: Path) -> None:
+    play_round(store, 0)
+    target = store.export(tmp_path / "tied", version=1, header=b"tied:", ranges=[(8, 4), (0, 8), (8, 4)])
+    assert target.read_bytes() == b"tied:" + b"BBBB" + HEADER + b"BBBB"
+
+
+@pytest.mark.covers("D4", "F25")
+def test_a_failed_export_leaves_the_old_file_and_nothing_else(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out" / "model.safetensors"
+    target.parent.mkdir()
+    target.write_bytes(b"before")
+    fail(monkeypatch, "export.write", "enospc")
+    with pytest.raises(DiskFull):
+        store.export(target)
+    assert list(target.parent.iterdir()) == [target]
+    assert target.read_bytes() == b"before"
+
+
+@pytest.mark.covers("D4")
+def test_what_a_killed_export_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    first(tmp_path / "state").close()
+    (tmp_path / "out").mkdir()
+    killed(tmp_path / "state", "export.write=kill", "begin(directory)[0].export(directory.parent / 'out' / 'model')")
+    assert len(list((tmp_path / "out").iterdir())) == 1
+    begin(tmp_path / "state")[0].close()
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_commit_is_refused_the_wrong_number_of_digests(store: Store) -> None:
+    draft = store.begin_version(0, 1)
+    with pytest.raises(UsageError, match="number of digests"):
+        store.commit_version(draft, digest="", part_digests=digests(content(1), SHAPES.version)[:1])
+    draft.abandon()
+
+
+@pytest.mark.covers("D4")
+def test_a_finished_run_leaves_its_journal_its_last_version_and_outer_state(store: Store) -> None:
+    for base in range(3):
+        play_round(store, base)
+    store.write_durable()
+    store.finish()
+    store.close()
+    names = [name.partition("-")[0] for name in slot_files(store.directory)]
+    assert names == ["state", "version"]
+    store, recovered = begin(store.directory)
+    assert (recovered.finished, recovered.heads[0].version) == (True, 3)
+    store.close()
