@@ -51,11 +51,11 @@ class Settings(BaseModel):
         None, description="`sgd`, `adam`, … or `module:attribute`; by default the algorithm's own."
     )
     outer_lr: float | None = Field(None, gt=0, description="Outer learning rate; by default the algorithm's own.")
-    outer_momentum: float | None = Field(None, ge=0, lt=1, description="Outer momentum; by default the algorithm's own.")
+    outer_momentum: float | None = Field(None, ge=0, lt=1, description="Outer momentum; by default the algorithm's.")
     outer_options: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the outer optimizer."
     )
-    codec: str | None = Field(None, description="`none` or `bf16`; by default bf16 for DiLoCo, none for federated runs.")
+    codec: str | None = Field(None, description="`none` or `bf16`; by default bf16 for DiLoCo, else none.")
     max_update_norm: float = Field(0.0, ge=0, description="Refuse an update whose L2 norm is larger; 0: no limit.")
     max_weight: float = Field(1e12, gt=0, description="Refuse an update with a larger weight.")
 
@@ -90,7 +90,8 @@ class Settings(BaseModel):
     def _consistent(self) -> Settings:
         if self.min_workers > self.num_workers:
             raise ConfigError(
-                f"min_workers is {self.min_workers}, but num_workers is {self.num_workers}: round one could never close.",
+                f"min_workers is {self.min_workers}, but num_workers is {self.num_workers}: "
+                "round one could never close.",
                 f"Set min_workers to at most {self.num_workers}.",
             )
         if self.quorum and self.quorum < self.min_workers:
@@ -137,12 +138,13 @@ class Settings(BaseModel):
             ConfigError: the file cannot be read, a key is unknown (the nearest valid one is offered), or a value is
                 wrong; the source (file, variable, flag) is named.
         """
+        given = {key: value for key, value in (flags or {}).items() if value is not None}
         merged: dict[str, Any] = {}
         source: dict[str, str] = {}
         layers = [
             _file_layer(path) if path else {},
             _environment_layer(os.environ if environ is None else environ),
-            {key: (value, f"flag --{key.replace('_', '-')}") for key, value in (flags or {}).items() if value is not None},
+            {key: (value, f"flag --{key.replace('_', '-')}") for key, value in given.items()},
         ]
         for layer in layers:
             for key, (value, where) in layer.items():

@@ -67,7 +67,7 @@ def load_attribute(target: str) -> Any:
     """
     module_name, separator, attribute = target.partition(":")
     if not separator or not module_name or not attribute:
-        raise ConfigError(f"{target!r} does not name code.", "Write it as module:attribute, for example my_models:build.")
+        raise ConfigError(f"{target!r} does not name code.", "Write it as module:attribute, say my_models:build.")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

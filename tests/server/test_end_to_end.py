@@ -204,14 +204,18 @@ def test_status_names_whom_the_round_waits_for(tmp_path: Path) -> None:
         server.stop()
 
 
+def forget_to_submit(url: str, folder: Path) -> None:
+    with atoll.join(url, site="a", folder=folder) as worker:
+        for _ in worker:
+            pass
+
+
 @pytest.mark.covers("P6")
 def test_a_round_that_was_not_submitted_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     server = serve(tmp_path, tiny(), num_workers=1)
     try:
         with pytest.raises(AtollError, match=r"Call round\.submit"):
-            with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
-                for _ in worker:
-                    pass
+            forget_to_submit(server.url, tmp_path / "workers")
         assert server.status().workers[0].state == "failed"
         assert "submit" in server.status().workers[0].error
     finally:

@@ -74,6 +74,17 @@ def test_threads_take_turns(journal: Journal) -> None:
     assert count(journal) == 200
 
 
+def test_the_log_is_emptied_while_a_transaction_is_open(journal: Journal) -> None:
+    with journal.transaction():
+        journal.count("x")
+    with journal.transaction():
+        journal.count("x")
+        journal.checkpoint()
+    assert count(journal) == 2
+    (busy, in_log, moved) = journal.row("PRAGMA wal_checkpoint(PASSIVE)") or (1, 0, 0)
+    assert (busy, in_log) == (0, moved)
+
+
 @pytest.mark.covers("F25")
 def test_a_full_disk_loses_nothing_and_goes_on_when_there_is_space(tmp_path: Path) -> None:
     """SQLite's own page limit stands for the disk: the same error, from the same place."""

@@ -228,6 +228,35 @@ def test_the_durable_version_stays_until_the_next_is_recorded(store: Store) -> N
     assert [row.version for row in store.versions()] == [4, 5]
 
 
+def test_durable_is_said_after_the_files_are_synced_and_with_the_journal_synced(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play_round(store, 0)
+    order: list[str] = []
+    sync = Store.sync
+
+    def spy(self: Store, fd: int, what: str) -> None:
+        sync(self, fd, what)
+        order.append(Path(what).name.partition("-")[0])
+
+    monkeypatch.setattr(Store, "sync", spy)
+    store.journal._db.set_trace_callback(
+        lambda sql: (
+            order.append(" ".join(sql.split()[:4])) if "synchronous" in sql or "durable_version =" in sql else None
+        )
+    )
+    store.write_durable()
+    store.journal._db.set_trace_callback(None)
+    assert order == [
+        "version",
+        "state",
+        "slots",
+        "PRAGMA synchronous = FULL",
+        "UPDATE heads SET durable_version",
+        "PRAGMA synchronous = NORMAL",
+    ]
+
+
 @pytest.mark.covers("F26")
 def test_a_failed_fsync_is_fatal_and_never_tried_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     play_round(store, 0)

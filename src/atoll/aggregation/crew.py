@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from typing import TypeVar
 
-from atoll.aggregation.alone import stay_alone
+from atoll.tensors.alone import stay_alone
 
 Job = TypeVar("Job")
 

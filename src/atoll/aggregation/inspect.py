@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from blake3 import blake3
 
-from atoll.aggregation.alone import alone
 from atoll.aggregation.scratch import WIDEST_BYTES, Scratch, read_at
 from atoll.codecs.base import Codec
+from atoll.tensors.alone import alone
 from atoll.tensors.layout import Layout, Part, Piece
 from atoll.tensors.schema import PARAMS
 

@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -25,6 +24,7 @@ from atoll.cli.children import Children, Terminated, raise_on_sigterm
 from atoll.errors import AtollError, RunFailed, ServerUnreachable, UsageError
 
 if TYPE_CHECKING:
+    from atoll.cli.demo_view import View
     from atoll.wire import messages
 
 POLL_S = 0.5
@@ -68,10 +68,10 @@ class Demo:
 KINDS = {
     "diloco": {
         "model": "atoll.cli.demo_models:byte_transformer",
-        "rounds": 16,
+        "rounds": 14,
         "workers": 3,
         "metric": "validation_loss",
-        "metric_name": "validation loss (nats/byte)",
+        "metric_name": "validation loss",
     },
     "fedavg": {
         "model": "atoll.cli.demo_models:digits_net",
@@ -92,7 +92,7 @@ def command(
         Path | None,
         typer.Option("--dir", help="Folder for the results, new or empty.", show_default="atoll-demo/ALGORITHM-TIME"),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds.", show_default="16, fedavg: 20")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds.", show_default="14, fedavg: 20")] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, max=32, help="Worker processes.", show_default="3, fedavg: 4")
     ] = None,
@@ -136,11 +136,11 @@ def run(demo: Demo) -> None:
             server = _start_server(demo, children)
             address = _address(demo.folder / "server.log", server)
             sites = _start_workers(demo, children, address)
-            status = _watch(demo, children, sites, address, view.update, view.say)
-            view.say("the run is finished; the last workers leave")
-            status = _settle(children, address, status)
+            _watch(demo, children, sites, address, view)
+            _settle(demo, children, address, view)
+            view.rounds_done(demo_summary.rounds_of(demo))
         seconds = time.monotonic() - begin
-    demo_summary.show(demo, status, seconds)
+    demo_summary.show(demo, view.status, seconds)
 
 
 def _require_extras(algorithm: str) -> None:
@@ -217,30 +217,13 @@ def _start_workers(demo: Demo, children: Children, address: str) -> list[str]:
     return sites
 
 
-def _watch(
-    demo: Demo,
-    children: Children,
-    sites: list[str],
-    address: str,
-    update: Callable[[messages.Status], None],
-    say: Callable[[str], None],
-) -> messages.Status:
+def _watch(demo: Demo, children: Children, sites: list[str], address: str, view: View) -> None:
     """Show what happens until the run is finished; a worker that dies is told of, and the others go on."""
     gone: set[str] = set()
-    while True:
-        try:
-            status = _status(address)
-        except ServerUnreachable:
-            server = children.processes["server"]
-            if server.poll() is None:
-                raise
-            log = demo.folder / "server.log"
-            raise RunFailed(
-                f"The server ended with {server.returncode}: {_last_line(log)}", f"{log} has more."
-            ) from None
-        update(status)
+    while (status := _status(demo, children, address)) is not None:
+        view.update(status)
         if status.finished:
-            return status
+            return
         for site in sites:
             code = children.processes[site].poll()
             if code is not None and site not in gone:
@@ -251,7 +234,7 @@ def _watch(
                     if code < 0
                     else f"ended with {code}: {_last_line(log)}"
                 )
-                say(f"{site} {why}; {'the others go on' if len(gone) < len(sites) else 'nobody is left'}")
+                view.say(f"{site} {why}; {'the others go on' if len(gone) < len(sites) else 'nobody is left'}")
         if len(gone) == len(sites):
             raise RunFailed(
                 "Every worker has ended before the run was finished.", f"Look into {demo.folder}/site-*.log."
@@ -259,21 +242,37 @@ def _watch(
         time.sleep(POLL_S)
 
 
-def _status(address: str) -> messages.Status:
+def _status(demo: Demo, children: Children, address: str) -> messages.Status | None:
+    """The server's status; None once it has ended well, which a short run may have done between two questions.
+
+    Raises:
+        RunFailed: the server has ended with an error.
+    """
     from atoll.cli.ask import ask
     from atoll.wire import messages, routes
 
-    return ask(address, routes.STATUS, messages.Status)
+    try:
+        return ask(address, routes.STATUS, messages.Status)
+    except ServerUnreachable:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = children.processes["server"].wait(END_S)
+            if code == 0:
+                return None
+            log = demo.folder / "server.log"
+            raise RunFailed(f"The server ended with {code}: {_last_line(log)}", f"{log} has more.") from None
+        raise
 
 
-def _settle(children: Children, address: str, status: messages.Status) -> messages.Status:
-    """Let every process end by itself; returns the last status that could be had."""
+def _settle(demo: Demo, children: Children, address: str, view: View) -> None:
+    """Let every process end by itself, and show what happened since the last look."""
     end = time.monotonic() + END_S
+    last = None
     while time.monotonic() < end and any(process.poll() is None for process in children.processes.values()):
         with contextlib.suppress(AtollError):  # it has stopped, which is what is waited for
-            status = _status(address)
+            last = _status(demo, children, address) or last
         time.sleep(0.1)
-    return status
+    if last is not None:
+        view.update(last)
 
 
 def _last_line(log: Path) -> str:

@@ -15,21 +15,33 @@ if TYPE_CHECKING:
 MODEL, METRICS, CURVE = "model.safetensors", "metrics.jsonl", "loss.png"
 
 
-def show(demo: Demo, status: messages.Status, seconds: float) -> None:
+def rounds_of(demo: Demo) -> list[messages.RoundSummary]:
+    """Every round, from the server's own file."""
+    from atoll.wire import messages
+
+    lines = (demo.folder / METRICS).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    fields = messages.RoundSummary.model_fields
+    return [messages.RoundSummary(**{key: row[key] for key in fields}) for row in rows]
+
+
+def show(demo: Demo, status: messages.Status | None, seconds: float) -> None:
     """Judge the exported model, draw the curve, print the summary."""
-    rounds = [json.loads(line) for line in (demo.folder / METRICS).read_text(encoding="utf-8").splitlines()]
+    rounds = rounds_of(demo)
     final = judge(demo, demo.folder / MODEL)
-    curve = [(row["version"] - 1, row["metrics"][demo.metric]) for row in rounds if demo.metric in row["metrics"]]
-    curve.append((status.fragments[0].version, final))
-    local = [(row["version"], row["metrics"]["loss"]) for row in rounds if "loss" in row["metrics"]]
+    curve = [(row.version - 1, row.metrics[demo.metric]) for row in rounds if demo.metric in row.metrics]
+    curve.append((rounds[-1].version, final))
+    local = [(row.version, row.metrics["loss"]) for row in rounds if "loss" in row.metrics]
     draw(demo, curve, local, demo.folder / CURVE)
     print()
-    print(f"{demo.metric_name}: {curve[0][1]:.4f} at the start, {final:.4f} at the end")
-    for line in traffic(demo, status):
-        print(line)
-    refused = f", {status.refused} updates refused" if status.refused else ""
-    deaths = f", {status.deaths} workers died" if status.deaths else ""
-    print(f"time: {duration(seconds)} for {len(rounds)} rounds with {demo.workers} workers{deaths}{refused}")
+    unit = " nats/byte" if demo.metric == "validation_loss" else ""
+    print(f"{demo.metric_name}: {curve[0][1]:.4f}{unit} at the start, {final:.4f} at the end")
+    deaths = ""
+    if status is not None:
+        for line in traffic(demo, status):
+            print(line)
+        deaths = f"; {status.deaths} died" if status.deaths else ""
+    print(f"time: {duration(seconds)} for {len(rounds)} rounds with {demo.workers} workers{deaths}")
     print(f"files in {demo.folder}:")
     print(f"  {MODEL:<18} the model (safetensors.safe_open)")
     print(f"  {METRICS:<18} one line a round")
@@ -59,7 +71,7 @@ def traffic(demo: Demo, status: messages.Status) -> list[str]:
 
     A ring all-reduce of n workers sends 2·(n − 1)/n times the gradients' bytes (fp32) from each in each step.
     """
-    results = [_result(demo, worker) for worker in status.workers]
+    results = [result for worker in status.workers if (result := _result(demo, worker))]
     if not results:
         return []
     steps = max(int(result["steps"]) for result in results)
@@ -77,12 +89,10 @@ def traffic(demo: Demo, status: messages.Status) -> list[str]:
 
 
 def _result(demo: Demo, worker: messages.WorkerStatus) -> dict[str, Any]:
-    """What the worker itself counted; of one that died, the last that the server heard."""
+    """What the worker itself counted; nothing of one that did not live to the end."""
     path = demo.result_file(worker.site)
-    if path.exists():
-        counted: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return counted
-    return {"steps": worker.step, "bytes_up": worker.bytes_up, "bytes_down": worker.bytes_down}
+    counted: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return counted
 
 
 def draw(demo: Demo, curve: list[tuple[int, float]], local: list[tuple[int, float]], path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from atoll.cli.text import awaited, duration, size
+from atoll.cli.text import awaited, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,45 +21,81 @@ SIGNS_OF_LIFE_S = 10.0
 """How often plain lines say how far a round is."""
 
 
-class Lines:
-    """A line for every round, and one every few seconds in between."""
+class View(ABC):
+    """What happens, for somebody who watches. `status` is the last that was heard."""
 
     def __init__(self, demo: Demo) -> None:
         self.demo = demo
-        self.begin = self.said = time.monotonic()
-        self.rounds = 0
+        self.begin = time.monotonic()
+        self.status: messages.Status | None = None
+        self.rounds: dict[int, messages.RoundSummary] = {}
+
+    @property
+    def clock(self) -> str:
+        return f"{time.monotonic() - self.begin:6.1f} s"
+
+    @abstractmethod
+    def say(self, text: str) -> None:
+        """An event."""
+
+    def update(self, status: messages.Status) -> None:
+        """A new look at the run."""
+        self.status = status
+        self.rounds_done(status.history)
+
+    def rounds_done(self, rounds: Iterable[messages.RoundSummary]) -> None:
+        """Rounds that are over; those already shown are passed over."""
+        for summary in rounds:
+            if summary.round not in self.rounds:
+                self.rounds[summary.round] = summary
+                self.show_round(summary)
+
+    @abstractmethod
+    def show_round(self, summary: messages.RoundSummary) -> None:
+        """A round is over."""
+
+
+class Lines(View):
+    """A line for every round, and one every few seconds in between."""
+
+    def __init__(self, demo: Demo) -> None:
+        super().__init__(demo)
+        self.said = self.begin
 
     def say(self, text: str) -> None:
         self.said = time.monotonic()
-        print(f"{duration(self.said - self.begin):>8}  {text}", flush=True)
+        print(f"{self.clock}  {text}", flush=True)
 
     def update(self, status: messages.Status) -> None:
-        for summary in status.history:
-            if summary.round > self.rounds:
-                self.rounds = summary.round
-                self.say(round_text(self.demo, summary))
+        super().update(status)
         if time.monotonic() - self.said >= SIGNS_OF_LIFE_S:
             workers = ", ".join(_short(worker) for worker in status.workers if worker.state == "alive")
-            self.say(f"round {self.rounds + 1}: {workers or 'no worker has joined yet'}")
+            waiting = "; ".join(filter(None, map(awaited, status.fragments)))
+            self.say(
+                f"round {len(self.rounds) + 1}: {workers or 'the workers start'}{f'; {waiting}' if waiting else ''}"
+            )
+
+    def show_round(self, summary: messages.RoundSummary) -> None:
+        self.say(round_text(self.demo, summary))
 
 
-class Live:
+class Live(View):
     """A rich table that is drawn anew with every status."""
 
     def __init__(self, demo: Demo, live: Any) -> None:
-        self.demo, self.live = demo, live
-        self.begin = time.monotonic()
+        super().__init__(demo)
+        self.live = live
         self.notes: list[str] = []
-        self.rounds: dict[int, messages.RoundSummary] = {}
-        self.status: messages.Status | None = None
 
     def say(self, text: str) -> None:
-        self.notes.append(f"{duration(time.monotonic() - self.begin):>8}  {text}")
+        self.notes.append(f"{self.clock}  {text}")
         self._draw()
 
     def update(self, status: messages.Status) -> None:
-        self.rounds |= {summary.round: summary for summary in status.history}
-        self.status = status
+        super().update(status)
+        self._draw()
+
+    def show_round(self, summary: messages.RoundSummary) -> None:
         self._draw()
 
     def _draw(self) -> None:
@@ -66,10 +103,8 @@ class Live:
         from rich.text import Text
 
         demo, status = self.demo, self.status
-        clock = duration(time.monotonic() - self.begin)
-        title = (
-            f"atoll demo, {demo.algorithm}: round {min(len(self.rounds) + 1, demo.rounds)} of {demo.rounds}, {clock}"
-        )
+        number = min(len(self.rounds) + 1, demo.rounds)
+        title = f"atoll demo, {demo.algorithm}: round {number} of {demo.rounds}, {self.clock.strip()}"
         parts: list[RenderableType] = [Text(title, style="bold")]
         if status is not None:
             parts += [
@@ -112,11 +147,10 @@ class Live:
 
 def round_text(demo: Demo, summary: messages.RoundSummary) -> str:
     """One round in one line; the global measure is that of the version it began with."""
-    metrics = summary.metrics
+    measure, loss = (_number(summary.metrics.get(key), ".4f") for key in (demo.metric, "loss"))
     return (
-        f"round {summary.round:2d} of {demo.rounds}: {demo.metric_name} of version {summary.version - 1} "
-        f"{_number(metrics.get(demo.metric), '.4f')}, local loss {_number(metrics.get('loss'), '.3f')}, "
-        f"{len(summary.workers)} workers, {size(summary.bytes_up)} up"
+        f"round {summary.round:2d} of {demo.rounds}: {demo.metric_name} {measure} at version {summary.version - 1}, "
+        f"local loss {loss}; {len(summary.workers)} workers, {size(summary.bytes_up)} up"
     )
 
 
@@ -130,7 +164,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 @contextmanager
-def make_view(demo: Demo) -> Iterator[Lines | Live]:
+def make_view(demo: Demo) -> Iterator[View]:
     """The view that fits standard output."""
     if not sys.stdout.isatty():
         yield Lines(demo)

@@ -39,7 +39,10 @@ def numbers(metrics: Mapping[str, float], leave_out: Iterable[str] = ()) -> str:
 def awaited(fragment: messages.FragmentStatus) -> str:
     """Who a round waits for, for how long and why; empty where it waits for nobody."""
     sites = ", ".join(f"{missing.site} ({duration(missing.for_s)})" for missing in fragment.waiting_for)
-    return "; ".join(filter(None, [f"waiting for {sites}" if sites else "", fragment.reason]))
+    reason = fragment.reason
+    if sites and reason.startswith("waits for "):  # which says the same without the times
+        reason = reason.partition("; ")[2]
+    return "; ".join(filter(None, [f"waiting for {sites}" if sites else "", reason]))
 
 
 def round_line(summary: messages.RoundSummary) -> str:

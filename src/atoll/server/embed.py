@@ -159,7 +159,7 @@ class Server:
     def save_state(self, path: str | Path) -> Path:
         """Write the head as a safetensors file of its own; the state directory itself is always up to date."""
         run = self._require_run()
-        header, ranges = export_ranges(run.plan)
+        header, ranges = export_ranges(run.plan.schema, run.plan.version)
         return run.store.export(Path(path), header=header, ranges=ranges)
 
     @classmethod
@@ -180,7 +180,9 @@ class Server:
         self._questions.add(answer)
 
         def work() -> None:
-            if self._last_status is None:
+            if self._last_status is not None:
+                answer.cancel()
+            else:
                 answer.set_result(question(run))
 
         try:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from atoll.server.plan import Plan
 from atoll.store.store import Store
-from atoll.tensors.layout import safetensors_header
-from atoll.tensors.schema import TensorSpec
+from atoll.tensors.layout import Layout, safetensors_header
+from atoll.tensors.schema import Schema, TensorSpec
 from atoll.wire import messages
 
 MODEL = "model.safetensors"
@@ -33,7 +33,7 @@ class Exports:
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
             version = self._store.head(0).version if version is None else version
-            header, ranges = export_ranges(self._plan)
+            header, ranges = export_ranges(self._plan.schema, self._plan.version)
             if self._plan.settings.save_every:
                 numbered = self.folder / f"model-{version:06d}.safetensors"
                 self._store.export(numbered, version=version, header=header, ranges=ranges)
@@ -56,10 +56,9 @@ class Exports:
             os.replace(temporary, self.folder / METRICS)
 
 
-def export_ranges(plan: Plan) -> tuple[bytes, list[tuple[int, int]]]:
+def export_ranges(schema: Schema, version: Layout) -> tuple[bytes, list[tuple[int, int]]]:
     """Header and slot ranges of an export: every tensor, and each tied one again under its further name."""
-    schema = plan.schema
-    segments = plan.version.by_name
+    segments = version.by_name
     owners = {spec.name: spec for spec in schema.tensors}
     named = [(spec, spec.name) for spec in schema.tensors] + [
         (TensorSpec(alias, owners[owner].dtype, owners[owner].shape, owners[owner].group), owner)

@@ -25,6 +25,7 @@ from atoll.server.restore import snapshot_of
 from atoll.server.roster import Lease, Presence
 from atoll.store.rows import MemberState, Recovered, TicketRow, VersionRow
 from atoll.store.store import Store
+from atoll.tensors.alone import stay_alone
 from atoll.wire import messages
 
 LOG = logging.getLogger("atoll.server")
@@ -48,7 +49,7 @@ class Run:
         self.trouble: dict[int, str] = {}
         self.deaths = self.refused = self.bytes_up = self.bytes_down = 0
         self.started_s = time.monotonic()
-        self.io = ThreadPoolExecutor(max_workers=max(4, 2 * plan.threads), thread_name_prefix="atoll-io")
+        self.io = ThreadPoolExecutor(max(4, 2 * plan.threads), thread_name_prefix="atoll-io", initializer=stay_alone)
         self.exports = Exports(plan, store)
         self._changed = asyncio.Event()
         self._cancelled = threading.Event()

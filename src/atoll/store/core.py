@@ -14,6 +14,7 @@ from atoll.store.journal import Durability, Journal
 from atoll.store.slots import SPOOL, STATE, VERSION, FileShape, FragmentShapes, SlotPool
 
 if TYPE_CHECKING:
+    from atoll.store.handles import PinnedVersion
     from atoll.store.spool import Spool
 
 STATE_SLOTS = 4
@@ -35,6 +36,7 @@ class Core:
         self.max_pins = max_pins
         self.pools: dict[tuple[str, int], SlotPool] = {}
         self.spools: dict[int, Spool] = {}
+        self.pins: list[PinnedVersion] = []  # oldest first
         self._shapes: tuple[FragmentShapes, ...] = ()
 
     def transaction(self) -> AbstractContextManager[None]:

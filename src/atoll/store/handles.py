@@ -63,7 +63,6 @@ class PinnedVersion:
         self.revoked = threading.Event()
         self._on_revoke, self._drop = on_revoke, drop
         self._close = weakref.finalize(self, os.close, self.fd)
-        self._released = False
 
     def revoke(self) -> None:
         self.revoked.set()
@@ -72,9 +71,8 @@ class PinnedVersion:
 
     def release(self) -> None:
         """Let go; again does nothing."""
-        if not self._released:
-            self._released = True
-            self._close()
+        if self._close.detach():
+            os.close(self.fd)
             self._drop(self)
 
     def __enter__(self) -> Self:

@@ -10,7 +10,7 @@ import errno
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,9 @@ Durability = Literal["process", "power"]
 FULL = {errno.ENOSPC, errno.EDQUOT}
 _FSYNC = {sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC}
 _CORRUPT = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+LOG_PAGES = 16_000
+"""Of 4 KiB: the most the write-ahead log grows to where nobody calls `checkpoint`, which is after every round."""
+
 NEW_RUN = (
     "Restore the whole directory from a backup, or begin a new run: another state_dir, and model = an exported file."
 )
@@ -56,6 +59,7 @@ class Journal:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute(f"PRAGMA synchronous = {self._level}")
         self._db.execute("PRAGMA foreign_keys = ON")
+        self._db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version == 0:
             self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
@@ -167,6 +171,11 @@ class Journal:
             "Look at the disk, then start the server again; it falls back to what it can verify.",
         )
         return self._broken
+
+    def checkpoint(self) -> None:
+        """Move what is in the write-ahead log into the database, beside whatever other threads do."""
+        with closing(sqlite3.connect(self.path)) as db, self._translated():
+            db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     @property
     def usable(self) -> bool:

@@ -52,15 +52,18 @@ class Store(Exports):
             raise StoreError(f"{directory}: {error.strerror}.", "Give a state_dir that this user may write.") from error
         lock = DirectoryLock(directory)
         try:
-            store = cls(
-                directory, Journal(directory / "journal.sqlite", durability), durability, keep_versions, max_pins
-            )
-            store._directory_lock = lock
+            journal = Journal(directory / "journal.sqlite", durability)
+        except BaseException:
+            lock.release()
+            raise
+        store = cls(directory, journal, durability, keep_versions, max_pins)
+        store._directory_lock = lock
+        try:
             with store.journal.transaction(synced=True):
                 store.journal.execute("UPDATE meta SET epoch = epoch + 1")
             store.sync_folder(directory)
         except BaseException:
-            lock.release()
+            store.close()
             raise
         return store
 

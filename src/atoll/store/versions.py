@@ -26,10 +26,6 @@ DIGEST_BYTES = 32
 class Versions(Tickets):
     """Part of `Store`."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._pins: list[PinnedVersion] = []  # oldest first
-
     def begin_version(self, fragment: int, version: int) -> VersionDraft:
         """Slots to write the next version of a fragment into; nobody reads or refers to them.
 
@@ -232,13 +228,13 @@ class Versions(Tickets):
             pool = self.pool(VERSION, fragment)
             pin = PinnedVersion(row, pool[row.slot], on_revoke, self._unpin)
             pool.hold(pin.slot, PULL)
-            self._pins.append(pin)
+            self.pins.append(pin)
         return pin
 
     def _unpin(self, pin: PinnedVersion) -> None:
         fragment = pin.row.fragment
         with self.lock:
-            self._pins.remove(pin)
+            self.pins.remove(pin)
             self.pool(VERSION, fragment).drop(pin.slot, PULL)
             if self.journal.closed:
                 return
@@ -263,7 +259,7 @@ class Versions(Tickets):
             with self.transaction():
                 for row in old:
                     self.drop_row(row)
-            revoked = [pin for pin in self._pins if pin.row in old]
+            revoked = [pin for pin in self.pins if pin.row in old]
         for pin in revoked:
             pin.revoke()
 
@@ -317,6 +313,7 @@ class Versions(Tickets):
         Raises:
             SyncFailed: fsync failed; the server must end. It is never tried again.
         """
+        self.journal.checkpoint()  # here, so that no commit of the event loop has to wait for it
         with self.lock:
             if self.journal.value("SELECT version FROM heads WHERE fragment = ?", fragment) is None:
                 return None

@@ -7,6 +7,7 @@ tensors are read and written where they are; others go through a scratch of the 
 from __future__ import annotations
 
 import bisect
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +74,9 @@ def bytes_of(run: Tensor) -> memoryview:
 class Scatter:
     """A sink for the bytes of a version: writes them into the tensors of a model, in place, as they arrive.
 
+    Contiguous CPU tensors are written where they are. Others go through one scratch, which is pinned where a tensor is
+    on an accelerator, so that the copy to the device needs no other.
+
     Args:
         layout: the version's layout.
         tensors: every tensor of the layout, by name.
@@ -83,6 +87,8 @@ class Scatter:
         self._segments = layout.segments
         self._tensors = [tensors[segment.spec.name] for segment in layout.segments]
         self._views = [_writable_bytes(tensor) for tensor in self._tensors]
+        self._lock = threading.Lock()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Place `data`, which lies at `offset` of the file, at borders of whole elements; the header is passed over."""
@@ -96,10 +102,19 @@ class Scatter:
                 if view is not None:
                     view[low - segment.offset : high - segment.offset] = source
                 else:
-                    item = segment.spec.item_bytes
-                    values = torch.frombuffer(bytearray(source), dtype=self._tensors[index].dtype)
-                    assign_run_(self._tensors[index], (low - segment.offset) // item, values)
+                    self._assign(index, (low - segment.offset) // segment.spec.item_bytes, source)
             index += 1
+
+
+    def _assign(self, index: int, start: int, source: memoryview) -> None:
+        tensor = self._tensors[index]
+        with self._lock:
+            if self._scratch.numel() < len(source):
+                pinned = any(other.device.type == "cuda" for other in self._tensors)
+                self._scratch = torch.empty(max(len(source), CHUNK_BYTES), dtype=torch.uint8, pin_memory=pinned)
+            held = self._scratch[: len(source)]
+            bytes_of(held)[:] = source
+            assign_run_(tensor, start, held.view(tensor.dtype))
 
 
 def _writable_bytes(tensor: Tensor) -> memoryview | None:

@@ -7,8 +7,7 @@ as raw values. Memory is a few fixed scratches, whatever the model's size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from atoll.codecs.base import Codec
+from atoll.tensors.alone import alone
 from atoll.tensors.chunks import CHUNK_ELEMENTS, assign_run_, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import Piece, chunks
@@ -37,17 +37,6 @@ class Formed:
     norm: float
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Element-wise work on 1 MiB runs gains nothing from a pool of threads, and loses where workers share cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def form_update(outbox: Outbox, base: BaseFile, tensors: Tensors, codecs: Mapping[str, Codec]) -> Formed:
     """Write the update of `tensors` against `base` into the outbox.
 
@@ -58,7 +47,7 @@ def form_update(outbox: Outbox, base: BaseFile, tensors: Tensors, codecs: Mappin
         codecs: by name, all that the layout uses.
     """
     former = _Former(outbox, base, tensors, codecs)
-    with torch.no_grad(), one_thread():
+    with torch.no_grad(), alone():
         digests = [former.part(index) for index in range(len(outbox.layout.parts))]
     return Formed(digests, outbox.layout.update_digest(digests), math.sqrt(former.sum_squares))
 
@@ -117,7 +106,7 @@ def rebase_(tensors: Tensors, old: BaseFile, new: BaseFile) -> None:
     Buffers take the new version's values.
     """
     scratch_old, scratch_new = (bytearray(CHUNK_ELEMENTS * _WIDEST_BYTES) for _ in range(2))
-    with torch.no_grad(), one_thread():
+    with torch.no_grad(), alone():
         for part in new.layout.parts:
             for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
                 spec = piece.segment.spec
@@ -135,7 +124,7 @@ def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -
     """base ← base − dec(update), in the base file: what was submitted, as the server decodes it."""
     scratch = bytearray(CHUNK_ELEMENTS * _WIDEST_BYTES)
     encoded = bytearray(CHUNK_ELEMENTS * _WIDEST_BYTES)
-    with torch.no_grad(), one_thread():
+    with torch.no_grad(), alone():
         for part in outbox.layout.parts:
             for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
                 spec = piece.segment.spec

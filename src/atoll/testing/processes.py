@@ -1,0 +1,300 @@
+"""Start, stop and kill real processes in tests, quickly.
+
+A `Nursery` is one process that has imported torch and Atoll; it forks a child for every process that is asked for. What
+comes of it is an ordinary process (its own pid, environment, folder and output; SIGKILL ends it at any instruction),
+but it starts in milliseconds rather than seconds. Nothing outlives the nursery.
+
+    with Nursery() as nursery:
+        server = nursery.start("atoll", "server", "run.toml", cwd=folder, failpoints="accept.before=kill")
+        assert server.wait(30) == -signal.SIGKILL
+
+Linux only, as the processes are made to die with their parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from atoll import failpoints as failpoints_module
+
+T = TypeVar("T")
+
+POLL_S = 0.01
+_PR_SET_PDEATHSIG = 1
+_PRELOAD = (
+    "atoll.cli.main",
+    "atoll.cli.server",
+    "atoll.server.embed",
+    "atoll.worker.federated",
+    "atoll.worker.diloco",
+    "torch._dynamo",  # torch.optim imports it when the first optimizer is made
+)
+
+
+def wait_until(condition: Callable[[], T], what: str, timeout_s: float = 30.0) -> T:
+    """Ask until the answer is true, and return it.
+
+    Raises:
+        TimeoutError: `what` did not happen in `timeout_s` seconds.
+    """
+    end_s = time.monotonic() + timeout_s
+    while True:
+        answer = condition()
+        if answer:
+            return answer
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"{what} did not happen in {timeout_s:g} s")
+        time.sleep(POLL_S)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody has at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Process:
+    """A process of a nursery. `returncode` is None while it runs, and −n once signal n has ended it."""
+
+    def __init__(self, nursery: Nursery, pid: int, log: Path) -> None:
+        self._nursery, self.pid, self.log = nursery, pid, log
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit status, if it has ended."""
+        if self.returncode is None:
+            self.returncode = self._nursery.ask(do="poll", pid=self.pid)
+        return self.returncode
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        """The exit status.
+
+        Raises:
+            TimeoutError: it still runs; what it has written is in the message.
+        """
+        end_s = time.monotonic() + timeout_s
+        while self.poll() is None:
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"process {self.pid} still runs after {timeout_s:g} s:\n{self.output()[-4000:]}")
+            time.sleep(POLL_S)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send(self, number: int) -> None:
+        """Send a signal; nothing happens where it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> int:
+        """SIGKILL, and wait for its end."""
+        self.send(signal.SIGKILL)
+        return self.wait()
+
+    def output(self) -> str:
+        """What it has written on standard output and standard error."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+class Nursery:
+    """Forks processes that need no time to import. Use it as a context manager; thread-safe."""
+
+    def __init__(self, preload: Sequence[str] = _PRELOAD) -> None:
+        """`preload`: modules that are imported once, for all."""
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # forks must have one thread
+        self._parent = subprocess.Popen(
+            [sys.executable, "-c", "from atoll.testing.processes import _serve; _serve()", *preload],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        self._lock = threading.Lock()
+        self._started: list[Process] = []
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, **request: Any) -> Any:
+        """One request and its answer."""
+        with self._lock:
+            assert self._parent.stdin is not None
+            assert self._parent.stdout is not None
+            self._parent.stdin.write(json.dumps(request) + "\n")
+            self._parent.stdin.flush()
+            line = self._parent.stdout.readline()
+        if not line:
+            raise RuntimeError("the nursery has ended")
+        return json.loads(line)
+
+    def start(
+        self,
+        *argv: str,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        failpoints: str = "",
+        log: Path | None = None,
+    ) -> Process:
+        """Start `atoll ARGS`, or a Python script with arguments.
+
+        Args:
+            argv: the first is `atoll`, or the path of a script.
+            env: further environment variables; ATOLL_* of this process are not passed on.
+            failpoints: see `atoll.failpoints`.
+            log: file to which its output is appended; by default one in `cwd`.
+        """
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
+        environment |= dict(env or {}) | ({"ATOLL_FAILPOINTS": failpoints} if failpoints else {})
+        log = log or cwd / f"{Path(argv[0]).stem}-{len(self._started)}.log"
+        pid = self.ask(do="start", argv=list(argv), cwd=str(cwd), env=environment, log=str(log))
+        process = Process(self, pid, log)
+        self._started.append(process)
+        return process
+
+    def close(self) -> None:
+        """Kill what still runs, and end."""
+        for process in self._started:
+            process.kill()
+        assert self._parent.stdin is not None
+        assert self._parent.stdout is not None
+        self._parent.stdin.close()
+        self._parent.wait(30)
+        self._parent.stdout.close()
+
+
+class Kept:
+    """A process that is started again whenever SIGKILL has ended it, each time with the next failpoints.
+
+    Args:
+        start: starts it with these failpoints.
+        lives: failpoints of the first start, the second, …; later starts have none.
+    """
+
+    def __init__(self, start: Callable[[str], Process], lives: Sequence[str] = ()) -> None:
+        self._start, self._lives = start, list(lives)
+        self._closing = threading.Event()
+        self.processes = [self._next()]
+        self._thread = threading.Thread(target=self._watch, name="kept", daemon=True)
+        self._thread.start()
+
+    def _next(self) -> Process:
+        return self._start(self._lives.pop(0) if self._lives else "")
+
+    def _watch(self) -> None:
+        while not self._closing.wait(POLL_S):
+            code = self.processes[-1].poll()
+            if code == -signal.SIGKILL:
+                self.processes.append(self._next())
+            elif code is not None:
+                return
+
+    @property
+    def now(self) -> Process:
+        """The one that runs, or has ended by itself."""
+        return self.processes[-1]
+
+    @property
+    def deaths(self) -> int:
+        """How often SIGKILL has ended it."""
+        return len(self.processes) - 1
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Its exit status, once it ends by itself."""
+        wait_until(lambda: not self._thread.is_alive(), f"the end of process {self.now.pid}", timeout_s)
+        return self.now.wait()
+
+    def close(self) -> None:
+        """Kill it for good."""
+        self._closing.set()
+        self._thread.join()
+        self.now.kill()
+
+
+# -- inside the nursery
+
+
+def _serve() -> None:
+    """Answer requests until standard input ends; children die with this process."""
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an import prints must not be taken for an answer
+    ended: dict[int, int] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = _fork(request, answers.fileno()) if request["do"] == "start" else _ended(request["pid"], ended)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _ended(pid: int, ended: dict[int, int]) -> int | None:
+    if pid not in ended:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if not found:
+            return None
+        ended[pid] = os.waitstatus_to_exitcode(status)
+    return ended[pid]
+
+
+def _fork(request: dict[str, Any], answers: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.close(answers)
+        _become(request)
+        _run(request["argv"])
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Turn the fork into the process that was asked for."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    importlib.reload(failpoints_module)  # it read the environment when the nursery imported it
+
+
+def _run(argv: list[str]) -> None:
+    sys.argv = argv
+    if argv[0] == "atoll":
+        from atoll.cli.main import main
+
+        main()
+    else:
+        sys.path.insert(0, str(Path(argv[0]).parent))
+        runpy.run_path(argv[0], run_name="__main__")

@@ -1,0 +1,273 @@
+"""A TCP proxy that breaks one HTTP message at one byte: resets, cuts, stalls, or flips a bit.
+
+    with Proxy(server_port) as proxy:
+        proxy.faults.append(Fault("PUT .*/parts/2", "up", at=65535, action="reset"))
+        worker = atoll.join(proxy.url, ...)
+        assert proxy.count("PUT .*/parts/2") == 2      # it alone was sent again
+
+It reads HTTP/1.1 only so far as to know where a message's body begins. `cut` and `heal` make a partition of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+_READ_BYTES = 64 * 2**10
+_LOOK_S = 0.02
+BEFORE_HEADER = -1
+
+
+@dataclass(eq=False)
+class Fault:
+    """What is to happen, once, to a message.
+
+    Attributes:
+        request: regular expression for its request line, such as `PUT .*/parts/2 `.
+        direction: `up` breaks the request, `down` its answer.
+        at: so many bytes of the body pass first; `BEFORE_HEADER`: not even the header does.
+        action: `reset` (RST to both sides), `close` (an orderly end to both), `stall` (the connection stays and moves
+            nothing more), `flip` (the lowest bit of byte `at`; the message goes on).
+        reached: set when it happens.
+    """
+
+    request: str
+    direction: Literal["up", "down"]
+    at: int
+    action: Literal["reset", "close", "stall", "flip"]
+    reached: threading.Event = field(default_factory=threading.Event)
+
+
+class Broken(Exception):
+    """This connection is over."""
+
+
+class Proxy:
+    """Listens on a port of 127.0.0.1 and passes everything on to another one.
+
+    Attributes:
+        faults: waiting to happen; each is removed when it does.
+        requests: request lines in the order in which they came.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self.faults: list[Fault] = []
+        self.requests: list[str] = []
+        self._lock = threading.Lock()
+        self._links: set[_Link] = set()
+        self._cut = False
+        self._closing = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name="proxy", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def count(self, request: str) -> int:
+        """How many requests had a line that matches."""
+        with self._lock:
+            return sum(re.search(request, line) is not None for line in self.requests)
+
+    def cut(self) -> None:
+        """A partition: reset every connection, and every new one."""
+        with self._lock:
+            self._cut = True
+            links = list(self._links)
+        for link in links:
+            link.end(reset=True)
+
+    def freeze(self) -> None:
+        """Half-open connections: those that are there stay, and move nothing more."""
+        with self._lock:
+            for link in self._links:
+                link.frozen = True
+
+    def heal(self) -> None:
+        """New connections are passed on again."""
+        with self._lock:
+            self._cut = False
+
+    def close(self) -> None:
+        """End every connection and every thread."""
+        self._closing.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+        for link in list(self._links):
+            link.end(reset=True)
+            link.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target), timeout=10.0)
+                server.settimeout(None)
+            except OSError:
+                _end(client, reset=True)
+                continue
+            with self._lock:
+                link = _Link(self, client, server)
+                self._links.add(link)
+                cut = self._cut
+            if cut:
+                link.end(reset=True)
+            link.start()
+
+    # -- called by the links
+
+    def _saw(self, request: str) -> None:
+        with self._lock:
+            self.requests.append(request)
+
+    def _gone(self, link: _Link) -> None:
+        with self._lock:
+            self._links.discard(link)
+
+    def _fault(self, request: str, direction: str, start: int, stop: int) -> Fault | None:
+        """The fault that hits bytes [start, stop) of this message; it will not happen again."""
+        with self._lock:
+            for fault in self.faults:
+                hit = fault.direction == direction and start <= fault.at < stop
+                if hit and re.search(fault.request, request):
+                    self.faults.remove(fault)
+                    return fault
+        return None
+
+
+class _Link:
+    """One connection: two sockets, and a thread for each direction."""
+
+    def __init__(self, proxy: Proxy, client: socket.socket, server: socket.socket) -> None:
+        self._proxy, self._client, self._server = proxy, client, server
+        self._ended = threading.Event()
+        self.frozen = False
+        self.request = ""
+        self._threads = [
+            threading.Thread(target=self._pump, args=(client, server, "up"), daemon=True),
+            threading.Thread(target=self._pump, args=(server, client, "down"), daemon=True),
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(1.0)  # one that sends to a peer that reads nothing may stay; it is a daemon
+
+    def end(self, *, reset: bool) -> None:
+        self._ended.set()
+        for side in (self._client, self._server):
+            _end(side, reset=reset)
+
+    def _pump(self, source: socket.socket, target: socket.socket, direction: str) -> None:
+        messages = _Messages()
+        try:
+            while data := self._read(source):
+                for begins, offset, piece in messages.split(data):
+                    if begins and direction == "up":
+                        self.request = piece.split(b"\r\n", 1)[0].decode("latin-1")
+                        self._proxy._saw(self.request)
+                    self._pass(target, direction, offset, piece)
+            if not self.frozen:
+                with contextlib.suppress(OSError):
+                    target.shutdown(socket.SHUT_WR)
+                if direction == "down":
+                    self.end(reset=False)
+        except (OSError, ValueError, Broken):  # ValueError: the other thread has closed the sockets
+            self.end(reset=True)
+        finally:
+            if direction == "down":
+                self._proxy._gone(self)
+
+    def _read(self, source: socket.socket) -> bytes:
+        """What there is next. Never blocks for long: a socket that a thread waits on is not closed by another's close."""
+        while not select.select([source], [], [], _LOOK_S)[0]:
+            if self._ended.is_set():
+                raise Broken
+        return source.recv(_READ_BYTES)
+
+    def _pass(self, target: socket.socket, direction: str, offset: int, piece: bytes) -> None:
+        """Send a piece of a message on: its header (offset −1) or bytes of its body."""
+        if self.frozen:
+            self._stay()
+        stop = 0 if offset == BEFORE_HEADER else offset + len(piece)
+        fault = self._proxy._fault(self.request, direction, offset, stop)
+        if fault is None:
+            target.sendall(piece)
+            return
+        index = 0 if offset == BEFORE_HEADER else fault.at - offset
+        if fault.action == "flip":
+            target.sendall(piece[:index] + bytes([piece[index] ^ 1]) + piece[index + 1 :])
+            fault.reached.set()
+            return
+        target.sendall(piece[:index])
+        fault.reached.set()
+        if fault.action == "stall":
+            self._stay()
+        self.end(reset=fault.action == "reset")
+        raise Broken
+
+    def _stay(self) -> None:
+        self.frozen = True
+        self._ended.wait()
+        raise Broken
+
+
+class _Messages:
+    """Splits one direction of a connection into headers and bodies."""
+
+    def __init__(self) -> None:
+        self._header = b""
+        self._left = 0
+        self._offset = 0
+
+    def split(self, data: bytes) -> Iterator[tuple[bool, int, bytes]]:
+        """(whether a message begins, offset in its body or −1 for the header, bytes)."""
+        while data:
+            if self._left:
+                piece, data = data[: self._left], data[self._left :]
+                yield False, self._offset, piece
+                self._offset += len(piece)
+                self._left -= len(piece)
+                continue
+            header, end, data = (self._header + data).partition(b"\r\n\r\n")
+            if not end:
+                self._header, data = header, b""
+                continue
+            self._header = b""
+            length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", header)
+            self._left, self._offset = int(length[1]) if length else 0, 0
+            yield True, BEFORE_HEADER, header + end
+
+
+def _end(side: socket.socket, *, reset: bool) -> None:
+    with contextlib.suppress(OSError):
+        if reset:
+            side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        else:
+            side.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):
+        side.close()

@@ -1,0 +1,86 @@
+"""`atoll bench`: the reference it checks against, the sampling, and a small real run."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atoll.cli import bench_model, processes
+
+
+def test_the_model_has_the_bytes_and_tensors_that_were_asked_for(tmp_path) -> None:
+    sizes = bench_model.names_and_sizes(4 * 1003, 10)
+    assert list(sizes.values()) == [101, 101, 101, 100, 100, 100, 100, 100, 100, 100]
+    bench_model.write_initial(tmp_path / "model.safetensors", sizes)
+    written, loaded = load_file(tmp_path / "model.safetensors"), bench_model.load(sizes)
+    assert written.keys() == loaded.keys()
+    assert all(torch.equal(written[name], loaded[name]) for name in loaded)
+
+
+def by_hand(rounds: int) -> dict[str, torch.Tensor]:
+    """Two workers with weights 1 and 2: θ ← θ − (u₀/3 + 2·u₁/3), u_k = θ − (θ + 0.001·(k + 1)), in fp32."""
+    model = bench_model.load(bench_model.names_and_sizes(4 * 300_000, 1))
+    for tensor in model.values():
+        for _ in range(rounds):
+            total = (tensor - (tensor + 1e-3)) * (1 / 3)
+            total.add_(tensor - (tensor + 2e-3), alpha=2 / 3)
+            tensor.sub_(total)
+    return model
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_the_exact_mean_is_recognised(rounds: int) -> None:
+    assert bench_model.is_exact(by_hand(rounds), range(2), rounds, "none")
+
+
+def test_one_wrong_bit_is_noticed() -> None:
+    model = by_hand(2)
+    (tensor,) = model.values()
+    tensor[299_999] = torch.nextafter(tensor[299_999], torch.tensor(9.0))
+    assert not bench_model.is_exact(model, range(2), 2, "none")
+
+
+def test_a_round_too_few_is_noticed() -> None:
+    assert not bench_model.is_exact(by_hand(2), range(2), 3, "none")
+
+
+def test_anonymous_memory_is_that_of_the_process() -> None:
+    before = processes.anonymous_kb(os.getpid())
+    held = bytearray(b"x") * (64 * 2**20)
+    after = processes.anonymous_kb(os.getpid())
+    assert 60 * 1024 < after - before < 90 * 1024
+    del held
+    assert processes.anonymous_kb(2**22 + 1) == 0  # no such process
+
+
+def test_a_peak_counts_from_the_baseline_until_the_end() -> None:
+    peaks = processes.Peaks()
+    try:
+        pid = os.getpid()
+        peaks.begin(pid)
+        peaks.end(pid)
+        assert peaks.peak_mb(pid) == 0.0
+    finally:
+        peaks.close()
+
+
+@pytest.mark.slow
+@pytest.mark.covers("D8", "D9")
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+def test_a_small_round_is_exact_and_says_what_it_cost(atoll_command, tmp_path, codec: str) -> None:
+    arguments = ["--gb", "0.002", "--workers", "2", "--rounds", "3", "--tensors", "7", "--codec", codec]
+    outcome = atoll_command("bench", "round", *arguments, "--dir", str(tmp_path), "--json")
+    assert outcome.returncode == 0, outcome.stderr
+    figures = json.loads(outcome.stdout)
+    assert figures["exact"] is True
+    assert len(figures["rounds_s"]) == 3
+    update_bytes = 2_000_000 if codec == "none" else 1_000_000
+    assert 6 * update_bytes <= figures["bytes_up"] < 6.1 * update_bytes  # 2 workers × 3 rounds
+    assert 12_000_000 <= figures["bytes_down"] < 12_200_000
+    assert set(figures["cpu_s"]) == {"server", "worker-000", "worker-001"}
+    assert figures["settings"]["tensors"] == 7
+    assert list(tmp_path.iterdir()) == []

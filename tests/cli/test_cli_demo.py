@@ -1,0 +1,146 @@
+"""`atoll demo`: real processes that train; what is left of them is files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.cli import demo_data, demo_models, demo_summary
+from atoll.cli.children import Children
+
+
+def running(folder: Path) -> list[str]:
+    """Command lines of processes that work on `folder`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if str(folder) in line and "atoll.cli" in line:
+                found.append(line)
+    return found
+
+
+def test_the_transformer_is_small_and_tied() -> None:
+    model = demo_models.byte_transformer()
+    assert 0.9e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.2e6
+    assert model.head.weight is model.embedding.weight
+
+
+def test_the_transformer_sees_no_byte_ahead() -> None:
+    model = demo_models.byte_transformer().eval()
+    text = torch.randint(256, (1, 16))
+    changed = text.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 256
+    before, after = model(text), model(changed)
+    assert torch.equal(before[0, :10], after[0, :10])
+    assert not torch.equal(before[0, 10:], after[0, 10:])
+
+
+def test_the_corpus_is_split_and_the_validation_is_held_out() -> None:
+    texts, windows = demo_data.corpus(3, seed=0)
+    assert windows.shape == (192, demo_models.CONTEXT_BYTES + 1)
+    sizes = [len(text) for text in texts]
+    total = sum(path.stat().st_size for path in demo_data.standard_library())
+    assert 0.85 * total < sum(sizes) < 0.91 * total
+    assert min(sizes) > 0.2 * sum(sizes)
+    needle = bytes(windows[100].to(torch.uint8).tolist())
+    assert all(needle not in text.numpy().tobytes() for text in texts)
+
+
+def test_digits_are_split_unevenly_and_completely() -> None:
+    sites, (test_images, test_labels) = demo_data.digits(4, seed=0)
+    counts = [torch.bincount(labels, minlength=10) for _, labels in sites]
+    assert sum(len(labels) for _, labels in sites) + len(test_labels) == 1797
+    assert test_images.shape[1:] == (1, 8, 8)
+    assert min(len(labels) for _, labels in sites) >= 20
+    shares = torch.stack(counts).double()
+    assert (shares / shares.sum(dim=0)).max() > 0.6  # one site has most of some digit
+
+
+def test_the_ring_formula(tmp_path, monkeypatch) -> None:
+    """3 workers, 10 MB, 5 steps: 2·(2/3)·10 MB·5 = 66.7 MB each; 1 MB sent is 67 times less."""
+    from types import SimpleNamespace
+
+    (tmp_path / "a.json").write_text(json.dumps({"steps": 5, "bytes_up": 1_000_000, "bytes_down": 2_000_000}))
+    demo = SimpleNamespace(workers=3, result_file=lambda site: tmp_path / f"{site}.json")
+    status = SimpleNamespace(
+        model_bytes=10_000_000, workers=[SimpleNamespace(site="a"), SimpleNamespace(site="that died")]
+    )
+    sent, ring = demo_summary.traffic(demo, status)  # type: ignore[arg-type]
+    assert sent == "each worker sent 1.0 MB and received 2.0 MB in 5 local steps"
+    assert "66.7 MB each, 67 × as much" in ring
+
+
+def test_children_are_ended_also_where_they_ignore_a_request(monkeypatch) -> None:
+    from atoll.cli import children
+
+    monkeypatch.setattr(children, "GRACE_S", 0.2)
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
+    )
+    with Children() as group:
+        process = group.spawn("stubborn", ["-c", stubborn], environment=os.environ, piped=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"on\n"
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X1", "X4")
+def test_the_federated_demo_trains_and_leaves_only_files(atoll_command, tmp_path) -> None:
+    outcome = atoll_command("demo", "--algorithm", "fedavg", "--dir", "demo", "--rounds", "3", "--workers", "2")
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    assert "round  3 of 3" in outcome.stdout
+    assert "data-parallel training would have sent" in outcome.stdout
+    folder = tmp_path / "demo"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "model.safetensors",
+        "metrics.jsonl",
+        "loss.png",
+        "server.log",
+        "site-1.log",
+        "site-2.log",
+    }
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [1, 2, 3]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    accuracy = float(outcome.stdout.split("at the start, ")[1].split()[0])
+    assert accuracy > 0.5
+    assert running(folder) == []
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X1")
+def test_ctrl_c_ends_every_process(tmp_path) -> None:
+    folder = tmp_path / "demo"
+    argv = [sys.executable, "-m", "atoll.cli.main", "demo", "--dir", str(folder), "--workers", "2"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    end = time.monotonic() + 60
+    while len(running(folder)) < 4 and time.monotonic() < end:  # itself, the server, two workers
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert "every process has ended" in output
+    assert running(folder) == []
+    assert not (folder / ".work").exists()
+
+
+def test_a_folder_with_something_in_it_is_refused(atoll_command, tmp_path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    outcome = atoll_command("demo", "--dir", "full")
+    assert outcome.returncode == 2
+    assert "not an empty folder" in outcome.stderr

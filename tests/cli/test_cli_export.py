@@ -1,0 +1,105 @@
+"""`atoll export`: from a running server and from a stopped one's directory; the file loads strictly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from atoll.cli import export
+from atoll.errors import Gone, StateLocked, UsageError
+from atoll.server.embed import Server
+
+
+class Tied(nn.Module):
+    """Two names for one tensor, an fp16 tensor, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.short = nn.Parameter(torch.randn(7).half())
+        self.norm = nn.BatchNorm1d(3)
+
+
+@pytest.fixture
+def model() -> Tied:
+    torch.manual_seed(3)
+    return Tied()
+
+
+@pytest.fixture
+def server(model, tmp_path):
+    with Server(model, port=0, state_dir=tmp_path / "state", min_free_bytes=0) as running:
+        yield running
+
+
+def require_same(path: Path, model: nn.Module) -> None:
+    with safe_open(path, framework="pt") as file:
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    wanted = model.state_dict()
+    assert state.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(state[name], wanted[name])] == []
+    assert Tied().load_state_dict(state, strict=True)
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.covers("P8")
+def test_from_a_running_server_without_taking_part(server, model, tmp_path) -> None:
+    out = tmp_path / "exports" / "model.safetensors"
+    out.parent.mkdir()
+    assert export.from_server(server.url, out) == 0
+    require_same(out, model)
+    assert server.status().workers == []
+    assert leftovers(out.parent) == []
+
+
+@pytest.mark.covers("P8")
+def test_from_the_directory_of_a_stopped_server(server, model, tmp_path) -> None:
+    server.stop()
+    out = tmp_path / "model.safetensors"
+    assert export.from_directory(tmp_path / "state", out) == 0
+    require_same(out, model)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_directory_in_use_says_to_ask_its_server(server, tmp_path) -> None:
+    with pytest.raises(StateLocked, match="--server"):
+        export.from_directory(tmp_path / "state", tmp_path / "model.safetensors")
+
+
+def test_a_directory_without_a_run_is_refused_and_left_as_it_is(tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="holds no run"):
+        export.from_directory(tmp_path / "empty", tmp_path / "model.safetensors")
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_a_version_that_is_not_kept_leaves_the_old_file(server, tmp_path) -> None:
+    out = tmp_path / "model.safetensors"
+    out.write_bytes(b"old")
+    with pytest.raises(Gone):
+        export.from_server(server.url, out, version=7)
+    server.stop()
+    with pytest.raises(Gone):
+        export.from_directory(tmp_path / "state", out, version=7)
+    assert out.read_bytes() == b"old"
+    assert leftovers(tmp_path) == []
+
+
+def test_the_command_says_which_version_it_wrote(server, atoll_command, tmp_path) -> None:
+    outcome = atoll_command("export", "out/model.safetensors", ATOLL_SERVER=server.url)
+    assert outcome.stdout == "version 0: out/model.safetensors\n", outcome.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_both_sources_at_once_are_refused(atoll_command) -> None:
+    outcome = atoll_command("export", "x.safetensors", "--server", "http://127.0.0.1:9", "--state-dir", "state")
+    assert outcome.returncode == 2

@@ -1,0 +1,170 @@
+"""The pages say what is: links lead somewhere, commands, flags, variables, metrics and messages exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from torch import nn
+
+import atoll
+from atoll.cli.main import app
+from atoll.config import ENV_PREFIX, NOT_SETTINGS, Settings
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pages import PAGES, ROOT, anchors, command_lines, inline_code, links, prose, table_rows
+
+DOCS = ROOT / "docs"
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+LEFTOVERS = re.compile(
+    r"(?<![\w.])/(?:work|root|home|Users|mnt)/|\bsub-?agents?\b|\bTODO\b|\bFIXME\b|lorem ipsum", re.IGNORECASE
+)
+"""Paths of somebody's own machine, and what should have been finished or left out."""
+
+
+@by_page
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for link in links(page):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link}: there is no such file"
+        assert target.is_relative_to(ROOT), link
+        assert not anchor or anchor in anchors(target), f"{link}: there is no such heading"
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    seen, todo = set[Path](), [DOCS / "index.md"]
+    while todo:
+        page = todo.pop()
+        if page not in seen and page.suffix == ".md":
+            seen.add(page)
+            todo += [(page.parent / link.partition("#")[0]).resolve() for link in links(page) if "://" not in link]
+    assert set(PAGES) <= seen
+
+
+def options_of(command: Any) -> set[str]:
+    return {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def below(command: Any) -> dict[str, Any]:
+    """A group's commands by name; typer has click's classes under several names, so they are known by what they have."""
+    return getattr(command, "commands", {})
+
+
+def every_command(command: Any) -> list[Any]:
+    return [command, *(each for sub in below(command).values() for each in every_command(sub))]
+
+
+ATOLL = typer.main.get_command(app)
+
+
+@by_page
+def test_every_command_and_flag_exists(page: Path) -> None:
+    anywhere = set().union(*map(options_of, every_command(ATOLL)), {"--help"})
+    for line in command_lines(page):
+        if re.match(r"--[a-z]", line):
+            words = shlex.split(line, comments=True)
+            assert {word.partition("=")[0] for word in words if word.startswith("--")} <= anywhere, line
+        for called in re.findall(r"(?:^|[\s(])atoll ([a-z][^\n]*)", line):
+            require_command(called, line)
+
+
+def require_command(called: str, line: str) -> None:
+    words = shlex.split(re.split(r" (?:&&|;|\|) ", called)[0], comments=True)
+    command: Any = ATOLL
+    while commands := below(command):
+        name = words.pop(0) if words else ""
+        assert name in commands, f"{line!r}: no such command"
+        command = commands[name]
+    own = words[: words.index("--")] if "--" in words else words
+    flags = {word.partition("=")[0] for word in own if word.startswith("--")}
+    assert flags <= options_of(command) | {"--help"}, f"{line!r}: no such flag"
+
+
+@by_page
+def test_every_make_target_exists(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for line in command_lines(page):
+        for target in re.findall(r"(?:^|[\s(])make ([a-z]+)", line):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+
+
+@by_page
+def test_every_variable_exists(page: Path) -> None:
+    known = NOT_SETTINGS | {ENV_PREFIX + key.upper() for key in Settings.model_fields}
+    written = set(re.findall(r"\bATOLL_[A-Z][A-Z_]*[A-Z]\b", page.read_text(encoding="utf-8")))
+    if page.parent.name != "reference" and page.name != "behaviours.md":
+        assert written <= known, written - known
+
+
+def test_every_setting_in_the_pages_exists() -> None:
+    """What looks like a setting with a unit, or is assigned a value in back quotes, is one."""
+    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
+        for code in inline_code(page) if page.name != "behaviours.md" else []:
+            if found := re.fullmatch(r"([a-z_]+) = .+", code):
+                assert found.group(1) in {*Settings.model_fields, "on_missed"}, f"{page.name}: {code}"
+            if re.fullmatch(r"(heartbeat|idle|round|min|max|keep|num)_[a-z_]+", code):
+                assert code in {*Settings.model_fields, "max_sync_retries", "round_s"}, f"{page.name}: {code}"
+
+
+@by_page
+def test_nothing_is_left_over(page: Path) -> None:
+    found = LEFTOVERS.search(page.read_text(encoding="utf-8"))
+    assert found is None, f"{page.name}: {found}"
+
+
+def test_the_diagrams_are_those_of_the_code(tmp_path: Path) -> None:
+    page = tmp_path / "concepts.md"
+    page.write_text((DOCS / "concepts.md").read_text(encoding="utf-8"), encoding="utf-8")
+    subprocess.run([sys.executable, ROOT / "tools" / "diagrams.py", "--page", page], check=True)
+    assert page.read_text(encoding="utf-8") == (DOCS / "concepts.md").read_text(encoding="utf-8"), (
+        "run tools/diagrams.py: the transition tables have changed"
+    )
+
+
+def test_the_readme_has_one_table_of_figures() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("<!-- figures -->") == text.count("<!-- /figures -->") == 1
+    assert len(table_rows(ROOT / "README.md", "Measured")) == 9
+
+
+@pytest.fixture(scope="module")
+def texts() -> str:
+    """Every piece of text in the package's source: constants, and what stands between the values of f-strings."""
+    pieces = [
+        node.value
+        for path in (ROOT / "src" / "atoll").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    return "\x00".join(pieces)
+
+
+@pytest.mark.covers("X3")
+def test_the_messages_in_operations_are_those_of_the_code(texts: str) -> None:
+    quoted = [
+        cells[0].strip("`") for cells in table_rows(DOCS / "operations.md", "Common errors") if cells[0][0] == "`"
+    ]
+    assert len(quoted) > 20
+    for message in quoted:
+        for piece in filter(None, message.split("…")):
+            assert piece in texts, f"{message!r}: nobody says {piece!r}"
+
+
+def test_the_metrics_in_operations_are_those_of_the_server(tmp_path: Path) -> None:
+    written = set(re.findall(r"`(atoll_\w+)", prose(DOCS / "operations.md")))
+    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state") as server:
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+            served = set(re.findall(r"^# TYPE (\w+)", response.read().decode(), re.MULTILINE))
+    assert written == served

@@ -1,0 +1,110 @@
+"""The Python on the pages runs: the walkthrough and the tutorials as they are, the scripts against a server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pages import PAGES, ROOT, Block, blocks
+
+SERVE = """\
+import os
+import torch
+from torch import nn
+import atoll
+
+server = atoll.Server(nn.Linear(4, 2), algorithm={algorithm!r}, rounds=2, port=0, state_dir="state").start()
+model, dataset = nn.Linear(4, 2), [torch.randn(4)] * 10
+"""
+
+END = """\
+assert server.wait(30)
+status = server.status()
+server.run()
+assert status.fragments[0].version == 2
+"""
+
+DILOCO = (
+    SERVE.format(algorithm="diloco")
+    + """
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+loader = [torch.randn(3, 4)] * 1000  # H = 500: two rounds
+loss_of = lambda model, batch: model(batch).square().mean()
+"""
+)
+
+FEDAVG = (
+    SERVE.format(algorithm="fedavg")
+    + """
+def train(model, data=None):
+    with torch.no_grad():
+        model.bias += 1.0
+    return 0.5
+train_data = test_data = dataset
+accuracy = lambda model, data: 0.9
+os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "clinic-a"
+"""
+)
+
+AROUND = {"diloco": (DILOCO, END), "fedavg": (FEDAVG, END), "federated": (FEDAVG, END)}
+"""Name in `<!-- run: name -->` → what stands for the reader's own code before a block, and what is checked after it."""
+
+MARKED = [(page, block) for page in PAGES for block in blocks(page) if block.name]
+RUNNABLE = [page for page in PAGES if any(_.info == "python" and not _.name for _ in blocks(page))]
+
+
+def run(script: str, folder: Path, name: str) -> None:
+    """Run a script in a process and a folder of its own."""
+    path = folder / f"{name}.py"
+    path.write_text(script, encoding="utf-8")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
+    done = subprocess.run(
+        [sys.executable, path], cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def as_script(page: Path) -> str:
+    """A page's Python, each line at its own number, so that a traceback names the page's line."""
+    lines = [""] * len(page.read_text(encoding="utf-8").splitlines())
+    for block in blocks(page):
+        if block.info == "python" and not block.name:
+            text = block.text.splitlines()
+            lines[block.line - 1 : block.line - 1 + len(text)] = text
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X1", "L20")
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
+def test_a_page_runs_from_its_first_snippet_to_its_last(page: Path, tmp_path: Path) -> None:
+    run(as_script(page), tmp_path, page.stem)
+
+
+def test_the_walkthrough_and_both_tutorials_have_snippets_that_run() -> None:
+    assert {page.stem for page in RUNNABLE} >= {"walkthrough", "tutorial-federated", "tutorial-diloco"}
+
+
+@pytest.mark.slow
+@pytest.mark.covers("L2", "P6")
+@pytest.mark.parametrize(("page", "block"), MARKED, ids=[f"{page.stem}-{block.name}" for page, block in MARKED])
+def test_a_script_takes_part_in_a_run_as_it_is_printed(page: Path, block: Block, tmp_path: Path) -> None:
+    before, after = AROUND[block.name]
+    script = block.text.replace('"http://host:8512"', "server.url")
+    run(f"{before}\n{script}\n{after}", tmp_path, block.name)
+
+
+def test_both_scripts_of_the_readme_are_run() -> None:
+    assert [block.name for page, block in MARKED if page == ROOT / "README.md"] == ["diloco", "fedavg"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_cannot_run_is_at_least_python(page: Path) -> None:
+    for block in blocks(page):
+        if block.info.startswith("python"):
+            compile(block.text, f"{page}:{block.line}", "exec")

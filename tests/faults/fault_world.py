@@ -1,0 +1,180 @@
+"""A small federated run that gives the same bits every time, and what can be read of it afterwards.
+
+Two sites with unequal weights train a model of six parts for three rounds under an outer optimizer with momentum, so
+that a lost, doubled or reordered update, and a lost or doubled outer step, change the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sqlite3
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import atoll
+from atoll.testing.processes import Kept, Nursery, Process, free_port
+
+ROUNDS = 3
+PART_BYTES = 2**16
+SITES = {"a": 1.0, "b": 2.5}
+"""Site → weight of its updates."""
+
+SETTINGS: dict[str, Any] = {
+    "algorithm": "fedavg",
+    "outer_optimizer": "sgd",
+    "outer_lr": 0.7,
+    "outer_momentum": 0.9,
+    "num_workers": len(SITES),
+    "rounds": ROUNDS,
+    "part_bytes": PART_BYTES,
+    "min_free_bytes": 0,
+    "heartbeat_interval_s": 0.5,
+    "heartbeat_timeout_s": 60.0,
+    "threads": 1,
+}
+
+
+def build() -> nn.Module:
+    """About 340 kB of tensors, an integer one among them."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(128, 512), nn.BatchNorm1d(512), nn.Linear(512, 32))
+
+
+def train_(model: nn.Module, site: str, number: int) -> None:
+    """Change every tensor in a way that depends on its value, on the site and on the round."""
+    generator = torch.Generator().manual_seed(1000 * number + ord(site[0]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.0 - 0.01 * number)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+        for name, buffer in model.named_buffers():
+            buffer.add_(ord(site[0]) if name.endswith("num_batches_tracked") else 0.5 * number)
+
+
+class Sites:
+    """Workers as threads of this process; they survive whatever happens to the server.
+
+    Attributes:
+        trained: (site, round) → how often it was trained.
+    """
+
+    def __init__(self, url: str, folder: Path, during: Callable[[str, int], None] | None = None) -> None:
+        """`during(site, round)` is called in the middle of every local training."""
+        self.trained: Counter[tuple[str, int]] = Counter()
+        self._url, self._folder, self._during = url, folder, during
+        self._lock = threading.Lock()
+        self._errors: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._guarded, args=(site,), daemon=True) for site in SITES]
+        for thread in self._threads:
+            thread.start()
+
+    def _guarded(self, site: str) -> None:
+        try:
+            self._work(site)
+        except BaseException as error:
+            self._errors.append(error)
+
+    def _work(self, site: str) -> None:
+        model = build()
+        with atoll.join(self._url, site=site, folder=self._folder / "workers") as worker:
+            for round_ in worker:
+                round_.load_into(model)
+                with self._lock:
+                    self.trained[site, round_.number] += 1
+                if self._during:
+                    self._during(site, round_.number)
+                train_(model, site, round_.number)
+                round_.submit(model, weight=SITES[site], metrics={"loss": 1.0 / round_.number})
+
+    def join(self, timeout_s: float = 60.0) -> None:
+        """Wait for all of them; raise what the first of them raised."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+            assert not thread.is_alive(), "a worker hangs"
+        if self._errors:
+            raise self._errors[0]
+
+
+@contextlib.contextmanager
+def serving(folder: Path, **settings: Any) -> Iterator[atoll.Server]:
+    """The run, served by this process."""
+    server = atoll.Server(build(), **(SETTINGS | {"port": 0, "state_dir": folder / "state"} | settings)).start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class ServerProcess:
+    """The run, served by `atoll server` in a process of its own; started again whenever it was killed."""
+
+    def __init__(self, nursery: Nursery, folder: Path, lives: tuple[str, ...] = (), **settings: Any) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.log = folder / "server.log"
+        self._nursery = nursery
+        write_run_file(folder, port=self.port, **settings)
+        self.kept = Kept(self._start, lives)
+
+    def _start(self, failpoints: str) -> Process:
+        return self._nursery.start(
+            "atoll", "server", "run.toml", cwd=self.folder, failpoints=failpoints, log=self.log
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kept.close()
+
+
+def write_run_file(folder: Path, **settings: Any) -> Path:
+    """`run.toml`, and `fault_model.py` that it names, in `folder`."""
+    (folder / "fault_model.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom fault_world import build\n"
+    )
+    values = SETTINGS | {"model": "fault_model:build", "state_dir": "state"} | settings
+    path = folder / "run.toml"
+    path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
+    return path
+
+
+def _toml(value: Any) -> str:
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else f'"{value}"'
+
+
+class Result:
+    """What a finished run has left on disk; equal for equal bits."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = hashlib.sha256((folder / "state/exports/model.safetensors").read_bytes()).hexdigest()
+        with contextlib.closing(sqlite3.connect(folder / "state/journal.sqlite")) as journal:
+            self.versions = journal.execute("SELECT version, digest FROM history WHERE NOT lost ORDER BY seq").fetchall()
+            head = "SELECT hex(part_digests), hex(state_digests) FROM versions ORDER BY version DESC LIMIT 1"
+            self.head = journal.execute(head).fetchone()
+            self.tickets = journal.execute(
+                "SELECT site, base_version, state, count(*) FROM tickets GROUP BY 1, 2, 3 ORDER BY 1, 2, 3"
+            ).fetchall()
+
+    @property
+    def bits(self) -> tuple[Any, ...]:
+        """The exported model, every version's digest, and the outer state at the end."""
+        return self.model, self.versions, self.head
+
+    def counted(self) -> list[tuple[str, int]]:
+        """(site, round) of every counted update, each as often as it counted."""
+        return [(site, base + 1) for site, base, state, n in self.tickets if state == "counted" for _ in range(n)]
+
+
+EVERY_SITE_AND_ROUND = [(site, number) for site in SITES for number in range(1, ROUNDS + 1)]

@@ -1,0 +1,148 @@
+"""The server is killed at every place that matters: same bits as without, and nobody trains a round twice."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from fault_world import EVERY_SITE_AND_ROUND, PART_BYTES, Result, ServerProcess, Sites, build
+
+from atoll.tensors.layout import version_layout
+from atoll.tensors.modules import schema_of
+from atoll.testing.processes import Nursery, wait_until
+from atoll.testing.proxy import Fault, Proxy
+from atoll.worker.client import status
+
+
+@pytest.fixture(scope="module")
+def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with ServerProcess(nursery, folder) as server:
+        sites = Sites(server.url, folder)
+        sites.join()
+        assert server.kept.wait() == 0
+        assert server.kept.deaths == 0
+    return Result(folder)
+
+
+def require_same(folder: Path, sites: Sites, undisturbed: Result) -> None:
+    result = Result(folder)
+    assert result.bits == undisturbed.bits
+    assert result.counted() == EVERY_SITE_AND_ROUND
+    assert sites.trained == dict.fromkeys(EVERY_SITE_AND_ROUND, 1)
+
+
+LIVES = [
+    pytest.param("F7", ["spool.write=kill@5"], id="while-a-part-is-written"),
+    pytest.param("F7", ["part.received=kill@8"], id="before-a-part-is-recorded"),
+    pytest.param("F7", ["part.recorded=kill@8"], id="after-a-part-is-recorded"),
+    pytest.param("F8", ["accept.before=kill@2"], id="before-the-accept"),
+    pytest.param("F9", ["accept.after=kill"], id="after-the-accept"),
+    pytest.param("F9", ["accept.after=kill@4"], id="after-the-last-accept-of-a-round"),
+    pytest.param("F10", ["pass.chunk=kill@2"], id="mid-aggregation"),
+    pytest.param("F11", ["pass.write=kill@3"], id="mid-write"),
+    pytest.param("F12", ["head.before=kill@3"], id="before-the-head-moves"),
+    pytest.param("F12", ["head.after=kill@3"], id="after-the-head-moves"),
+    pytest.param("F12", ["head.after=kill@4"], id="after-the-last-head-moves"),
+    pytest.param("F6", ["export.write=kill"], id="while-it-exports"),
+    pytest.param(
+        "F13",
+        ["accept.after=kill@3", "recover.midway=kill", "recover.midway=kill@2", "pass.chunk=kill", "recover.midway=kill"],
+        id="during-recovery",
+    ),
+    pytest.param("F13", ["journal.commit=kill@2", "slot.create=kill", "journal.commit=kill@3"], id="while-it-begins"),
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "lives"),
+    [pytest.param(*p.values, id=f"{p.values[0]}-{p.id}", marks=pytest.mark.covers(p.values[0])) for p in LIVES],
+)
+def test_killed_at_a_failpoint(
+    nursery: Nursery, tmp_path: Path, undisturbed: Result, row: str, lives: list[str]
+) -> None:
+    with ServerProcess(nursery, tmp_path, tuple(lives)) as server:
+        sites = Sites(server.url, tmp_path)
+        sites.join()
+        assert server.kept.wait() == 0
+        assert server.kept.deaths == len(lives), "a failpoint did not fire"
+    require_same(tmp_path, sites, undisturbed)
+
+
+@pytest.mark.covers("F6")
+def test_killed_while_everybody_trains(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
+    training = threading.Barrier(3)  # both workers and the test
+    go_on = threading.Event()
+
+    def during(site: str, number: int) -> None:
+        if number == 2:
+            training.wait(30)
+            assert go_on.wait(30)
+
+    with ServerProcess(nursery, tmp_path) as server:
+        sites = Sites(server.url, tmp_path, during)
+        training.wait(60)
+        server.kept.now.kill()
+        wait_until(lambda: server.kept.deaths == 1, "a new start")
+        go_on.set()
+        sites.join()
+        assert server.kept.wait() == 0
+    require_same(tmp_path, sites, undisturbed)
+
+
+@pytest.mark.covers("F7")
+def test_killed_in_the_middle_of_a_part(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
+    """Half a part is on its way when the server dies; what it had before is not sent again."""
+    parts = len(version_layout(schema_of(build()), PART_BYTES).parts)
+    with ServerProcess(nursery, tmp_path, connections=1) as server, Proxy(server.port) as proxy:
+        stall = Fault("PUT .*/parts/3 ", "up", at=PART_BYTES // 2, action="stall")
+        proxy.faults.append(stall)
+        sites = Sites(proxy.url, tmp_path)
+        assert stall.reached.wait(60)
+        server.kept.now.kill()
+        proxy.cut()
+        wait_until(lambda: server.kept.deaths == 1, "a new start")
+        proxy.heal()
+        sites.join()
+        assert server.kept.wait() == 0
+        first = proxy.requests.index(next(line for line in proxy.requests if "/parts/3 " in line))
+        ticket = proxy.requests[first].split("/parts/")[0]
+        sent = [int(line.split("/parts/")[1].split()[0]) for line in proxy.requests if line.startswith(f"{ticket}/parts/")]
+        assert parts == 6
+        assert sent == [0, 1, 2, 3, 3, 4, 5]
+    require_same(tmp_path, sites, undisturbed)
+
+
+@pytest.mark.covers("F6")
+def test_a_finished_run_that_is_started_again_stays_as_it_is(
+    nursery: Nursery, tmp_path: Path, undisturbed: Result
+) -> None:
+    with ServerProcess(nursery, tmp_path) as server:
+        Sites(server.url, tmp_path).join()
+        assert server.kept.wait() == 0
+    with ServerProcess(nursery, tmp_path, rounds=3) as server:
+        assert server.kept.wait() == 0
+    assert Result(tmp_path).bits == undisturbed.bits
+
+
+def test_the_epoch_rises_with_every_start(nursery: Nursery, tmp_path: Path) -> None:
+    with ServerProcess(nursery, tmp_path) as server:
+        seen = []
+        for deaths in range(3):
+            wait_until(lambda deaths=deaths: server.kept.deaths == deaths and "listening" in server.log.read_text(), "it")
+            seen.append(patient_status(server.url).epoch)
+            server.kept.now.kill()
+    assert seen == [1, 2, 3]
+
+
+def patient_status(url: str):
+    from atoll.errors import ServerUnreachable
+
+    def ask():
+        try:
+            return status(url)
+        except ServerUnreachable:
+            return None
+
+    return wait_until(ask, "an answer")
