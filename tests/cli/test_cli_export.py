@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import nn
 
 from atoll.cli import export
-from atoll.errors import Gone, StateLocked, UsageError
+from atoll.errors import Gone, StateCorrupt, StateLocked, UsageError
 from atoll.server.embed import Server
 
 
@@ -103,3 +103,17 @@ def test_the_command_says_which_version_it_wrote(server, atoll_command, tmp_path
 def test_both_sources_at_once_are_refused(atoll_command) -> None:
     outcome = atoll_command("export", "x.safetensors", "--server", "http://127.0.0.1:9", "--state-dir", "state")
     assert outcome.returncode == 2
+
+
+def test_a_damaged_version_is_never_exported(server, tmp_path) -> None:
+    server.stop()
+    (slot,) = (tmp_path / "state" / "slots").glob("version-*")
+    with slot.open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    with pytest.raises(StateCorrupt, match="digest"):
+        export.from_directory(tmp_path / "state", tmp_path / "model.safetensors")
+    assert leftovers(tmp_path) == []
+    assert not (tmp_path / "model.safetensors").exists()

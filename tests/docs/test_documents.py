@@ -58,7 +58,7 @@ def options_of(command: Any) -> set[str]:
 
 
 def below(command: Any) -> dict[str, Any]:
-    """A group's commands by name; typer has click's classes under several names, so they are known by what they have."""
+    """A group's commands by name. Not by isinstance: which click it is built on is typer's own affair."""
     return getattr(command, "commands", {})
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,15 @@ class Sites:
         trained: (site, round) → how often it was trained.
     """
 
-    def __init__(self, url: str, folder: Path, during: Callable[[str, int], None] | None = None) -> None:
+    def __init__(
+        self, url: str, folder: Path, during: Callable[[str, int], None] | None = None, names: Iterable[str] = SITES
+    ) -> None:
         """`during(site, round)` is called in the middle of every local training."""
         self.trained: Counter[tuple[str, int]] = Counter()
         self._url, self._folder, self._during = url, folder, during
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._guarded, args=(site,), daemon=True) for site in SITES]
+        self._threads = [threading.Thread(target=self._guarded, args=(site,), daemon=True) for site in names]
         for thread in self._threads:
             thread.start()
 
@@ -175,6 +178,36 @@ class Result:
     def counted(self) -> list[tuple[str, int]]:
         """(site, round) of every counted update, each as often as it counted."""
         return [(site, base + 1) for site, base, state, n in self.tickets if state == "counted" for _ in range(n)]
+
+
+class SiteProcess:
+    """One site as a process of its own, running `fault_worker.py`."""
+
+    def __init__(self, nursery: Nursery, folder: Path, url: str, site: str) -> None:
+        self._nursery, self._folder = nursery, folder
+        self._env = {"ATOLL_SERVER": url, "ATOLL_SITE": site, "ATOLL_DIR": str(folder / "workers")}
+        self.starts = 0
+
+    def start(self, failpoints: str = "", hold: str = "", **env: str) -> Process:
+        """Start it; `hold` "2:PATH" lets it wait in the training of round 2 until PATH exists."""
+        self.starts += 1
+        return self._nursery.start(
+            str(Path(__file__).with_name("fault_worker.py")),
+            cwd=self._folder,
+            env=self._env | ({"HOLD": hold} if hold else {}) | env,
+            failpoints=failpoints,
+            log=self._folder / f"worker-{self._env['ATOLL_SITE']}-{self.starts}.log",
+        )
+
+
+def said(process: Process, what: str, number: int | None = None) -> dict[str, Any] | None:
+    """The first line of this kind (and round) that a `SiteProcess` has written; None where there is none yet."""
+    for line in process.output().splitlines():
+        if line.startswith("{"):
+            told: dict[str, Any] = json.loads(line)
+            if told["what"] == what and number in (None, told.get("round")):
+                return told
+    return None
 
 
 EVERY_SITE_AND_ROUND = [(site, number) for site in SITES for number in range(1, ROUNDS + 1)]

@@ -45,7 +45,6 @@ LIVES = [
     pytest.param("F12", ["head.before=kill@3"], id="before-the-head-moves"),
     pytest.param("F12", ["head.after=kill@3"], id="after-the-head-moves"),
     pytest.param("F12", ["head.after=kill@4"], id="after-the-last-head-moves"),
-    pytest.param("F6", ["export.write=kill"], id="while-it-exports"),
     pytest.param(
         "F13",
         ["accept.after=kill@3", "recover.midway=kill", "recover.midway=kill@2", "pass.chunk=kill", "recover.midway=kill"],
@@ -111,6 +110,19 @@ def test_killed_in_the_middle_of_a_part(nursery: Nursery, tmp_path: Path, undist
         sent = [int(line.split("/parts/")[1].split()[0]) for line in proxy.requests if line.startswith(f"{ticket}/parts/")]
         assert parts == 6
         assert sent == [0, 1, 2, 3, 3, 4, 5]
+    require_same(tmp_path, sites, undisturbed)
+
+
+@pytest.mark.covers("F6")
+def test_killed_while_it_exports(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
+    """The workers have left by then, unheard; nobody waits for the end of their leases here."""
+    with ServerProcess(nursery, tmp_path, ("export.write=kill",)) as server:
+        sites = Sites(server.url, tmp_path)
+        sites.join()
+        wait_until(lambda: server.kept.deaths == 1, "its death")
+        wait_until((tmp_path / "state/exports/model.safetensors").exists, "the export")
+        leftovers = list((tmp_path / "state/exports").glob(".model*"))
+    assert leftovers == []
     require_same(tmp_path, sites, undisturbed)
 
 

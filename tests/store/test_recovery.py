@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from store_world import (
     SHAPES,
     accept,
@@ -26,9 +27,8 @@ from store_world import (
 )
 
 from atoll.errors import ConfigError, StateCorrupt
+from atoll.store.slots import verify
 from atoll.store.store import FileShape, Store
-
-HALF = "send_part(store, 1, 0, update_of('a', 0))"
 
 
 def path_of(store: Store, kind: str, version: int) -> Path:
@@ -196,6 +196,18 @@ def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: 
     store.freeze(0, 1, (6, 7))
     assert write_version(store, 2, (6, 7)).version == 2
     store.close()
+
+
+@pytest.mark.covers("F41")
+def test_the_header_of_a_slot_is_verified_where_no_digest_covers_it(tmp_path: Path) -> None:
+    path = tmp_path / "slot"
+    path.write_bytes(b"header--data")
+    shape = FileShape(12, b"header--", (((8, 4),),))
+    with path.open("rb") as file:
+        assert verify(file.fileno(), shape, (blake3(b"data").digest(),))
+    flip(path, 2)
+    with path.open("rb") as file:
+        assert not verify(file.fileno(), shape, (blake3(b"data").digest(),))
 
 
 @pytest.mark.covers("F41")

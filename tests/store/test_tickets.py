@@ -152,6 +152,35 @@ def test_a_new_writer_stops_the_old_one_and_waits_for_its_write(store: Store, mo
     assert read(held.fd)[:16] == b"N" * 16
 
 
+def test_a_writer_that_is_superseded_just_before_its_write_writes_nothing(store: Store) -> None:
+    store.issue_ticket(1, "a", 0, 0)
+    held = store.spool(1)
+
+    class OvertakenLock:
+        """Lets a newer writer begin while the older one is about to take the lock."""
+
+        def __init__(self) -> None:
+            self.armed = False
+            self.real = threading.Lock()
+
+        def __enter__(self) -> None:
+            if self.armed:
+                self.armed = False
+                held.begin_part(0).write(b"N" * 16)
+            self.real.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.real.release()
+
+    lock = OvertakenLock()
+    held._locks[0] = lock  # type: ignore[assignment]
+    old = held.begin_part(0)
+    lock.armed = True
+    with pytest.raises(WriterCancelled):
+        old.write(b"O" * 16)
+    assert read(held.fd)[:16] == b"N" * 16
+
+
 def test_many_writers_of_one_part_leave_the_bytes_of_the_last(store: Store) -> None:
     store.issue_ticket(1, "a", 0, 0)
     held = store.spool(1)

@@ -323,6 +323,18 @@ def test_an_export_is_a_file_of_its_own(store: Store, tmp_path: Path) -> None:
     assert list(target.parent.iterdir()) == [target]
 
 
+def test_an_export_is_on_disk_before_it_has_its_name(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "model"
+    seen: list[tuple[str, bool]] = []
+    monkeypatch.setattr(Store, "sync", lambda self, fd, what: seen.append((Path(what).name, target.exists())))
+    store.export(target)
+    (file, named), folder = seen
+    assert (file.startswith(".model."), named) == (True, False)
+    assert folder == (tmp_path.name, True)
+
+
 def test_an_export_may_have_a_header_of_its_own_and_ranges_twice(store: Store, tmp_path: Path) -> None:
     play_round(store, 0)
     target = store.export(tmp_path / "tied", version=1, header=b"tied:", ranges=[(8, 4), (0, 8), (8, 4)])

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.errors import Gone, StateLocked, UsageError
+from atoll.errors import Gone, StateCorrupt, StateLocked, UsageError
 
 if TYPE_CHECKING:
+    from atoll.tensors.layout import Layout
+    from atoll.tensors.schema import Schema
     from atoll.transport.client import Http
 
+READ_BYTES = 2**20
 ATTEMPTS = 4
 """The head may move on while it is pulled; then the next one is."""
 
@@ -57,13 +60,13 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
         UsageError: no run was begun there.
         StateLocked: its server runs.
         Gone: the version is not kept.
+        StateCorrupt: its file was damaged.
     """
     if not (state_dir / "journal.sqlite").exists():
         raise UsageError(f"{str(state_dir)!r} holds no run.", "Name the state_dir of the run file.")
-    from atoll.config import Settings
-    from atoll.server.exports import export_ranges
-    from atoll.server.plan import Plan
+    from atoll.store.slots import VERSION, FileShape, SlotPool
     from atoll.store.store import Store
+    from atoll.tensors.layout import version_header, version_layout
     from atoll.tensors.schema import Schema
 
     try:
@@ -73,16 +76,34 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
     with store:
         if store.run is None:
             raise UsageError(f"{str(state_dir)!r} holds no run.", "Name the state_dir of the run file.")
-        begun = json.loads(store.run.settings_json)
-        known = {key: value for key, value in begun.items() if key in Settings.model_fields and value is not None}
+        row = store.head(0) if version is None else store.version(0, version)
         schema = Schema.from_json(json.loads(store.run.schema_json))
-        plan = Plan.make(Settings.build(known | {"state_dir": state_dir}), schema)
-        store.shape([plan.shapes()])
-        store.recover()
-        header, ranges = export_ranges(schema, plan.version)
-        number = store.head(0).version if version is None else version
-        store.export(out, version=number, header=header, ranges=ranges)
-        return number
+        layout = version_layout(schema, int(json.loads(store.run.settings_json)["part_bytes"]))
+        shape = FileShape(layout.nbytes, version_header(schema), ())
+        path = SlotPool(store.slots_directory, VERSION, 0, shape, store.lock).path(row.slot)
+        with path.open("rb") as file:
+            _require_whole(file.fileno(), path, layout, row.part_digests)
+            _write(file.fileno(), out, schema, layout)
+        return row.version
+
+
+def _require_whole(fd: int, path: Path, layout: Layout, digests: Sequence[bytes]) -> None:
+    """Nothing has changed in the file since its version was committed.
+
+    Raises:
+        StateCorrupt: something has.
+    """
+    from blake3 import blake3
+
+    for part, digest in zip(layout.parts, digests, strict=True):
+        hasher = blake3()
+        for start in range(part.start, part.stop, READ_BYTES):
+            hasher.update(os.pread(fd, min(READ_BYTES, part.stop - start), start))
+        if hasher.digest() != digest:
+            raise StateCorrupt(
+                f"{path} is not what its digest says.",
+                "Start the server once: it falls back to a version that is whole.",
+            )
 
 
 def from_server(server: str, out: Path, version: int | None = None) -> int:
@@ -117,24 +138,37 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
 
 def _pull(http: Http, version: int, out: Path) -> None:
     """Fetch a version beside `out`, then write it in the order of a file for people."""
-    from atoll.server.exports import export_ranges
     from atoll.tensors.layout import version_layout
-    from atoll.tensors.schema import Schema
     from atoll.wire import messages, routes
 
     info = http.get(routes.RUN, messages.RunInfo)
     http.resize(info.connections, info.idle_timeout_s)
-    schema = Schema.from_json(http.get(routes.SCHEMA, messages.SchemaMessage).model_dump())
+    schema = http.get(routes.SCHEMA, messages.SchemaMessage).to_schema()
     layout = version_layout(schema, info.part_bytes)
     manifest = http.get(routes.MANIFEST.format(fragment=0, version=version), messages.Manifest)
     path = routes.VERSION_DATA.format(fragment=0, version=version, digest=manifest.digest)
     digests = [bytes.fromhex(digest) for digest in manifest.part_digests]
-    with _beside(out) as pulled, _beside(out) as ordered:
-        http.pull(path, layout, digests, layout.parts, [_File(pulled[0])])
-        header, ranges = export_ranges(schema, layout)
-        _copy(pulled[0], ordered[0], header, ranges)
-        os.fsync(ordered[0])
-        os.rename(ordered[1], out)
+    with _beside(out) as (fd, _):
+        http.pull(path, layout, digests, layout.parts, [_File(fd)])
+        _write(fd, out, schema, layout)
+
+
+def _write(source: int, out: Path, schema: Schema, layout: Layout) -> None:
+    """Copy a version's file into the order of a file for people, tied tensors again; `out` appears in one step."""
+    from atoll.server.exports import export_ranges
+
+    header, ranges = export_ranges(schema, layout)
+    with _beside(out) as (fd, path):
+        target = _File(fd)
+        target.write(0, memoryview(header))
+        at = len(header)
+        for offset, nbytes in ranges:
+            for start in range(0, nbytes, READ_BYTES):
+                data = os.pread(source, min(READ_BYTES, nbytes - start), offset + start)
+                target.write(at, memoryview(data))
+                at += len(data)
+        os.fsync(fd)
+        os.rename(path, out)
 
 
 class _File:
@@ -147,17 +181,6 @@ class _File:
         while data:
             count = os.pwrite(self._fd, data, offset)
             offset, data = offset + count, data[count:]
-
-
-def _copy(source: int, target: int, header: bytes, ranges: list[tuple[int, int]]) -> None:
-    file = _File(target)
-    file.write(0, memoryview(header))
-    at = len(header)
-    for offset, nbytes in ranges:
-        for start in range(0, nbytes, 2**20):
-            data = os.pread(source, min(2**20, nbytes - start), offset + start)
-            file.write(at, memoryview(data))
-            at += len(data)
 
 
 @contextmanager

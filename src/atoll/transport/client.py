@@ -27,6 +27,7 @@ from atoll.errors import (
     UsageError,
     VersionSkew,
 )
+from atoll.failpoints import failpoint
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.layout import Layout, Part
 from atoll.transport.tls import client_context
@@ -263,6 +264,7 @@ class Http:
                 f"Part {part.index} from {self.server} arrived damaged {PART_ATTEMPTS} times.",
                 "Look at the network.",
             )
+        failpoint("pull.part")
 
     def push(
         self,
@@ -319,6 +321,7 @@ class Http:
             raise self._network_error(error) from error
         if response.status >= 400:
             raise _problem(response.status, response.data)
+        failpoint("push.part")
 
     def _spread(self, work: Callable[[Part], None], parts: Sequence[Part], abort: threading.Event | None) -> None:
         """Run `work` for every part over the connections; the first lasting failure ends it, and is raised."""
