@@ -40,6 +40,7 @@ behaviours: $(VENV)/.test
 
 reference: $(VENV)/.test
 	$(BIN)/python tools/reference.py
+	$(BIN)/python tools/diagrams.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -276,10 +276,11 @@ class Run:
     def _say(self, summary: messages.RoundSummary, row: VersionRow) -> None:
         numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())
         LOG.info(
-            "round %d: version %d from %d updates (%s), reduced in %.2f s%s",
+            "round %d: version %d from %d update%s (%s), reduced in %.2f s%s",
             summary.round,
             row.version,
             len(summary.workers),
+            "" if len(summary.workers) == 1 else "s",
             ", ".join(summary.workers),
             summary.seconds,
             f"; {numbers}" if numbers else "",

@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 8.0
+HEARTBEAT_RETRY_S = 2.0
 
 NetworkLost = (ServerUnreachable, TransferStalled, Busy, DiskFull)
 """What may pass by itself: asked again, after a pause."""
@@ -127,11 +128,15 @@ class Connection:
                 self._join()
 
     def _heartbeats(self) -> None:
-        while not self._closing.wait(self.info.heartbeat_interval_s * random.uniform(0.9, 1.1)):
-            self.beat()
+        interval_s = pause_s = self.info.heartbeat_interval_s
+        while not self._closing.wait(pause_s * random.uniform(0.9, 1.1)):
+            pause_s = interval_s if self.beat() else min(interval_s, HEARTBEAT_RETRY_S)
 
-    def beat(self) -> None:
-        """Tell the server that this worker lives, and how far it is."""
+    def beat(self) -> bool:
+        """Tell the server that this worker lives, and how far it is; returns whether it answered.
+
+        Half an interval without an answer gives the connection up: a half-open one must not cost the lease.
+        """
         lease = self.http.lease
         counters = self.counters
         message = self.heartbeat.model_copy(
@@ -143,8 +148,10 @@ class Connection:
             }
         )
         try:
-            reply = self.http.post(routes.HEARTBEAT, message, messages.HeartbeatReply)
+            timeout_s = min(30.0, max(1.0, self.info.heartbeat_interval_s / 2))
+            reply = self.http.post(routes.HEARTBEAT, message, messages.HeartbeatReply, timeout_s=timeout_s)
             self.finished = self.finished or reply.finished
+            return True
         except Superseded as error:
             self._fatal = error
             self._closing.set()
@@ -153,6 +160,7 @@ class Connection:
                 self.rejoin(lease)
         except AtollError as error:
             LOG.debug("%s: heartbeat failed: %s", self.site, error)
+        return False
 
     def leave(self, error: str | None = None) -> None:
         """Deregister and stop the heartbeats. Idempotent."""

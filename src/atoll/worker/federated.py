@@ -291,7 +291,7 @@ def join(
 
 
 START_RETRIES = 6
-"""Attempts to reach a server at the start: half a minute or so, then a clear end."""
+"""Attempts to reach a server at the start: some 15 s, then a clear end."""
 
 
 def positive(weight: float) -> float:

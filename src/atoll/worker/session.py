@@ -95,8 +95,8 @@ class Session(Connection):
         Args:
             wait_s: give up after so long and return the reply "wait"; None waits until a round opens.
         """
-        begin = time.monotonic()
-        said = begin
+        begin = said = time.monotonic()
+        self.heartbeat = self.heartbeat.model_copy(update={"state": "waiting for the round"})
         while True:
             left_s = routes.LONG_POLL_S if wait_s is None else max(0.0, begin + wait_s - time.monotonic())
             request = messages.TicketRequest(wait_s=min(left_s, routes.LONG_POLL_S))
@@ -130,6 +130,13 @@ class Session(Connection):
         )
         if manifest.digest != digest:
             raise Gone(f"Version {version} is no longer the one that was offered.", "Ask for the head again.")
+        if note is not None and note.run == self.info.run and note.version > version:
+            LOG.warning(
+                "%s: the server went back from version %d to %d: its state was restored, or fell back after a power loss",
+                self.site,
+                note.version,
+                version,
+            )
         digests = [bytes.fromhex(text) for text in manifest.part_digests]
         path = routes.VERSION_DATA.format(fragment=0, version=version, digest=digest)
         note = BaseNote(self.info.run, 0, version, digest, manifest.part_digests, complete=False)

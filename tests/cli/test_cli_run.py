@@ -1,0 +1,129 @@
+"""A user's afternoon: init, server, two workers, export; and a server that is stopped and started again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+ATOLL = [sys.executable, "-m", "atoll.cli.main"]
+
+
+class Served:
+    """`atoll server` in a folder; its lines can be read."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.process = subprocess.Popen(
+            [*ATOLL, "server", "run.toml", "--port", "0", "--min-free-bytes", "0", *flags],
+            cwd=folder,
+            env=dict(os.environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self.url = re.search(r"listening on (\S+)", self.until("listening on")).group(1)  # type: ignore[union-attr]
+
+    def until(self, words: str) -> str:
+        """The next line with these words."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if words in line:
+                return line
+        raise AssertionError(f"{words!r} was never said:\n{''.join(self.lines)}")
+
+    def end(self) -> int:
+        assert self.process.stdout is not None
+        self.lines += self.process.stdout.readlines()
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def serve(tmp_path) -> Iterator[type[Served]]:
+    started: list[Served] = []
+
+    def start(*flags: str) -> Served:
+        started.append(Served(tmp_path / "mine", *flags))
+        return started[-1]
+
+    yield start  # type: ignore[misc]
+    for served in started:
+        served.process.kill()
+        served.process.wait()
+        if served.process.stdout is not None:
+            served.process.stdout.close()
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P6", "L12")
+@pytest.mark.parametrize("algorithm", ["fedavg", "diloco"])
+def test_what_init_writes_runs_as_it_is(atoll_command, serve, tmp_path, algorithm: str) -> None:
+    atoll_command("init", "mine", "--algorithm", algorithm)
+    served = serve("--rounds", "3")
+    workers = [
+        subprocess.Popen(
+            [*ATOLL, "worker", "--server", served.url, "--site", site, "--", sys.executable, "train.py"],
+            cwd=tmp_path / "mine",
+            env=dict(os.environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for site in ("a", "b")
+    ]
+    said = [worker.communicate(timeout=100)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], said
+    assert served.end() == 0, served.lines
+    assert any("round 3: version 3 from 2 updates (a, b)" in line for line in served.lines)
+    assert any("finished at version 3" in line for line in served.lines)
+    exports = tmp_path / "mine" / "atoll-run" / "exports"
+    with safe_open(exports / "model.safetensors", framework="pt") as file:
+        assert "1.weight" in file.keys()  # noqa: SIM118
+    assert len((exports / "metrics.jsonl").read_text().splitlines()) == 3
+    exported = atoll_command("export", "again.safetensors", "--state-dir", "mine/atoll-run")
+    assert exported.stdout.startswith("version 3"), exported.stderr
+    assert (tmp_path / "again.safetensors").read_bytes() == (exports / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.covers("L11")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_stopped_server_says_that_it_can_go_on(atoll_command, serve, number: signal.Signals, code: int) -> None:
+    atoll_command("init", "mine")
+    served = serve()
+    served.process.send_signal(number)
+    assert served.end() == code
+    assert any("goes on from where the run is" in line for line in served.lines)
+    assert not any("Traceback" in line for line in served.lines)
+    again = serve()
+    again.process.terminate()
+    assert again.end() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.covers("F28", "F29")
+def test_a_second_server_is_refused_by_port_and_by_directory(atoll_command, serve) -> None:
+    atoll_command("init", "mine")
+    served = serve()
+    port = served.url.rsplit(":", 1)[1]
+    by_port = atoll_command("server", "mine/run.toml", "--port", port, "--state-dir", "other")
+    assert by_port.returncode == 3, by_port.stderr
+    by_directory = atoll_command("server", "mine/run.toml", "--port", "0")
+    assert by_directory.returncode == 4, by_directory.stderr
+    for outcome in (by_port, by_directory):
+        assert outcome.stderr.startswith("atoll: ")
+        assert len(outcome.stderr.splitlines()) == 1
+
+
+def test_a_run_without_a_model_says_how_to_name_one(atoll_command) -> None:
+    outcome = atoll_command("server", "--port", "0")
+    assert outcome.returncode == 2
+    assert "my_models:build" in outcome.stderr

@@ -1,0 +1,35 @@
+"""One site of the small run as a process: a training script, which says what it does in lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from fault_world import SITES, build, train_
+
+import atoll
+
+site = os.environ["ATOLL_SITE"]
+held_round, _, held_until = os.environ.get("HOLD", "").partition(":")
+fail_in = os.environ.get("FAIL_IN")
+
+model = build()
+with atoll.join() as worker:
+
+    def say(what: str, number: int = 0) -> None:
+        print(json.dumps({"what": what, "round": number, "up": worker.bytes_up, "down": worker.bytes_down}), flush=True)
+
+    for round_ in worker:
+        say("begins", round_.number)
+        round_.load_into(model)
+        say("trains", round_.number)
+        while held_round == str(round_.number) and not Path(held_until).exists():
+            time.sleep(0.01)
+        if fail_in == str(round_.number):
+            raise ValueError("no such column: age")
+        train_(model, site, round_.number)
+        round_.submit(model, weight=SITES[site], metrics={"loss": 1.0 / round_.number})
+        say("submitted", round_.number)
+    say("ends")

@@ -1,0 +1,288 @@
+"""Connections that break, stall, damage bytes or lose answers: only what broke is sent again, and nothing counts twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fault_world import PART_BYTES, SITES, Result, Sites, build, serving, train_
+
+import atoll
+from atoll.codecs.none import NoneCodec
+from atoll.errors import AtollError, Conflict, Superseded, TicketClosed
+from atoll.tensors.layout import update_layout, version_layout
+from atoll.tensors.modules import named_tensors, schema_of
+from atoll.testing.processes import wait_until
+from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
+from atoll.wire import messages, routes
+from atoll.worker import connection
+from atoll.worker.session import Session
+
+VERSION = version_layout(schema_of(build()), PART_BYTES)
+UPDATE = update_layout(schema_of(build()).tensors, lambda _: NoneCodec(), PART_BYTES)
+LENGTH = UPDATE.parts[2].nbytes
+DIGEST_BYTES = 32
+DATA = "GET /v1/fragments/0/versions/0/[0-9a-f]{64} "
+
+
+def one_round(folder: Path, server: atoll.Server, url: str) -> tuple[int, int]:
+    """One site's round through `url`; tensor bytes that it sent and received."""
+    model = build()
+    with atoll.join(url, site="a", folder=folder / "workers") as worker:
+        for round_ in worker:
+            round_.load_into(model)
+            train_(model, "a", round_.number)
+            round_.submit(model, weight=SITES["a"])
+        moved = worker.bytes_up, worker.bytes_down
+    server.run()
+    return moved
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with serving(folder, num_workers=1, rounds=1) as server:
+        assert one_round(folder, server, server.url) == (UPDATE.nbytes, VERSION.nbytes)
+    return Result(folder)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    with serving(tmp_path, num_workers=1, rounds=1, connections=1, idle_timeout_s=1.0) as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(server: atoll.Server) -> Iterator[Proxy]:
+    with Proxy(server.port) as proxy:
+        yield proxy
+
+
+def parts_sent(proxy: Proxy) -> list[int]:
+    return [int(line.split("/parts/")[1].split()[0]) for line in proxy.requests if "/parts/" in line]
+
+
+@pytest.mark.parametrize("action", ["reset", "close", "stall"])
+@pytest.mark.parametrize("at", [0, 1, LENGTH - 1, LENGTH + 1, LENGTH + DIGEST_BYTES - 1])
+@pytest.mark.covers("F14", "L10")
+def test_an_upload_that_breaks_is_sent_again_from_that_part(
+    tmp_path: Path, server: atoll.Server, proxy: Proxy, undisturbed: Result, action: str, at: int
+) -> None:
+    if action != "reset" and at not in (1, LENGTH + 1):
+        pytest.skip("every place is tried with a reset")
+    proxy.faults.append(Fault("PUT .*/parts/2 ", "up", at=at, action=action))
+    up, _ = one_round(tmp_path, server, proxy.url)
+    assert proxy.faults == []
+    assert parts_sent(proxy) == [0, 1, 2, 2, 3, 4, 5]
+    assert UPDATE.nbytes <= up <= UPDATE.nbytes + LENGTH
+    assert Result(tmp_path).bits == undisturbed.bits
+
+
+@pytest.mark.parametrize(
+    ("at", "action"),
+    [(0, "reset"), (1, "reset"), (PART_BYTES - 1, "reset"), (1, "close"), (1, "stall"), (BEFORE_HEADER, "reset")],
+)
+@pytest.mark.covers("F15", "L10")
+def test_a_download_that_breaks_is_fetched_again_from_that_part(
+    tmp_path: Path, server: atoll.Server, proxy: Proxy, undisturbed: Result, at: int, action: str
+) -> None:
+    proxy.faults.append(Fault(DATA, "down", at=at, action=action))
+    _, down = one_round(tmp_path, server, proxy.url)
+    assert proxy.faults == []
+    assert proxy.count(DATA) == len(VERSION.parts) + 1
+    assert VERSION.nbytes <= down <= VERSION.nbytes + max(at, 0)
+    assert Result(tmp_path).bits == undisturbed.bits
+
+
+@pytest.mark.parametrize("at", [0, LENGTH // 2, LENGTH - 1, LENGTH, LENGTH + DIGEST_BYTES - 1])
+@pytest.mark.covers("F16")
+def test_a_part_that_was_damaged_on_its_way_up_is_refused_and_sent_again(
+    tmp_path: Path, server: atoll.Server, proxy: Proxy, undisturbed: Result, at: int
+) -> None:
+    proxy.faults.append(Fault("PUT .*/parts/2 ", "up", at=at, action="flip"))
+    up, _ = one_round(tmp_path, server, proxy.url)
+    assert proxy.faults == []
+    assert parts_sent(proxy) == [0, 1, 2, 2, 3, 4, 5]
+    assert up == UPDATE.nbytes + LENGTH
+    assert Result(tmp_path).bits == undisturbed.bits
+
+
+@pytest.mark.parametrize("at", [0, PART_BYTES - 1])
+@pytest.mark.covers("F16")
+def test_a_part_that_was_damaged_on_its_way_down_is_fetched_again(
+    tmp_path: Path, server: atoll.Server, proxy: Proxy, undisturbed: Result, at: int
+) -> None:
+    proxy.faults.append(Fault(DATA, "down", at=at, action="flip"))
+    _, down = one_round(tmp_path, server, proxy.url)
+    assert proxy.faults == []
+    assert proxy.count(DATA) == len(VERSION.parts) + 1
+    assert down == VERSION.nbytes + next(part.nbytes for part in VERSION.parts if part.nbytes > at)
+    assert Result(tmp_path).bits == undisturbed.bits
+
+
+@pytest.mark.parametrize("request_line", ["POST .*/complete ", "PUT .*/parts/5 ", "POST /v1/tickets ", "POST /v1/workers "])
+@pytest.mark.covers("F17")
+def test_a_lost_acknowledgement_is_asked_for_again_and_counts_once(
+    tmp_path: Path, server: atoll.Server, proxy: Proxy, undisturbed: Result, request_line: str
+) -> None:
+    proxy.faults.append(Fault(request_line, "down", at=BEFORE_HEADER, action="reset"))
+    one_round(tmp_path, server, proxy.url)
+    assert proxy.faults == []
+    assert proxy.count("PUT .*/parts/0 ") == 1
+    result = Result(tmp_path)
+    assert result.bits == undisturbed.bits
+    assert result.counted() == [("a", 1)]
+
+
+def submitted(server: atoll.Server, folder: Path) -> tuple[Session, messages.Receipt]:
+    """A session whose update of round 1 is acknowledged; its outbox still holds it."""
+    session = Session(server.url, "a", folder=folder / "workers")
+    reply = session.next_ticket()
+    assert reply.ticket is not None
+    model = build()
+    session.pull(reply.ticket.base_version, reply.ticket.base_digest, named_tensors(model)[0])
+    session.form(reply.ticket, named_tensors(model)[0], weight=1.0, steps=1, metrics={})
+    return session, session.send()
+
+
+@pytest.mark.covers("F17", "F18")
+def test_the_same_submission_again_gets_the_same_receipt_and_other_bytes_get_a_conflict(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        other = Session(server.url, "b", folder=tmp_path / "workers")  # for whom the round waits meanwhile
+        session, receipt = submitted(server, tmp_path)
+        note = session.outbox.note
+        assert note is not None
+        path = routes.COMPLETE.format(ticket=note.ticket)
+        again = messages.Complete(digest=note.digest, weight=note.weight, steps=note.steps)
+        assert session.http.post(path, again, messages.Receipt) == receipt
+        with pytest.raises(Conflict, match="holds the update"):
+            session.http.post(path, again.model_copy(update={"digest": "0" * 64}), messages.Receipt)
+        # nor can its bytes be written over
+        with pytest.raises(TicketClosed):
+            session.http.push(
+                lambda part: routes.PART.format(ticket=note.ticket, part=part),
+                session.outbox.fd,
+                UPDATE.parts[:1],
+                [bytes.fromhex(text) for text in note.part_digests],
+            )
+        assert session.http.post(path, again, messages.Receipt) == receipt
+        session.leave()
+        other.leave()
+
+
+@pytest.mark.covers("F19")
+def test_the_newer_of_two_processes_of_a_site_wins_and_the_other_is_told(tmp_path: Path) -> None:
+    first_trains, second_trains = threading.Event(), threading.Event()
+    ends: list[BaseException | None] = []
+
+    with serving(tmp_path, num_workers=1, rounds=1) as server:
+
+        def older() -> None:
+            try:
+                model = build()
+                with atoll.join(server.url, site="a", folder=tmp_path / "older") as worker:
+                    for round_ in worker:
+                        round_.load_into(model)
+                        first_trains.set()
+                        assert second_trains.wait(30)
+                        round_.submit(model)
+                ends.append(None)
+            except BaseException as error:
+                ends.append(error)
+
+        thread = threading.Thread(target=older, daemon=True)
+        thread.start()
+        assert first_trains.wait(30)
+        model = build()
+        with atoll.join(server.url, site="a", folder=tmp_path / "newer") as worker:
+            for round_ in worker:
+                round_.load_into(model)
+                second_trains.set()
+                thread.join(30)
+                assert not thread.is_alive()
+                assert server.status().fragments[0].version == 0
+                train_(model, "a", 1)
+                round_.submit(model, weight=SITES["a"])
+        server.run()
+    assert isinstance(ends[0], Superseded)
+    assert "Another process has joined as 'a'" in str(ends[0])
+    assert "site name of its own" in str(ends[0])
+    assert Result(tmp_path).counted() == [("a", 1)]
+
+
+@pytest.mark.covers("F22")
+def test_half_open_connections_are_given_up_before_the_worker_is_declared_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take every byte and answer nothing; the timeout is far below the half minute that a request may take."""
+    trains, go_on = threading.Event(), threading.Event()
+
+    def during(site: str, number: int) -> None:
+        if number == 1:
+            trains.set()
+            assert go_on.wait(60)
+
+    with serving(tmp_path, num_workers=1, rounds=1, heartbeat_interval_s=0.5, heartbeat_timeout_s=8.0) as server:
+        with Proxy(server.port) as proxy:
+            sites = Sites(proxy.url, tmp_path, during, names=["a"])
+            assert trains.wait(30)
+            wait_until(lambda: proxy.count("/v1/heartbeat"), "a heartbeat")
+            proxy.freeze()
+            before = proxy.count("/v1/heartbeat")
+            wait_until(lambda: proxy.count("/v1/heartbeat") >= before + 4, "heartbeats on another connection")
+            assert server.status().deaths == 0
+            go_on.set()
+            sites.join()
+        server.run()
+    assert Result(tmp_path).counted() == [("a", 1)]
+
+
+@pytest.mark.covers("F23")
+def test_after_a_partition_a_stale_update_is_refused_and_the_worker_goes_on_with_the_head(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut, healed = threading.Event(), threading.Event()
+
+    def far(site: str, number: int) -> None:
+        if number == 1:
+            cut.set()
+            assert healed.wait(60)
+
+    def near(site: str, number: int) -> None:
+        if number == 1:
+            assert cut.wait(60)  # the deadline must not close the round before there is a partition
+        if number == 2:
+            assert healed.wait(60)
+
+    with serving(tmp_path, quorum=1, round_deadline_s=0.3) as server, Proxy(server.port) as proxy:
+        behind = Sites(proxy.url, tmp_path, far, names=["a"])
+        beside = Sites(server.url, tmp_path, near, names=["b"])
+        assert cut.wait(30)
+        proxy.cut()
+        wait_until(lambda: server.status().fragments[0].version == 1, "the round without the far one")
+        proxy.heal()
+        healed.set()
+        behind.join()
+        beside.join()
+        server.run()
+    assert "round 1 went on without this update" in caplog.text
+    counted = Result(tmp_path).counted()
+    assert ("a", 1) not in counted
+    assert len(counted) == len(set(counted))
+    assert ("b", 1) in counted
+
+
+@pytest.mark.covers("L10")
+def test_a_server_that_is_not_there_at_the_start_is_a_clear_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(connection, "LONGEST_BACKOFF_S", 0.01)
+    with pytest.raises(AtollError, match="http://127.0.0.1:9 does not answer") as caught:
+        atoll.join("http://127.0.0.1:9", site="a", folder=tmp_path)
+    assert caught.value.exit_code == 5
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(AtollError, match="does not answer"):
+        atoll.DiLoCo(model, optimizer, server="http://127.0.0.1:9", site="a", folder=tmp_path).start()

@@ -1,0 +1,230 @@
+"""A worker is killed or stopped: the others finish, it goes on where it was, and an update counts once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fault_world import (
+    EVERY_SITE_AND_ROUND,
+    PART_BYTES,
+    Result,
+    SiteProcess,
+    Sites,
+    build,
+    said,
+    serving,
+)
+
+import atoll
+from atoll.codecs.none import NoneCodec
+from atoll.tensors.layout import update_layout, version_layout
+from atoll.tensors.modules import schema_of
+from atoll.testing.processes import Nursery, wait_until
+
+KILLED = -signal.SIGKILL
+
+
+def version_bytes() -> list[int]:
+    return [part.nbytes for part in version_layout(schema_of(build()), PART_BYTES).parts]
+
+
+def update_bytes() -> list[int]:
+    layout = update_layout(schema_of(build()).tensors, lambda _: NoneCodec(), PART_BYTES)
+    return [part.nbytes for part in layout.parts]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with serving(folder) as server:
+        Sites(server.url, folder).join()
+        server.run()
+    return Result(folder)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    with serving(tmp_path, connections=1) as server:
+        yield server
+
+
+def require_same(folder: Path, server: atoll.Server, undisturbed: Result) -> None:
+    server.run()
+    result = Result(folder)
+    assert result.bits == undisturbed.bits
+    assert result.counted() == EVERY_SITE_AND_ROUND
+    assert len(result.tickets) == len(EVERY_SITE_AND_ROUND), "an open ticket is given again, not another one"
+
+
+@pytest.mark.covers("F1", "L10")
+def test_killed_while_pulling_it_resumes_at_the_part(
+    nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
+) -> None:
+    other = Sites(server.url, tmp_path, names=["b"])
+    site = SiteProcess(nursery, tmp_path, server.url, "a")
+    assert site.start("pull.part=kill@3").wait() == KILLED
+    again = site.start()
+    assert again.wait(60) == 0
+    other.join()
+    trains = said(again, "trains", 1)
+    assert trains is not None
+    # three of the six parts were there
+    assert trains["down"] == sum(version_bytes()[3:])
+    require_same(tmp_path, server, undisturbed)
+
+
+@pytest.mark.covers("F2")
+def test_killed_while_training_it_goes_on_under_its_open_ticket(
+    nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
+) -> None:
+    other = Sites(server.url, tmp_path, names=["b"])
+    site = SiteProcess(nursery, tmp_path, server.url, "a")
+    first = site.start(hold=f"2:{tmp_path}/never")
+    wait_until(lambda: said(first, "trains", 2), "the second round")
+    assert first.kill() == KILLED
+    again = site.start()
+    assert again.wait(60) == 0
+    other.join()
+    trains = said(again, "trains", 2)
+    assert trains is not None
+    assert trains["down"] == 0  # the base was whole
+    require_same(tmp_path, server, undisturbed)
+
+
+@pytest.mark.covers("F3", "L10")
+def test_killed_while_submitting_it_resumes_at_the_part(
+    nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
+) -> None:
+    other = Sites(server.url, tmp_path, names=["b"])
+    site = SiteProcess(nursery, tmp_path, server.url, "a")
+    assert site.start("push.part=kill@4").wait() == KILLED
+    again = site.start()
+    assert again.wait(60) == 0
+    other.join()
+    begins = said(again, "begins")
+    assert begins is not None
+    # its update was formed: it is not trained again, and four of its six parts are not sent again
+    assert begins["round"] == 2
+    assert begins["up"] == sum(update_bytes()[4:])
+    require_same(tmp_path, server, undisturbed)
+
+
+@pytest.mark.covers("F3")
+def test_killed_before_its_update_is_whole_it_trains_the_round_again(
+    nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
+) -> None:
+    other = Sites(server.url, tmp_path, names=["b"])
+    site = SiteProcess(nursery, tmp_path, server.url, "a")
+    assert site.start("outbox.seal=kill@2").wait() == KILLED
+    again = site.start()
+    assert again.wait(60) == 0
+    other.join()
+    begins = said(again, "begins")
+    assert begins is not None
+    assert (begins["round"], begins["up"]) == (2, 0)
+    require_same(tmp_path, server, undisturbed)
+
+
+@pytest.mark.covers("F4")
+def test_killed_after_the_acknowledgement_its_update_counts_once(
+    nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
+) -> None:
+    other = Sites(server.url, tmp_path, names=["b"])
+    site = SiteProcess(nursery, tmp_path, server.url, "a")
+    assert site.start("worker.acknowledged=kill@2").wait() == KILLED
+    again = site.start()
+    assert again.wait(60) == 0
+    other.join()
+    begins = said(again, "begins")
+    assert begins is not None
+    assert (begins["round"], begins["up"]) == (3, 0)
+    require_same(tmp_path, server, undisturbed)
+
+
+PLACES = [
+    pytest.param("F1", "pull.part=kill@2", id="pulling"),
+    pytest.param("F3", "push.part=kill@2", id="submitting"),
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "failpoints"),
+    [pytest.param(*p.values, id=p.id, marks=pytest.mark.covers(p.values[0], "L9")) for p in PLACES],
+)
+def test_the_others_finish_without_it_once_its_lease_is_over(
+    nursery: Nursery, tmp_path: Path, row: str, failpoints: str
+) -> None:
+    back = threading.Event()
+
+    def during(site: str, number: int) -> None:
+        if number == 2:
+            assert back.wait(60)
+
+    with serving(tmp_path, heartbeat_interval_s=0.2, heartbeat_timeout_s=2.0) as server:
+        other = Sites(server.url, tmp_path, during, names=["b"])
+        site = SiteProcess(nursery, tmp_path, server.url, "a")
+        assert site.start(failpoints).wait() == KILLED
+        wait_until(lambda: server.status().fragments[0].version == 1, "the round without the dead one")
+        assert server.status().deaths == 1
+        again = site.start()
+        wait_until(lambda: state_of(server, "a") == "alive", "its return")
+        back.set()
+        assert again.wait(60) == 0
+        other.join()
+        server.run()
+    # round 2 was open for "b" alone when "a" came back
+    assert Result(tmp_path).counted() == [("a", 3), ("b", 1), ("b", 2), ("b", 3)]
+
+
+def state_of(server: atoll.Server, site: str) -> str:
+    return next((worker.state for worker in server.status().workers if worker.site == site), "")
+
+
+@pytest.mark.covers("F5")
+def test_stopped_past_its_lease_it_joins_again_and_goes_on(nursery: Nursery, tmp_path: Path) -> None:
+    back = threading.Event()
+
+    def during(site: str, number: int) -> None:
+        if number == 2:
+            assert back.wait(60)
+
+    with serving(tmp_path, heartbeat_interval_s=0.2, heartbeat_timeout_s=2.0) as server:
+        other = Sites(server.url, tmp_path, during, names=["b"])
+        site = SiteProcess(nursery, tmp_path, server.url, "a").start(hold=f"1:{tmp_path}/go")
+        wait_until(lambda: said(site, "trains", 1), "its training")
+        site.send(signal.SIGSTOP)
+        wait_until(lambda: server.status().fragments[0].version == 1, "the round without it")
+        assert state_of(server, "a") == "dead"
+        (tmp_path / "go").touch()
+        site.send(signal.SIGCONT)
+        wait_until(lambda: state_of(server, "a") == "alive", "its return")
+        back.set()
+        assert site.wait(60) == 0
+        other.join()
+        server.run()
+    assert "joining again" in site.output()
+    assert "round 1 went on without this update" in site.output()
+    assert Result(tmp_path).counted() == [("a", 3), ("b", 1), ("b", 2), ("b", 3)]
+
+
+@pytest.mark.covers("F43", "P6")
+def test_an_exception_has_its_traceback_at_the_worker_and_one_line_at_the_server(
+    nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(tmp_path) as server:
+        other = Sites(server.url, tmp_path, names=["b"])
+        site = SiteProcess(nursery, tmp_path, server.url, "a").start(FAIL_IN="2")
+        assert site.wait() == 1
+        other.join()
+        worker = next(worker for worker in server.status().workers if worker.site == "a")
+        server.run()
+    assert "Traceback" in site.output()
+    assert "fault_worker.py" in site.output()
+    assert (worker.state, worker.error) == ("failed", "ValueError: no such column: age")
+    lines = [record.getMessage() for record in caplog.records if "no such column" in record.getMessage()]
+    assert lines == ["a failed: ValueError: no such column: age"]
+    assert Result(tmp_path).counted() == [("a", 1), ("b", 1), ("b", 2), ("b", 3)]
