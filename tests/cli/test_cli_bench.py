@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -84,3 +86,51 @@ def test_a_small_round_is_exact_and_says_what_it_cost(atoll_command, tmp_path, c
     assert set(figures["cpu_s"]) == {"server", "worker-000", "worker-001"}
     assert figures["settings"]["tensors"] == 7
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_bench_that_is_told_to_end_leaves_nothing(tmp_path) -> None:
+    argv = [
+        sys.executable,
+        "-m",
+        "atoll.cli.main",
+        "bench",
+        "round",
+        "--gb",
+        "0.05",
+        "--workers",
+        "1",
+        "--rounds",
+        "1000",
+    ]
+    process = subprocess.Popen([*argv, "--dir", str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "the rounds begin" in process.stderr.readline()
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_many_tensors_are_compared_with_few(atoll_command, tmp_path) -> None:
+    arguments = [
+        "--gb",
+        "0.001",
+        "--rounds",
+        "2",
+        "--few",
+        "2",
+        "--many",
+        "20",
+        "--repeats",
+        "1",
+        "--dir",
+        str(tmp_path),
+    ]
+    outcome = atoll_command("bench", "tensors", *arguments, "--json")
+    assert outcome.returncode == 0, outcome.stderr
+    answer = json.loads(outcome.stdout)
+    assert answer["exact"] is True
+    assert answer["ratio"] > 0
+    assert {tensors: len(rounds) for tensors, rounds in answer["rounds_s"].items()} == {"2": 1, "20": 1}

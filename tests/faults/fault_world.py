@@ -118,18 +118,18 @@ def serving(folder: Path, **settings: Any) -> Iterator[atoll.Server]:
 class ServerProcess:
     """The run, served by `atoll server` in a process of its own; started again whenever it was killed."""
 
-    def __init__(self, nursery: Nursery, folder: Path, lives: tuple[str, ...] = (), **settings: Any) -> None:
+    def __init__(
+        self, nursery: Nursery, folder: Path, lives: tuple[str, ...] = (), *, port: int = 0, **settings: Any
+    ) -> None:
         self.folder = folder
-        self.port = free_port()
+        self.port = port or free_port()
         self.log = folder / "server.log"
         self._nursery = nursery
         write_run_file(folder, port=self.port, **settings)
         self.kept = Kept(self._start, lives)
 
     def _start(self, failpoints: str) -> Process:
-        return self._nursery.start(
-            "atoll", "server", "run.toml", cwd=self.folder, failpoints=failpoints, log=self.log
-        )
+        return self._nursery.start("atoll", "server", "run.toml", cwd=self.folder, failpoints=failpoints, log=self.log)
 
     @property
     def url(self) -> str:
@@ -163,7 +163,9 @@ class Result:
     def __init__(self, folder: Path) -> None:
         self.model = hashlib.sha256((folder / "state/exports/model.safetensors").read_bytes()).hexdigest()
         with contextlib.closing(sqlite3.connect(folder / "state/journal.sqlite")) as journal:
-            self.versions = journal.execute("SELECT version, digest FROM history WHERE NOT lost ORDER BY seq").fetchall()
+            self.versions = journal.execute(
+                "SELECT version, digest FROM history WHERE NOT lost ORDER BY seq"
+            ).fetchall()
             head = "SELECT hex(part_digests), hex(state_digests) FROM versions ORDER BY version DESC LIMIT 1"
             self.head = journal.execute(head).fetchone()
             self.tickets = journal.execute(

@@ -123,7 +123,9 @@ def test_a_part_that_was_damaged_on_its_way_down_is_fetched_again(
     assert Result(tmp_path).bits == undisturbed.bits
 
 
-@pytest.mark.parametrize("request_line", ["POST .*/complete ", "PUT .*/parts/5 ", "POST /v1/tickets ", "POST /v1/workers "])
+@pytest.mark.parametrize(
+    "request_line", ["POST .*/complete ", "PUT .*/parts/5 ", "POST /v1/tickets ", "POST /v1/workers "]
+)
 @pytest.mark.covers("F17")
 def test_a_lost_acknowledgement_is_asked_for_again_and_counts_once(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, undisturbed: Result, request_line: str
@@ -225,7 +227,9 @@ def test_half_open_connections_are_given_up_before_the_worker_is_declared_dead(
             trains.set()
             assert go_on.wait(60)
 
-    with serving(tmp_path, num_workers=1, rounds=1, heartbeat_interval_s=0.5, heartbeat_timeout_s=8.0) as server:
+    with serving(
+        tmp_path, num_workers=1, rounds=1, heartbeat_interval_s=0.5, heartbeat_timeout_s=8.0, idle_timeout_s=1.0
+    ) as server:
         with Proxy(server.port) as proxy:
             sites = Sites(proxy.url, tmp_path, during, names=["a"])
             assert trains.wait(30)
@@ -276,7 +280,9 @@ def test_after_a_partition_a_stale_update_is_refused_and_the_worker_goes_on_with
 
 
 @pytest.mark.covers("L10")
-def test_a_server_that_is_not_there_at_the_start_is_a_clear_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_there_at_the_start_is_a_clear_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(connection, "LONGEST_BACKOFF_S", 0.01)
     with pytest.raises(AtollError, match="http://127.0.0.1:9 does not answer") as caught:

@@ -47,7 +47,13 @@ LIVES = [
     pytest.param("F12", ["head.after=kill@4"], id="after-the-last-head-moves"),
     pytest.param(
         "F13",
-        ["accept.after=kill@3", "recover.midway=kill", "recover.midway=kill@2", "pass.chunk=kill", "recover.midway=kill"],
+        [
+            "accept.after=kill@3",
+            "recover.midway=kill",
+            "recover.midway=kill@2",
+            "pass.chunk=kill",
+            "recover.midway=kill",
+        ],
         id="during-recovery",
     ),
     pytest.param("F13", ["journal.commit=kill@2", "slot.create=kill", "journal.commit=kill@3"], id="while-it-begins"),
@@ -107,7 +113,9 @@ def test_killed_in_the_middle_of_a_part(nursery: Nursery, tmp_path: Path, undist
         assert server.kept.wait() == 0
         first = proxy.requests.index(next(line for line in proxy.requests if "/parts/3 " in line))
         ticket = proxy.requests[first].split("/parts/")[0]
-        sent = [int(line.split("/parts/")[1].split()[0]) for line in proxy.requests if line.startswith(f"{ticket}/parts/")]
+        sent = [
+            int(line.split("/parts/")[1].split()[0]) for line in proxy.requests if line.startswith(f"{ticket}/parts/")
+        ]
         assert parts == 6
         assert sent == [0, 1, 2, 3, 3, 4, 5]
     require_same(tmp_path, sites, undisturbed)
@@ -142,7 +150,9 @@ def test_the_epoch_rises_with_every_start(nursery: Nursery, tmp_path: Path) -> N
     with ServerProcess(nursery, tmp_path) as server:
         seen = []
         for deaths in range(3):
-            wait_until(lambda deaths=deaths: server.kept.deaths == deaths and "listening" in server.log.read_text(), "it")
+            wait_until(
+                lambda deaths=deaths: server.kept.deaths == deaths and "listening" in server.log.read_text(), "it"
+            )
             seen.append(patient_status(server.url).epoch)
             server.kept.now.kill()
     assert seen == [1, 2, 3]

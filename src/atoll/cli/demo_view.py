@@ -107,10 +107,9 @@ class Live(View):
         title = f"atoll demo, {demo.algorithm}: round {number} of {demo.rounds}, {self.clock.strip()}"
         parts: list[RenderableType] = [Text(title, style="bold")]
         if status is not None:
-            parts += [
-                self._table(status),
-                *(Text(line, style="yellow") for line in map(awaited, status.fragments) if line),
-            ]
+            parts.append(self._table(status))
+            if len(self.rounds) < demo.rounds:
+                parts += [Text(line, style="yellow") for line in map(awaited, status.fragments) if line]
         parts += [Text(round_text(demo, summary)) for summary in list(self.rounds.values())[-6:]]
         parts += [Text(note, style="dim") for note in self.notes[-4:]]
         self.live.update(Group(*parts), refresh=True)

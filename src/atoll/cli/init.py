@@ -92,7 +92,13 @@ def next_commands(directory: Path) -> str:
 
 def run_file(algorithm: str, name: str) -> str:
     """The text of a run file: what is chosen stands as it is, every default as a comment."""
-    chosen = {"name": name[:100], "model": "model:build", "num_workers": 2, "state_dir": "atoll-run", **CHOSEN[algorithm]}
+    chosen = {
+        "name": name[:100],
+        "model": "model:build",
+        "num_workers": 2,
+        "state_dir": "atoll-run",
+        **CHOSEN[algorithm],
+    }
     lines = [
         "# A run of Atoll: `atoll server run.toml`. Every key is also a flag (--sync-every 100) and an environment",
         "# variable (ATOLL_SYNC_EVERY=100). Lines that are commented out show the default.",

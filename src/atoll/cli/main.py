@@ -7,10 +7,11 @@ import sys
 import typer
 
 from atoll.cli import bench, demo, export, init, server, status, worker
+from atoll.cli.children import Terminated
 from atoll.errors import AtollError
 
-INTERRUPTED = 130
-"""128 + SIGINT, as shells have it."""
+INTERRUPTED, TERMINATED = 130, 143
+"""128 + SIGINT and 128 + SIGTERM, as shells have it."""
 
 app = typer.Typer(
     name="atoll",
@@ -53,6 +54,8 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+    except Terminated:
+        raise SystemExit(TERMINATED) from None
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -62,9 +61,3 @@ def log_lines() -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
-
-
-def writable_target(path: Path) -> Path:
-    """`path`, with its folder made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from atoll.errors import AtollError, BadRequest
+from atoll.errors import AtollError, BadRequest, SyncFailed
 from atoll.server.auth import IDENTITY, Gate
 from atoll.server.handlers import Handlers
 from atoll.server.run import Run
@@ -32,7 +32,7 @@ def make_app(run: Run, gate: Gate, version: str) -> web.Application:
     Raises:
         AttributeError: an operation has no handler.
     """
-    app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard(gate)])
+    app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard(gate, run)])
     handlers = Handlers(run)
     document = openapi(version)
     for operation in OPERATIONS:
@@ -115,7 +115,7 @@ def _digest(text: str) -> str:
     return text
 
 
-def _guard(gate: Gate) -> Any:
+def _guard(gate: Gate, run: Run) -> Any:
     open_paths = {operation.path for operation in OPERATIONS if operation.open}
 
     @web.middleware
@@ -125,6 +125,8 @@ def _guard(gate: Gate) -> Any:
                 request[IDENTITY] = gate.admit(request.headers.get("Authorization"))
             return await handler(request)
         except AtollError as error:
+            if isinstance(error, SyncFailed):
+                run.fail(error)
             return problem(error.code, error.message, error.remedy, error.retry_after_s)
         except web.HTTPNotFound:
             return problem("not_found", f"There is nothing at {request.path[:100]!r}.", "See /openapi.json.")

@@ -11,6 +11,7 @@ from atoll import registry
 from atoll.aggregation.close import PassInputs, PassOutputs, UpdateSource, run_pass
 from atoll.server.plan import Plan
 from atoll.store.rows import TicketRow, VersionRow
+from atoll.store.slots import disk_error
 from atoll.store.store import Store
 from atoll.wire import messages
 
@@ -27,6 +28,7 @@ def close_round(
 
     Raises:
         DiskFull: nothing is lost; the same call may be made again.
+        StoreError: the disk failed.
         SyncFailed: fsync failed; the server must end.
     """
     begin = time.monotonic()
@@ -62,6 +64,9 @@ def close_round(
             summary_json=summary.model_dump_json(),
             tickets=tickets,
         )
+    except OSError as error:
+        draft.abandon()
+        raise disk_error(error, store.slots_directory / f"version {base_version + 1}") from error
     except BaseException:
         draft.abandon()
         raise

@@ -111,11 +111,26 @@ class Run:
     def apply(self, event: ev.Event) -> tuple[fx.Effect, ...]:
         """Let the machine decide about an event, journal what it decided, then act on it.
 
-        What the journal has as a fact already is told to the machine again, later, where the disk was full.
+        Where the disk was full, the machine is told later what the journal has as a fact already, and decides nothing
+        before it knows: it would give out an accepted ticket again. It only goes on to hear that workers live.
 
         Raises:
             DiskFull: the journal could not be written; nothing has changed.
         """
+        try:
+            if not isinstance(event, ev.WorkerSeen):
+                while self._untold:
+                    self._step(self._untold[0])
+                    del self._untold[0]
+            return self._step(event)
+        except DiskFull as error:
+            if not isinstance(event, FACTS):
+                raise
+            LOG.error("%s Trying again.", error)
+            self._untold.append(event)
+            return ()
+
+    def _step(self, event: ev.Event) -> tuple[fx.Effect, ...]:
         state, effects = machine.step(self.state, event, time.monotonic())
         before, self.state = self.state, state
         try:
@@ -124,9 +139,6 @@ class Run:
             self.state = before
             if not isinstance(error, DiskFull):
                 self.fail(error)
-            elif isinstance(event, FACTS):
-                self._untold.append(event)
-                return ()
             raise
         return effects
 
@@ -276,12 +288,13 @@ class Run:
     def _say(self, summary: messages.RoundSummary, row: VersionRow) -> None:
         numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())
         LOG.info(
-            "round %d: version %d from %d update%s (%s), reduced in %.2f s%s",
+            "round %d: version %d from %d update%s (%s), %.1f MB, reduced in %.2f s%s",
             summary.round,
             row.version,
             len(summary.workers),
             "" if len(summary.workers) == 1 else "s",
             ", ".join(summary.workers),
+            summary.bytes_up / 1e6,
             summary.seconds,
             f"; {numbers}" if numbers else "",
         )
@@ -325,9 +338,6 @@ class Run:
             pause_s = 1.0 if deadline_s is None else min(1.0, max(0.01, deadline_s - time.monotonic()))
             await asyncio.sleep(pause_s)
             with contextlib.suppress(DiskFull):
-                untold, self._untold = self._untold, []
-                for event in untold:
-                    self.apply(event)
                 self.apply(ev.TimePassed())
 
     def _spawn(self, coroutine: object) -> None:

@@ -20,9 +20,12 @@ from atoll.errors import (
     BY_CODE,
     AtollError,
     BadRequest,
+    Busy,
+    DiskFull,
     PartCorrupt,
     PeerError,
     ServerUnreachable,
+    StoreError,
     TransferStalled,
     UsageError,
     VersionSkew,
@@ -365,8 +368,13 @@ def _problem(status: int, body: bytes) -> AtollError:
     try:
         problem = messages.Problem.model_validate_json(body)
     except ValidationError:
-        return PeerError(f"The server answered {status}: {body[:200].decode(errors='replace')!r}.")
+        said = f"The server answered {status}: {body[:200].decode(errors='replace')!r}."
+        if status in (502, 503, 504):  # a proxy in front of a server that is being started again
+            return ServerUnreachable(said, "Look whether the server behind this address runs.")
+        return PeerError(said)
     kind = BY_CODE.get(problem.code, BadRequest if status < 500 else PeerError)
+    if issubclass(kind, StoreError) and kind is not DiskFull:
+        kind = Busy  # its disk failed, not ours: it ends, and is there again
     error = kind(problem.message, problem.remedy)
     if problem.retry_after_s is not None:
         error.retry_after_s = problem.retry_after_s

@@ -23,7 +23,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from atoll.errors import DiskFull, StateLocked
+from atoll.errors import DiskFull, StateLocked, StoreError
 from atoll.failpoints import failpoint
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.layout import Layout, Part, Piece
@@ -78,9 +78,21 @@ class ScratchFile:
             ) from error
 
     def write(self, offset: int, data: memoryview) -> None:
-        while data:
-            done = os.pwrite(self.fd, data, offset)
-            offset, data = offset + done, data[done:]
+        """Write all of `data`.
+
+        Raises:
+            StoreError: this machine's disk is full, or fails.
+        """
+        try:
+            failpoint("worker.write")
+            while data:
+                done = os.pwrite(self.fd, data, offset)
+                offset, data = offset + done, data[done:]
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} cannot be written ({error.strerror}).",
+                "Look at the disk, or set ATOLL_DIR to a folder on another one.",
+            ) from error
 
     def read_into(self, offset: int, target: memoryview) -> None:
         while target:

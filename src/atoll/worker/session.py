@@ -14,7 +14,7 @@ from pathlib import Path
 
 from atoll import registry
 from atoll.codecs.base import Codec
-from atoll.errors import Gone, TicketClosed, VersionSkew
+from atoll.errors import Gone, TicketClosed, UpdateRefused, VersionSkew
 from atoll.failpoints import failpoint
 from atoll.tensors.chunks import Scatter
 from atoll.tensors.layout import Layout, update_layout, version_layout
@@ -271,8 +271,8 @@ class Session(Connection):
             receipt = self.send()
             LOG.info("%s: the update of an earlier process is in: round %d", self.site, note.base_version + 1)
             return receipt
-        except (TicketClosed, Gone) as error:
-            LOG.info("%s: the update of an earlier process came too late: %s", self.site, error)
+        except (TicketClosed, Gone, UpdateRefused) as error:
+            LOG.info("%s: the update of an earlier process cannot count: %s", self.site, error)
             self.outbox.clear()
             return None
         finally:

@@ -1,0 +1,257 @@
+"""Disks that are full, that fail, or that give back other bytes than they were given."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fault_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, SiteProcess, Sites, serving
+
+from atoll import failpoints
+from atoll.server import run
+from atoll.testing.processes import Nursery, wait_until
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with serving(folder) as server:
+        Sites(server.url, folder).join()
+        server.run()
+    return Result(folder)
+
+
+def arm(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Switch failpoints on in this process."""
+    monkeypatch.setattr(failpoints, "_actions", failpoints._parse(text))
+    monkeypatch.setattr(failpoints, "_reached", {})
+
+
+def require_same(folder: Path, sites: Sites, undisturbed: Result) -> None:
+    result = Result(folder)
+    assert result.bits == undisturbed.bits
+    assert result.counted() == EVERY_SITE_AND_ROUND
+    assert sites.trained == dict.fromkeys(EVERY_SITE_AND_ROUND, 1)
+
+
+@pytest.mark.parametrize(
+    ("point", "said"),
+    [
+        ("spool.write=enospc@3", "cannot submit"),
+        ("slot.create=enospc", "cannot submit"),
+        ("slot.create=enospc@3", "round 1 cannot be written"),
+        ("pass.write=enospc@2", "round 1 cannot be written"),
+        ("head.before=enospc@2", "round 2 cannot be written"),
+        ("accept.before=enospc@2", "cannot submit"),
+        ("export.write=enospc", "the result could not be saved"),
+        *((f"journal.commit=enospc@{n}", "is full") for n in (1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20, 21, 22, 23, 24)),
+    ],
+)
+@pytest.mark.covers("F25")
+def test_a_full_disk_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result,
+    point: str, said: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(run, "DISK_RETRY_S", 0.05)
+    caplog.set_level(logging.DEBUG, "atoll")
+    with serving(tmp_path) as server:
+        arm(monkeypatch, point)
+        sites = Sites(server.url, tmp_path)
+        sites.join()
+        server.run()
+        name, _, nth = point.partition("=enospc@")
+        assert failpoints._reached[name.removesuffix("=enospc")] >= int(nth or 1)
+    assert said in caplog.text
+    require_same(tmp_path, sites, undisturbed)
+
+
+@pytest.mark.covers("F25")
+def test_less_space_than_min_free_bytes_is_507_before_a_byte_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result
+) -> None:
+    with serving(tmp_path, min_free_bytes=10**6) as server:
+        store = server._require_run().store
+        asked: list[int] = []
+
+        def free_bytes() -> int:
+            asked.append(server._require_run().bytes_up)
+            return 10**5 if len(asked) < 3 else 10**9
+
+        monkeypatch.setattr(store, "free_bytes", free_bytes)
+        sites = Sites(server.url, tmp_path)
+        sites.join()
+        server.run()
+    assert asked[:2] == [0, 0]
+    assert (
+        "The server has 0 MB of disk left, and keeps 1 MB free. It takes updates again when there is space"
+        in caplog.text
+    )
+    require_same(tmp_path, sites, undisturbed)
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, nbytes: int) -> Iterator[Path]:
+    """A disk of its own."""
+    path.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", path], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip("mounting a tmpfs needs rights that this user does not have")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Write until nothing more fits."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    return ballast
+
+
+@pytest.mark.covers("F25")
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_disk_that_really_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result, number: int
+) -> None:
+    """It fills up while the round is trained: in the first there is no room for a spool, in the second for a row."""
+    monkeypatch.setattr(run, "DISK_RETRY_S", 0.05)
+    full: list[Path] = []
+
+    def during(site: str, at: int) -> None:
+        if (site, at) == ("a", number):
+            full.append(fill(tmp_path / "state"))
+
+    with small_disk(tmp_path / "state", 16 * 2**20), serving(tmp_path) as server:
+        sites = Sites(server.url, tmp_path, during)
+        wait_until(lambda: "is full" in caplog.text, "a word about it")
+        assert server.status().fragments[0].version == number - 1
+        full[0].unlink()
+        sites.join()
+        server.run()
+        require_same(tmp_path, sites, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("durability", "nth"), [("process", 3), ("power", 1), ("power", 4), ("power", 14), ("power", 18), ("power", 20)]
+)
+@pytest.mark.covers("F26")
+def test_a_failed_fsync_ends_the_server_with_the_reason(
+    nursery: Nursery, tmp_path: Path, undisturbed: Result, durability: str, nth: int
+) -> None:
+    """Nobody is told of success; the next start goes on, and the workers with it."""
+    with ServerProcess(nursery, tmp_path, (f"fsync=eio@{nth}",), durability=durability) as server:
+        sites = Sites(server.url, tmp_path)
+        assert server.kept.wait() == 7
+        last = server.kept.now.output().splitlines()[-1]
+    assert last.startswith("atoll: fsync of ")
+    assert "what was written last may be lost. Look at the disk, then start the server again" in last
+    with ServerProcess(nursery, tmp_path, durability=durability, port=server.port) as again:
+        sites.join()
+        assert again.kept.wait() == 0
+    require_same(tmp_path, sites, undisturbed)
+
+
+def flip(path: Path, at: int) -> None:
+    fd = os.open(path, os.O_RDWR)
+    try:
+        (byte,) = os.pread(fd, 1, at)
+        os.pwrite(fd, bytes([byte ^ 1]), at)
+    finally:
+        os.close(fd)
+
+
+def slots_of_head(folder: Path) -> tuple[Path, Path]:
+    """Files of the newest version and of its outer state."""
+    with contextlib.closing(sqlite3.connect(folder / "state/journal.sqlite")) as journal:
+        row = "SELECT slot, state_slot FROM versions ORDER BY version DESC LIMIT 1"
+        slot, state = journal.execute(row).fetchone()
+    slots = folder / "state/slots"
+    return slots / f"version-0-{slot}.safetensors", slots / f"state-0-{state}.safetensors"
+
+
+@pytest.mark.parametrize(("which", "damage"), [(0, "flip"), (1, "flip"), (0, "truncate"), (0, "remove")])
+@pytest.mark.covers("F41")
+def test_a_damaged_version_falls_back_to_the_one_before_and_the_run_goes_on(
+    nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int, damage: str
+) -> None:
+    killed = []
+
+    def during(site: str, number: int) -> None:
+        if number == 3:
+            wait_until(lambda: killed, "the damage")
+
+    with ServerProcess(nursery, tmp_path) as server:
+        sites = Sites(server.url, tmp_path, during)
+        wait_until(lambda: sum(number == 3 for _, number in sites.trained) == 2, "the third round")
+        server.kept.close()
+        victim = slots_of_head(tmp_path)[which]
+        if damage == "flip":
+            flip(victim, 2000)
+        elif damage == "truncate":
+            os.truncate(victim, 1000)
+        else:
+            victim.unlink()
+        with ServerProcess(nursery, tmp_path, port=server.port) as again:
+            wait_until(lambda: "listening" in again.log.read_text(), "the second start")
+            killed.append(True)
+            sites.join()
+            assert again.kept.wait() == 0
+            assert "Version 2 of fragment 0 was lost, the run goes on from version 1" in again.log.read_text()
+    result = Result(tmp_path)
+    assert result.model == undisturbed.model
+    assert result.versions == undisturbed.versions
+    # both sites trained the second round again, and perhaps the third, whose update came before they knew
+    assert [sites.trained[site, 2] for site in "ab"] == [2, 2]
+
+
+@pytest.mark.covers("F41")
+def test_when_every_version_is_damaged_the_server_refuses_to_start(nursery: Nursery, tmp_path: Path) -> None:
+    with ServerProcess(nursery, tmp_path) as server:
+        Sites(server.url, tmp_path).join()
+        assert server.kept.wait() == 0
+    for path in (tmp_path / "state/slots").glob("version-*"):
+        flip(path, 2000)
+    with ServerProcess(nursery, tmp_path) as server:
+        assert server.kept.wait() == 7
+        last = server.kept.now.output().splitlines()[-1]
+    assert last.startswith("atoll: No version of fragment 0 in state is what its digests say")
+    assert "Restore the whole directory from a backup" in last
+
+
+@pytest.mark.covers("F41")
+def test_a_damaged_journal_is_refused(nursery: Nursery, tmp_path: Path) -> None:
+    with ServerProcess(nursery, tmp_path) as server:
+        Sites(server.url, tmp_path).join()
+        assert server.kept.wait() == 0
+    journal = tmp_path / "state/journal.sqlite"
+    journal.write_bytes(b"x" * 100 + journal.read_bytes()[100:])
+    with ServerProcess(nursery, tmp_path) as server:
+        assert server.kept.wait() == 7
+        last = server.kept.now.output().splitlines()[-1]
+    assert "journal.sqlite is damaged" in last
+
+
+@pytest.mark.covers("F43")
+def test_a_worker_whose_disk_fails_is_released_from_the_round_and_named(nursery: Nursery, tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        other = Sites(server.url, tmp_path, names=["b"])
+        site = SiteProcess(nursery, tmp_path, server.url, "a").start("worker.write=enospc@3")
+        assert site.wait() == 1
+        other.join()
+        worker = next(worker for worker in server.status().workers if worker.site == "a")
+        server.run()
+    assert worker.state == "failed"
+    assert "cannot be written (failpoint worker.write: no space left on device). Look at the disk" in worker.error
+    assert "Traceback" in site.output()
+    assert Result(tmp_path).counted() == [("b", 1), ("b", 2), ("b", 3)]

@@ -1,0 +1,178 @@
+"""What a server refuses to start with, and who may speak to it: one line with the remedy, and an exit code."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trustme
+from fault_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, Sites, serving, write_run_file
+
+import atoll
+from atoll.errors import AuthError, ServerUnreachable
+from atoll.testing.processes import Nursery, wait_until
+from atoll.worker import federated
+from atoll.worker.client import status
+
+
+def start(nursery: Nursery, folder: Path, *flags: str, **settings: object) -> tuple[int, str]:
+    """Exit code and all output of an `atoll server` that ends by itself."""
+    write_run_file(folder, **settings)
+    process = nursery.start("atoll", "server", "run.toml", *flags, cwd=folder)
+    return process.wait(30), process.output().strip()
+
+
+@pytest.mark.covers("F28")
+def test_a_port_in_use_is_exit_code_3(nursery: Nursery, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        code, output = start(nursery, tmp_path, port=port)
+    assert code == 3
+    assert output == (
+        f"atoll: Port {port} on 127.0.0.1 is in use. End what uses it, or choose another with --port; "
+        "0 takes any free one."
+    )
+
+
+@pytest.mark.covers("F29")
+def test_a_second_server_on_one_state_directory_is_exit_code_4_and_the_first_goes_on(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    with ServerProcess(nursery, tmp_path) as server:
+        wait_until(lambda: "listening" in server.log.read_text(), "the first")
+        code, output = start(nursery, tmp_path, port=0)
+        assert code == 4
+        assert len(output.splitlines()) == 1
+        assert output.startswith(f"atoll: The state directory state is in use by process {server.kept.now.pid} on ")
+        assert output.endswith("Stop that server, or give this one another state_dir.")
+        Sites(server.url, tmp_path).join()
+        assert server.kept.wait() == 0
+    assert Result(tmp_path).counted() == EVERY_SITE_AND_ROUND
+
+
+def test_an_unknown_key_in_the_run_file_is_exit_code_2_with_the_nearest_valid_one(tmp_path: Path) -> None:
+    """As a user starts it."""
+    write_run_file(tmp_path, num_worker=3)
+    done = subprocess.run(
+        [sys.executable, "-m", "atoll.cli.main", "server", "run.toml"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ),
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "run.toml" in done.stderr
+    assert "num_worker" in done.stderr
+    assert "Did you mean 'num_workers'?" in done.stderr
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model": "no_such_module:build"}, ["no_such_module"]),
+        ({"model": "fault_model:missing"}, ["missing"]),
+        ({"outer_optimizer": "sdg"}, ["sdg", "Did you mean 'sgd'?"]),
+        ({"algorithm": "fedavgg"}, ["fedavgg", "fedavg"]),
+    ],
+)
+def test_what_cannot_be_built_is_one_line_and_exit_code_2(
+    nursery: Nursery, tmp_path: Path, settings: dict[str, str], words: list[str]
+) -> None:
+    code, output = start(nursery, tmp_path, port=0, **settings)
+    assert code == 2, output
+    assert len(output.splitlines()) == 1
+    assert [word for word in words if word not in output] == []
+
+
+@pytest.mark.covers("X2")
+@pytest.mark.parametrize("flags", [(), ("--no-insecure",)])
+def test_beyond_loopback_without_tls_and_token_is_refused(
+    nursery: Nursery, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    code, output = start(nursery, tmp_path, *flags, port=0, host="0.0.0.0")
+    assert code == 2
+    assert "which others can reach, without TLS (tls_cert, tls_key) and without a token" in output
+    assert "--insecure" in output
+    assert not (tmp_path / "state").exists()
+
+
+class Secured:
+    """Certificates and a token for one run."""
+
+    token = "correct-horse"
+
+    def __init__(self, folder: Path) -> None:
+        authority = trustme.CA()
+        issued = authority.issue_cert("127.0.0.1", "localhost")
+        self.ca, self.cert, self.key, self.token_file = (
+            folder / name for name in ("ca.pem", "cert.pem", "key.pem", "token")
+        )
+        authority.cert_pem.write_to_path(str(self.ca))
+        for blob in issued.cert_chain_pems:
+            blob.write_to_path(str(self.cert), append=True)
+        for path, data in ((self.key, issued.private_key_pem.bytes()), (self.token_file, self.token.encode())):
+            path.touch(mode=0o600)
+            path.write_bytes(data)
+
+    @property
+    def settings(self) -> dict[str, Path]:
+        return {"tls_cert": self.cert, "tls_key": self.key, "token_file": self.token_file}
+
+
+@pytest.fixture
+def secured(tmp_path: Path) -> Secured:
+    return Secured(tmp_path)
+
+
+@pytest.mark.covers("X2")
+def test_a_whole_run_over_tls_with_a_token(tmp_path: Path, secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path, **secured.settings) as server:
+        assert server.url.startswith("https://")
+        monkeypatch.setenv("ATOLL_TOKEN_FILE", str(secured.token_file))
+        monkeypatch.setenv("ATOLL_TLS_CA", str(secured.ca))
+        Sites(server.url, tmp_path).join()
+        assert status(server.url).finished
+        server.run()
+    assert Result(tmp_path).counted() == EVERY_SITE_AND_ROUND
+
+
+@pytest.mark.covers("F40", "X2")
+def test_a_wrong_or_missing_token_is_refused_with_the_remedy(
+    tmp_path: Path, secured: Secured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path, **secured.settings) as server:
+        monkeypatch.setenv("ATOLL_TLS_CA", str(secured.ca))
+        with pytest.raises(AuthError, match="wants a token.*ATOLL_TOKEN"):
+            atoll.join(server.url, site="a", folder=tmp_path / "workers")
+        monkeypatch.setenv("ATOLL_TOKEN", "battery-staple")
+        with pytest.raises(AuthError, match="no valid token") as caught:
+            atoll.join(server.url, site="a", folder=tmp_path / "workers")
+        assert "battery-staple" not in str(caught.value)
+        assert caught.value.exit_code == 8
+        assert server.status().workers == []
+
+
+@pytest.mark.covers("F40", "X2")
+def test_a_certificate_of_another_authority_is_refused_before_the_token_is_sent(
+    tmp_path: Path, secured: Secured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(federated, "START_RETRIES", 0)
+    other = tmp_path / "other"
+    other.mkdir()
+    with serving(tmp_path, **secured.settings) as server:
+        monkeypatch.setenv("ATOLL_TOKEN", secured.token)
+        monkeypatch.setenv("ATOLL_TLS_CA", str(Secured(other).ca))
+        with pytest.raises(ServerUnreachable, match="cannot prove who it is.*ATOLL_TLS_CA"):
+            atoll.join(server.url, site="a", folder=tmp_path / "workers")
+
+
+@pytest.mark.covers("X2")
+def test_a_secret_that_others_can_read_is_refused(nursery: Nursery, tmp_path: Path, secured: Secured) -> None:
+    secured.token_file.chmod(0o644)
+    code, output = start(nursery, tmp_path, port=0, **secured.settings)
+    assert code == 2
+    assert "has mode 0644: others can read it" in output
+    assert secured.token not in output
