@@ -1,4 +1,4 @@
-"""Connections that break, stall, damage bytes or lose answers: only what broke is sent again, and nothing counts twice."""
+"""Connections that break, stall, damage bytes or lose answers: what broke is sent again alone; nothing counts twice."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_a_server_that_is_not_there_at_the_start_is_a_clear_end(
 ) -> None:
     monkeypatch.setattr(connection, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(connection, "LONGEST_BACKOFF_S", 0.01)
-    with pytest.raises(AtollError, match="http://127.0.0.1:9 does not answer") as caught:
+    with pytest.raises(AtollError, match=r"http://127\.0\.0\.1:9 does not answer") as caught:
         atoll.join("http://127.0.0.1:9", site="a", folder=tmp_path)
     assert caught.value.exit_code == 5
     model = torch.nn.Linear(1, 1)

@@ -85,6 +85,16 @@ def test_below_min_workers_a_round_never_closes(tmp_path: Path) -> None:
     assert Result(tmp_path).counted() == [("a", 1), ("b", 1)]
 
 
+@pytest.mark.covers("F36")
+def test_a_command_that_fails_again_and_again_is_started_ever_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    from atoll.cli import worker
+
+    pauses: list[float] = []
+    monkeypatch.setattr(worker, "_pause", lambda told, seconds: pauses.append(seconds))
+    assert worker._run(["false"], {}, restarts=8) == 1
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
 def test_a_worker_that_comes_and_goes_disturbs_nobody(tmp_path: Path) -> None:
     """It gets its open ticket again each time; every lease that it gave back is refused."""
     with serving(tmp_path, rounds=1) as server:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from fault_world import EVERY_SITE_AND_ROUND, PART_BYTES, Result, ServerProcess, Sites, build
 
+from atoll.errors import ServerUnreachable
 from atoll.tensors.layout import version_layout
 from atoll.tensors.modules import schema_of
 from atoll.testing.processes import Nursery, wait_until
 from atoll.testing.proxy import Fault, Proxy
+from atoll.wire import messages
 from atoll.worker.client import status
 
 
@@ -158,10 +160,8 @@ def test_the_epoch_rises_with_every_start(nursery: Nursery, tmp_path: Path) -> N
     assert seen == [1, 2, 3]
 
 
-def patient_status(url: str):
-    from atoll.errors import ServerUnreachable
-
-    def ask():
+def patient_status(url: str) -> messages.Status:
+    def ask() -> messages.Status | None:
         try:
             return status(url)
         except ServerUnreachable:

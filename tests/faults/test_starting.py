@@ -133,9 +133,10 @@ def test_a_whole_run_over_tls_with_a_token(tmp_path: Path, secured: Secured, mon
         assert server.url.startswith("https://")
         monkeypatch.setenv("ATOLL_TOKEN_FILE", str(secured.token_file))
         monkeypatch.setenv("ATOLL_TLS_CA", str(secured.ca))
-        Sites(server.url, tmp_path).join()
-        assert status(server.url).finished
+        asked: list[bool] = []
+        Sites(server.url, tmp_path, during=lambda *_: asked.append(status(server.url).finished)).join()
         server.run()
+    assert asked == [False] * len(EVERY_SITE_AND_ROUND)
     assert Result(tmp_path).counted() == EVERY_SITE_AND_ROUND
 
 
@@ -145,7 +146,7 @@ def test_a_wrong_or_missing_token_is_refused_with_the_remedy(
 ) -> None:
     with serving(tmp_path, **secured.settings) as server:
         monkeypatch.setenv("ATOLL_TLS_CA", str(secured.ca))
-        with pytest.raises(AuthError, match="wants a token.*ATOLL_TOKEN"):
+        with pytest.raises(AuthError, match=r"wants a token.*ATOLL_TOKEN"):
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
         monkeypatch.setenv("ATOLL_TOKEN", "battery-staple")
         with pytest.raises(AuthError, match="no valid token") as caught:
@@ -165,7 +166,7 @@ def test_a_certificate_of_another_authority_is_refused_before_the_token_is_sent(
     with serving(tmp_path, **secured.settings) as server:
         monkeypatch.setenv("ATOLL_TOKEN", secured.token)
         monkeypatch.setenv("ATOLL_TLS_CA", str(Secured(other).ca))
-        with pytest.raises(ServerUnreachable, match="cannot prove who it is.*ATOLL_TLS_CA"):
+        with pytest.raises(ServerUnreachable, match=r"cannot prove who it is.*ATOLL_TLS_CA"):
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
 
 

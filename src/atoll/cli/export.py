@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -139,17 +140,18 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
 def _pull(http: Http, version: int, out: Path) -> None:
     """Fetch a version beside `out`, then write it in the order of a file for people."""
     from atoll.tensors.layout import version_layout
+    from atoll.transport.parts import Parts
     from atoll.wire import messages, routes
 
     info = http.get(routes.RUN, messages.RunInfo)
-    http.resize(info.connections, info.idle_timeout_s)
     schema = http.get(routes.SCHEMA, messages.SchemaMessage).to_schema()
     layout = version_layout(schema, info.part_bytes)
     manifest = http.get(routes.MANIFEST.format(fragment=0, version=version), messages.Manifest)
     path = routes.VERSION_DATA.format(fragment=0, version=version, digest=manifest.digest)
     digests = [bytes.fromhex(digest) for digest in manifest.part_digests]
-    with _beside(out) as (fd, _):
-        http.pull(path, layout, digests, layout.parts, [_File(fd)])
+    parts = Parts(http, info.connections, info.idle_timeout_s)
+    with contextlib.closing(parts), _beside(out) as (fd, _):
+        parts.pull(path, digests, layout.parts, [_File(fd)])
         _write(fd, out, schema, layout)
 
 

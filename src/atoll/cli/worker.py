@@ -22,6 +22,7 @@ from atoll.errors import ConfigError, UsageError, VersionSkew
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
 RESTART_PAUSE_S = 1.0
+LONGEST_RESTART_PAUSE_S = 60.0
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -101,7 +102,7 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
             if code == 0 or told or attempt == restarts:
                 return code
             print(f"atoll: the command ended with {code}; restart {attempt + 1} of {restarts}", file=sys.stderr)
-            _pause(told)
+            _pause(told, restart_pause_s(attempt))
             if told:
                 return 128 + told[-1]
         raise AssertionError("unreachable")
@@ -121,8 +122,13 @@ def _start(script: list[str], environment: dict[str, str]) -> subprocess.Popen[b
         raise UsageError(f"{script[0]!r} cannot be executed.", f"Name its interpreter: -- python {script[0]}") from None
 
 
-def _pause(told: list[int]) -> None:
+def restart_pause_s(attempt: int) -> float:
+    """Before restart `attempt` + 1: 1, 2, 4, … 60 s, so that a command that always fails does not keep others busy."""
+    return min(RESTART_PAUSE_S * 2.0**attempt, LONGEST_RESTART_PAUSE_S)
+
+
+def _pause(told: list[int], seconds: float) -> None:
     """Wait before a restart; a signal ends it."""
-    end = time.monotonic() + RESTART_PAUSE_S
+    end = time.monotonic() + seconds
     while not told and time.monotonic() < end:
         time.sleep(0.05)

@@ -164,6 +164,7 @@ class Nursery:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
         environment |= dict(env or {}) | ({"ATOLL_FAILPOINTS": failpoints} if failpoints else {})
         log = log or cwd / f"{Path(argv[0]).stem}-{len(self._started)}.log"
+        log.touch()
         pid = self.ask(do="start", argv=list(argv), cwd=str(cwd), env=environment, log=str(log))
         process = Process(self, pid, log)
         self._started.append(process)
@@ -292,9 +293,7 @@ def _become(request: dict[str, Any]) -> None:
 def _run(argv: list[str]) -> None:
     sys.argv = argv
     if argv[0] == "atoll":
-        from atoll.cli.main import main
-
-        main()
+        importlib.import_module("atoll.cli.main").main()
     else:
         sys.path.insert(0, str(Path(argv[0]).parent))
         runpy.run_path(argv[0], run_name="__main__")

@@ -191,11 +191,12 @@ class _Link:
                         self.request = piece.split(b"\r\n", 1)[0].decode("latin-1")
                         self._proxy._saw(self.request)
                     self._pass(target, direction, offset, piece)
-            if not self.frozen:
-                with contextlib.suppress(OSError):
-                    target.shutdown(socket.SHUT_WR)
-                if direction == "down":
-                    self.end(reset=False)
+            if self.frozen:
+                self._stay()  # the other side does not learn that this one has gone
+            with contextlib.suppress(OSError):
+                target.shutdown(socket.SHUT_WR)
+            if direction == "down":
+                self.end(reset=False)
         except (OSError, ValueError, Broken):  # ValueError: the other thread has closed the sockets
             self.end(reset=True)
         finally:
@@ -203,7 +204,7 @@ class _Link:
                 self._proxy._gone(self)
 
     def _read(self, source: socket.socket) -> bytes:
-        """What there is next. Never blocks for long: a socket that a thread waits on is not closed by another's close."""
+        """What there is next. Waits in short steps: closing a socket does not end another thread's wait for it."""
         while not select.select([source], [], [], _LOOK_S)[0]:
             if self._ended.is_set():
                 raise Broken

@@ -90,11 +90,11 @@ async def serve_file(
     response.content_length = stop - start
     await response.prepare(request)
     loop = asyncio.get_running_loop()
+    scratch = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
     while start < stop:
-        length = min(CHUNK_BYTES, stop - start)
-        data = _read_cached(fd, length, start)
+        data = _read_cached(fd, scratch[: stop - start], start)
         if data is None:
-            data = memoryview(await loop.run_in_executor(pool, os.pread, fd, length, start))
+            data = memoryview(await loop.run_in_executor(pool, os.pread, fd, min(CHUNK_BYTES, stop - start), start))
         if revoked() or not data:
             _break_off(request)
             return response
@@ -106,6 +106,8 @@ async def serve_file(
             return response
         start += len(data)
         on_bytes(len(data))
+        if request.transport is None or request.transport.get_write_buffer_size():
+            scratch = memoryview(bytearray(len(scratch)))  # the old one is still queued
     await response.write_eof()
     return response
 
@@ -168,14 +170,13 @@ def require_length(request: web.Request, nbytes: int) -> None:
         )
 
 
-def _read_cached(fd: int, length: int, offset: int) -> memoryview | None:
-    """What the page cache has of a range, without waiting for the disk; None where it has nothing."""
-    buffer = bytearray(length)
+def _read_cached(fd: int, scratch: memoryview, offset: int) -> memoryview | None:
+    """What the page cache has of a range, in `scratch`, without waiting for the disk; None where it has nothing."""
     try:
-        done = os.preadv(fd, [buffer], offset, os.RWF_NOWAIT)
+        done = os.preadv(fd, [scratch], offset, os.RWF_NOWAIT)
     except OSError:  # not cached (EAGAIN), or a file system that cannot say
         return None
-    return memoryview(buffer)[:done] if done else None
+    return scratch[:done] if done else None
 
 
 def _break_off(request: web.Request) -> None:

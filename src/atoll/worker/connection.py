@@ -70,7 +70,6 @@ class Connection:
         self._beat: threading.Thread | None = None
         self._fatal: AtollError | None = None
         self.info = self.patiently(lambda: self.http.get(routes.RUN, messages.RunInfo), max_retries, "join")
-        self.http.resize(self.info.connections, self.info.idle_timeout_s)
         if self.info.protocol != routes.PROTOCOL:
             older = "this worker" if self.info.protocol > routes.PROTOCOL else "the server"
             raise VersionSkew(
@@ -183,7 +182,7 @@ class Connection:
         Raises:
             TransferError, DiskFull: after `max_retries` attempts; None waits for ever.
         """
-        pause_s, attempt = FIRST_BACKOFF_S, 0
+        pause_s, attempt, lost = FIRST_BACKOFF_S, 0, 0
         while True:
             if self._fatal is not None:
                 raise self._fatal
@@ -196,6 +195,8 @@ class Connection:
             except LeaseLost:
                 if not lease:
                     raise
+                self._closing.wait(min(lost * FIRST_BACKOFF_S, LONGEST_BACKOFF_S))  # none the first time
+                lost += 1
                 self.rejoin(lease)
             except NetworkLost as error:
                 attempt += 1

@@ -20,7 +20,7 @@ from atoll.tensors.chunks import Scatter
 from atoll.tensors.layout import Layout, update_layout, version_layout
 from atoll.tensors.modules import Tensors
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec
-from atoll.transport.client import Sink
+from atoll.transport.parts import Parts, Sink
 from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.connection import Connection
@@ -54,6 +54,8 @@ class Session(Connection):
     ) -> None:
         super().__init__(server, site, labels=labels, max_retries=max_retries)
         self._cleanup = contextlib.ExitStack()
+        self._parts = Parts(self.http, self.info.connections, self.info.idle_timeout_s)
+        self._cleanup.callback(self._parts.close)
         try:
             if schema is not None:
                 schema.require_equal(self.schema, mine=f"worker {site}", theirs="the server")
@@ -132,7 +134,7 @@ class Session(Connection):
             raise Gone(f"Version {version} is no longer the one that was offered.", "Ask for the head again.")
         if note is not None and note.run == self.info.run and note.version > version:
             LOG.warning(
-                "%s: the server went back from version %d to %d: its state was restored, or fell back after a power loss",
+                "%s: the server went back from version %d to %d: restored, or fell back after a power loss",
                 self.site,
                 note.version,
                 version,
@@ -152,7 +154,7 @@ class Session(Connection):
                 else wanted
             )
             attempts.append(len(todo))
-            self.http.pull(path, self.layout, digests, todo, sinks, on_bytes=bar.add)
+            self._parts.pull(path, digests, todo, sinks, on_bytes=bar.add)
 
         attempts: list[int] = []
         self.heartbeat = self.heartbeat.model_copy(update={"state": f"pulling version {version}"})
@@ -221,7 +223,7 @@ class Session(Connection):
                 have = dict(zip(state.parts, state.part_digests, strict=True))
                 parts = tuple(part for part in parts if have.get(part.index) != note.part_digests[part.index])
             first = False
-            self.http.push(
+            self._parts.push(
                 lambda part: routes.PART.format(ticket=note.ticket, part=part),
                 self.outbox.fd,
                 parts,

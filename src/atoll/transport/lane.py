@@ -1,0 +1,117 @@
+"""One connection for parts: bytes go from a file into the socket, and from the socket into a scratch that is kept.
+
+The standard library's HTTP client, because both ways need the socket itself: `sendfile` upwards (the outbox does not
+change before its update is counted, so pages that are still queued are safe), `readinto` downwards.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+
+from urllib3.util.wait import wait_for_read
+
+from atoll.tensors.chunks import CHUNK_BYTES
+
+SLICE_BYTES = 4 * CHUNK_BYTES
+"""Sent in one call; between two of them the progress is told and an abort is seen."""
+
+
+class Lane:
+    """A connection that one thread uses at a time, and that lasts for many parts.
+
+    Args:
+        secure: TLS context; None for plain HTTP.
+        idle_timeout_s: a call that moves no byte for so long raises `TimeoutError`.
+    """
+
+    def __init__(self, host: str, port: int, secure: ssl.SSLContext | None, idle_timeout_s: float) -> None:
+        self._connection = (
+            http.client.HTTPSConnection(host, port, timeout=idle_timeout_s, context=secure)
+            if secure
+            else http.client.HTTPConnection(host, port, timeout=idle_timeout_s)
+        )
+        self._scratch = bytearray(CHUNK_BYTES)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def put(
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        fd: int,
+        start: int,
+        stop: int,
+        trailer: bytes,
+        on_bytes: Callable[[int], None],
+    ) -> tuple[int, bytes]:
+        """PUT the bytes [start, stop) of a file and then `trailer`; returns status and body of the answer.
+
+        Args:
+            on_bytes: told what was sent, every few MiB; what it raises ends the request.
+        """
+        connection = self._ready()
+        connection.putrequest("PUT", path, skip_accept_encoding=True)
+        for name, value in {**headers, "Content-Length": str(stop - start + len(trailer))}.items():
+            connection.putheader(name, value)
+        try:
+            connection.endheaders()
+            for offset in range(start, stop, SLICE_BYTES):
+                nbytes = min(SLICE_BYTES, stop - offset)
+                self._send(fd, offset, nbytes)
+                on_bytes(nbytes)
+            connection.sock.sendall(trailer)
+        except (BrokenPipeError, ConnectionResetError):
+            # it may have said why before it stopped listening
+            return self._answer()
+        return self._answer()
+
+    def get(self, path: str, headers: Mapping[str, str]) -> tuple[int, bytes, Iterator[memoryview]]:
+        """GET a path; returns status, the body of an answer that is not 2xx, and the runs of one that is.
+
+        The runs share one scratch: each is gone when the next is asked for.
+        """
+        connection = self._ready()
+        connection.request("GET", path, headers=dict(headers))
+        response = connection.getresponse()
+        if response.status >= 300:
+            return response.status, response.read(), iter(())
+        return response.status, b"", self._runs(response)
+
+    def _runs(self, response: http.client.HTTPResponse) -> Iterator[memoryview]:
+        view = memoryview(self._scratch)
+        while (left := response.length or 0) > 0:
+            wanted, filled = min(left, CHUNK_BYTES), 0
+            while filled < wanted:  # whole runs, so that they end at borders of elements
+                count = response.readinto(view[filled:wanted])
+                if not count:
+                    raise http.client.IncompleteRead(b"", left - filled)
+                filled += count
+            yield view[:wanted]
+
+    def _answer(self) -> tuple[int, bytes]:
+        response = self._connection.getresponse()
+        return response.status, response.read()
+
+    def _ready(self) -> http.client.HTTPConnection:
+        """The connection; made anew where the other side has closed it meanwhile."""
+        connection = self._connection
+        if connection.sock is not None and wait_for_read(connection.sock, timeout=0.0):
+            connection.close()  # nothing was asked, so what can be read is its end
+        if connection.sock is None:
+            connection.connect()
+        return connection
+
+    def _send(self, fd: int, offset: int, nbytes: int) -> None:
+        sock = self._connection.sock
+        if isinstance(sock, ssl.SSLSocket):
+            view = memoryview(self._scratch)
+            for start in range(offset, offset + nbytes, CHUNK_BYTES):
+                count = os.preadv(fd, [view[: min(CHUNK_BYTES, offset + nbytes - start)]], start)
+                sock.sendall(view[:count])
+            return
+        with open(fd, "rb", closefd=False) as file:
+            sock.sendfile(file, offset, nbytes)

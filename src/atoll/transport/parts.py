@@ -1,0 +1,184 @@
+"""Parts of tensors between a worker and its server, over a few parallel connections.
+
+A part that arrives damaged, or whose connection breaks, is sent again, alone; what lasts is raised to the caller.
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Protocol
+
+from blake3 import blake3
+
+from atoll.errors import PartCorrupt, ServerUnreachable, TransferStalled, UsageError
+from atoll.failpoints import failpoint
+from atoll.tensors.layout import Part
+from atoll.transport.client import Http, network_error, problem_of
+from atoll.transport.lane import Lane
+
+PART_ATTEMPTS = 4
+
+_NETWORK_ERRORS = (OSError, http.client.HTTPException)
+
+
+class Sink(Protocol):
+    """Takes the bytes of a file at their offsets, from several threads."""
+
+    def write(self, offset: int, data: memoryview) -> None: ...
+
+
+class Parts:
+    """Pulls and pushes parts for one worker.
+
+    Args:
+        http: says where the server is, who asks, and counts.
+        connections: parallel ones.
+        idle_timeout_s: a transfer that moves no byte for so long has failed.
+    """
+
+    def __init__(self, http: Http, connections: int, idle_timeout_s: float) -> None:
+        self._http, self._connections, self._idle_timeout_s = http, connections, idle_timeout_s
+        self._idle: list[Lane] = []
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        with self._lock:
+            lanes, self._idle = self._idle, []
+        for lane in lanes:
+            lane.close()
+
+    def pull(
+        self,
+        path: str,
+        digests: Sequence[bytes],
+        parts: Sequence[Part],
+        sinks: Sequence[Sink],
+        *,
+        on_bytes: Callable[[int], None] | None = None,
+        abort: threading.Event | None = None,
+    ) -> None:
+        """Fetch parts of a version by byte range into every sink; one that arrives damaged is fetched again, alone.
+
+        Args:
+            path: of the version's bytes; it carries the digest, so it never means anything else.
+            digests: BLAKE3 of every part of the version, by index.
+            parts: those wanted.
+            sinks: each gets the same bytes at their file offsets, whole elements at a time.
+
+        Raises:
+            Gone: the server no longer keeps the version; ask for the head again.
+            TransferStalled, ServerUnreachable: the network; parts that are complete stay written.
+        """
+
+        def fetch(lane: Lane, part: Part) -> None:
+            hasher, offset = blake3(), part.start
+            asked = self._http.headers({"Range": f"bytes={part.start}-{part.stop - 1}"})
+            status, body, runs = lane.get(path, asked)
+            if status >= 300:
+                raise problem_of(status, body)
+            if status != 206:
+                raise TransferStalled(f"{self._http.server} sends whole files only.", "A proxy drops the Range header.")
+            for run in runs:
+                hasher.update(run)
+                for sink in sinks:
+                    sink.write(offset, run)
+                offset += len(run)
+                self._http.counters.add(down=len(run))
+                self._tell(len(run), on_bytes, abort)
+            if hasher.digest() != digests[part.index]:
+                raise PartCorrupt(
+                    f"Part {part.index} from {self._http.server} arrived damaged {PART_ATTEMPTS} times.",
+                    "Look at the network.",
+                )
+            failpoint("pull.part")
+
+        self._spread(fetch, parts)
+
+    def push(
+        self,
+        path_of: Callable[[int], str],
+        fd: int,
+        parts: Sequence[Part],
+        digests: Sequence[bytes],
+        *,
+        on_bytes: Callable[[int], None] | None = None,
+        abort: threading.Event | None = None,
+    ) -> None:
+        """Send parts of the file `fd`, each followed by its BLAKE3; one that arrives damaged is sent again, alone.
+
+        The file must not change before the server has said that it has all of it.
+        """
+
+        def send(lane: Lane, part: Part) -> None:
+            def sent(count: int) -> None:
+                self._http.counters.add(up=count)
+                self._tell(count, on_bytes, abort)
+
+            headers = self._http.headers({"Content-Type": "application/octet-stream"})
+            digest = digests[part.index]
+            status, body = lane.put(path_of(part.index), headers, fd, part.start, part.stop, digest, sent)
+            if status >= 300:
+                raise problem_of(status, body)
+            failpoint("push.part")
+
+        self._spread(send, parts)
+
+    def _tell(self, count: int, on_bytes: Callable[[int], None] | None, abort: threading.Event | None) -> None:
+        if on_bytes:
+            on_bytes(count)
+        if abort is not None and abort.is_set():
+            raise UsageError("The transfer was aborted.")
+
+    def _spread(self, work: Callable[[Lane, Part], None], parts: Sequence[Part]) -> None:
+        """Run `work` for every part over the connections; the first lasting failure ends it, and is raised."""
+        failed = threading.Event()
+
+        def attempt(part: Part) -> None:
+            for number in range(1, PART_ATTEMPTS + 1):
+                if failed.is_set():
+                    return
+                try:
+                    self._once(work, part)
+                    return
+                except (PartCorrupt, ServerUnreachable, TransferStalled):
+                    self._http.counters.add(retries=1)
+                    if number == PART_ATTEMPTS:
+                        failed.set()
+                        raise
+                except BaseException:
+                    failed.set()
+                    raise
+
+        if len(parts) <= 1:
+            for part in parts:
+                attempt(part)
+            return
+        with ThreadPoolExecutor(min(self._connections, len(parts)), thread_name_prefix="atoll-part") as pool:
+            futures: list[Future[None]] = [pool.submit(attempt, part) for part in parts]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            errors = [error for future in done if (error := future.exception())]
+            if errors:
+                failed.set()
+                for future in futures:
+                    future.cancel()
+                raise errors[0]
+
+    def _once(self, work: Callable[[Lane, Part], None], part: Part) -> None:
+        """One attempt on a connection, which is kept only if all went well: else its state is not known."""
+        with self._lock:
+            lane = self._idle.pop() if self._idle else None
+        if lane is None:
+            lane = Lane(self._http.host, self._http.port, self._http.secure, self._idle_timeout_s)
+        try:
+            work(lane, part)
+        except _NETWORK_ERRORS as error:
+            lane.close()
+            raise network_error(self._http.server, self._idle_timeout_s, error) from error
+        except BaseException:
+            lane.close()
+            raise
+        with self._lock:
+            self._idle.append(lane)
