@@ -78,6 +78,35 @@ def test_bytes_between_segments_are_zero_whatever_was_there(tmp_path: Path) -> N
     assert content[76:128] == bytes(52)
 
 
+def test_runs_of_every_dtype_follow_each_other_in_one_buffer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    start = {
+        "odd": torch.randn(3, dtype=torch.float64),
+        "wide": torch.randn(600_000, dtype=torch.float64),
+        "a": torch.randn(5),
+        "b": torch.randn(300_001),
+        "half": torch.randn(70_001).half(),
+        "flags": torch.tensor([True]),
+    }
+    local = {name: tensor * 2 if tensor.is_floating_point() else ~tensor for name, tensor in start.items()}
+    base = base_with(tmp_path, start)
+    for codec in ("none", "bf16"):
+        layout = raw_layout(start, codec)
+        outbox = Outbox(tmp_path, layout)
+        formed = form_update(outbox, base, local, CODECS)
+        assert formed.part_digests == [outbox.digest(part) for part in layout.parts]
+        for name, tensor in start.items():
+            if not tensor.is_floating_point():
+                continue
+            narrow = codec == "bf16" and tensor.dtype != torch.float16
+            dtype = torch.bfloat16 if narrow else tensor.dtype
+            # the difference is taken in at least fp32, then written in the dtype that travels
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            expected = (tensor.to(wide) - local[name].to(wide)).to(dtype)
+            assert torch.equal(read(outbox, layout, name, dtype), expected), (codec, name)
+        outbox.close()
+
+
 def test_an_update_larger_than_the_buffer_and_a_part_is_formed_whole(tmp_path: Path) -> None:
     torch.manual_seed(0)
     start = {"big": torch.randn(5_000_000), "strided": torch.randn(700, 300).t()}

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from atoll.errors import BadRequest, TransferStalled
+from atoll.errors import BadRequest
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.wire.routes import DIGEST_BYTES
 
@@ -90,25 +90,25 @@ async def serve_file(
     response.content_length = stop - start
     await response.prepare(request)
     loop = asyncio.get_running_loop()
+    watch = _Watch(request, idle_timeout_s)
     scratch = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
-    while start < stop:
-        data = _read_cached(fd, scratch[: stop - start], start)
-        if data is None:
-            data = memoryview(await loop.run_in_executor(pool, os.pread, fd, min(CHUNK_BYTES, stop - start), start))
-        if revoked() or not data:
-            _break_off(request)
-            return response
-        try:
-            async with asyncio.timeout(idle_timeout_s):
-                await response.write(data)
-        except TimeoutError:
-            _break_off(request)
-            return response
-        start += len(data)
-        on_bytes(len(data))
-        if request.transport is None or request.transport.get_write_buffer_size():
-            scratch = memoryview(bytearray(len(scratch)))  # the old one is still queued
-    await response.write_eof()
+    try:
+        while start < stop:
+            data = _read_cached(fd, scratch[: stop - start], start)
+            if data is None:
+                data = memoryview(await loop.run_in_executor(pool, os.pread, fd, min(CHUNK_BYTES, stop - start), start))
+            if revoked() or not data:
+                _break_off(request)
+                return response
+            await response.write(data)
+            start += len(data)
+            watch.moved = True
+            on_bytes(len(data))
+            if request.transport is None or request.transport.get_write_buffer_size():
+                scratch = memoryview(bytearray(len(scratch)))  # the old one is still queued
+        await response.write_eof()
+    finally:
+        watch.end()
     return response
 
 
@@ -125,7 +125,7 @@ async def receive_part(
 
     Raises:
         BadRequest: the Content-Length is not that of the part and its digest.
-        TransferStalled: no byte came for the idle timeout.
+        ConnectionError: no byte came for the idle timeout, or the other side went away.
     """
     require_length(request, nbytes)
     loop = asyncio.get_running_loop()
@@ -137,26 +137,26 @@ async def receive_part(
         for chunk in chunks:
             sink.write(chunk)
 
-    while len(trailer) < DIGEST_BYTES:
-        try:
-            async with asyncio.timeout(idle_timeout_s):
-                data, _ = await request.content.readchunk()  # as it came; readany would copy runs together
-        except TimeoutError:
-            _break_off(request)
-            raise TransferStalled(f"A part moved no byte for {idle_timeout_s:g} s.", "Look at the network.") from None
-        if not data:
-            raise BadRequest("The body ended before the part did.", "Send the part again.")
-        on_bytes(len(data))
-        if len(data) > left:
-            trailer += data[left:]
-            data = data[:left]
-        left -= len(data)
-        if data:
-            held.append(data)
-            held_bytes += len(data)
-        if held and (held_bytes >= CHUNK_BYTES or left == 0):
-            await loop.run_in_executor(pool, flush, held)
-            held, held_bytes = [], 0
+    watch = _Watch(request, idle_timeout_s)
+    try:
+        while len(trailer) < DIGEST_BYTES:
+            data, _ = await request.content.readchunk()  # as it came; readany would copy runs together
+            if not data:
+                raise BadRequest("The body ended before the part did.", "Send the part again.")
+            watch.moved = True
+            on_bytes(len(data))
+            if len(data) > left:
+                trailer += data[left:]
+                data = data[:left]
+            left -= len(data)
+            if data:
+                held.append(data)
+                held_bytes += len(data)
+            if held and (held_bytes >= CHUNK_BYTES or left == 0):
+                await loop.run_in_executor(pool, flush, held)
+                held, held_bytes = [], 0
+    finally:
+        watch.end()
     return trailer
 
 
@@ -177,6 +177,25 @@ def _read_cached(fd: int, scratch: memoryview, offset: int) -> memoryview | None
     except OSError:  # not cached (EAGAIN), or a file system that cannot say
         return None
     return scratch[:done] if done else None
+
+
+class _Watch:
+    """Breaks a connection off when no byte has moved for a while: one timer a transfer, not one a run of bytes."""
+
+    def __init__(self, request: web.Request, idle_timeout_s: float) -> None:
+        self.moved = False
+        self._request, self._idle_timeout_s = request, idle_timeout_s
+        self._timer = asyncio.get_running_loop().call_later(idle_timeout_s, self._look)
+
+    def _look(self) -> None:
+        if not self.moved:
+            _break_off(self._request)
+            return
+        self.moved = False
+        self._timer = asyncio.get_running_loop().call_later(self._idle_timeout_s, self._look)
+
+    def end(self) -> None:
+        self._timer.cancel()
 
 
 def _break_off(request: web.Request) -> None:

@@ -18,12 +18,13 @@ from atoll.codecs.base import Codec
 from atoll.tensors.alone import alone
 from atoll.tensors.chunks import CHUNK_ELEMENTS, assign_run_, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
-from atoll.tensors.layout import Piece, chunks
+from atoll.tensors.layout import ALIGN_BYTES, Piece, chunks
 from atoll.tensors.modules import Tensors
 from atoll.tensors.schema import PARAMS
 from atoll.worker.files import BaseFile, Outbox
 
-_BUFFER_BYTES = 4 * 2**20
+_BUFFER_BYTES = CHUNK_ELEMENTS * 8
+"""Encoded, hashed and written at a time: one run of the widest dtype."""
 _WIDEST_BYTES = 8
 """Of one element, in any dtype."""
 
@@ -55,7 +56,7 @@ def form_update(outbox: Outbox, base: BaseFile, tensors: Tensors, codecs: Mappin
 class _Former:
     def __init__(self, outbox: Outbox, base: BaseFile, tensors: Tensors, codecs: Mapping[str, Codec]) -> None:
         self.outbox, self.base, self.tensors, self.codecs = outbox, base, tensors, codecs
-        self.buffer = torch.zeros(_BUFFER_BYTES, dtype=torch.uint8)
+        self.buffer = torch.zeros(_BUFFER_BYTES + ALIGN_BYTES, dtype=torch.uint8)
         self.view = bytes_of(self.buffer)
         self.base_scratch = bytearray(CHUNK_ELEMENTS * _WIDEST_BYTES)
         self.delta_scratch = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)
@@ -68,10 +69,10 @@ class _Former:
         begin = end = part.start  # file offsets of what the buffer holds
         for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
             run = self.outbox.layout.piece(piece.segment, start, stop)
-            if run.offset + run.nbytes - begin > _BUFFER_BYTES:
-                self._flush(hasher, begin, end)
-                begin = end
             self.buffer[end - begin : run.offset - begin] = 0  # alignment between segments
+            if run.offset + run.nbytes - begin > _BUFFER_BYTES:
+                self._flush(hasher, begin, run.offset)
+                begin = run.offset
             self._encode(piece, start, stop, self.buffer[run.offset - begin :][: run.nbytes])
             end = run.offset + run.nbytes
         self.buffer[end - begin : part.stop - begin] = 0
@@ -87,11 +88,15 @@ class _Former:
         base = self.base.run(piece, start, stop, self.base_scratch, torch_dtype(spec.dtype))
         wide = accumulate_dtype(spec.dtype)
         if tensor.device.type == "cpu":
-            delta = self.delta_scratch.view(wide)[: stop - start]
+            as_it_is = codec.name == "none" and wide == base.dtype  # then the difference is what travels
+            delta = target.view(wide) if as_it_is else self.delta_scratch.view(wide)[: stop - start]
             torch.sub(base.to(wide), run_of(tensor, start, stop).to(wide), out=delta)
+            self.sum_squares += float(torch.dot(delta, delta))
+            if as_it_is:
+                return
         else:
             delta = base.to(tensor.device, wide) - run_of(tensor, start, stop).to(wide)
-        self.sum_squares += float(torch.dot(delta, delta))
+            self.sum_squares += float(torch.dot(delta, delta))
         codec.encode_(delta, target, spec.dtype)
 
     def _flush(self, hasher: blake3, begin: int, end: int) -> None:
