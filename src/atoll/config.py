@@ -75,7 +75,9 @@ class Settings(BaseModel):
     connections: int = Field(2, ge=1, le=64, description="Parallel connections a worker uses for tensors.")
     part_bytes: int = Field(16 * 2**20, ge=2**16, le=16 * 2**20, description="The most bytes of one part.")
 
-    state_dir: Path = Field(Path("atoll-run"), description="Folder of the journal and the slots.")
+    state_dir: Path = Field(
+        Path("atoll-run"), description="Folder of the journal and the slots; by default beside the run file."
+    )
     save_dir: Path | None = Field(None, description="Folder for what people open; by default `state_dir`/exports.")
     save_every: int = Field(0, ge=0, description="Export the model every so many rounds; 0: at the end only.")
     durability: Literal["process", "power"] = Field(
@@ -130,7 +132,7 @@ class Settings(BaseModel):
         """Settings from a run file, the environment and flags (in rising priority).
 
         Args:
-            path: a TOML run file; relative paths in it are relative to its folder.
+            path: a TOML run file; relative paths in it, and the state directory, are relative to its folder.
             flags: values by setting name; None means "not given".
             environ: the environment; by default that of the process.
 
@@ -181,6 +183,7 @@ def _file_layer(path: Path) -> dict[str, tuple[Any, str]]:
     for key in ("tls_cert", "tls_key", "token_file", "state_dir", "save_dir"):
         if isinstance(table.get(key), str):
             layer[key] = (path.parent / table[key], str(path))
+    layer.setdefault("state_dir", (path.parent / Settings.model_fields["state_dir"].default, str(path)))
     if isinstance(table.get("model"), str) and table["model"].endswith(".safetensors"):
         layer["model"] = (str(path.parent / table["model"]), str(path))
     return layer

@@ -59,6 +59,9 @@ def add(model: nn.Module, amount: float) -> None:
             parameter.add_(amount)
 
 
+finals: dict[str, dict[str, torch.Tensor]] = {}
+
+
 def federated(server: atoll.Server, folder: Path, site: str, amount: float, weight: float) -> Callable[[], None]:
     def job() -> None:
         model = tiny(seed=99)
@@ -68,6 +71,10 @@ def federated(server: atoll.Server, folder: Path, site: str, amount: float, weig
                 add(model, amount)
                 model[1].num_batches_tracked += int(amount)
                 round_.submit(model, weight=weight, metrics={"loss": amount})
+            final = worker.load_into(tiny(seed=7))
+        assert finals.setdefault(server.url, final.state_dict()).keys() == final.state_dict().keys()
+        for name, tensor in final.state_dict().items():
+            assert torch.equal(finals[server.url][name], tensor), name  # every site ends with the same bits
 
     return job
 
@@ -103,8 +110,9 @@ def test_fedavg_takes_the_weighted_mean_and_the_result_loads_strictly(tmp_path: 
 @pytest.mark.covers("L2", "L4")
 def test_diloco_synchronises_every_h_steps_around_any_loop(tmp_path: Path) -> None:
     """H = 2, SGD inner lr 1 on a gradient of constant 1 (or 3): a worker's round moves its weight by −2 (−6)."""
-    server = serve(tmp_path, nn.Linear(1, 1, bias=False), algorithm="diloco", num_workers=2, rounds=3, sync_every=2, codec="none",
-                   outer_lr=0.5, outer_momentum=0.0)  # fmt: skip
+    options = {"algorithm": "diloco", "num_workers": 2, "rounds": 3, "sync_every": 2, "codec": "none"}
+    model = nn.Linear(1, 1, bias=False)
+    server = serve(tmp_path, model, **options, outer_lr=0.5, outer_momentum=0.0)
     ends: dict[str, float] = {}
 
     def job(site: str, slope: float) -> Callable[[], None]:

@@ -165,6 +165,7 @@ def _flag(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:
     shown = "" if default in (None, (), False) else f" \\[{default}]"
     option = typer.Option(
         f"{name}/--no-{name[2:]}" if kind == "flag" else name,
+        *([name.removesuffix("-s")] if name.endswith("-s") else []),  # seconds go without saying, too
         help=f"{field.description}{shown}",
         metavar=None if kind == "flag" else kind,
         show_default=False,

@@ -105,7 +105,6 @@ class Scatter:
                     self._assign(index, (low - segment.offset) // segment.spec.item_bytes, source)
             index += 1
 
-
     def _assign(self, index: int, start: int, source: memoryview) -> None:
         tensor = self._tensors[index]
         with self._lock:

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, overload
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,7 @@ class Round(Protocol):
         """Counts from 1."""
         ...
 
-    @overload
-    def load_into(self, model: nn.Module) -> nn.Module: ...
-    @overload
-    def load_into(self, model: dict[str, Tensor]) -> dict[str, Tensor]: ...
-    def load_into(self, model: Any) -> Any:
+    def load_into(self, model: Model) -> Model:
         """Pull the global model into `model`, in place, and return it."""
         ...
 
@@ -102,7 +98,22 @@ class Worker:
             size(self._session.counters.bytes_down),
         )
 
-    def __iter__(self) -> Iterator[FederatedRound]:
+    def load_into(self, model: Model) -> Model:
+        """Pull the newest global model into `model`, in place; after the last round, that is the result.
+
+        Raises:
+            SchemaMismatch: it is not the model of the run.
+        """
+        tensors = _matching(self._session, model)
+        while True:
+            reply = self._session.next_ticket(wait_s=0.0)
+            try:
+                self._session.pull(reply.head_version, reply.head_digest, tensors)
+                return model
+            except Gone:  # the head moved on while it was pulled
+                continue
+
+    def __iter__(self) -> Iterator[Round]:
         self._session.resume_outbox()
         while True:
             reply = self._session.next_ticket()
@@ -219,7 +230,11 @@ class LocalWorker:
     def leave(self, error: BaseException | None = None) -> None:
         """Nothing to leave."""
 
-    def __iter__(self) -> Iterator[LocalRound]:
+    def load_into(self, model: Model) -> Model:
+        """The model as it is."""
+        return model
+
+    def __iter__(self) -> Iterator[Round]:
         yield LocalRound()
 
 
