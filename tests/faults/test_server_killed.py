@@ -36,19 +36,18 @@ def require_same(folder: Path, sites: Sites, undisturbed: Result) -> None:
 
 
 LIVES = [
-    pytest.param("F7", ["spool.write=kill@5"], id="while-a-part-is-written"),
-    pytest.param("F7", ["part.received=kill@8"], id="before-a-part-is-recorded"),
-    pytest.param("F7", ["part.recorded=kill@8"], id="after-a-part-is-recorded"),
-    pytest.param("F8", ["accept.before=kill@2"], id="before-the-accept"),
-    pytest.param("F9", ["accept.after=kill"], id="after-the-accept"),
-    pytest.param("F9", ["accept.after=kill@4"], id="after-the-last-accept-of-a-round"),
-    pytest.param("F10", ["pass.chunk=kill@2"], id="mid-aggregation"),
-    pytest.param("F11", ["pass.write=kill@3"], id="mid-write"),
-    pytest.param("F12", ["head.before=kill@3"], id="before-the-head-moves"),
-    pytest.param("F12", ["head.after=kill@3"], id="after-the-head-moves"),
-    pytest.param("F12", ["head.after=kill@4"], id="after-the-last-head-moves"),
+    pytest.param(["spool.write=kill@5"], id="F7-while-a-part-is-written", marks=pytest.mark.covers("F7")),
+    pytest.param(["part.received=kill@8"], id="F7-before-a-part-is-recorded", marks=pytest.mark.covers("F7")),
+    pytest.param(["part.recorded=kill@8"], id="F7-after-a-part-is-recorded", marks=pytest.mark.covers("F7")),
+    pytest.param(["accept.before=kill@2"], id="F8-before-the-accept", marks=pytest.mark.covers("F8")),
+    pytest.param(["accept.after=kill"], id="F9-after-the-accept", marks=pytest.mark.covers("F9")),
+    pytest.param(["accept.after=kill@4"], id="F9-after-the-last-accept-of-a-round", marks=pytest.mark.covers("F9")),
+    pytest.param(["pass.chunk=kill@2"], id="F10-mid-aggregation", marks=pytest.mark.covers("F10")),
+    pytest.param(["pass.write=kill@3"], id="F11-mid-write", marks=pytest.mark.covers("F11")),
+    pytest.param(["head.before=kill@3"], id="F12-before-the-head-moves", marks=pytest.mark.covers("F12")),
+    pytest.param(["head.after=kill@3"], id="F12-after-the-head-moves", marks=pytest.mark.covers("F12")),
+    pytest.param(["head.after=kill@4"], id="F12-after-the-last-head-moves", marks=pytest.mark.covers("F12")),
     pytest.param(
-        "F13",
         [
             "accept.after=kill@3",
             "recover.midway=kill",
@@ -56,19 +55,19 @@ LIVES = [
             "pass.chunk=kill",
             "recover.midway=kill",
         ],
-        id="during-recovery",
+        id="F13-during-recovery",
+        marks=pytest.mark.covers("F13"),
     ),
-    pytest.param("F13", ["journal.commit=kill@2", "slot.create=kill", "journal.commit=kill@3"], id="while-it-begins"),
+    pytest.param(
+        ["journal.commit=kill@2", "slot.create=kill", "journal.commit=kill@3"],
+        id="F13-while-it-begins",
+        marks=pytest.mark.covers("F13"),
+    ),
 ]
 
 
-@pytest.mark.parametrize(
-    ("row", "lives"),
-    [pytest.param(*p.values, id=f"{p.values[0]}-{p.id}", marks=pytest.mark.covers(p.values[0])) for p in LIVES],
-)
-def test_killed_at_a_failpoint(
-    nursery: Nursery, tmp_path: Path, undisturbed: Result, row: str, lives: list[str]
-) -> None:
+@pytest.mark.parametrize("lives", LIVES)
+def test_killed_at_a_failpoint(nursery: Nursery, tmp_path: Path, undisturbed: Result, lives: list[str]) -> None:
     with ServerProcess(nursery, tmp_path, tuple(lives)) as server:
         sites = Sites(server.url, tmp_path)
         sites.join()
