@@ -173,7 +173,7 @@ def test_a_sealed_outbox_survives_the_process_and_an_unsealed_one_does_not(tmp_p
     formed = form_update(outbox, base_with(tmp_path, start), {"w": torch.zeros(4)}, CODECS)
     assert Outbox(tmp_path, layout).note is None
     digests = [digest.hex() for digest in formed.part_digests]
-    note = OutboxNote("run", 3, 0, 0, layout.digest, formed.digest, digests, 2.0, 10, {"loss": 1.5})
+    note = OutboxNote("run", 3, 0, 0, "b" * 64, layout.digest, formed.digest, digests, 2.0, 10, {"loss": 1.5})
     outbox.seal(note)
     again = Outbox(tmp_path, layout)
     assert again.note == note
@@ -185,7 +185,7 @@ def test_a_sealed_outbox_survives_the_process_and_an_unsealed_one_does_not(tmp_p
 def test_an_outbox_of_another_layout_is_scrap(tmp_path: Path) -> None:
     start = {"w": torch.ones(4)}
     layout = raw_layout(start)
-    Outbox(tmp_path, layout).seal(OutboxNote("run", 3, 0, 0, layout.digest, "0" * 64, [], 1.0, 1))
+    Outbox(tmp_path, layout).seal(OutboxNote("run", 3, 0, 0, "b" * 64, layout.digest, "0" * 64, [], 1.0, 1))
     assert Outbox(tmp_path, raw_layout(start, "bf16")).note is None
 
 

@@ -297,6 +297,11 @@ class Handlers:
                 )
             )
         self._require_open(lease, ticket)
+        if message.base_digest not in (None, self.store.version(row.fragment, row.base_version).digest):
+            raise TicketClosed(
+                f"The update for ticket {ticket} was trained from another version {row.base_version} than the run's.",
+                "The server's state was restored; ask for the next ticket.",
+            )
         parts = self.store.parts(ticket)
         missing = [part.index for part in self.plan.update.parts if part.index not in parts]
         if missing:

@@ -102,9 +102,10 @@ class Run:
 
     def fail(self, error: AtollError) -> None:
         """The run cannot go on: the server ends and says why."""
-        LOG.error("%s", error)
-        self.failed = self.failed or error
-        self.ended.set()
+        if self.failed is None:
+            LOG.error("%s", error)
+            self.failed = error
+            self.ended.set()
 
     # -- events
 

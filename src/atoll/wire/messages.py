@@ -210,6 +210,7 @@ class Complete(Message):
     """All parts are there: submit the update."""
 
     digest: Hex32 = Field(description="BLAKE3 over the layout's digest and the part digests in order.")
+    base_digest: Hex32 | None = Field(None, description="Of the version that it was trained from.")
     weight: float = Field(1.0, gt=0, description="Samples, tokens, or any number of the run's own.")
     steps: Count = Field(0, description="Local steps in this round.")
     metrics: Metrics = Field(default_factory=dict)

@@ -70,7 +70,7 @@ class Client:
     def next_round(self, wait_s: float | None = None) -> int | None:
         """Wait for the next round; its number, or None when the run is finished or the time is over."""
         session = self._registered()
-        reply = session.next_ticket(wait_s=wait_s)
+        reply = session.next_round(wait_s=wait_s)
         self._round = FederatedRound(session, reply.ticket) if reply.ticket is not None else None
         return self._round.number if self._round else None
 

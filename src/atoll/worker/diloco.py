@@ -254,7 +254,7 @@ class DiLoCo:
     def _await_result(self, session: Session) -> None:
         """Wait until the round is committed, and go on from its result."""
         session.heartbeat = session.heartbeat.model_copy(update={"state": "waiting for the others"})
-        reply = session.next_ticket(max_retries=self._max_retries)
+        reply = session.next_round(max_retries=self._max_retries)
         self.rounds += 1
         if reply.ticket is None:
             self._finish(session, reply)

@@ -116,7 +116,7 @@ class Worker:
     def __iter__(self) -> Iterator[Round]:
         self._session.resume_outbox()
         while True:
-            reply = self._session.next_ticket()
+            reply = self._session.next_round()
             self._tell(reply.previous)
             if reply.ticket is None:
                 LOG.info("%s: the run is finished at version %d", self.site, reply.head_version)
@@ -209,9 +209,10 @@ class FederatedRound:
             self._session.send()
         except TicketClosed as error:
             LOG.warning("%s: round %d went on without this update: %s", self._session.site, self.number, error)
+            self._session.outbox.clear()
         except (UpdateRefused, Gone) as error:
             LOG.warning("%s: %s", self._session.site, error)
-        self._session.outbox.clear()
+            self._session.outbox.clear()
         self.done = True
 
 

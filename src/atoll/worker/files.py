@@ -49,6 +49,7 @@ class OutboxNote:
     ticket: int
     fragment: int
     base_version: int
+    base_digest: str
     layout_digest: str
     digest: str
     part_digests: list[str]

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from atoll import registry
@@ -54,8 +55,8 @@ class Session(Connection):
     ) -> None:
         super().__init__(server, site, labels=labels, max_retries=max_retries)
         self._cleanup = contextlib.ExitStack()
-        self._parts = Parts(self.http, self.info.connections, self.info.idle_timeout_s)
-        self._cleanup.callback(self._parts.close)
+        self.parts = Parts(self.http, self.info.connections, self.info.idle_timeout_s)
+        self._cleanup.callback(self.parts.close)
         try:
             if schema is not None:
                 schema.require_equal(self.schema, mine=f"worker {site}", theirs="the server")
@@ -154,7 +155,7 @@ class Session(Connection):
                 else wanted
             )
             attempts.append(len(todo))
-            self._parts.pull(path, digests, todo, sinks, on_bytes=bar.add)
+            self.parts.pull(path, digests, todo, sinks, on_bytes=bar.add)
 
         attempts: list[int] = []
         self.heartbeat = self.heartbeat.model_copy(update={"state": f"pulling version {version}"})
@@ -188,6 +189,7 @@ class Session(Connection):
                 ticket=ticket.ticket,
                 fragment=ticket.fragment,
                 base_version=ticket.base_version,
+                base_digest=ticket.base_digest,
                 layout_digest=ticket.layout_digest,
                 digest=formed.digest,
                 part_digests=[digest.hex() for digest in formed.part_digests],
@@ -208,7 +210,13 @@ class Session(Connection):
         note = self.outbox.note
         assert note is not None
         digests = [bytes.fromhex(text) for text in note.part_digests]
-        complete = messages.Complete(digest=note.digest, weight=note.weight, steps=note.steps, metrics=note.metrics)
+        complete = messages.Complete(
+            digest=note.digest,
+            base_digest=note.base_digest,
+            weight=note.weight,
+            steps=note.steps,
+            metrics=note.metrics,
+        )
         first = True
 
         def submit() -> messages.Receipt:
@@ -223,7 +231,7 @@ class Session(Connection):
                 have = dict(zip(state.parts, state.part_digests, strict=True))
                 parts = tuple(part for part in parts if have.get(part.index) != note.part_digests[part.index])
             first = False
-            self._parts.push(
+            self.parts.push(
                 lambda part: routes.PART.format(ticket=note.ticket, part=part),
                 self.outbox.fd,
                 parts,
@@ -273,9 +281,43 @@ class Session(Connection):
             receipt = self.send()
             LOG.info("%s: the update of an earlier process is in: round %d", self.site, note.base_version + 1)
             return receipt
-        except (TicketClosed, Gone, UpdateRefused) as error:
+        except (TicketClosed, Gone) as error:  # kept: after a fall-back it may count under another ticket
+            LOG.info("%s: the update of an earlier process is too late: %s", self.site, error)
+            return None
+        except UpdateRefused as error:
             LOG.info("%s: the update of an earlier process cannot count: %s", self.site, error)
             self.outbox.clear()
             return None
         finally:
             self.resuming = False
+
+    def next_round(self, *, wait_s: float | None = None, max_retries: int | None = None) -> messages.TicketReply:
+        """As `next_ticket`; but a round that the outbox can still serve is served from it, and not trained again.
+
+        A server that lost power falls back to its durable version: what counted since has expired, and is sent again.
+        """
+        while True:
+            reply = self.next_ticket(wait_s=wait_s, max_retries=max_retries)
+            lost = reply.previous is not None and reply.previous.state == "expired"
+            if not (lost and reply.ticket is not None and self._resubmit(reply.ticket)):
+                return reply
+
+    def _resubmit(self, ticket: messages.Ticket) -> bool:
+        """Send what was formed from the same base under this ticket; False where the outbox holds nothing for it."""
+        note = self.outbox.note
+        if note is None or note.ticket == ticket.ticket:
+            return False
+        if (note.run, note.base_digest, note.layout_digest) != (
+            self.info.run,
+            ticket.base_digest,
+            ticket.layout_digest,
+        ):
+            return False
+        LOG.info("%s: the server fell back to version %d; submitting again", self.site, ticket.base_version)
+        self.outbox.seal(replace(note, ticket=ticket.ticket))
+        try:
+            self.send()
+        except (TicketClosed, Gone, UpdateRefused) as error:
+            LOG.warning("%s: %s", self.site, error)
+            self.outbox.clear()
+        return True
