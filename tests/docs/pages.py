@@ -1,4 +1,6 @@
-"""The project's pages for people, as the tests read them: code blocks, links, headings, and what is written as code."""
+"""The project's pages for people, as the tests read them: code blocks, links, headings, and what is written as
+code.
+"""
 
 from __future__ import annotations
 

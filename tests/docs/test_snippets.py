@@ -52,7 +52,9 @@ os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "clinic-a"
 )
 
 AROUND = {"diloco": (DILOCO, END), "fedavg": (FEDAVG, END), "federated": (FEDAVG, END)}
-"""Name in `<!-- run: name -->` → what stands for the reader's own code before a block, and what is checked after it."""
+"""Name in `<!-- run: name -->` → what stands for the reader's own code before a block, and what is checked after
+it.
+"""
 
 MARKED = [(page, block) for page in PAGES for block in blocks(page) if block.name]
 RUNNABLE = [page for page in PAGES if any(_.info == "python" and not _.name for _ in blocks(page))]

@@ -1,4 +1,6 @@
-"""Connections that break, stall, damage bytes or lose answers: what broke is sent again alone; nothing counts twice."""
+"""Connections that break, stall, damage bytes or lose answers: what broke is sent again alone; nothing counts
+twice.
+"""
 
 from __future__ import annotations
 

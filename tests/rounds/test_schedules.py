@@ -1,4 +1,6 @@
-"""The round machine holds its promises in every schedule that is tried, and the search finds bugs that are planted."""
+"""The round machine holds its promises in every schedule that is tried, and the search finds bugs that are
+planted.
+"""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ def test_with_durability_power_nothing_is_acknowledged_before_it_is_on_disk(
     monkeypatch.setattr(Store, "sync", spy)
     store.open_round(0, 0, ("a",))
     submit(store, 1, "a", 0)
-    assert synced == ["spool"] * 3  # each part, and the whole before it is accepted
+    assert synced == ["spool"] * 3 + ["slots"]  # each part, the whole before it is accepted, and its name
     store.freeze(0, 0, (1,))
     synced.clear()
     write_version(store, 1, (1,))

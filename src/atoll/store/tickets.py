@@ -169,6 +169,7 @@ class Tickets(Members):
             spool = self.spool(ticket)
             if self.durability == "power":
                 self.sync(spool.fd, str(spool.slot.path))
+                self.sync_folder(spool.slot.path.parent)  # the file may be new
         with self.transaction():
             row = self.ticket(ticket)
             if row.state in ("accepted", "counted") and row.digest == digest:

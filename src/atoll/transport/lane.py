@@ -1,7 +1,8 @@
 """One connection for parts: bytes go from a file into the socket, and from the socket into a scratch that is kept.
 
-The standard library's HTTP client, because both ways need the socket itself: `sendfile` upwards (the outbox does not
-change before its update is counted, so pages that are still queued are safe), `readinto` downwards.
+The standard library's HTTP client, because both ways need the socket itself: `sendfile` upwards (pages that are
+still queued belong to an outbox that is rewritten for another ticket only, and a part that changed on its way does not
+have its BLAKE3), `readinto` downwards.
 """
 
 from __future__ import annotations

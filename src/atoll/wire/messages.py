@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from atoll.tensors.schema import Schema, TensorSpec
 
 Site = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""A worker's name: letters, digits, `.`, `_`, `-`; at most 64; it is shown and logged, never used as a path."""
+"""A worker's name: letters, digits, `.`, `_`, `-`; at most 64; shown, logged, and safe as the name of a folder."""
 
 Hex32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 """A BLAKE3 digest in hex."""

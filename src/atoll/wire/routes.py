@@ -17,13 +17,11 @@ COMPLETE = "/v1/tickets/{ticket}/complete"
 MANIFEST = "/v1/fragments/{fragment}/versions/{version}"
 VERSION_DATA = "/v1/fragments/{fragment}/versions/{version}/{digest}"
 STATUS = "/v1/status"
-STOP = "/v1/admin/stop"
 OPENAPI = "/openapi.json"
 METRICS = "/metrics"
 HEALTH = "/healthz"
 
 LEASE_HEADER = "Atoll-Lease"
-EPOCH_HEADER = "Atoll-Epoch"
 
 CONTROL_BODY_BYTES = 64 * 2**10
 """The most a control message may have; more is refused before it is read."""

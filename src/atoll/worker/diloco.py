@@ -83,7 +83,7 @@ class DiLoCo:
         self.rounds = 0
         self.skipped = 0
         self.seconds_waited = 0.0
-        self.finished = False
+        self.finished = self._stopped = False
         self.sync_every = sync_every or 0
         self._since_sync = self._base_step = self._version = 0
         self._pending_metrics: dict[str, float] = {}
@@ -139,9 +139,10 @@ class DiLoCo:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        session, self._session = self._session, None
-        if session is None:
+        session = self._session
+        if session is None or self._stopped:
             return
+        self._stopped = True
         if self.step == 0 and error is None:
             LOG.warning(
                 "%s: no optimizer step was seen. Call step() of the optimizer that DiLoCo was given.",
@@ -190,7 +191,7 @@ class DiLoCo:
         self.step += 1
         self._since_sync += 1
         session = self._session
-        if session is None:
+        if session is None or self._stopped:
             return
         self._beat(session)
         if self._since_sync >= self.sync_every and not self.finished:
@@ -277,8 +278,17 @@ class DiLoCo:
         self._ticket = None
 
     def _take(self, session: Session, version: int, digest: str) -> None:
-        """The global model becomes ours; nothing local has happened since it was asked for."""
-        session.pull(version, digest, self._tensors)
+        """The global model becomes ours; nothing local has happened since it was asked for.
+
+        A pull that has begun is brought to its end, with a newer version if it must be: nobody trains on half of one.
+        """
+        while True:
+            try:
+                session.pull(version, digest, self._tensors, max_retries=self._max_retries)
+                break
+            except Gone:
+                reply = session.next_ticket(wait_s=0.0)
+                self._ticket, version, digest = reply.ticket, reply.head_version, reply.head_digest
         session.outbox.clear()
         session.heartbeat = session.heartbeat.model_copy(update={"version": version, "state": "training"})
         self._since_sync, self._base_step, self._version = 0, self.step, version
@@ -301,25 +311,15 @@ class DiLoCo:
         assert session is not None
         reply = session.next_ticket(wait_s=0.0, max_retries=START_RETRIES)
         self._ticket = reply.ticket
-        while True:
-            try:
-                self._take(session, reply.head_version, reply.head_digest)
-                break
-            except Gone:
-                reply = session.next_ticket(wait_s=0.0)
-                self._ticket = reply.ticket
         if reply.status == "finished":
             self._finish(session, reply)
+        else:
+            self._take(session, reply.head_version, reply.head_digest)
 
     def _finish(self, session: Session, reply: messages.TicketReply) -> None:
-        if not self.finished:
-            self.finished = True
-            self._take(session, reply.head_version, reply.head_digest)
-            LOG.info(
-                "%s: the run is finished at version %d; further steps stay local",
-                session.site,
-                reply.head_version,
-            )
+        self._take(session, reply.head_version, reply.head_digest)
+        self.finished = True
+        LOG.info("%s: the run is finished at version %d; further steps stay local", session.site, self._version)
 
     def _require_parameters(self) -> None:
         held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}

@@ -190,7 +190,7 @@ class FederatedRound:
         Raises:
             UsageError: the round was submitted before, or the global model was never pulled.
             SchemaMismatch: it is not the model of the run.
-            ConfigError: the weight is not a positive finite number.
+            UsageError: the weight is not a positive finite number.
         """
         if self.done:
             raise UsageError(

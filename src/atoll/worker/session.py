@@ -115,11 +115,22 @@ class Session(Connection):
                 said = time.monotonic()
                 LOG.info("%s: waiting %.0f s: %s", self.site, said - begin, reply.reason)
 
-    def pull(self, version: int, digest: str, into: Tensors | None, base: BaseFile | None = None) -> None:
+    def pull(
+        self,
+        version: int,
+        digest: str,
+        into: Tensors | None,
+        base: BaseFile | None = None,
+        *,
+        max_retries: int | None = None,
+    ) -> None:
         """Bring a version into the base file, and on its way into the tensors.
 
+        Args:
+            max_retries: attempts to begin with a lost server; once bytes have moved, it is waited for.
+
         Raises:
-            Gone: the server no longer keeps it; ask for the head.
+            Gone: the server no longer keeps it; ask for the head. The tensors may hold a part of it.
         """
         base = base or self.base
         note = base.note
@@ -129,7 +140,7 @@ class Session(Connection):
             return
         manifest_path = routes.MANIFEST.format(fragment=0, version=version)
         manifest = self.patiently(
-            lambda: self.http.get(manifest_path, messages.Manifest), None, f"pull version {version}"
+            lambda: self.http.get(manifest_path, messages.Manifest), max_retries, f"pull version {version}"
         )
         if manifest.digest != digest:
             raise Gone(f"Version {version} is no longer the one that was offered.", "Ask for the head again.")

@@ -1,0 +1,45 @@
+"""Rebasing in a real DiLoCo loop: local steps are carried over to the version that the others moved on to."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
+
+
+@pytest.mark.covers("L25")
+def test_local_progress_is_carried_over_to_the_head_before_the_next_update(tmp_path: Path) -> None:
+    """H = 2, inner steps of −1, outer SGD with lr ½: so base − dec(u) is not the head.
+
+    θ0 = 8; after two steps w = 6, u = 2; it counts (θ1 = 8 − ½·2 = 7) but the answer is lost: base ← 8 − 2 = 6.
+    After two more steps w = 4. Rebase: w ← 7 + (4 − 6) = 5, which `metrics` sees; then u = 2, θ2 = 7 − ½·2 = 6.
+    """
+    start = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(start.weight, 8.0)
+    options = {"algorithm": "diloco", "num_workers": 1, "rounds": 2, "sync_every": 2, "codec": "none", "port": 0}
+    with (
+        atoll.Server(start, **options, outer_lr=0.5, outer_momentum=0.0, state_dir=tmp_path / "s") as server,
+        Proxy(server.port) as proxy,
+    ):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        seen: list[float] = []
+
+        def metrics() -> dict[str, float]:
+            seen.append(model.weight.item())
+            return {}
+
+        with atoll.DiLoCo(
+            model, optimizer, server=proxy.url, site="a", folder=tmp_path / "w", max_sync_retries=0, metrics=metrics
+        ) as diloco:
+            proxy.faults.append(Fault("POST .*/complete ", "down", at=BEFORE_HEADER, action="reset"))
+            for _ in range(4):
+                optimizer.zero_grad()
+                model.weight.sum().backward()
+                optimizer.step()
+            assert diloco.finished
+    assert seen == [6.0, 5.0]
+    assert model.weight.item() == 6.0

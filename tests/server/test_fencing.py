@@ -1,0 +1,139 @@
+"""A ticket's parts belong to the lease that it was issued under, until the last byte."""
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.tensors.modules import named_tensors
+from atoll.testing.processes import wait_until
+from atoll.wire import messages, routes
+from atoll.worker.session import Session
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    torch.manual_seed(0)
+    options = {"algorithm": "fedavg", "num_workers": 2, "part_bytes": 2**16, "min_free_bytes": 0}
+    with atoll.Server(nn.Linear(300, 100), port=0, state_dir=tmp_path / "state", **options) as server:
+        yield server
+
+
+def formed(server: atoll.Server, folder: Path) -> tuple[Session, Session, int]:
+    """Site a with an update in its outbox, site b beside it, and a's ticket."""
+    a, b = Session(server.url, "a", folder=folder / "w"), Session(server.url, "b", folder=folder / "w")
+    ticket = a.next_ticket().ticket
+    assert ticket is not None
+    tensors = named_tensors(nn.Linear(300, 100))[0]
+    a.pull(ticket.base_version, ticket.base_digest, tensors)
+    a.form(ticket, tensors, weight=1.0, steps=1, metrics={})
+    return a, b, ticket.ticket
+
+
+def request(server: atoll.Server, head: str, lease: str, length: int, kind: str) -> socket.socket:
+    raw = socket.create_connection(("127.0.0.1", server.port))
+    raw.settimeout(20.0)
+    raw.sendall(
+        f"{head} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{routes.LEASE_HEADER}: {lease}\r\n"
+        f"Content-Type: {kind}\r\nContent-Length: {length}\r\n\r\n".encode()
+    )
+    return raw
+
+
+def answer(raw: socket.socket) -> dict[str, object]:
+    got = b""
+    while chunk := raw.recv(1 << 16):
+        got += chunk
+    raw.close()
+    return json.loads(got.partition(b"\r\n\r\n")[2])
+
+
+def part_body(a: Session, index: int) -> bytes:
+    part, note = a.outbox.layout.parts[index], a.outbox.note
+    assert note is not None
+    data = bytearray(part.nbytes)
+    a.outbox.read_into(part.start, memoryview(data))
+    return bytes(data) + bytes.fromhex(note.part_digests[index])
+
+
+def have(a: Session, ticket: int) -> list[int]:
+    return a.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState).parts
+
+
+@pytest.mark.covers("F19")
+def test_another_sites_request_does_not_touch_a_recorded_part(server: atoll.Server, tmp_path: Path) -> None:
+    """`put_part` without its first `_require_open`: `begin_part` forgets the part before anybody looks."""
+    a, b, ticket = formed(server, tmp_path)
+    body = part_body(a, 0)
+    for lease in (a.http.lease, b.http.lease):
+        raw = request(
+            server, f"PUT {routes.PART.format(ticket=ticket, part=0)}", lease, len(body), "application/octet-stream"
+        )
+        raw.sendall(body)
+        told = answer(raw)
+    assert told["code"] == "ticket_closed", told
+    assert have(a, ticket) == [0]
+    a.leave()
+    b.leave()
+
+
+@pytest.mark.covers("F19")
+def test_a_process_that_is_superseded_while_its_part_is_on_its_way_leaves_no_part(
+    server: atoll.Server, tmp_path: Path
+) -> None:
+    """`put_part` without its second `_require_open`."""
+    a, b, ticket = formed(server, tmp_path)
+    body = part_body(a, 0)
+    raw = request(
+        server, f"PUT {routes.PART.format(ticket=ticket, part=0)}", a.http.lease, len(body), "application/octet-stream"
+    )
+    before = server.status().bytes_up
+    raw.sendall(body[:1000])
+    wait_until(lambda: server.status().bytes_up > before, "the first bytes")
+    newer = Session(server.url, "a", folder=tmp_path / "newer")
+    raw.sendall(body[1000:])
+    told = answer(raw)
+    assert told.get("code") == "superseded", told
+    assert have(newer, ticket) == []
+    newer.leave()
+    b.leave()
+
+
+@pytest.mark.covers("F19")
+def test_a_process_that_is_superseded_while_it_completes_is_not_accepted(server: atoll.Server, tmp_path: Path) -> None:
+    """`complete` without `_require_open`."""
+    a, b, ticket = formed(server, tmp_path)
+    note = a.outbox.note
+    assert note is not None
+    for index in range(len(a.outbox.layout.parts)):
+        body = part_body(a, index)
+        raw = request(
+            server,
+            f"PUT {routes.PART.format(ticket=ticket, part=index)}",
+            a.http.lease,
+            len(body),
+            "application/octet-stream",
+        )
+        raw.sendall(body)
+        assert "digest" in answer(raw)
+    message = messages.Complete(digest=note.digest, weight=1.0, steps=1).model_dump_json().encode()
+    assert server._run is not None
+    presence = server._run.roster["a"]
+    before = presence.heard_s
+    raw = request(
+        server, f"POST {routes.COMPLETE.format(ticket=ticket)}", a.http.lease, len(message), "application/json"
+    )
+    wait_until(lambda: presence.heard_s > before, "the lease of the request to be looked at")
+    newer = Session(server.url, "a", folder=tmp_path / "newer")
+    raw.sendall(message)
+    told = answer(raw)
+    assert told.get("code") == "superseded", told
+    state = newer.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState)
+    assert state.outcome.state == "open"
+    newer.leave()
+    b.leave()

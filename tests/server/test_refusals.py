@@ -1,0 +1,211 @@
+"""What the server says no to: each refusal has a test that fails without it."""
+
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.errors import AtollError, Conflict, Gone, LeaseLost, Superseded, TicketClosed, UpdateRefused
+from atoll.tensors.modules import named_tensors
+from atoll.testing.processes import wait_until
+from atoll.transport.parts import Parts
+from atoll.wire import messages, routes
+from atoll.worker.session import Session
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def serve(folder: Path, model: nn.Module | None = None, **settings: Any) -> atoll.Server:
+    options: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 2, "min_free_bytes": 0}
+    return atoll.Server(model or nn.Linear(8, 4), port=0, state_dir=folder / "state", **(options | settings))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    with serve(tmp_path) as server:
+        yield server
+
+
+def formed(server: atoll.Server, folder: Path, site: str = "a", weight: float = 1.0, by: float = 1.0) -> Session:
+    """A session whose update lies in its outbox; every one of its 36 elements is −`by`."""
+    session = Session(server.url, site, folder=folder / "w")
+    ticket = session.next_ticket(wait_s=10.0).ticket
+    assert ticket is not None
+    tensors = named_tensors(nn.Linear(8, 4))[0]
+    session.pull(ticket.base_version, ticket.base_digest, tensors)
+    for tensor in tensors.values():
+        tensor += by
+    session.form(ticket, tensors, weight=weight, steps=1, metrics={})
+    return session
+
+
+def push(session: Session) -> tuple[int, messages.Complete]:
+    note = session.outbox.note
+    assert note is not None
+    digests = [bytes.fromhex(text) for text in note.part_digests]
+    Parts(session.http, 1, 10.0).push(
+        lambda part: routes.PART.format(ticket=note.ticket, part=part),
+        session.outbox.fd, session.outbox.layout.parts, digests,
+    )  # fmt: skip
+    return note.ticket, messages.Complete(digest=note.digest, weight=note.weight, steps=1)
+
+
+@pytest.fixture
+def pair(server: atoll.Server, tmp_path: Path) -> Iterator[tuple[Session, Session]]:
+    b = Session(server.url, "b", folder=tmp_path / "w")
+    a = formed(server, tmp_path)
+    yield a, b
+    a.leave(), b.leave()
+
+
+@pytest.mark.covers("F18")
+def test_parts_that_do_not_make_up_the_digest_are_not_accepted(pair: tuple[Session, Session]) -> None:
+    """Guards against `complete` that accepts whatever digest it is told."""
+    a, _ = pair
+    ticket, complete = push(a)
+    with pytest.raises(Conflict, match="do not make up the digest"):
+        a.http.post(
+            routes.COMPLETE.format(ticket=ticket), complete.model_copy(update={"digest": "0" * 64}), messages.Receipt
+        )
+    state = a.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState)
+    assert state.outcome.state == "open"
+    assert a.http.post(routes.COMPLETE.format(ticket=ticket), complete, messages.Receipt).digest == complete.digest
+
+
+@pytest.mark.covers("F19")
+def test_a_ticket_is_completed_by_its_own_site_only(pair: tuple[Session, Session]) -> None:
+    """Guards against `complete` that does not look whose ticket it is, before and after the acceptance."""
+    a, b = pair
+    ticket, complete = push(a)
+    for _ in range(2):
+        with pytest.raises(TicketClosed, match="not issued to 'b'"):
+            b.http.post(routes.COMPLETE.format(ticket=ticket), complete, messages.Receipt)
+        a.http.post(routes.COMPLETE.format(ticket=ticket), complete, messages.Receipt)
+
+
+@pytest.mark.parametrize(
+    ("settings", "weight", "by", "told"),
+    [
+        ({"max_update_norm": 5.9}, 1.0, 1.0, r"norm is 6, above max_update_norm 5\.9"),  # √(36 · 1²) = 6
+        ({"max_update_norm": 6.1}, 1.0, 1.0, None),
+        ({"max_weight": 10.0}, 11.0, 1.0, "weight is 11, above max_weight 10"),
+        ({"max_weight": 10.0}, 10.0, 1.0, None),
+    ],
+)
+@pytest.mark.covers("F31")
+def test_an_absurd_norm_or_weight_is_refused(
+    tmp_path: Path, settings: dict[str, float], weight: float, by: float, told: str | None
+) -> None:
+    """Guards against `complete` without `_require_plausible`; either comparison turned round."""
+    with serve(tmp_path, num_workers=1, **settings) as server:
+        session = formed(server, tmp_path, weight=weight, by=by)
+        if told is None:
+            session.send()
+        else:
+            with pytest.raises(UpdateRefused, match=told):
+                session.send()
+        assert server.status().refused == (told is not None)
+        session.leave()
+
+
+@pytest.mark.covers("P3")
+def test_a_version_is_served_under_its_own_digest_only(server: atoll.Server, pair: tuple[Session, Session]) -> None:
+    """Guards against `get_version` that does not compare the digest: after a fall back, other bytes under an old URL.
+
+    path = routes.VERSION_DATA.format(fragment=0, version=0, digest="0" * 64)
+    with pytest.raises(Gone, match="no longer the one with digest"):
+        Parts(pair[0].http, 1, 10.0).pull(path, [b""] * 9, pair[0].layout.parts, [])
+
+
+@pytest.mark.covers("F19")
+def test_a_void_lease_may_not_even_beat(pair: tuple[Session, Session], server: atoll.Server, tmp_path: Path) -> None:
+    """Guards against `require_lease` that only reads the header; a route that forgets `lease=True`."""
+    a, b = pair
+    a._closing.set()  # its heartbeat thread ends; the test beats by hand
+    newer = Session(server.url, "a", folder=tmp_path / "newer")
+    for path, message in ((routes.HEARTBEAT, messages.Heartbeat()), (routes.LEAVE, messages.Leave())):
+        with pytest.raises(Superseded):
+            a.http.post(path, message, messages.HeartbeatReply)
+    b.http.send(routes.LEAVE, messages.Leave())
+    for path, message in ((routes.HEARTBEAT, messages.Heartbeat()), (routes.TICKETS, messages.TicketRequest())):
+        with pytest.raises(LeaseLost):
+            b.http.post(path, message, messages.HeartbeatReply)
+    a.http.lease = ""
+    for path in (routes.HEARTBEAT, routes.LEAVE, routes.TICKETS, routes.COMPLETE.format(ticket=1)):
+        with pytest.raises(AtollError, match="Atoll-Lease header"):
+            a.http.post(path, messages.Heartbeat(), messages.HeartbeatReply)
+    newer.leave()
+
+
+@pytest.mark.covers("L9")
+def test_a_heartbeat_is_a_sign_of_life(tmp_path: Path) -> None:
+    """Guards against a heartbeat that does not reach the round machine."""
+    with serve(tmp_path, num_workers=1, heartbeat_interval_s=0.2, heartbeat_timeout_s=1.0) as server:
+        session = Session(server.url, "a", folder=tmp_path / "w")
+        lease = session.http.lease
+        begin_s = server.status().uptime_s
+        wait_until(lambda: server.status().uptime_s > begin_s + 2.5, "twice the timeout to pass")
+        assert server.status().deaths == 0
+        assert session.http.lease == lease
+        session.leave()
+
+
+@pytest.mark.covers("P3")
+def test_ranges_are_of_the_version_that_was_asked_for(server: atoll.Server, pair: tuple[Session, Session]) -> None:
+    """Guards against an ETag that is not the digest; If-Range ignored."""
+    note = pair[0].base.note
+    assert note is not None
+    url = server.url + routes.VERSION_DATA.format(fragment=0, version=0, digest=note.digest)
+
+    def get(**headers: str) -> tuple[int, str]:
+        request = urllib.request.Request(url, headers={key.replace("_", "-"): text for key, text in headers.items()})
+        with urllib.request.urlopen(request) as response:
+            response.read()
+            return response.status, response.headers["ETag"]
+
+    etag = f'"{note.digest}"'
+    assert get(Range="bytes=0-9", If_Range=etag) == (206, etag)
+    assert get(Range="bytes=0-9", If_Range='"other"') == (200, etag)
+
+
+@pytest.mark.covers("P8")
+def test_what_the_server_exports_has_every_name_of_a_tied_tensor(tmp_path: Path) -> None:
+    """Guards against `export_ranges` without the aliases."""
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    model = Tied()
+    with serve(tmp_path, model, num_workers=1, rounds=1) as server:
+        path = server.save_state(tmp_path / "model.safetensors")
+    Tied().load_state_dict(load_file(path), strict=True)
+
+
+@pytest.mark.covers("L15")
+def test_metrics_are_averaged_by_weight(tmp_path: Path) -> None:
+    """(1 · 10 + 3 · 2) / 4 = 4, not (10 + 2) / 2. Kills: `_summary` without the weights."""
+    with serve(tmp_path, rounds=1) as server:
+        sites = {"a": (1.0, 10.0), "b": (3.0, 2.0)}
+        sessions = {site: Session(server.url, site, folder=tmp_path / "w") for site in sites}
+        for site, session in sessions.items():
+            weight, loss = sites[site]
+            ticket = session.next_ticket(wait_s=10.0).ticket
+            assert ticket is not None
+            tensors = named_tensors(nn.Linear(8, 4))[0]
+            session.pull(ticket.base_version, ticket.base_digest, tensors)
+            session.form(ticket, tensors, weight=weight, steps=1, metrics={"loss": loss})
+            session.send()
+        assert sessions["a"].next_ticket(wait_s=20.0).status == "finished"
+        assert server.status().history[0].metrics == {"loss": pytest.approx(4.0)}
+        for session in sessions.values():
+            session.leave()

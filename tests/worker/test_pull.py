@@ -1,0 +1,88 @@
+"""What is in the model and the base file after a pull, whatever happened on the way."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.tensors.modules import named_tensors
+from atoll.worker import files
+from atoll.worker.files import BaseNote
+from atoll.worker.session import Session
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    torch.manual_seed(0)
+    options = {"algorithm": "fedavg", "part_bytes": 2**16, "min_free_bytes": 0}
+    with atoll.Server(nn.Linear(300, 100), port=0, state_dir=tmp_path / "state", **options) as server:
+        yield server
+
+
+@pytest.mark.covers("F1", "P8")
+def test_a_resumed_pull_fills_the_model_too(server: atoll.Server, tmp_path: Path) -> None:
+    """Guards against `pull` without `load_` where it was resumed: the model kept what it had for the parts that were
+    there.
+    """
+    session = Session(server.url, "a", folder=tmp_path / "w")
+    ticket = session.next_ticket().ticket
+    assert ticket is not None
+    session.pull(ticket.base_version, ticket.base_digest, None)
+    note = session.base.note
+    assert note is not None
+    session.base.begin(BaseNote(**{**note.__dict__, "complete": False}))  # as a kill before `finish` leaves it
+    part = session.layout.parts[1]
+    session.base.write(part.start, memoryview(bytes(100)))
+    torch.manual_seed(9)
+    tensors = named_tensors(nn.Linear(300, 100))[0]
+    session.pull(ticket.base_version, ticket.base_digest, tensors)
+    torch.manual_seed(0)
+    expected = named_tensors(nn.Linear(300, 100))[0]
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    session.leave()
+
+
+@pytest.mark.covers("F3")
+def test_a_note_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against `_write_note` that writes into the note itself."""
+    path = tmp_path / "base.json"
+    note = BaseNote("run", 0, 1, "0" * 64, [], True)
+    files._write_note(path, note)
+
+    def half(self: Path, text: str, *_: object, **__: object) -> int:
+        with open(self, "w") as file:
+            file.write(text[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="No space left"):
+        files._write_note(path, BaseNote("run", 0, 2, "1" * 64, [], True))
+    assert files._read_note(path, BaseNote) == note
+
+
+@pytest.mark.covers("F31")
+def test_diloco_goes_on_from_the_global_model_when_its_update_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NaN at the first synchronisation, then −1 twice."""
+    start = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(start.weight, 8.0)
+    options = {"algorithm": "diloco", "num_workers": 1, "rounds": 1, "sync_every": 2, "codec": "none", "port": 0}
+    with atoll.Server(start, **options, outer_lr=1.0, outer_momentum=0.0, state_dir=tmp_path / "s") as server:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
+            for number in range(4):
+                optimizer.zero_grad()
+                model.weight.sum().backward()
+                if number == 1:
+                    model.weight.grad.fill_(float("nan"))
+                optimizer.step()
+                if number == 1:
+                    assert model.weight.item() == 8.0
+            assert diloco.finished
+        assert model.weight.item() == 6.0
+        assert server.status().refused == 1

@@ -1,0 +1,95 @@
+"""What the notes beside base and outbox say at the moments a process may die."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import atoll
+from atoll.errors import UsageError
+from atoll.tensors.modules import named_tensors
+from atoll.wire import messages
+from atoll.worker import update
+from atoll.worker.files import Outbox
+from atoll.worker.session import Session
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    torch.manual_seed(0)
+    with atoll.Server(nn.Linear(8, 4), port=0, algorithm="fedavg", state_dir=tmp_path / "state") as server:
+        yield server
+
+
+def pulled(server: atoll.Server, folder: Path) -> tuple[Session, messages.Ticket, dict[str, Tensor]]:
+    session = Session(server.url, "a", folder=folder)
+    ticket = session.next_ticket().ticket
+    assert ticket is not None
+    tensors = named_tensors(nn.Linear(8, 4))[0]
+    session.pull(ticket.base_version, ticket.base_digest, tensors)
+    return session, ticket, tensors
+
+
+@pytest.mark.covers("F3")
+def test_while_an_update_is_formed_no_note_names_the_one_before(
+    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against `form` without `outbox.clear()`: a kill in the middle left half of a new update under an old
+    note.
+    """
+    session, ticket, tensors = pulled(server, tmp_path / "w")
+    session.form(ticket, tensors, weight=1.0, steps=1, metrics={})
+    with monkeypatch.context() as patch:
+        patch.setattr(update, "form_update", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            session.form(ticket, tensors, weight=1.0, steps=1, metrics={})
+    assert Outbox(session.folder, session.outbox.layout).note is None
+    session.leave()
+
+
+@pytest.mark.covers("L25")
+def test_a_base_that_was_advanced_is_not_taken_for_the_version_it_was(server: atoll.Server, tmp_path: Path) -> None:
+    """Guards against `advance_base` without `begin_local`: a pull of version 0 found base − update under its digest.
+
+    session, ticket, tensors = pulled(server, tmp_path / "w")
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in tensors.values():
+        tensor += 1.0
+    session.form(ticket, tensors, weight=1.0, steps=1, metrics={})
+    session.advance_base()
+    session.pull(ticket.base_version, ticket.base_digest, tensors)
+    assert all(torch.equal(tensors[name], before[name]) for name in before)
+    session.leave()
+
+
+@pytest.mark.parametrize("change", [{"complete": False}, {"digest": "0" * 64}])
+@pytest.mark.covers("P6")
+def test_a_round_is_not_submitted_against_a_base_that_is_not_its_own(
+    server: atoll.Server, tmp_path: Path, change: dict[str, object]
+) -> None:
+    """Guards against `submit` without the look at `base.complete`, or at `base.digest`."""
+    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+        round_ = next(iter(worker))
+        model = round_.load_into(nn.Linear(8, 4))
+        base = worker._session.base
+        base.begin(replace(base.note, **change))
+        if "digest" in change:
+            base.finish()
+        with pytest.raises(UsageError, match="was not pulled"):
+            round_.submit(model)
+
+
+@pytest.mark.covers("L10")
+def test_a_lost_lease_is_taken_anew_once_however_many_notice(server: atoll.Server, tmp_path: Path) -> None:
+    """Guards against `rejoin` without the comparison: heartbeat and transfers would void each other's lease for ever.
+
+    session = Session(server.url, "a", folder=tmp_path / "w")
+    lost = session.http.lease
+    for _ in range(3):
+        session.rejoin(lost)
+    assert session.reconnections == 1
+    assert int(session.http.lease.split(":")[1]) == int(lost.split(":")[1]) + 1
+    session.leave()

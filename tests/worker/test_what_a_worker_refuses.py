@@ -1,0 +1,60 @@
+"""What a worker refuses by itself: weights, metrics, another layout, another schema."""
+
+import math
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import atoll
+from atoll.errors import UsageError, VersionSkew
+from atoll.tensors.modules import named_tensors
+from atoll.worker.connection import Connection
+from atoll.worker.session import Session
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.covers("L15")
+def test_a_weight_that_cannot_count_is_refused_before_anything_is_formed(tmp_path: Path, weight: float) -> None:
+    """Guards against `positive` that lets it pass."""
+    with atoll.Server(nn.Linear(2, 1), port=0, algorithm="fedavg", state_dir=tmp_path / "s") as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            round_ = next(iter(worker))
+            model = round_.load_into(nn.Linear(2, 1))
+            with pytest.raises(UsageError, match="The weight is"):
+                round_.submit(model, weight=weight)
+            assert worker._session.outbox.note is None
+
+
+@pytest.mark.covers("L15")
+def test_metrics_that_are_not_finite_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against `finite_metrics` that passes them on: the server refused the update for its loss being NaN."""
+    with atoll.Server(nn.Linear(2, 1), port=0, algorithm="fedavg", rounds=1, state_dir=tmp_path / "s") as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for round_ in worker:
+                round_.submit(round_.load_into(nn.Linear(2, 1)), metrics={"loss": math.nan, "accuracy": 0.5})
+        assert server.status().history[0].metrics == {"accuracy": 0.5}
+    assert "the metric 'loss' is nan; it is left out" in caplog.text
+
+
+@pytest.mark.covers("F30")
+def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against `form` without the comparison of layouts; `_fetch_schema` without that of schemas."""
+    with atoll.Server(nn.Linear(2, 1), port=0, algorithm="fedavg", state_dir=tmp_path / "s") as server:
+        session = Session(server.url, "a", folder=tmp_path / "w")
+        ticket = session.next_ticket().ticket
+        assert ticket is not None
+        tensors = named_tensors(nn.Linear(2, 1))[0]
+        session.pull(ticket.base_version, ticket.base_digest, tensors)
+        with pytest.raises(VersionSkew, match="in another way"):
+            session.form(
+                ticket.model_copy(update={"layout_digest": "0" * 64}), tensors, weight=1.0, steps=0, metrics={}
+            )
+        session.info = session.info.model_copy(update={"schema_digest": "0" * 64})
+        with pytest.raises(VersionSkew, match="does not have the digest"):
+            Connection._fetch_schema(session)
+        session.leave()
