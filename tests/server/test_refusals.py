@@ -121,8 +121,8 @@ def test_an_absurd_norm_or_weight_is_refused(
 
 @pytest.mark.covers("P3")
 def test_a_version_is_served_under_its_own_digest_only(server: atoll.Server, pair: tuple[Session, Session]) -> None:
-    """Guards against `get_version` that does not compare the digest: after a fall back, other bytes under an old URL.
-
+    """Guards against `get_version` that does not compare the digest: after a fall back, other
+    bytes under an old URL."""
     path = routes.VERSION_DATA.format(fragment=0, version=0, digest="0" * 64)
     with pytest.raises(Gone, match="no longer the one with digest"):
         Parts(pair[0].http, 1, 10.0).pull(path, [b""] * 9, pair[0].layout.parts, [])
@@ -193,7 +193,7 @@ def test_what_the_server_exports_has_every_name_of_a_tied_tensor(tmp_path: Path)
 
 @pytest.mark.covers("L15")
 def test_metrics_are_averaged_by_weight(tmp_path: Path) -> None:
-    """(1 · 10 + 3 · 2) / 4 = 4, not (10 + 2) / 2. Kills: `_summary` without the weights."""
+    """(1 · 10 + 3 · 2) / 4 = 4, not (10 + 2) / 2."""
     with serve(tmp_path, rounds=1) as server:
         sites = {"a": (1.0, 10.0), "b": (3.0, 2.0)}
         sessions = {site: Session(server.url, site, folder=tmp_path / "w") for site in sites}

@@ -118,8 +118,7 @@ def commits_before_accept(directory: Path) -> int:
 
 @pytest.mark.parametrize(("failpoint", "head"), [("head.before=kill@2", 0), ("head.after=kill@2", 1)])
 def test_killed_around_the_head(tmp_path: Path, failpoint: str, head: int) -> None:
-    """Before it, the frozen round is found as it was and runs again; after it, everything is as if nobody had died.
-
+    """Before it, the frozen round is found as it was and runs again; after it, everything is as if nobody had died."""
     killed(tmp_path, failpoint, "play_round(first(directory), 0)")
     store, recovered = begin(tmp_path)
     assert recovered.heads[0].version == head

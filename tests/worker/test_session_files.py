@@ -52,8 +52,7 @@ def test_while_an_update_is_formed_no_note_names_the_one_before(
 
 @pytest.mark.covers("L25")
 def test_a_base_that_was_advanced_is_not_taken_for_the_version_it_was(server: atoll.Server, tmp_path: Path) -> None:
-    """Guards against `advance_base` without `begin_local`: a pull of version 0 found base − update under its digest.
-
+    """Guards against `advance_base` without `begin_local`: a pull of version 0 found base − update under its digest."""
     session, ticket, tensors = pulled(server, tmp_path / "w")
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     for tensor in tensors.values():
@@ -84,8 +83,8 @@ def test_a_round_is_not_submitted_against_a_base_that_is_not_its_own(
 
 @pytest.mark.covers("L10")
 def test_a_lost_lease_is_taken_anew_once_however_many_notice(server: atoll.Server, tmp_path: Path) -> None:
-    """Guards against `rejoin` without the comparison: heartbeat and transfers would void each other's lease for ever.
-
+    """Guards against `rejoin` without the comparison: heartbeat and transfers would void each
+    other's lease for ever."""
     session = Session(server.url, "a", folder=tmp_path / "w")
     lost = session.http.lease
     for _ in range(3):
