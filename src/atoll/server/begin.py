@@ -80,9 +80,10 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, row: RunRow,
                 f"{settings.state_dir} has a run with {key} = {before[key]!r}, this start says {now.get(key)!r}.",
                 "Start it with the old value, or begin a new run in another state_dir.",
             )
-    if given is not None:
-        mine = schema_for(settings, given)
-        mine.require_equal(plan.schema, mine="this program", theirs=f"the run in {settings.state_dir}")
+    if given is not None or settings.model is not None:
+        mine = schema_for(settings, initial_model(settings, given))
+        mine.require_equal(plan.schema, mine="this start", theirs=f"the run in {settings.state_dir}")
+        LOG.info("going on with the model of %s; the initial model is not read again", settings.state_dir)
     if (row.torch_build, row.cpu_capability) != (torch_build(), cpu_capability()):
         LOG.warning(
             "the run was begun with torch %s on %s, and goes on with %s on %s: bits may differ from an undisturbed run",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 
@@ -35,6 +36,11 @@ from atoll.store.rows import TicketRow
 from atoll.store.spool import PartWriter
 from atoll.transport.host import receive_part, require_length, serve_file
 from atoll.wire import messages, routes
+
+LOG = logging.getLogger("atoll.server")
+
+REFUSALS = 5
+"""In a row, after which a site is sent away: it would train and be refused for ever."""
 
 
 class Handlers:
@@ -95,6 +101,7 @@ class Handlers:
             joined_at=now_text(),
             labels=dict(message.labels),
             rounds=previous.rounds if previous else 0,
+            refused_in_a_row=previous.refused_in_a_row if previous else 0,
             bytes_up=previous.bytes_up if previous else 0,
             bytes_down=previous.bytes_down if previous else 0,
         )
@@ -281,6 +288,12 @@ class Handlers:
         self.store.refuse(ticket, reason)
         self.run.refused += 1
         self.run.apply(ev.UpdateRefused(ticket, reason))
+        presence = self.run.roster.setdefault(lease.site, Presence(lease.site))
+        presence.refused_in_a_row += 1
+        LOG.warning("%s: update refused: %s", lease.site, reason)
+        if presence.refused_in_a_row >= REFUSALS:
+            told = f"{presence.refused_in_a_row} updates in a row were refused, the last because {reason}"
+            self.run.apply(ev.WorkerLeft(lease.site, lease.number, told))
         raise UpdateRefused(
             f"The update of {lease.site} is refused: {reason}.",
             "The round goes on with the others; look at the learning rate, the data and the loss at this site.",
@@ -325,6 +338,8 @@ class Handlers:
             self.run.fail(error)
             raise
         self.run.apply(ev.UpdateAccepted(ticket))
+        if lease.site in self.run.roster:
+            self.run.roster[lease.site].refused_in_a_row = 0
         return self._receipt(accepted)
 
     def _require_plausible(self, lease: Lease, ticket: int, norm: float, weight: float) -> None:
@@ -369,10 +384,13 @@ class Handlers:
                 pool=self.run.io,
                 idle_timeout_s=self.plan.settings.idle_timeout_s,
                 revoked=pinned.revoked.is_set,
-                on_bytes=self._count_down,
+                on_bytes=lambda count: self._count_down(request, count),
             )
         finally:
             pinned.release()
 
-    def _count_down(self, count: int) -> None:
+    def _count_down(self, request: web.Request, count: int) -> None:
         self.run.bytes_down += count
+        site = (request.headers.get(routes.LEASE_HEADER) or "").partition(":")[0]
+        if site in self.run.roster:
+            self.run.roster[site].bytes_down += count

@@ -28,6 +28,7 @@ class Presence:
     bytes_up: int = 0
     bytes_down: int = 0
     base_version: int = 0
+    refused_in_a_row: int = 0
 
 
 @dataclass(frozen=True)

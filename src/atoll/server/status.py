@@ -83,7 +83,7 @@ def _worker(run: Run, presence: Presence, now_s: float) -> messages.WorkerStatus
         version=version,
         staleness=max(0, head - version),
         bytes_up=presence.bytes_up,
-        bytes_down=beat.bytes_down,
+        bytes_down=presence.bytes_down,
         retries=beat.retries,
         reconnections=beat.reconnections,
         metrics=dict(beat.metrics),

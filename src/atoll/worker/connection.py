@@ -127,6 +127,7 @@ class Connection:
                 self._join()
 
     def _heartbeats(self) -> None:
+        self.beat()
         interval_s = pause_s = self.info.heartbeat_interval_s
         while not self._closing.wait(pause_s * random.uniform(0.9, 1.1)):
             pause_s = interval_s if self.beat() else min(interval_s, HEARTBEAT_RETRY_S)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +25,7 @@ from atoll.tensors.modules import named_tensors, schema_of
 from atoll.wire import messages
 from atoll.worker import update
 from atoll.worker.connection import NetworkLost, default_site, require_site
-from atoll.worker.federated import START_RETRIES, finite_metrics, positive
+from atoll.worker.federated import START_RETRIES, finite_metrics, last_words, positive
 from atoll.worker.files import BaseFile
 from atoll.worker.reporting import LOG, ensure_lines, size
 from atoll.worker.session import Session
@@ -150,7 +149,7 @@ class DiLoCo:
             )
         elif self._since_sync and not self.finished:
             LOG.info("%s: %d steps after the last synchronisation stay local", session.site, self._since_sync)
-        said = "".join(traceback.format_exception_only(error)).strip() if error is not None else None
+        said = last_words(error)
         session.leave(said)
         LOG.info(
             "%s: %d steps, %d rounds, %d skipped; sent %s, received %s, waited %.1f s",
@@ -213,8 +212,9 @@ class DiLoCo:
                 self._round(session)
             except UpdateRefused as error:
                 # the server named what is wrong; the round goes on without us, and we go on from the global model
-                LOG.warning("%s: local steps since version %d are lost: %s", session.site, self._version, error)
+                LOG.warning("%s: local steps since version %d are lost", session.site, self._version)
                 session.outbox.clear()
+                session.refused(error)
                 self._pull_head()
         except (*NetworkLost, TicketClosed, Gone) as error:
             self.skipped += 1
@@ -250,6 +250,7 @@ class DiLoCo:
                 steps,
             )
         session.send(self._max_retries)
+        session.refusals = 0
         self._await_result(session)
 
     def _await_result(self, session: Session) -> None:

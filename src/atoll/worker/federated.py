@@ -6,6 +6,7 @@ script runs alone: one round, plain local training.
 
 from __future__ import annotations
 
+import math
 import os
 import traceback
 from collections.abc import Iterator
@@ -89,7 +90,7 @@ class Worker:
         if self._left:
             return
         self._left = True
-        said = "".join(traceback.format_exception_only(error)).strip() if error is not None else None
+        said = last_words(error)
         self._session.leave(said)
         LOG.info(
             "%s: left after sending %s and receiving %s",
@@ -130,7 +131,7 @@ class Worker:
                 )
 
     def _tell(self, previous: messages.Outcome | None) -> None:
-        if previous is not None and previous.state in ("refused", "expired"):
+        if previous is not None and previous.state == "expired":
             LOG.warning("%s: round %d did not count: %s", self.site, previous.base_version + 1, previous.reason)
 
 
@@ -210,9 +211,14 @@ class FederatedRound:
         except TicketClosed as error:
             LOG.warning("%s: round %d went on without this update: %s", self._session.site, self.number, error)
             self._session.outbox.clear()
-        except (UpdateRefused, Gone) as error:
+        except Gone as error:
             LOG.warning("%s: %s", self._session.site, error)
             self._session.outbox.clear()
+        except UpdateRefused as error:
+            self._session.outbox.clear()
+            self._session.refused(error)
+        else:
+            self._session.refusals = 0
         self.done = True
 
 
@@ -310,13 +316,23 @@ START_RETRIES = 6
 """Attempts to reach a server at the start: some 15 s, then a clear end."""
 
 
+def last_words(error: BaseException | None) -> str | None:
+    """What the server is told of the error that ended training; None where its user ended it."""
+    if error is None or isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        return None
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
 def positive(weight: float) -> float:
     """A weight that can count.
 
     Raises:
         UsageError: it is zero, negative or not finite.
     """
-    value = float(weight)
+    try:
+        value = math.nan if isinstance(weight, str) else float(weight)
+    except (TypeError, ValueError):
+        value = math.nan
     if not 0 < value < float("inf"):
         raise UsageError(f"The weight is {weight}.", "Give the number of samples or tokens: positive and finite.")
     return value
@@ -324,7 +340,12 @@ def positive(weight: float) -> float:
 
 def finite_metrics(metrics: dict[str, float], site: str) -> dict[str, float]:
     """The finite ones as floats; the others are dropped with a warning."""
-    values = {key: float(value) for key, value in metrics.items()}
+    values: dict[str, float] = {}
+    for key, given in metrics.items():
+        try:
+            values[key] = float(given)
+        except (TypeError, ValueError):
+            raise UsageError(f"The metric {key!r} is {given!r}.", "Give a number.") from None
     for key, value in values.items():
         if not abs(value) < float("inf"):
             LOG.warning("%s: the metric %r is %s; it is left out", site, key, value)

@@ -28,6 +28,9 @@ from atoll.worker.connection import Connection
 from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, locked
 from atoll.worker.reporting import LOG, progress, size
 
+MAX_REFUSALS = 5
+"""In a row, after which a worker gives up: it would train and be refused for ever."""
+
 
 class Session(Connection):
     """A worker's place in a run.
@@ -277,6 +280,20 @@ class Session(Connection):
         assert note is not None
         self.base.begin_local(note)
         update.advance_base_(self.base, self.outbox, self.codecs)
+
+    refusals = 0
+    """Updates of this process that were refused in a row."""
+
+    def refused(self, error: UpdateRefused) -> None:
+        """Say that an update was refused; one that is refused again and again ends this worker.
+
+        Raises:
+            UpdateRefused: the fifth in a row.
+        """
+        self.refusals += 1
+        LOG.warning("%s: %s", self.site, error)
+        if self.refusals >= MAX_REFUSALS:
+            raise error
 
     resuming = False
     """Whether the outbox was filled by an earlier process, so that the server may hold parts of it already."""
