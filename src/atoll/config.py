@@ -55,7 +55,9 @@ class Settings(BaseModel):
     outer_options: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the outer optimizer."
     )
-    codec: str | None = Field(None, description="`none` or `bf16`; by default bf16 for DiLoCo, else none.")
+    codec: str | None = Field(
+        None, description="`none`, `bf16` or a codec of your own; by default bf16 for DiLoCo, else none."
+    )
     max_update_norm: float = Field(0.0, ge=0, description="Refuse an update whose L2 norm is larger; 0: no limit.")
     max_weight: float = Field(1e12, gt=0, description="Refuse an update with a larger weight.")
 
@@ -163,7 +165,9 @@ class Settings(BaseModel):
         where = dict(source or {})
         for key in values:
             if key not in cls.model_fields:
-                raise ConfigError(f"{where.get(key, 'settings')}: there is no setting {key!r}.", _nearest(key))
+                raise ConfigError(
+                    f"{where.get(key, 'settings')}: there is no setting {key!r}.", _nearest(key, values[key])
+                )
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
@@ -212,9 +216,11 @@ def _environment_layer(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]
     return layer
 
 
-def _nearest(key: str) -> str:
+def _nearest(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return "A run file has no sections: put the keys at the top level."
     close = difflib.get_close_matches(key.replace("-", "_"), Settings.model_fields, n=1)
-    return f"Did you mean {close[0]!r}?" if close else "`docs/reference/settings.md` lists them all."
+    return f"Did you mean {close[0]!r}?" if close else "`atoll server --help` lists them all."
 
 
 def _readable(error: ValidationError, source: Mapping[str, str]) -> AtollError:

@@ -95,7 +95,12 @@ def test_an_unknown_key_names_its_source_and_the_nearest(
 
 
 def test_a_key_that_is_near_to_none_points_to_the_list(tmp_path: Path) -> None:
-    assert refusal(tmp_path, "[wandb]\n", {}, {}).remedy == "`docs/reference/settings.md` lists them all."
+    assert refusal(tmp_path, "wandb = 1\n", {}, {}).remedy == "`atoll server --help` lists them all."
+
+
+def test_a_section_of_a_run_file_is_told(tmp_path: Path) -> None:
+    remedy = refusal(tmp_path, "[server]\nport = 1\n", {}, {}).remedy
+    assert remedy == "A run file has no sections: put the keys at the top level."
 
 
 def test_variables_of_a_worker_and_of_others_are_no_settings() -> None:

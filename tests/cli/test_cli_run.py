@@ -101,7 +101,8 @@ def test_a_stopped_server_says_that_it_can_go_on(atoll_command, serve, number: s
     served = serve()
     served.process.send_signal(number)
     assert served.end() == code
-    assert any("goes on from where the run is" in line for line in served.lines)
+    assert "goes on from where the run is" in served.lines[-1]
+    assert "the model so far: atoll export model.safetensors --state-dir atoll-run" in served.lines[-1]
     assert not any("Traceback" in line for line in served.lines)
     again = serve()
     again.process.terminate()

@@ -11,6 +11,7 @@ from atoll.cli import main as cli
 from atoll.cli import server
 from atoll.config import Settings
 from atoll.errors import ConfigError
+from atoll.wire import messages
 
 
 @pytest.fixture
@@ -89,3 +90,33 @@ def test_modules_beside_the_run_file_and_in_the_current_folder_can_be_imported(r
     monkeypatch.chdir(tmp_path)
     read("there/run.toml")
     assert {str(tmp_path), str(tmp_path / "there")} <= set(sys.path)
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_a_run_file_that_was_not_named_is_offered(tmp_path, monkeypatch, present: bool) -> None:
+    if present:
+        (tmp_path / "run.toml").write_text('model = "model:build"\n')
+    monkeypatch.chdir(tmp_path)
+    outcome = CliRunner().invoke(cli.app, ["server", "--port", "0"])
+    assert isinstance(outcome.exception, ConfigError)
+    assert ("Did you mean: atoll server run.toml?" in str(outcome.exception)) is present
+
+
+def fragment(reason: str = "", **awaited_s: float) -> messages.FragmentStatus:
+    missing = [messages.Missing(site=site, for_s=seconds) for site, seconds in awaited_s.items()]
+    return messages.FragmentStatus(fragment=0, version=1, phase="collecting", waiting_for=missing, reason=reason)
+
+
+def test_only_who_is_late_is_told() -> None:
+    reminder = server.Reminder(0.0)
+    assert reminder.line([fragment("waits for a and b", a=14.0, b=2.0)], 100.0) == ""
+    assert reminder.line([fragment("waits for a and b", a=15.0, b=2.0)], 101.0) == "waiting for a (15 s)"
+    assert server.Reminder(0.0).line([fragment("waits for 2 workers to join")], 20.0) == "waits for 2 workers to join"
+
+
+def test_the_same_is_said_again_after_twice_the_pause_up_to_ten_minutes() -> None:
+    reminder = server.Reminder(0.0)
+    said = [second for second in range(3000) if reminder.line([fragment(a=float(second))], float(second))]
+    # pauses of 15, 30, 60, 120, 240, 480, then 600 s, not 960
+    assert said == [15, 45, 105, 225, 465, 945, 1545, 2145, 2745]
+    assert reminder.line([fragment(a=3000.0, b=20.0)], 3000.0) == "waiting for a (50 min 0 s), b (20 s)"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+
+from atoll.cli import worker
+from atoll.errors import ServerUnreachable
 
 SHOW = "import os; print({key: value for key, value in os.environ.items() if key.startswith('ATOLL_')})"
 
@@ -45,9 +48,35 @@ def test_its_exit_code_is_the_commands(canned, atoll_command, end: str, code: in
 def test_a_server_that_does_not_answer_is_exit_5_and_the_command_is_not_started(atoll_command, tmp_path) -> None:
     outcome = atoll_command("worker", "--server", "http://127.0.0.1:9", "--", sys.executable, "-c", "open('ran', 'w')")
     assert outcome.returncode == 5
-    assert outcome.stderr.startswith("atoll: http://127.0.0.1:9 does not answer")
-    assert len(outcome.stderr.splitlines()) == 1
+    lines = outcome.stderr.splitlines()
+    assert lines[0] == "atoll: waiting for http://127.0.0.1:9"
+    assert lines[1].startswith("atoll: http://127.0.0.1:9 does not answer")
+    assert len(lines) == 2
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_server_that_is_not_up_yet_is_waited_for(canned, monkeypatch, capsys) -> None:
+    from atoll.cli import ask
+
+    real, refused = ask.ask, iter([True, True])
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        if next(refused, False):
+            raise ServerUnreachable("It does not answer.", "Wait.")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(ask, "ask", late)
+    monkeypatch.setattr(worker, "SERVER_PAUSE_S", 0.0)
+    assert worker._run([sys.executable, "-c", "raise SystemExit(3)"], {"ATOLL_SERVER": canned.url}, 0) == 3
+    assert capsys.readouterr().err == f"atoll: waiting for {canned.url}\n"
+
+
+def test_a_restart_waits_for_the_server_and_counts_one_that_is_away(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(worker, "SERVER_WAIT_S", 0.0)
+    monkeypatch.setattr(worker, "RESTART_PAUSE_S", 0.0)
+    with pytest.raises(ServerUnreachable):
+        worker._run(["no-such-command"], {"ATOLL_SERVER": "http://127.0.0.1:9"}, 2)
+    assert capsys.readouterr().err.count("does not answer") == 2
 
 
 def test_something_else_than_atoll_is_told(canned, atoll_command) -> None:
@@ -91,7 +120,7 @@ def test_a_command_that_does_not_exist_is_told(canned, atoll_command) -> None:
     assert "no-such-command" in outcome.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_reaches_the_command_and_ends_restarts(canned, number: signal.Signals) -> None:
     script = (
         "import signal, sys, time\n"
@@ -102,11 +131,33 @@ def test_a_signal_reaches_the_command_and_ends_restarts(canned, number: signal.S
     )
     argv = [sys.executable, "-m", "atoll.cli.main", "worker", "--server", canned.url, "--site", "a", "--restarts", "3"]
     process = subprocess.Popen(
-        [*argv, "--", sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+        [*argv, "--", sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests themselves may run under nohup
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     assert process.stdout.readline() == "told\n"
     assert process.wait(20) == 4
+    process.stdout.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children")
+def test_a_killed_wrapper_does_not_leave_its_command(canned) -> None:
+    script = (
+        "import signal, sys, time\n"
+        "def end(*_):\n    print('told', flush=True); sys.exit(4)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)"
+    )
+    argv = [sys.executable, "-m", "atoll.cli.main", "worker", "--server", canned.url, "--site", "a"]
+    process = subprocess.Popen([*argv, "--", sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.kill()
+    assert process.stdout.readline() == "told\n"
+    process.wait(20)
     process.stdout.close()

@@ -11,20 +11,27 @@ from typing import Annotated, Any
 
 import typer
 
+from atoll import registry
 from atoll.cli.children import raise_on_sigterm
 from atoll.errors import RunFailed
 
 app = typer.Typer(help="Measure rounds on this machine: seconds, memory, bytes, exactness.", no_args_is_help=True)
 
 
-class Codec(StrEnum):
-    none = "none"
-    bf16 = "bf16"
-
-
 class Durability(StrEnum):
     process = "process"
     power = "power"
+
+
+CODECS = ", ".join([*registry.TABLES["codecs"], "or a plugin's"])
+"""For `--help`; plugins are looked up only when the command runs."""
+
+
+def _codec(name: str) -> str:
+    known = registry.names("codecs")
+    if name not in known:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}.")
+    return name
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
@@ -39,7 +46,7 @@ def round_command(
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; the first one is not steady.")] = 4,
     tensors: Annotated[int, typer.Option(min=1, help="Tensors of the model.")] = 50,
-    codec: Annotated[Codec, typer.Option(help="How updates travel.")] = Codec.none,
+    codec: Annotated[str, typer.Option(help=f"How updates travel: {CODECS}.", callback=_codec)] = "none",
     durability: Annotated[Durability, typer.Option(help="What an acknowledged update survives.")] = Durability.process,
     directory: Folder = None,
     json: Json = False,
@@ -48,7 +55,7 @@ def round_command(
     from atoll.cli.bench_run import Bench, measure
 
     raise_on_sigterm()
-    bench = Bench(gb, workers, rounds, tensors, codec.value, durability.value, directory)
+    bench = Bench(gb, workers, rounds, tensors, codec, durability.value, directory)
     figures = measure(bench, _say)
     print(json_module.dumps(figures, indent=2) if json else "\n".join(report(figures)), flush=True)
     _require_exact(figures)

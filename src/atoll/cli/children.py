@@ -65,7 +65,7 @@ class Children:
                 stdout=subprocess.PIPE if piped else file,
                 stderr=file if piped else subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=END_WITH_PARENT,
             )
         finally:
             if file is not None:
@@ -107,6 +107,10 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 def _end_with_parent() -> None:
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+END_WITH_PARENT = _end_with_parent if _LIBC is not None else None
+"""`preexec_fn` of a child that gets SIGTERM when this process is killed; None where only Linux could do it."""
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "The disk": ("state_dir", "save_dir", "save_every", "durability", "keep_versions"),
 }
-"""The settings that a run file usually has an opinion on; docs/reference/settings.md lists them all."""
+"""The settings that a run file usually has an opinion on; `atoll server --help` lists them all."""
 
 CHOSEN: dict[str, dict[str, Any]] = {
     "fedavg": {"algorithm": "fedavg", "rounds": 10},
@@ -101,7 +101,8 @@ def run_file(algorithm: str, name: str) -> str:
     }
     lines = [
         "# A run of Atoll: `atoll server run.toml`. Every key is also a flag (--sync-every 100) and an environment",
-        "# variable (ATOLL_SYNC_EVERY=100). Lines that are commented out show the default.",
+        "# variable (ATOLL_SYNC_EVERY=100). Lines that are commented out show the default. These are the usual",
+        "# settings; all of them: `atoll server --help`.",
     ]
     for title, keys in SECTIONS.items():
         lines += ["", f"# ---- {title} {'-' * (70 - len(title))}"]

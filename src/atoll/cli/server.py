@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import shlex
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
@@ -24,6 +25,7 @@ from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
     from atoll.server.embed import Server
+    from atoll.wire import messages
 
 LOG = logging.getLogger("atoll.cli")
 
@@ -39,16 +41,22 @@ PANELS = {
 """First setting of a panel of `--help` → its title."""
 
 REMIND_S = 15.0
-"""How often the server says again whom it waits for."""
+"""How long somebody is awaited before the server says so; the first pause until it says so again."""
+LONGEST_REMIND_S = 600.0
 
 
 def serve(run_file: Path | None, **flags: Any) -> None:
     """Coordinate a run: from a run file, from flags, or both (a flag wins)."""
-    settings = Settings.read(run_file, {key: _parsed(key, value) for key, value in flags.items() if value is not None})
     for folder in filter(None, [os.getcwd(), str(run_file.parent.resolve()) if run_file else None]):
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    run_until_finished(settings)
+    given = {key: _parsed(key, value) for key, value in flags.items() if value is not None}
+    try:
+        run_until_finished(Settings.read(run_file, given))
+    except ConfigError as error:
+        if run_file is not None or not Path("run.toml").is_file():
+            raise
+        raise ConfigError(error.message, f"{error.remedy} Did you mean: atoll server run.toml?".strip()) from error
 
 
 def run_until_finished(settings: Settings) -> None:
@@ -64,14 +72,19 @@ def run_until_finished(settings: Settings) -> None:
 
     server = Server(settings=settings)
     begin = time.monotonic()
+    so_far = ""
     try:
         server.start()
+        so_far = (
+            f"; the model so far: atoll export model.safetensors --state-dir {shlex.quote(str(settings.state_dir))}"
+        )
         _announce(server, settings)
         _watch(server)
+        so_far = ""
         LOG.info("%s", _summary(server, time.monotonic() - begin))
         server.run()  # stays for workers that have not taken the result yet
     except (KeyboardInterrupt, Terminated) as asked:
-        LOG.info("stopping; the same command goes on from where the run is")
+        LOG.info("stopping; the same command goes on from where the run is%s", so_far)
         if isinstance(asked, KeyboardInterrupt):
             raise
     finally:
@@ -100,12 +113,37 @@ def _announce(server: Server, settings: Settings) -> None:
 
 def _watch(server: Server) -> None:
     """Say now and then whom the run waits for, until it is finished."""
-    said_s = time.monotonic()
+    reminder = Reminder(time.monotonic())
     while not server.wait(1.0):
-        waiting = "; ".join(filter(None, map(awaited, server.status().fragments)))
-        if waiting and time.monotonic() - said_s >= REMIND_S:
-            said_s = time.monotonic()
+        if waiting := reminder.line(server.status().fragments, time.monotonic()):
             LOG.info("%s", waiting)
+
+
+class Reminder:
+    """When to say whom the run waits for: the same again after twice the pause, up to `LONGEST_REMIND_S`."""
+
+    def __init__(self, now_s: float) -> None:
+        self._said_s, self._pause_s = now_s, REMIND_S
+        self._said: object = None
+
+    def line(self, fragments: Sequence[messages.FragmentStatus], now_s: float) -> str:
+        """What is to be said at `now_s`; empty for nothing."""
+        late = []
+        for fragment in fragments:
+            missing = [each for each in fragment.waiting_for if each.for_s >= REMIND_S]
+            if missing or not fragment.waiting_for:
+                late.append(fragment.model_copy(update={"waiting_for": missing}))
+        text = "; ".join(filter(None, map(awaited, late)))
+        # the same but for the seconds
+        now = [(each.fragment, each.reason, [missing.site for missing in each.waiting_for]) for each in late]
+        if not text:
+            self._said = None
+            return ""
+        pause_s = self._pause_s if now == self._said else REMIND_S
+        if now_s - self._said_s < pause_s:
+            return ""
+        self._said_s, self._said, self._pause_s = now_s, now, min(2 * pause_s, LONGEST_REMIND_S)
+        return text
 
 
 def _summary(server: Server, seconds: float) -> str:

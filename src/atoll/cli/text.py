@@ -7,16 +7,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from atoll.wire.units import size as size
+
 if TYPE_CHECKING:
     from atoll.wire import messages
-
-
-def size(nbytes: float) -> str:
-    """Bytes: 1.2 GB, 3.4 MB, 5 kB, 12 B."""
-    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= limit:
-            return f"{nbytes / limit:.1f} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def duration(seconds: float) -> str:

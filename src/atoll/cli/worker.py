@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -17,13 +18,18 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.errors import ConfigError, UsageError, VersionSkew
+from atoll.cli.children import END_WITH_PARENT
+from atoll.errors import ConfigError, ServerUnreachable, UsageError, VersionSkew
 
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
 RESTART_PAUSE_S = 1.0
 LONGEST_RESTART_PAUSE_S = 60.0
-FORWARDED = (signal.SIGINT, signal.SIGTERM)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+SERVER_WAIT_S = 15.0
+"""How long a server that does not answer yet is asked again, as the script itself would."""
+SERVER_PAUSE_S = 1.0
 
 
 def command(
@@ -48,7 +54,6 @@ def command(
     from atoll.cli.ask import server_address
 
     address = server_address(server)
-    _require_server(address)
     environment = os.environ | {"ATOLL_SERVER": address}
     if site is not None:
         environment["ATOLL_SITE"] = _site(site)
@@ -59,11 +64,31 @@ def command(
     raise typer.Exit(_run(script, environment, restarts))
 
 
-def _require_server(address: str) -> None:
+def _require_server(address: str, told: list[int]) -> None:
+    """Wait for the server, `SERVER_WAIT_S` at most; a signal ends the wait.
+
+    Raises:
+        ServerUnreachable: it did not answer in that time, or its certificate is not accepted.
+        VersionSkew: it speaks another protocol.
+    """
     from atoll.cli.ask import ask
     from atoll.wire import messages, routes
 
-    info = ask(address, routes.RUN, messages.RunInfo)
+    end = time.monotonic() + SERVER_WAIT_S
+    said = False
+    while True:
+        try:
+            timeout_s = min(10.0, max(1.0, end - time.monotonic()))
+            info = ask(address, routes.RUN, messages.RunInfo, timeout_s=timeout_s)
+            break
+        except ServerUnreachable as error:
+            # a certificate does not become right by waiting
+            if told or time.monotonic() >= end or isinstance(error.__cause__, ssl.SSLError):
+                raise
+        if not said:
+            print(f"atoll: waiting for {address}", file=sys.stderr, flush=True)
+            said = True
+        _pause(told, SERVER_PAUSE_S)
     if info.protocol != routes.PROTOCOL:
         older = "this worker" if info.protocol > routes.PROTOCOL else "the server"
         raise VersionSkew(
@@ -92,28 +117,43 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
         if child is not None and child.poll() is None:
             child.send_signal(signum)
 
-    before = {signum: signal.signal(signum, forward) for signum in FORWARDED}
+    before: dict[int, Any] = {}
+    for signum in FORWARDED:
+        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup: it stays ignored
+            before[signum] = signal.signal(signum, forward)
     try:
         for attempt in range(restarts + 1):
-            # a session of its own: Ctrl-C reaches it once, from here, not twice
-            child = _start(script, environment)
-            code = child.wait()
-            code = 128 - code if code < 0 else code
-            if code == 0 or told or attempt == restarts:
-                return code
-            print(f"atoll: the command ended with {code}; restart {attempt + 1} of {restarts}", file=sys.stderr)
+            try:
+                _require_server(environment["ATOLL_SERVER"], told)
+            except ServerUnreachable as error:
+                if attempt == restarts and not told:
+                    raise
+                failure = error.message.rstrip(".")
+            else:
+                if told:
+                    return 128 + told[-1]
+                # a session of its own: Ctrl-C reaches it once, from here, not twice
+                child = _start(script, environment)
+                code = child.wait()
+                code = 128 - code if code < 0 else code
+                if code == 0 or told or attempt == restarts:
+                    return code
+                failure = f"the command ended with {code}"
+            if told:
+                return 128 + told[-1]
+            print(f"atoll: {failure}; restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
             _pause(told, restart_pause_s(attempt))
             if told:
                 return 128 + told[-1]
         raise AssertionError("unreachable")
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _start(script: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     try:
-        return subprocess.Popen(script, env=environment, start_new_session=True)
+        return subprocess.Popen(script, env=environment, start_new_session=True, preexec_fn=END_WITH_PARENT)
     except FileNotFoundError:
         raise UsageError(
             f"There is no command {script[0]!r}.", "Name it after `--`, for example: -- python train.py"

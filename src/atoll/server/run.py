@@ -27,6 +27,7 @@ from atoll.store.rows import MemberState, Recovered, TicketRow, VersionRow
 from atoll.store.store import Store
 from atoll.tensors.alone import stay_alone
 from atoll.wire import messages
+from atoll.wire.units import size
 
 LOG = logging.getLogger("atoll.server")
 
@@ -289,13 +290,13 @@ class Run:
     def _say(self, summary: messages.RoundSummary, row: VersionRow) -> None:
         numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())
         LOG.info(
-            "round %d: version %d from %d update%s (%s), %.1f MB, reduced in %.2f s%s",
+            "round %d: version %d from %d update%s (%s), %s, reduced in %.2f s%s",
             summary.round,
             row.version,
             len(summary.workers),
             "" if len(summary.workers) == 1 else "s",
             ", ".join(summary.workers),
-            summary.bytes_up / 1e6,
+            size(summary.bytes_up),
             summary.seconds,
             f"; {numbers}" if numbers else "",
         )

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from atoll.wire.units import size as size
+
 LOG = logging.getLogger("atoll")
 _EVERY_S = 5.0
 
@@ -25,14 +27,6 @@ def ensure_lines() -> None:
     LOG.addHandler(handler)
     LOG.setLevel(logging.INFO)
     LOG.propagate = False
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people: 1.2 GB, 3.4 MB, 5 kB."""
-    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= limit:
-            return f"{nbytes / limit:.1f} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 class Progress:
