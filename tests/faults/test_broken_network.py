@@ -170,7 +170,7 @@ def test_the_same_submission_again_gets_the_same_receipt_and_other_bytes_get_a_c
             session.http.post(path, again.model_copy(update={"digest": "0" * 64}), messages.Receipt)
         # nor can its bytes be written over
         with pytest.raises(TicketClosed):
-            session._parts.push(
+            session.parts.push(
                 lambda part: routes.PART.format(ticket=note.ticket, part=part),
                 session.outbox.fd,
                 UPDATE.parts[:1],
