@@ -80,7 +80,6 @@ def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
     assert max(peak_bytes) < 8 * 2**20  # of parts of 16 MiB
 
 
-@pytest.mark.covers("T5")
 def test_five_thousand_tensors_travel_as_one_stream_each_way(tmp_path: Path) -> None:
     """5,000 tensors of 12 bytes: requests are counted in parts, not in tensors."""
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(5000)}
