@@ -6,12 +6,12 @@ No mmap: it counts the page cache as the process's own memory, and a truncated f
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from atoll.errors import StateCorrupt
+from atoll.tensors.chunks import bytes_of
 from atoll.tensors.layout import ALIGN_BYTES
 
 WIDEST_BYTES = 8
@@ -43,12 +43,6 @@ class Scratch:
             memory = torch.empty(self.nbytes, dtype=torch.uint8)
             buffer = self._buffers[name] = (memory, bytes_of(memory))
         return buffer
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, without a copy."""
-    array: Any = tensor.view(-1).view(torch.uint8).numpy()
-    return memoryview(array)
 
 
 def read_at(fd: int, target: memoryview, offset: int) -> None:

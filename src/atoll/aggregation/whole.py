@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from atoll.aggregation.plan import Run, kind_of
-from atoll.aggregation.scratch import Scratch, bytes_of, read_at, write_at
+from atoll.aggregation.scratch import Scratch, read_at, write_at
 from atoll.aggregation.state import MASTER, entries
 from atoll.aggregation.updates import Updates
 from atoll.aggregation.values import PassInputs, PassOutputs
 from atoll.failpoints import failpoint
 from atoll.outer.rule import OuterRule
+from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import Segment
 

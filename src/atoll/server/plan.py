@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from atoll import registry
 from atoll.aggregation.state import state_layout, state_regions, version_regions
 from atoll.algorithms.resolve import ResolvedAlgorithm, resolve
 from atoll.codecs.base import Codec
+from atoll.codecs.update import codecs_of, encoded_layout
 from atoll.config import Settings
 from atoll.outer.build import build_outer
 from atoll.outer.rule import OuterRule
 from atoll.store.store import FileShape, FragmentShapes
-from atoll.tensors.layout import Layout, update_layout, version_header, version_layout
-from atoll.tensors.schema import PARAMS, Schema, TensorSpec
+from atoll.tensors.layout import Layout, version_header, version_layout
+from atoll.tensors.schema import Schema
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,7 @@ class Plan:
             ConfigError: algorithm, codec or outer optimizer cannot be used; the remedy says why.
         """
         algorithm = resolve(settings)
-        codecs: dict[str, Codec] = {name: registry.load("codecs", name)() for name in {"none", algorithm.codec}}
-
-        def encoding(spec: TensorSpec) -> Codec:
-            return codecs[algorithm.codec if spec.group == PARAMS else "none"]
-
+        codecs = codecs_of(algorithm.codec)
         rule = build_outer(algorithm.outer, algorithm.outer_options)
         version = version_layout(schema, settings.part_bytes)
         return cls(
@@ -58,7 +54,7 @@ class Plan:
             rule=rule,
             header=version_header(schema),
             version=version,
-            update=update_layout(schema.tensors, encoding, settings.part_bytes),
+            update=encoded_layout(schema, algorithm.codec, codecs, settings.part_bytes),
             state=state_layout(schema.tensors, rule, settings.part_bytes),
             threads=settings.threads or min(os.cpu_count() or 1, 8),
         )

@@ -65,10 +65,10 @@ def _blocks(tensor: Tensor, start: int, stop: int, base: int) -> Iterator[tuple[
         yield from _blocks(tensor[last], 0, stop - last * row, base + last * row - start)
 
 
-def bytes_of(run: Tensor) -> memoryview:
-    """The memory of a 1-D contiguous CPU tensor, without a copy."""
-    array: Any = run.view(torch.uint8).numpy()
-    return memoryview(array) if run.numel() else memoryview(b"")
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, without a copy."""
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array) if tensor.numel() else memoryview(b"")
 
 
 class Scatter:

@@ -13,14 +13,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from atoll import registry
-from atoll.codecs.base import Codec
+from atoll.codecs.update import codecs_of, encoded_layout
 from atoll.errors import Gone, TicketClosed, UpdateRefused, VersionSkew
 from atoll.failpoints import failpoint
 from atoll.tensors.chunks import Scatter
-from atoll.tensors.layout import Layout, update_layout, version_layout
+from atoll.tensors.layout import Layout, version_layout
 from atoll.tensors.modules import Tensors
-from atoll.tensors.schema import PARAMS, Schema, TensorSpec
+from atoll.tensors.schema import Schema
 from atoll.transport.parts import Parts, Sink
 from atoll.wire import messages, routes
 from atoll.worker import update
@@ -67,9 +66,7 @@ class Session(Connection):
             self.folder = folder / site / self.info.run
             self._cleanup.enter_context(locked(self.folder, site))
             self.layout = version_layout(self.schema, self.info.part_bytes)
-            self.codecs: dict[str, Codec] = {
-                name: registry.load("codecs", name)() for name in {"none", self.info.codec}
-            }
+            self.codecs = codecs_of(self.info.codec)
             self.base = BaseFile(self.folder, self.layout)
             self._cleanup.callback(self.base.close)
             self.outbox = Outbox(self.folder, self.update_layout())
@@ -89,11 +86,7 @@ class Session(Connection):
 
     def update_layout(self) -> Layout:
         """The layout of an update, as the server issues it: `params` by the run's codec, everything else as it is."""
-
-        def encoding(spec: TensorSpec) -> Codec:
-            return self.codecs[self.info.codec if spec.group == PARAMS else "none"]
-
-        return update_layout(self.schema.tensors, encoding, self.info.part_bytes)
+        return encoded_layout(self.schema, self.info.codec, self.codecs, self.info.part_bytes)
 
     def next_ticket(self, *, wait_s: float | None = None, max_retries: int | None = None) -> messages.TicketReply:
         """The ticket of the open round, or the word that the run is finished.
