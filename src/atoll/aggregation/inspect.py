@@ -1,23 +1,26 @@
-"""A part of an update that is on disk, looked at once in fixed memory: digest, finite or not, sum of squares.
+"""A part of an update, looked at once while it arrives, in fixed memory: digest, finite or not, sum of squares.
 
-One pass does for both numbers: the sum of squares in fp64 of fp32 values (or narrower) is finite exactly when all of
-them are, and costs less than looking at each.
+Bytes are gathered into spans of about 1 MiB; each is written and looked at while it is still in a core's cache. One
+pass does for both numbers: the sum of squares in fp64 of fp32 values (or narrower) is finite exactly when all of them
+are, and costs less than looking at each.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 from blake3 import blake3
 
-from atoll.aggregation.scratch import WIDEST_BYTES, Scratch, read_at
+from atoll.aggregation.scratch import WIDEST_BYTES, Scratch
 from atoll.codecs.base import Codec
+from atoll.errors import BadRequest
 from atoll.tensors.alone import alone
 from atoll.tensors.layout import Layout, Part, Piece
-from atoll.tensors.schema import PARAMS
+from atoll.tensors.schema import PARAMS, TensorSpec
 
 ELEMENTS = 2**17
 """Looked at in one go: 1 MiB of fp64."""
@@ -40,80 +43,205 @@ class PartStats:
     bad: str | None
 
 
-def inspect_part(
-    fd: int, layout: Layout, part: Part, codecs: Mapping[str, Codec], scratch: Scratch | None = None
-) -> PartStats:
-    """Look at `part` of the update in `fd`.
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Elements that are decoded and summed at once: one piece, or neighbours of one dtype, group and codec.
+
+    The padding between neighbours counts as elements: workers fill it with zeros, and who does not raises his own norm.
+    """
+
+    spec: TensorSpec
+    codec: str
+    start: int
+    stop: int
+    numel: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Bytes [start, stop) of the update with whole pieces: at most `ELEMENTS` × 8 and the padding on both sides."""
+
+    start: int
+    stop: int
+    looks: tuple[_Look, ...]
+
+
+class Inspection:
+    """How the parts of a run's updates are looked at: made once, shared by all that arrive.
 
     Args:
-        fd: the spool, with all bytes of the part written.
-        layout: the update's.
-        part: one of `layout.parts`.
+        layout: the updates'; it has no header.
         codecs: by name, every one that the layout names.
-        scratch: of at least `ELEMENTS`; by default one that the calling thread keeps.
-
-    Raises:
-        StateCorrupt: the file ends before the part does.
     """
-    with alone():
-        return _inspect(fd, layout, part, codecs, scratch or _own_scratch())
 
+    def __init__(self, layout: Layout, codecs: Mapping[str, Codec]) -> None:
+        self.codecs = codecs
+        self._layout = layout
+        self._spans: dict[int, tuple[_Span, ...]] = {}
+        self._kept: list[Scratch] = []
 
-def _inspect(fd: int, layout: Layout, part: Part, codecs: Mapping[str, Codec], memory: Scratch) -> PartStats:
-    hasher, sumsq, bad = blake3(), 0.0, None
-    for start, stop, pieces in _spans(layout, part):
-        view = memory.view("source", stop - start)
-        read_at(fd, view, start)
-        hasher.update(view)
-        source = memory.raw("source", stop - start)
+    def begin(self, part: Part, write: Callable[[memoryview], None]) -> PartInspector:
+        """Look at a part from its first byte.
+
+        Args:
+            part: one of the layout's.
+            write: given every byte of it once, in order and in spans, before they are looked at.
+        """
+        spans = self._spans.get(part.index)
+        if spans is None:
+            spans = self._spans[part.index] = tuple(self._cut(part))
+        scratch = self._kept.pop() if self._kept else Scratch(ELEMENTS)
+        return PartInspector(self, part, spans, scratch, write)
+
+    def keep(self, scratch: Scratch) -> None:
+        """Have a scratch, which nobody uses any more, for the next part."""
+        self._kept.append(scratch)
+
+    def _cut(self, part: Part) -> Iterator[_Span]:
+        start = end = part.start
+        held: list[Piece] = []
+        for piece in self._small_pieces(part):
+            if held and piece.offset + piece.nbytes - start > ELEMENTS * WIDEST_BYTES:
+                yield _Span(start, end, tuple(self._looks(held)))
+                start, held = end, []
+            held.append(piece)
+            end = piece.offset + piece.nbytes
+        if part.stop > start:
+            yield _Span(start, part.stop, tuple(self._looks(held)))
+
+    def _small_pieces(self, part: Part) -> Iterator[Piece]:
+        for piece in part.pieces:
+            for start in range(piece.start, piece.stop, ELEMENTS):
+                yield self._layout.piece(piece.segment, start, min(start + ELEMENTS, piece.stop))
+
+    def _looks(self, pieces: list[Piece]) -> Iterator[_Look]:
+        held: list[Piece] = []
+
+        def look() -> _Look:
+            first, last = held[0], held[-1]
+            spec, codec = first.segment.spec, first.segment.codec
+            stop, numel = last.offset + last.nbytes, last.numel
+            if len(held) > 1:
+                numel = (stop - first.offset) // self.codecs[codec].encoded_bytes(1, spec.dtype)
+            return _Look(spec, codec, first.offset, stop, numel, tuple(held))
+
         for piece in pieces:
-            spec = piece.segment.spec
-            if not spec.is_float or not piece.numel:
+            if not piece.segment.spec.is_float:
                 continue
-            encoded = source[piece.offset - start : piece.offset - start + piece.nbytes]
-            values = memory.tensor("values", torch.float64, piece.numel)
-            codecs[piece.segment.codec].decode_(encoded, values, spec.dtype)
-            squares = float(torch.dot(values, values))
-            if spec.group == PARAMS:
-                sumsq += squares
-            # fp64 values can be finite and their squares not, so those are looked at one by one
-            if (
-                bad is None
-                and not squares < float("inf")
-                and not (spec.dtype == "F64" and bool(values.isfinite().all()))
-            ):
-                bad = f"{spec.name} holds NaN or Inf"
-    return PartStats(hasher.digest(), sumsq, bad)
+            if held and not self._joins(held, piece):
+                yield look()
+                held = []
+            held.append(piece)
+        if held:
+            yield look()
+
+    def _joins(self, held: list[Piece], piece: Piece) -> bool:
+        first, segment = held[0], piece.segment
+        codec = self.codecs[segment.codec]
+        alike = (segment.codec, segment.spec.dtype, segment.spec.group) == (
+            first.segment.codec,
+            first.segment.spec.dtype,
+            first.segment.spec.group,
+        )
+        if not alike or not codec.elementwise:
+            return False
+        nbytes = piece.offset + piece.nbytes - first.offset
+        return nbytes <= ELEMENTS * codec.encoded_bytes(1, segment.spec.dtype)
 
 
-def _own_scratch() -> Scratch:
+class PartInspector:
+    """Takes the bytes of one part, in order; one thread at a time. A context: on leaving it, its memory is given back.
+
+    Who leaves it while another thread is in `feed` leaves the memory to that thread.
+    """
+
+    def __init__(
+        self,
+        inspection: Inspection,
+        part: Part,
+        spans: tuple[_Span, ...],
+        scratch: Scratch,
+        write: Callable[[memoryview], None],
+    ) -> None:
+        self._inspection, self._spans, self._scratch, self._write = inspection, spans, scratch, write
+        self._index, self._filled = part.index, 0
+        self._next = 0
+        self._hasher, self._sumsq, self._bad = blake3(), 0.0, list[str]()
+        self._busy, self._left = threading.Lock(), False
+
+    def __enter__(self) -> PartInspector:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._busy.acquire(blocking=False):
+            self._left = True
+            self._inspection.keep(self._scratch)
+            self._busy.release()
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """The next bytes of the part.
+
+        Raises:
+            BadRequest: they are more than the part has.
+            Exception: what `write` raised.
+        """
+        rest = memoryview(data)
+        with self._busy, alone():
+            while rest:
+                if self._left or self._next == len(self._spans):
+                    raise BadRequest(f"Part {self._index} is over; more bytes came.", "Cut it as the ticket says.")
+                span = self._spans[self._next]
+                room = self._scratch.view("source", span.stop - span.start)[self._filled :]
+                count = min(len(room), len(rest))
+                room[:count] = rest[:count]
+                rest, self._filled = rest[count:], self._filled + count
+                if count == len(room):
+                    self._look(span)
+                    self._next, self._filled = self._next + 1, 0
+
+    def stats(self) -> PartStats:
+        """What the part holds.
+
+        Raises:
+            BadRequest: it is not all there.
+        """
+        if self._next < len(self._spans):
+            raise BadRequest(f"Part {self._index} is not all there.", "Send it again.")
+        return PartStats(self._hasher.digest(), self._sumsq, self._bad[0] if self._bad else None)
+
+    def _look(self, span: _Span) -> None:
+        view = self._scratch.view("source", span.stop - span.start)
+        self._write(view)
+        self._hasher.update(view)
+        for look in span.looks:
+            squares = self._squares(look.spec, look.codec, look.start - span.start, look.stop - span.start, look.numel)
+            if look.spec.group == PARAMS:
+                self._sumsq += squares
+            if not squares < float("inf"):
+                self._bad += [name for piece in look.pieces if (name := self._fault(piece, span.start))]
+
+    def _fault(self, piece: Piece, base: int) -> str | None:
+        spec = piece.segment.spec
+        start = piece.offset - base
+        if self._squares(spec, piece.segment.codec, start, start + piece.nbytes, piece.numel) < float("inf"):
+            return None
+        # fp64 values can be finite and their squares not, so those are looked at one by one
+        if spec.dtype == "F64" and bool(_values(piece.numel).isfinite().all()):
+            return None
+        return f"{spec.name} holds NaN or Inf"
+
+    def _squares(self, spec: TensorSpec, codec: str, start: int, stop: int, numel: int) -> float:
+        """Σ x² of what lies encoded in the scratch; decoded, it stays in this thread's `_values`."""
+        values = _values(numel)
+        encoded = self._scratch.raw("source", stop)[start:]
+        self._inspection.codecs[codec].decode_(encoded, values, spec.dtype)
+        return float(torch.dot(values, values))
+
+
+def _values(numel: int) -> torch.Tensor:
+    """The first elements of what the calling thread decodes into, in fp64 [numel]."""
     if not hasattr(_local, "scratch"):
         _local.scratch = Scratch(ELEMENTS)
     scratch: Scratch = _local.scratch
-    return scratch
-
-
-def _spans(layout: Layout, part: Part) -> Iterator[tuple[int, int, list[Piece]]]:
-    """(start, stop, pieces): runs of bytes that cover the part, each with whole pieces of at most `ELEMENTS`.
-
-    A span has at most `ELEMENTS` × 8 bytes and the padding on both sides; an update has no header.
-    """
-    start = end = part.start
-    held: list[Piece] = []
-    for piece in _small_pieces(layout, part):
-        if held and piece.offset + piece.nbytes - start > ELEMENTS * WIDEST_BYTES:
-            yield start, end, held
-            start, held = end, []
-        held.append(piece)
-        end = piece.offset + piece.nbytes
-    if part.stop > start:
-        yield start, part.stop, held
-
-
-def _small_pieces(layout: Layout, part: Part) -> Iterator[Piece]:
-    for piece in part.pieces:
-        if piece.numel <= ELEMENTS:
-            yield piece
-            continue
-        for start in range(piece.start, piece.stop, ELEMENTS):
-            yield layout.piece(piece.segment, start, min(start + ELEMENTS, piece.stop))
+    return scratch.tensor("values", torch.float64, numel)

@@ -9,7 +9,7 @@ import time
 
 from aiohttp import web
 
-from atoll.aggregation.inspect import inspect_part
+from atoll.aggregation.inspect import Inspection
 from atoll.errors import (
     BadRequest,
     ConfigError,
@@ -48,6 +48,7 @@ class Handlers:
 
     def __init__(self, run: Run) -> None:
         self.run, self.store, self.plan = run, run.store, run.plan
+        self._inspection = Inspection(run.plan.update, run.plan.codecs)
 
     # -- what a run is
 
@@ -236,18 +237,17 @@ class Handlers:
         loop = asyncio.get_running_loop()
         writer: PartWriter = await loop.run_in_executor(self.run.io, spool.begin_part, part)
         try:
-            digest = await receive_part(
-                request,
-                writer,
-                layout.parts[part].nbytes,
-                pool=self.run.io,
-                idle_timeout_s=self.plan.settings.idle_timeout_s,
-                on_bytes=lambda count: self._count_up(lease.site, count),
-            )
-            await loop.run_in_executor(self.run.io, writer.close)
-            stats = await loop.run_in_executor(
-                self.run.io, inspect_part, spool.fd, layout, layout.parts[part], self.plan.codecs
-            )
+            with self._inspection.begin(layout.parts[part], writer.write) as inspector:
+                digest = await receive_part(
+                    request,
+                    inspector.feed,
+                    layout.parts[part].nbytes,
+                    pool=self.run.io,
+                    idle_timeout_s=self.plan.settings.idle_timeout_s,
+                    on_bytes=lambda count: self._count_up(lease.site, count),
+                )
+                stats = inspector.stats()
+            writer.close()
             if stats.digest != digest:
                 raise PartCorrupt(f"Part {part} of ticket {ticket} arrived damaged.", "Send this part again.")
             self._require_open(lease, ticket)

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Protocol
 
 from aiohttp import web
 
@@ -20,12 +19,6 @@ from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.wire.routes import DIGEST_BYTES
 
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
-
-
-class PartSink(Protocol):
-    """Takes the bytes of one part in order, in a pool thread."""
-
-    def write(self, data: bytes | memoryview) -> None: ...
 
 
 class RangeNotSatisfiable(Exception):
@@ -114,14 +107,14 @@ async def serve_file(
 
 async def receive_part(
     request: web.Request,
-    sink: PartSink,
+    sink: Callable[[memoryview], None],
     nbytes: int,
     *,
     pool: Executor,
     idle_timeout_s: float,
     on_bytes: Callable[[int], None],
 ) -> bytes:
-    """Read a part's body into `sink`; returns the BLAKE3 that followed the bytes.
+    """Give a part's bytes to `sink`, in order and in a thread of `pool`; returns the BLAKE3 that followed them.
 
     Raises:
         BadRequest: the Content-Length is not that of the part and its digest.
@@ -135,7 +128,7 @@ async def receive_part(
 
     def flush(chunks: list[bytes]) -> None:
         for chunk in chunks:
-            sink.write(chunk)
+            sink(memoryview(chunk))
 
     watch = _Watch(request, idle_timeout_s)
     try:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import http.client
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Protocol
 
 from blake3 import blake3
@@ -28,6 +29,34 @@ class Sink(Protocol):
     """Takes the bytes of a file at their offsets, from several threads."""
 
     def write(self, offset: int, data: memoryview) -> None: ...
+
+
+class Pushing:
+    """Parts on their way while the file is still being written. `Parts.pushing` gives it.
+
+    Attributes:
+        sent: indices of the parts that the server has.
+        error: what ended the sending; None while nothing has.
+        ended: nothing more is sent once it is set.
+    """
+
+    def __init__(self, pool: Executor, send: Callable[[Part, bytes], bool]) -> None:
+        self.sent: set[int] = set()
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+        self._pool, self._do = pool, send
+
+    def add(self, part: Part, digest: bytes) -> None:
+        """`part` is in the file and will not change; `digest` is its BLAKE3."""
+        if not self.ended.is_set():
+            self._pool.submit(self._send, part, digest)
+
+    def _send(self, part: Part, digest: bytes) -> None:
+        try:
+            if self._do(part, digest):
+                self.sent.add(part.index)
+        except BaseException as error:  # whoever asks finds it in `error`
+            self.error = self.error or error
 
 
 class Parts:
@@ -111,20 +140,53 @@ class Parts:
 
         The file must not change before the server has said that it has all of it.
         """
+        self._spread(
+            lambda lane, part: self._send(lane, path_of(part.index), fd, part, digests[part.index], on_bytes, abort),
+            parts,
+        )
 
-        def send(lane: Lane, part: Part) -> None:
-            def sent(count: int) -> None:
-                self._http.counters.add(up=count)
-                self._tell(count, on_bytes, abort)
+    @contextmanager
+    def pushing(
+        self, path_of: Callable[[int], str], fd: int, *, on_bytes: Callable[[int], None] | None = None
+    ) -> Iterator[Pushing]:
+        """Send parts of the file `fd` while it is still being written: each when it is added, which never waits.
 
-            headers = self._http.headers({"Content-Type": "application/octet-stream"})
-            digest = digests[part.index]
-            status, body = lane.put(path_of(part.index), headers, fd, part.start, part.stop, digest, sent)
-            if status >= 300:
-                raise problem_of(status, body)
-            failpoint("push.part")
+        What fails is not raised: it ends the sending, and `Pushing.error` has it. On leaving, what was added is sent.
+        """
+        with ThreadPoolExecutor(self._connections, thread_name_prefix="atoll-part") as pool:
+            pushing = Pushing(
+                pool,
+                lambda part, digest: self._attempt(
+                    lambda lane, each: self._send(lane, path_of(each.index), fd, each, digest, on_bytes, None),
+                    part,
+                    pushing.ended,
+                ),
+            )
+            try:
+                yield pushing
+            except BaseException:
+                pushing.ended.set()
+                raise
 
-        self._spread(send, parts)
+    def _send(
+        self,
+        lane: Lane,
+        path: str,
+        fd: int,
+        part: Part,
+        digest: bytes,
+        on_bytes: Callable[[int], None] | None,
+        abort: threading.Event | None,
+    ) -> None:
+        def sent(count: int) -> None:
+            self._http.counters.add(up=count)
+            self._tell(count, on_bytes, abort)
+
+        headers = self._http.headers({"Content-Type": "application/octet-stream"})
+        status, body = lane.put(path, headers, fd, part.start, part.stop, digest, sent)
+        if status >= 300:
+            raise problem_of(status, body)
+        failpoint("push.part")
 
     def _tell(self, count: int, on_bytes: Callable[[int], None] | None, abort: threading.Event | None) -> None:
         if on_bytes:
@@ -135,29 +197,12 @@ class Parts:
     def _spread(self, work: Callable[[Lane, Part], None], parts: Sequence[Part]) -> None:
         """Run `work` for every part over the connections; the first lasting failure ends it, and is raised."""
         failed = threading.Event()
-
-        def attempt(part: Part) -> None:
-            for number in range(1, PART_ATTEMPTS + 1):
-                if failed.is_set():
-                    return
-                try:
-                    self._once(work, part)
-                    return
-                except (PartCorrupt, ServerUnreachable, TransferStalled):
-                    self._http.counters.add(retries=1)
-                    if number == PART_ATTEMPTS:
-                        failed.set()
-                        raise
-                except BaseException:
-                    failed.set()
-                    raise
-
         if len(parts) <= 1:
             for part in parts:
-                attempt(part)
+                self._attempt(work, part, failed)
             return
         with ThreadPoolExecutor(min(self._connections, len(parts)), thread_name_prefix="atoll-part") as pool:
-            futures: list[Future[None]] = [pool.submit(attempt, part) for part in parts]
+            futures: list[Future[bool]] = [pool.submit(self._attempt, work, part, failed) for part in parts]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             errors = [error for future in done if (error := future.exception())]
             if errors:
@@ -165,6 +210,24 @@ class Parts:
                 for future in futures:
                     future.cancel()
                 raise errors[0]
+
+    def _attempt(self, work: Callable[[Lane, Part], None], part: Part, failed: threading.Event) -> bool:
+        """Do one part, with a few attempts; False, and not done, where another one has failed for good."""
+        for number in range(1, PART_ATTEMPTS + 1):
+            if failed.is_set():
+                break
+            try:
+                self._once(work, part)
+                return True
+            except (PartCorrupt, ServerUnreachable, TransferStalled):
+                self._http.counters.add(retries=1)
+                if number == PART_ATTEMPTS:
+                    failed.set()
+                    raise
+            except BaseException:
+                failed.set()
+                raise
+        return False
 
     def _once(self, work: Callable[[Lane, Part], None], part: Part) -> None:
         """One attempt on a connection, which is kept only if all went well: else its state is not known."""

@@ -241,7 +241,14 @@ class DiLoCo:
         metrics = dict(self._pending_metrics) | finite_metrics(self._metrics() if self._metrics else {}, session.site)
         weight = self._weight() if callable(self._weight) else self._weight
         steps = self.step - self._base_step
-        formed = session.form(ticket, self._tensors, weight=positive(weight), steps=steps, metrics=metrics)
+        formed = session.submit(
+            ticket,
+            self._tensors,
+            weight=positive(weight),
+            steps=steps,
+            metrics=metrics,
+            max_retries=self._max_retries,
+        )
         if formed.norm == 0.0:
             LOG.warning(
                 "%s: the pseudo-gradient is all zero after %d steps. Does the optimizer hold this model's parameters, "
@@ -249,7 +256,6 @@ class DiLoCo:
                 session.site,
                 steps,
             )
-        session.send(self._max_retries)
         session.refusals = 0
         self._await_result(session)
 

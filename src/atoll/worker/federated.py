@@ -205,9 +205,8 @@ class FederatedRound:
                 "Call round.load_into(model) before training.",
             )
         finite = finite_metrics(metrics or {}, self._session.site)
-        self._session.form(self._ticket, tensors, weight=positive(weight), steps=steps, metrics=finite)
         try:
-            self._session.send()
+            self._session.submit(self._ticket, tensors, weight=positive(weight), steps=steps, metrics=finite)
         except TicketClosed as error:
             LOG.warning("%s: round %d went on without this update: %s", self._session.site, self.number, error)
             self._session.outbox.clear()

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import time
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from atoll.codecs.update import codecs_of, encoded_layout
 from atoll.errors import Gone, TicketClosed, UpdateRefused, VersionSkew
 from atoll.failpoints import failpoint
 from atoll.tensors.chunks import Scatter
-from atoll.tensors.layout import Layout, version_layout
+from atoll.tensors.layout import Layout, Part, version_layout
 from atoll.tensors.modules import Tensors
 from atoll.tensors.schema import Schema
 from atoll.transport.parts import Parts, Sink
@@ -25,7 +26,7 @@ from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.connection import Connection
 from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, locked
-from atoll.worker.reporting import LOG, progress, size
+from atoll.worker.reporting import LOG, Progress, progress, size
 
 MAX_REFUSALS = 5
 """In a row, after which a worker gives up: it would train and be refused for ever."""
@@ -173,6 +174,36 @@ class Session(Connection):
         if into is not None and resumed:
             update.load_(into, base)
 
+    def submit(
+        self,
+        ticket: messages.Ticket,
+        tensors: Tensors,
+        *,
+        weight: float,
+        steps: int,
+        metrics: dict[str, float],
+        max_retries: int | None = None,
+    ) -> update.Formed:
+        """Form the update of this ticket and send it; its parts are on their way while the later ones are formed.
+
+        Raises:
+            TicketClosed, UpdateRefused: as `send`.
+        """
+        parts = self.outbox.layout.parts
+        if len(parts) == 1:
+            formed = self.form(ticket, tensors, weight=weight, steps=steps, metrics=metrics)
+            self.send(max_retries)
+            return formed
+        self._tell_submitting(ticket.base_version + 1)
+        with progress(f"{self.site}: submitting", self.outbox.layout.nbytes) as bar:
+            path_of = functools.partial(_part_path, ticket.ticket)
+            with self.parts.pushing(path_of, self.outbox.fd, on_bytes=bar.add) as pushing:
+                formed = self.form(ticket, tensors, weight=weight, steps=steps, metrics=metrics, on_part=pushing.add)
+            if isinstance(pushing.error, UpdateRefused):
+                raise pushing.error
+            self._complete(bar, None if pushing.error else pushing.sent, max_retries)
+        return formed
+
     def form(
         self,
         ticket: messages.Ticket,
@@ -181,6 +212,7 @@ class Session(Connection):
         weight: float,
         steps: int,
         metrics: dict[str, float],
+        on_part: Callable[[Part, bytes], None] | None = None,
     ) -> update.Formed:
         """Write the update of this ticket into the outbox; from here on it survives this process."""
         if ticket.layout_digest != self.outbox.layout.digest:
@@ -189,7 +221,7 @@ class Session(Connection):
                 "Upgrade Atoll to the same version on both sides.",
             )
         self.outbox.clear()
-        formed = update.form_update(self.outbox, self.base, tensors, self.codecs)
+        formed = update.form_update(self.outbox, self.base, tensors, self.codecs, on_part)
         self.outbox.seal(
             OutboxNote(
                 run=self.info.run,
@@ -216,6 +248,14 @@ class Session(Connection):
         """
         note = self.outbox.note
         assert note is not None
+        self._tell_submitting(note.base_version + 1)
+        with progress(f"{self.site}: submitting", self.outbox.layout.nbytes) as bar:
+            return self._complete(bar, None if self.resuming else set(), max_retries)
+
+    def _complete(self, bar: Progress, sent: Collection[int] | None, max_retries: int | None) -> messages.Receipt:
+        """Send the parts but for those `sent`, then the word; None: ask the server which it has."""
+        note = self.outbox.note
+        assert note is not None
         digests = [bytes.fromhex(text) for text in note.part_digests]
         complete = messages.Complete(
             digest=note.digest,
@@ -224,36 +264,42 @@ class Session(Connection):
             steps=note.steps,
             metrics=note.metrics,
         )
-        first = True
 
         def submit() -> messages.Receipt:
-            nonlocal first
-            parts = self.outbox.layout.parts
-            if not first or self.resuming:
-                state = self.http.get(routes.TICKET.format(ticket=note.ticket), messages.TicketState)
-                if state.outcome.state == "expired":
-                    raise TicketClosed(f"The round of ticket {note.ticket} is over: {state.outcome.reason}.")
-                if state.outcome.state in ("accepted", "counted"):
-                    parts = ()
-                have = dict(zip(state.parts, state.part_digests, strict=True))
-                parts = tuple(part for part in parts if have.get(part.index) != note.part_digests[part.index])
-            first = False
+            nonlocal sent
+            has = self._parts_at_server(note) if sent is None else sent
+            sent = None
+            parts = [part for part in self.outbox.layout.parts if part.index not in has]
             self.parts.push(
-                lambda part: routes.PART.format(ticket=note.ticket, part=part),
-                self.outbox.fd,
-                parts,
-                digests,
-                on_bytes=bar.add,
+                functools.partial(_part_path, note.ticket), self.outbox.fd, parts, digests, on_bytes=bar.add
             )
             return self.http.post(routes.COMPLETE.format(ticket=note.ticket), complete, messages.Receipt)
 
-        self.heartbeat = self.heartbeat.model_copy(update={"state": f"submitting to round {note.base_version + 1}"})
-        with progress(f"{self.site}: submitting", self.outbox.layout.nbytes) as bar:
-            receipt = self.patiently(submit, max_retries, "submit")
+        receipt = self.patiently(submit, max_retries, "submit")
         self.resuming = False
         failpoint("worker.acknowledged")
         LOG.debug("%s: submitted %s for version %d", self.site, size(self.outbox.layout.nbytes), note.base_version)
         return receipt
+
+    def _parts_at_server(self, note: OutboxNote) -> Collection[int]:
+        """Indices of the parts that need not be sent: an attempt before this one, or an earlier process, sent them.
+
+        Raises:
+            TicketClosed: the round went on without this update.
+        """
+        state = self.http.get(routes.TICKET.format(ticket=note.ticket), messages.TicketState)
+        if state.outcome.state == "expired":
+            raise TicketClosed(f"The round of ticket {note.ticket} is over: {state.outcome.reason}.")
+        if state.outcome.state in ("accepted", "counted"):
+            return range(len(note.part_digests))
+        return {
+            index
+            for index, digest in zip(state.parts, state.part_digests, strict=True)
+            if digest == note.part_digests[index]
+        }
+
+    def _tell_submitting(self, number: int) -> None:
+        self.heartbeat = self.heartbeat.model_copy(update={"state": f"submitting to round {number}"})
 
     def outcome(self, ticket: int, max_retries: int | None = None) -> messages.Outcome:
         """What became of a ticket; one that the server does not know any more has expired."""
@@ -342,3 +388,7 @@ class Session(Connection):
             LOG.warning("%s: %s", self.site, error)
             self.outbox.clear()
         return True
+
+
+def _part_path(ticket: int, part: int) -> str:
+    return routes.PART.format(ticket=ticket, part=part)

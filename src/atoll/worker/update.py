@@ -7,7 +7,7 @@ as raw values. Memory is a few fixed scratches, whatever the model's size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from atoll.codecs.base import Codec
 from atoll.tensors.alone import alone
 from atoll.tensors.chunks import CHUNK_ELEMENTS, assign_run_, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
-from atoll.tensors.layout import ALIGN_BYTES, Piece, chunks
+from atoll.tensors.layout import ALIGN_BYTES, Part, Piece, chunks
 from atoll.tensors.modules import Tensors
 from atoll.tensors.schema import PARAMS
 from atoll.worker.files import BaseFile, Outbox
@@ -38,7 +38,13 @@ class Formed:
     norm: float
 
 
-def form_update(outbox: Outbox, base: BaseFile, tensors: Tensors, codecs: Mapping[str, Codec]) -> Formed:
+def form_update(
+    outbox: Outbox,
+    base: BaseFile,
+    tensors: Tensors,
+    codecs: Mapping[str, Codec],
+    on_part: Callable[[Part, bytes], None] | None = None,
+) -> Formed:
     """Write the update of `tensors` against `base` into the outbox.
 
     Args:
@@ -46,10 +52,15 @@ def form_update(outbox: Outbox, base: BaseFile, tensors: Tensors, codecs: Mappin
         base: the version that was trained from.
         tensors: the model's own tensors, by name; not changed.
         codecs: by name, all that the layout uses.
+        on_part: told of each part, with its BLAKE3, as soon as it is in the outbox.
     """
     former = _Former(outbox, base, tensors, codecs)
     with torch.no_grad(), alone():
-        digests = [former.part(index) for index in range(len(outbox.layout.parts))]
+        digests = []
+        for part in outbox.layout.parts:
+            digests.append(former.part(part))
+            if on_part is not None:
+                on_part(part, digests[-1])
     return Formed(digests, outbox.layout.update_digest(digests), math.sqrt(former.sum_squares))
 
 
@@ -62,9 +73,8 @@ class _Former:
         self.delta_scratch = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)
         self.sum_squares = 0.0
 
-    def part(self, index: int) -> bytes:
+    def part(self, part: Part) -> bytes:
         """Encode one part; returns its BLAKE3."""
-        part = self.outbox.layout.parts[index]
         hasher = blake3()
         begin = end = part.start  # file offsets of what the buffer holds
         for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
