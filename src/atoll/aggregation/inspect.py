@@ -153,7 +153,7 @@ class Inspection:
 class PartInspector:
     """Takes the bytes of one part, in order; one thread at a time. A context: on leaving it, its memory is given back.
 
-    Who leaves it while another thread is in `feed` leaves the memory to that thread.
+    Who leaves it while another thread is in `take` leaves the memory to that thread.
     """
 
     def __init__(
@@ -179,23 +179,28 @@ class PartInspector:
             self._inspection.keep(self._scratch)
             self._busy.release()
 
-    def feed(self, data: bytes | memoryview) -> None:
-        """The next bytes of the part.
+    @property
+    def complete(self) -> bool:
+        """Whether every byte of the part was written and looked at."""
+        return self._next == len(self._spans)
+
+    def take(self, fill: Callable[[memoryview], int]) -> None:
+        """Have memory filled until there is no more for now, or until the part is complete.
+
+        Args:
+            fill: brings the next bytes into the memory it is given, from its start; returns how many, 0: none for now.
 
         Raises:
-            BadRequest: they are more than the part has.
-            Exception: what `write` raised.
+            Exception: what `fill` raised, or the writer.
         """
-        rest = memoryview(data)
         with self._busy, alone():
-            while rest:
-                if self._left or self._next == len(self._spans):
-                    raise BadRequest(f"Part {self._index} is over; more bytes came.", "Cut it as the ticket says.")
+            while not self.complete and not self._left:
                 span = self._spans[self._next]
                 room = self._scratch.view("source", span.stop - span.start)[self._filled :]
-                count = min(len(room), len(rest))
-                room[:count] = rest[:count]
-                rest, self._filled = rest[count:], self._filled + count
+                count = fill(room)
+                if not count:
+                    return
+                self._filled += count
                 if count == len(room):
                     self._look(span)
                     self._next, self._filled = self._next + 1, 0
@@ -206,7 +211,7 @@ class PartInspector:
         Raises:
             BadRequest: it is not all there.
         """
-        if self._next < len(self._spans):
+        if not self.complete:
             raise BadRequest(f"Part {self._index} is not all there.", "Send it again.")
         return PartStats(self._hasher.digest(), self._sumsq, self._bad[0] if self._bad else None)
 

@@ -17,6 +17,7 @@ from atoll.errors import AtollError, BadRequest, SyncFailed
 from atoll.server.auth import IDENTITY, Gate
 from atoll.server.handlers import Handlers
 from atoll.server.run import Run
+from atoll.transport.bypass import bypass_of
 from atoll.wire import messages, routes
 from atoll.wire.operations import OPERATIONS, STATUS_OF, Operation, openapi
 
@@ -146,6 +147,10 @@ def _guard(gate: Gate, run: Run) -> Any:
         except Exception:
             LOG.exception("%s %s", request.method, request.path)
             return problem("error", "The server failed; its log says why.")
+        finally:
+            bypass = bypass_of(request)
+            if bypass is not None and request.method == "PUT":
+                bypass.end_part()
 
     return guard
 

@@ -27,6 +27,7 @@ from atoll.server.run import Run
 from atoll.server.status import status_of
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.modules import Tensors
+from atoll.transport.bypass import Bypass
 from atoll.transport.tls import server_context
 from atoll.wire import messages, routes
 
@@ -223,6 +224,7 @@ class Server:
             keepalive_timeout=75.0,
             shutdown_timeout=2.0,
         )
+        accept: asyncio.Server | None = None
         try:
             await runner.setup()
             context = None
@@ -230,12 +232,17 @@ class Server:
                 context = server_context(self.settings.tls_cert, self.settings.tls_key)
             run.start()
             self._run = run
-            site = web.SockSite(runner, listener, ssl_context=context, backlog=1024)
-            await site.start()
+            protocol = runner.server
+            assert protocol is not None
+            accept = await self._loop.create_server(
+                protocol if context else lambda: Bypass(protocol()), sock=listener, ssl=context, backlog=1024
+            )
             self.port = listener.getsockname()[1]
             self._ready.set()
             await self._until_end(run)
         finally:
+            if accept is not None:
+                accept.close()
             await runner.cleanup()
             self._last_status = status_of(run)
             await run.stop()

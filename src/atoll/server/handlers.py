@@ -240,7 +240,7 @@ class Handlers:
             with self._inspection.begin(layout.parts[part], writer.write) as inspector:
                 digest = await receive_part(
                     request,
-                    inspector.feed,
+                    inspector,
                     layout.parts[part].nbytes,
                     pool=self.run.io,
                     idle_timeout_s=self.plan.settings.idle_timeout_s,

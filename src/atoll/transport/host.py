@@ -1,6 +1,7 @@
 """The server's end of tensor bytes: a range of a pinned file out, a part of an update in.
 
-Bytes are copied between socket and page cache in runs of about 1 MiB. `sendfile` is not used: it would queue
+Bytes are copied between socket and page cache in runs of about 1 MiB: by pool threads on the socket itself where a
+`Bypass` stands in front of aiohttp, else (TLS) through aiohttp's streams. `sendfile` is not used: it would queue
 references to pages, and a slot may be rewritten once its last reader is done, while such pages are still on their way.
 """
 
@@ -11,12 +12,17 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import Executor
+from typing import Protocol
 
 from aiohttp import web
 
 from atoll.errors import BadRequest
 from atoll.tensors.chunks import CHUNK_BYTES
+from atoll.transport.bypass import Bypass, Fill, Idle, break_off, bypass_of
 from atoll.wire.routes import DIGEST_BYTES
+
+FIRST_BYTES = 2**16
+"""Of a body that goes past aiohttp: sent through it, so that the head of the answer is on its way before."""
 
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
@@ -82,32 +88,66 @@ async def serve_file(
     response = web.StreamResponse(status=206 if chosen is not None else 200, headers=headers)
     response.content_length = stop - start
     await response.prepare(request)
-    loop = asyncio.get_running_loop()
-    watch = _Watch(request, idle_timeout_s)
-    scratch = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
-    try:
-        while start < stop:
-            data = _read_cached(fd, scratch[: stop - start], start)
-            if data is None:
-                data = memoryview(await loop.run_in_executor(pool, os.pread, fd, min(CHUNK_BYTES, stop - start), start))
-            if revoked() or not data:
-                _break_off(request)
-                return response
-            await response.write(data)
-            start += len(data)
-            watch.moved = True
-            on_bytes(len(data))
-            if request.transport is None or request.transport.get_write_buffer_size():
-                scratch = memoryview(bytearray(len(scratch)))  # the old one is still queued
-        await response.write_eof()
-    finally:
-        watch.end()
+    with Idle(request, idle_timeout_s, on_bytes) as idle:
+        bypass = bypass_of(request)
+        if bypass is not None and stop - start > CHUNK_BYTES:
+            first = await _write(request, response, fd, start, start + FIRST_BYTES, pool, idle, revoked)
+            sent = first and await _send(request, bypass, fd, (start + FIRST_BYTES, stop), pool, idle, revoked)
+        else:
+            sent = await _write(request, response, fd, start, stop, pool, idle, revoked)
+        if sent:
+            await response.write_eof()
     return response
+
+
+async def _send(
+    request: web.Request,
+    bypass: Bypass,
+    fd: int,
+    span: tuple[int, int],
+    pool: Executor,
+    idle: Idle,
+    revoked: Callable[[], bool],
+) -> bool:
+    try:
+        sent = await bypass.send(fd, *span, pool, idle, revoked)
+    except (OSError, EOFError):
+        sent = False
+    if not sent:
+        break_off(request)
+    return sent
+
+
+async def _write(
+    request: web.Request,
+    response: web.StreamResponse,
+    fd: int,
+    start: int,
+    stop: int,
+    pool: Executor,
+    idle: Idle,
+    revoked: Callable[[], bool],
+) -> bool:
+    """Send bytes [start, stop) through aiohttp; False, and the connection broken off, where they cannot be had."""
+    loop = asyncio.get_running_loop()
+    scratch = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
+    while start < stop:
+        data = _read_cached(fd, scratch[: stop - start], start)
+        if data is None:
+            data = memoryview(await loop.run_in_executor(pool, os.pread, fd, min(CHUNK_BYTES, stop - start), start))
+        if revoked() or not data:
+            break_off(request)
+            return False
+        await response.write(data)
+        start += idle.add(len(data))
+        if request.transport is None or request.transport.get_write_buffer_size():
+            scratch = memoryview(bytearray(len(scratch)))  # the old one is still queued
+    return True
 
 
 async def receive_part(
     request: web.Request,
-    sink: Callable[[memoryview], None],
+    sink: PartSink,
     nbytes: int,
     *,
     pool: Executor,
@@ -121,44 +161,87 @@ async def receive_part(
         ConnectionError: no byte came for the idle timeout, or the other side went away.
     """
     require_length(request, nbytes)
+    body, bypass = _Body(sink), bypass_of(request)
+    with Idle(request, idle_timeout_s, on_bytes) as idle:
+        if bypass is not None and bypass.body_bytes:
+            await bypass.receive(body.take, pool, idle)
+        else:
+            await _read(request, body, pool, idle)
+    return bytes(body.digest)
+
+
+class PartSink(Protocol):
+    """Where the bytes of a part go."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has all of them."""
+        ...
+
+    def take(self, fill: Fill) -> None:
+        """Have memory filled until there is no more for now, or until it is complete."""
+        ...
+
+
+class _Body:
+    """A part, and the digest that follows it."""
+
+    def __init__(self, sink: PartSink) -> None:
+        self._sink, self.digest, self._digest_left = sink, bytearray(DIGEST_BYTES), DIGEST_BYTES
+
+    def take(self, fill: Fill) -> None:
+        if not self._sink.complete:
+            self._sink.take(fill)
+        while self._sink.complete and self._digest_left:
+            count = fill(memoryview(self.digest)[-self._digest_left :])
+            if not count:
+                return
+            self._digest_left -= count
+
+    @property
+    def complete(self) -> bool:
+        return self._sink.complete and not self._digest_left
+
+
+async def _read(request: web.Request, body: _Body, pool: Executor, idle: Idle) -> None:
+    """Receive through aiohttp."""
     loop = asyncio.get_running_loop()
-    left, trailer = nbytes, b""
     held: list[bytes] = []
-    held_bytes = 0
+    held_bytes, left = 0, request.content_length or 0
+    while not body.complete:
+        data, _ = await request.content.readchunk()  # as it came; readany would copy runs together
+        if not data:
+            raise BadRequest("The body ended before the part did.", "Send the part again.")
+        left -= idle.add(len(data))
+        held.append(data)
+        held_bytes += len(data)
+        if held_bytes >= CHUNK_BYTES or left == 0:
+            await loop.run_in_executor(pool, body.take, _copier(held))
+            held, held_bytes = [], 0
 
-    def flush(chunks: list[bytes]) -> None:
-        for chunk in chunks:
-            sink(memoryview(chunk))
 
-    watch = _Watch(request, idle_timeout_s)
-    try:
-        while len(trailer) < DIGEST_BYTES:
-            data, _ = await request.content.readchunk()  # as it came; readany would copy runs together
-            if not data:
-                raise BadRequest("The body ended before the part did.", "Send the part again.")
-            watch.moved = True
-            on_bytes(len(data))
-            if len(data) > left:
-                trailer += data[left:]
-                data = data[:left]
-            left -= len(data)
-            if data:
-                held.append(data)
-                held_bytes += len(data)
-            if held and (held_bytes >= CHUNK_BYTES or left == 0):
-                await loop.run_in_executor(pool, flush, held)
-                held, held_bytes = [], 0
-    finally:
-        watch.end()
-    return trailer
+def _copier(chunks: list[bytes]) -> Fill:
+    """Fills memory from chunks, one after the other."""
+    rest, views = memoryview(b""), (memoryview(chunk) for chunk in chunks)
+
+    def fill(room: memoryview) -> int:
+        nonlocal rest
+        rest = rest or next(views, rest)
+        count = min(len(room), len(rest))
+        room[:count] = rest[:count]
+        rest = rest[count:]
+        return count
+
+    return fill
 
 
 def require_length(request: web.Request, nbytes: int) -> None:
     """Refuse a part of another size before a byte of it is read."""
-    expected = nbytes + DIGEST_BYTES
-    if request.content_length != expected:
+    expected, bypass = nbytes + DIGEST_BYTES, bypass_of(request)
+    told = (bypass.body_bytes if bypass else 0) or request.content_length
+    if told != expected:
         raise BadRequest(
-            f"The part has a Content-Length of {request.content_length}, not {expected} ({nbytes} and its digest).",
+            f"The part has a Content-Length of {told}, not {expected} ({nbytes} and its digest).",
             "Cut the update as the ticket's layout says.",
         )
 
@@ -170,27 +253,3 @@ def _read_cached(fd: int, scratch: memoryview, offset: int) -> memoryview | None
     except OSError:  # not cached (EAGAIN), or a file system that cannot say
         return None
     return scratch[:done] if done else None
-
-
-class _Watch:
-    """Breaks a connection off when no byte has moved for a while: one timer a transfer, not one a run of bytes."""
-
-    def __init__(self, request: web.Request, idle_timeout_s: float) -> None:
-        self.moved = False
-        self._request, self._idle_timeout_s = request, idle_timeout_s
-        self._timer = asyncio.get_running_loop().call_later(idle_timeout_s, self._look)
-
-    def _look(self) -> None:
-        if not self.moved:
-            _break_off(self._request)
-            return
-        self.moved = False
-        self._timer = asyncio.get_running_loop().call_later(self._idle_timeout_s, self._look)
-
-    def end(self) -> None:
-        self._timer.cancel()
-
-
-def _break_off(request: web.Request) -> None:
-    if request.transport is not None:
-        request.transport.abort()

@@ -199,9 +199,7 @@ class Session(Connection):
             path_of = functools.partial(_part_path, ticket.ticket)
             with self.parts.pushing(path_of, self.outbox.fd, on_bytes=bar.add) as pushing:
                 formed = self.form(ticket, tensors, weight=weight, steps=steps, metrics=metrics, on_part=pushing.add)
-            if isinstance(pushing.error, UpdateRefused):
-                raise pushing.error
-            self._complete(bar, None if pushing.error else pushing.sent, max_retries)
+            self._complete(bar, pushing.sent, pushing.error, max_retries)
         return formed
 
     def form(
@@ -250,10 +248,17 @@ class Session(Connection):
         assert note is not None
         self._tell_submitting(note.base_version + 1)
         with progress(f"{self.site}: submitting", self.outbox.layout.nbytes) as bar:
-            return self._complete(bar, None if self.resuming else set(), max_retries)
+            return self._complete(bar, None if self.resuming else set(), None, max_retries)
 
-    def _complete(self, bar: Progress, sent: Collection[int] | None, max_retries: int | None) -> messages.Receipt:
-        """Send the parts but for those `sent`, then the word; None: ask the server which it has."""
+    def _complete(
+        self, bar: Progress, sent: Collection[int] | None, failure: BaseException | None, max_retries: int | None
+    ) -> messages.Receipt:
+        """Send the parts but for those `sent`, then the word.
+
+        Args:
+            sent: indices; None: ask the server which it has.
+            failure: what ended an attempt that has begun already.
+        """
         note = self.outbox.note
         assert note is not None
         digests = [bytes.fromhex(text) for text in note.part_digests]
@@ -266,9 +271,13 @@ class Session(Connection):
         )
 
         def submit() -> messages.Receipt:
-            nonlocal sent
-            has = self._parts_at_server(note) if sent is None else sent
-            sent = None
+            nonlocal sent, failure
+            has, sent = sent, None
+            if failure is not None:
+                error, failure = failure, None
+                raise error
+            if has is None:
+                has = self._parts_at_server(note)
             parts = [part for part in self.outbox.layout.parts if part.index not in has]
             self.parts.push(
                 functools.partial(_part_path, note.ticket), self.outbox.fd, parts, digests, on_bytes=bar.add

@@ -1,0 +1,400 @@
+"""Tensor bytes between a socket and memory without the HTTP parser: what the server's large transfers go through.
+
+aiohttp's parser and its streams cost more than everything else that is done with the bytes of a part (0.3 CPU-seconds
+a GB, one thread, two copies). So a `Bypass` stands between the transport and aiohttp's protocol. Everything passes
+through it unchanged, but for the body of a part's upload: aiohttp is told that the request has none, and the handler
+has the bytes received by a pool thread, straight into the memory where they are hashed and written from. Downloads
+use the same socket the other way round, once aiohttp has sent the head of its answer.
+
+It holds back a body only where it knows for certain where requests begin and end: from the first byte of a
+connection, as long as that brings nothing but GETs without a body and parts with a Content-Length, in the plainest
+HTTP/1.1. Anything else makes it a mere wire for the rest of the connection. Under TLS the bytes are not on the
+socket: there aiohttp's own streams do the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import select
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from typing import TypeVar
+
+from aiohttp import web
+
+from atoll.tensors.chunks import CHUNK_BYTES
+from atoll.wire import routes
+
+T = TypeVar("T")
+
+Fill = Callable[[memoryview], int]
+"""Fills memory from its start, and returns how many bytes it brought; 0: no more for now."""
+
+Take = Callable[[Fill], None]
+"""Has memory filled until there is no more for now, or until it has all it wants."""
+
+SLICE_S = 0.05
+"""The longest that a transfer keeps a pool thread, so that every connection has its turn."""
+PATIENCE_S = 0.002
+"""How long a pool thread waits for a peer before it gives the socket back to the event loop."""
+DISCARD_S = 10.0
+"""How long the rest of a refused part is read away, so that the peer gets to read why."""
+
+_PART = re.compile(re.sub(r"\\\{\w+\\\}", "[0-9]+", re.escape(routes.PART)).encode())
+_HEADER = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\r\n\x00]*)")
+_METHODS = (b"GET ", b"PUT ")
+_NOT_PLAIN = frozenset({b"transfer-encoding", b"upgrade", b"expect", b"connection", b"te", b"trailer"})
+"""Headers that may change where a request ends, or what comes after it."""
+
+
+class Bypass(asyncio.Protocol):
+    """Stands between a plain TCP transport and aiohttp's protocol.
+
+    Args:
+        inner: aiohttp's protocol for this connection.
+    """
+
+    def __init__(self, inner: asyncio.Protocol) -> None:
+        self._inner = inner
+        self._transport: asyncio.Transport | None = None
+        self._held = b""  # of a head that is not all there, or behind a body
+        self._wire = False  # passes everything on, for the rest of the connection
+        self._part = False  # is being answered; nothing behind it is read before
+        self._body_left = 0  # of its body, which is held back
+        self._early = b""  # its first bytes, where they came with the head
+        self._discarding: asyncio.TimerHandle | None = None
+        self._written = asyncio.Event()
+        self._written.set()
+
+    # -- between transport and aiohttp
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._inner.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._written.set()
+        if self._discarding is not None:
+            self._discarding.cancel()
+        self._inner.connection_lost(exc)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._written.clear()
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._written.set()
+        self._inner.resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        if self._wire:
+            self._inner.data_received(data)
+        elif self._part:
+            self._discard(data)
+        else:
+            self._heads(self._held + data)
+
+    def _heads(self, data: bytes) -> None:
+        """Pass on whole heads, up to one whose body is held back."""
+        while data and not self._part:
+            end = data.find(b"\r\n\r\n") + 4
+            if end < 4:
+                if len(data) <= routes.HEADER_BYTES and any(begin.startswith(data[:4]) for begin in _METHODS):
+                    self._held = data
+                else:
+                    self._become_wire(data)
+                return
+            body_bytes = _body_bytes(data[:end])
+            if body_bytes is None:
+                self._become_wire(data)
+                return
+            head, data = data[:end], data[end:]
+            if body_bytes:
+                assert self._transport is not None
+                self._transport.pause_reading()
+                self._part = True
+                self._body_left, self._early, data = body_bytes, data[:body_bytes], data[body_bytes:]
+                self._held = data
+                head = _without_body(head)
+            self._inner.data_received(head)
+        if not self._part:
+            self._held = b""
+
+    def _become_wire(self, data: bytes) -> None:
+        self._wire, self._held = True, b""
+        self._inner.data_received(data)
+
+    # -- a part
+
+    @property
+    def body_bytes(self) -> int:
+        """Of the part whose body is held back; 0 where none is."""
+        return self._body_left
+
+    async def receive(self, take: Take, pool: Executor, idle: Idle) -> None:
+        """Receive the whole body that is held back.
+
+        Args:
+            take: called in a thread of `pool`, as often as it takes.
+            idle: told that bytes have moved.
+
+        Raises:
+            ConnectionError: the peer went away.
+        """
+        with self._socket() as sock:
+            idle.on_end = lambda: _shut(sock)
+            while before := self._body_left:
+                await _in_thread(pool, lambda: take(self._filler(sock)))
+                if not idle.add(before - self._body_left):
+                    await _ready(sock, writable=False)
+
+    def _filler(self, sock: socket.socket) -> Fill:
+        """Brings what is there, and waits a moment for more; nothing when others should have their turn."""
+        until_s = time.monotonic() + SLICE_S
+
+        def fill(room: memoryview) -> int:
+            room = room[: self._body_left]
+            count = 0
+            if self._early:
+                count = min(len(room), len(self._early))
+                room[:count] = self._early[:count]
+                self._early = self._early[count:]
+            elif room and time.monotonic() < until_s:
+                count = _receive(sock, room)
+            self._body_left -= count
+            return count
+
+        return fill
+
+    def end_part(self) -> None:
+        """The request for the part is answered: what is left of its body is read away, then come other requests."""
+        if not self._part or self._transport is None:
+            return
+        self._body_left -= len(self._early)
+        self._early = b""
+        if self._body_left:
+            self._discarding = asyncio.get_running_loop().call_later(DISCARD_S, self._give_up)
+            self._transport.resume_reading()
+        else:
+            self._next()
+
+    def _discard(self, data: bytes) -> None:
+        count = min(self._body_left, len(data))
+        self._body_left -= count
+        self._held += data[count:]
+        if not self._body_left:
+            self._next()
+
+    def _next(self) -> None:
+        """The part is over: the next bytes are a head."""
+        self._part = False
+        if self._discarding is not None:
+            self._discarding.cancel()
+            self._discarding = None
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+            held, self._held = self._held, b""
+            self._heads(held)
+
+    def _give_up(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- a file
+
+    async def send(
+        self, fd: int, start: int, stop: int, pool: Executor, idle: Idle, revoked: Callable[[], bool]
+    ) -> bool:
+        """Send bytes [start, stop) of a file as the body of an answer whose head is written.
+
+        Returns:
+            Whether all was sent; not if `revoked` said that the bytes may no longer be read.
+
+        Raises:
+            OSError: the peer went away.
+            EOFError: the file ends early.
+        """
+        assert self._transport is not None
+        self._transport.set_write_buffer_limits(high=0)
+        await self._written.wait()
+        with self._socket() as sock:
+            idle.on_end = lambda: _shut(sock)
+            while start < stop and not revoked():
+                moved = await _in_thread(pool, partial(_send, sock, fd, start, stop, revoked))
+                start += idle.add(moved)
+                if not moved and start < stop and not revoked():
+                    await _ready(sock, writable=True)
+        if self._transport is not None:
+            self._transport.set_write_buffer_limits()
+        return start == stop
+
+    def _socket(self) -> socket.socket:
+        """The connection's socket once more, so that a thread can use it whatever becomes of the transport."""
+        if self._transport is None:
+            raise ConnectionResetError("the connection is closed")
+        found: socket.socket = self._transport.get_extra_info("socket")
+        return found.dup()
+
+
+class Idle:
+    """Ends a transfer that has not moved a byte for a while: one timer a transfer, not one a run of bytes.
+
+    Attributes:
+        on_end: also called when it ends the transfer.
+    """
+
+    def __init__(self, request: web.Request, timeout_s: float, on_bytes: Callable[[int], None]) -> None:
+        self.on_end: Callable[[], None] = lambda: None
+        self._request, self._timeout_s, self._on_bytes, self._moved = request, timeout_s, on_bytes, False
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._look)
+
+    def __enter__(self) -> Idle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def add(self, nbytes: int) -> int:
+        """So many bytes have moved; returns them."""
+        if nbytes:
+            self._moved = True
+            self._on_bytes(nbytes)
+        return nbytes
+
+    def _look(self) -> None:
+        if not self._moved:
+            break_off(self._request)
+            self.on_end()
+            return
+        self._moved = False
+        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._look)
+
+
+def break_off(request: web.Request) -> None:
+    """End a connection without another byte."""
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def bypass_of(request: web.Request) -> Bypass | None:
+    """What stands in front of aiohttp on the request's connection; None under TLS."""
+    protocol = request.transport.get_protocol() if request.transport is not None else None
+    return protocol if isinstance(protocol, Bypass) else None
+
+
+def _body_bytes(head: bytes) -> int | None:
+    """How many bytes of a part follow this head; 0 after a GET; None where it is not for certain one of them."""
+    first, *lines = head[:-4].split(b"\r\n")
+    method, _, rest = first.partition(b" ")
+    path, _, version = rest.partition(b" ")
+    if version != b"HTTP/1.1" or b"\n" in head.replace(b"\r\n", b"") or b"\r" in head.replace(b"\r\n", b""):
+        return None
+    lengths = []
+    for line in lines:
+        match = _HEADER.fullmatch(line)
+        if match is None or match[1].lower() in _NOT_PLAIN:
+            return None
+        if match[1].lower() == b"content-length":
+            lengths.append(match[2])
+    if method == b"GET" and not lengths:
+        return 0
+    if (
+        method == b"PUT"
+        and _PART.fullmatch(path)
+        and len(lengths) == 1
+        and re.fullmatch(rb"[1-9][0-9]{0,15}", lengths[0])
+    ):
+        return int(lengths[0])
+    return None
+
+
+def _without_body(head: bytes) -> bytes:
+    return re.sub(rb"(?i)\r\ncontent-length:[^\r\n]*", b"\r\nContent-Length: 0", head)
+
+
+def _receive(sock: socket.socket, room: memoryview) -> int:
+    for _ in range(2):
+        try:
+            count = sock.recv_into(room)
+        except BlockingIOError:
+            if not _poll(sock, select.POLLIN):
+                return 0
+            continue
+        if not count:
+            raise ConnectionResetError("the peer closed the connection within a part")
+        return count
+    return 0
+
+
+def _send(sock: socket.socket, fd: int, start: int, stop: int, revoked: Callable[[], bool]) -> int:
+    """Send what the socket takes, and wait a moment for it to take more; returns how many bytes it took."""
+    scratch = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
+    until_s, offset = time.monotonic() + SLICE_S, start
+    while offset < stop and time.monotonic() < until_s:
+        count = os.preadv(fd, [scratch[: min(len(scratch), stop - offset)]], offset)
+        if not count:
+            raise EOFError(f"the file ends at {offset}")
+        run = scratch[:count]
+        while run:
+            if revoked():
+                return offset - start
+            try:
+                sent = sock.send(run)
+            except BlockingIOError:
+                if not _poll(sock, select.POLLOUT):
+                    return offset - start
+                continue
+            offset, run = offset + sent, run[sent:]
+    return offset - start
+
+
+def _poll(sock: socket.socket, event: int) -> bool:
+    poll = select.poll()
+    poll.register(sock, event)
+    return bool(poll.poll(PATIENCE_S * 1000))
+
+
+async def _ready(sock: socket.socket, *, writable: bool) -> None:
+    """Wait, without a thread, until the socket has something to read, or takes something."""
+    loop, fd = asyncio.get_running_loop(), sock.fileno()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def told() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    add, remove = (loop.add_writer, loop.remove_writer) if writable else (loop.add_reader, loop.remove_reader)
+    add(fd, told)
+    try:
+        await ready
+    finally:
+        remove(fd)
+
+
+async def _in_thread(pool: Executor, work: Callable[[], T]) -> T:
+    """Run `work` in the pool; whoever is cancelled meanwhile waits until it is over, for it uses his socket."""
+    future = asyncio.get_running_loop().run_in_executor(pool, work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        while not future.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
+        future.exception()  # nobody is left to be told
+        raise
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,371 @@
+"""What goes past the HTTP parser, and what does not: real sockets on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from blake3 import blake3
+
+from atoll.tensors.chunks import CHUNK_BYTES
+from atoll.transport import bypass
+from atoll.transport.bypass import Bypass, Fill, Idle, bypass_of
+from atoll.transport.host import receive_part, serve_file
+
+PATH = b"/v1/tickets/7/parts/3"
+
+
+def head(method: bytes, path: bytes, *lines: bytes, version: bytes = b"HTTP/1.1") -> bytes:
+    return b"\r\n".join((b" ".join((method, path, version)), b"Host: here", *lines)) + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (head(b"PUT", PATH, b"Content-Length: 48"), 48),
+        (head(b"PUT", PATH, b"content-length:48", b"Authorization: Bearer x"), 48),
+        (head(b"GET", b"/v1/run", b"Range: bytes=0-9"), 0),
+        # a body that is not one number of bytes, named once
+        (head(b"PUT", PATH), None),
+        (head(b"PUT", PATH, b"Content-Length: 0"), None),
+        (head(b"PUT", PATH, b"Content-Length: +48"), None),
+        (head(b"PUT", PATH, b"Content-Length: 0x30"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48, 48"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"Content-Length: 48"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"Transfer-Encoding: chunked"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"Expect: 100-continue"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"Connection: close"), None),
+        # headers that two parsers may read in two ways
+        (head(b"PUT", PATH, b"Content-Length : 48"), None),
+        (head(b"PUT", PATH, b"X: y", b" Content-Length: 48", b"Content-Length: 9"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"X: a\nY: b"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"X: a\rY: b"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"no colon"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", version=b"HTTP/1.0"), None),
+        # other requests
+        (head(b"GET", b"/v1/run", b"Content-Length: 5"), None),
+        (head(b"POST", b"/v1/heartbeat", b"Content-Length: 5"), None),
+        (head(b"PUT", b"/v1/tickets/7/complete", b"Content-Length: 5"), None),
+        (head(b"PUT", PATH + b"/x", b"Content-Length: 5"), None),
+        (head(b"put", PATH, b"Content-Length: 5"), None),
+    ],
+)
+def test_only_the_plainest_heads_are_understood(data: bytes, expected: int | None) -> None:
+    assert bypass._body_bytes(data) == expected
+
+
+class Sink:
+    """Memory for one part, filled a few bytes at a time."""
+
+    def __init__(self, nbytes: int, run_bytes: int = 1000) -> None:
+        self.content, self.filled, self.run_bytes = bytearray(nbytes), 0, run_bytes
+
+    @property
+    def complete(self) -> bool:
+        return self.filled == len(self.content)
+
+    def take(self, fill: Fill) -> None:
+        while not self.complete:
+            count = fill(memoryview(self.content)[self.filled : self.filled + self.run_bytes])
+            if not count:
+                return
+            self.filled += count
+
+
+class Host:
+    """A server with a `Bypass` before aiohttp: takes parts, serves a file, answers POSTs with what they brought."""
+
+    def __init__(self, folder: Path, take: Callable[[web.Request, Host], Awaitable[web.StreamResponse]]) -> None:
+        self.pool = ThreadPoolExecutor(2)
+        self.part_bytes, self.idle_s, self.run_bytes = 0, 30.0, 1000
+        self.sinks: list[Sink] = []
+        self.bypassed: list[bool] = []
+        self.errors: list[BaseException] = []
+        self.revoked = False
+        self.file = folder / "file"
+        self._take = take
+
+    async def put(self, request: web.Request) -> web.StreamResponse:
+        front = bypass_of(request)
+        assert front is not None
+        self.bypassed.append(front.body_bytes > 0)
+        try:
+            return await self._take(request, self)
+        except BaseException as error:
+            self.errors.append(error)
+            raise
+        finally:
+            front.end_part()
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        with self.file.open("rb") as file:
+            return await serve_file(
+                request, file.fileno(), self.file.stat().st_size, "d", pool=self.pool, idle_timeout_s=self.idle_s,
+                revoked=lambda: self.revoked, on_bytes=lambda _: None,
+            )  # fmt: skip
+
+    async def post(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b"posted " + await request.read())
+
+    async def receive(self, request: web.Request) -> bytes:
+        sink = Sink(self.part_bytes, self.run_bytes)
+        self.sinks.append(sink)
+        return await receive_part(
+            request, sink, self.part_bytes, pool=self.pool, idle_timeout_s=self.idle_s, on_bytes=lambda _: None
+        )
+
+
+async def keep(request: web.Request, host: Host) -> web.StreamResponse:
+    digest = await host.receive(request)
+    return web.Response(text="good" if digest == blake3(host.sinks[-1].content).digest() else "damaged")
+
+
+async def refuse(_: web.Request, __: Host) -> web.StreamResponse:
+    return web.Response(status=409, text="refused")
+
+
+@contextlib.asynccontextmanager
+async def served(host: Host) -> AsyncIterator[int]:
+    app = web.Application()
+    app.router.add_put("/v1/tickets/{ticket}/parts/{part}", host.put)
+    app.router.add_get("/file", host.get)
+    app.router.add_post("/post", host.post)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    make = runner.server
+    assert make is not None
+    server = await asyncio.get_running_loop().create_server(lambda: Bypass(make()), "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        await runner.cleanup()
+        host.pool.shutdown()
+
+
+def part(content: bytes) -> bytes:
+    body = content + blake3(content).digest()
+    return head(b"PUT", PATH, b"Content-Length: %d" % len(body)) + body
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    lines = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
+    length = next(int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length"))
+    return int(lines[0].split()[1]), await reader.readexactly(length)
+
+
+def run(host: Host, story: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Any]]) -> None:
+    async def main() -> None:
+        async with served(host) as port, asyncio.timeout(30):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                await story(reader, writer)
+            finally:
+                writer.close()
+
+    asyncio.run(main())
+
+
+def content_of(nbytes: int) -> bytes:
+    return bytes(index * 7 % 251 for index in range(nbytes))
+
+
+@pytest.mark.parametrize("cuts", ["whole", "bytes", "head"])
+def test_parts_and_downloads_take_turns_on_one_connection(tmp_path: Path, cuts: str) -> None:
+    host = Host(tmp_path, keep)
+    host.part_bytes = 3001
+    host.file.write_bytes(content_of(3 * CHUNK_BYTES + 5))
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def send(data: bytes) -> None:
+            end = data.index(b"\r\n\r\n") + 4
+            for run in {
+                "whole": [data],
+                "bytes": [data[at : at + 1] for at in range(len(data))],
+                "head": [data[:end], data[end:]],
+            }[cuts]:
+                writer.write(run)
+                await writer.drain()
+
+        for _ in range(3):
+            await send(part(content_of(3001)))
+            assert await answer(reader) == (200, b"good")
+            await send(head(b"GET", b"/file"))
+            assert await answer(reader) == (200, host.file.read_bytes())
+
+    run(host, story)
+    assert host.bypassed == [True] * 3
+
+
+def test_requests_that_come_behind_one_another_at_once_are_answered_in_order(tmp_path: Path) -> None:
+    host = Host(tmp_path, keep)
+    host.part_bytes = 10
+    host.file.write_bytes(content_of(2 * CHUNK_BYTES))
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head(b"GET", b"/file") + part(content_of(10)) + head(b"GET", b"/file") + part(content_of(10)))
+        for _ in range(2):
+            assert await answer(reader) == (200, host.file.read_bytes())
+            assert await answer(reader) == (200, b"good")
+
+    run(host, story)
+    assert host.bypassed == [True, True]
+
+
+def test_after_any_other_request_the_connection_is_a_wire(tmp_path: Path) -> None:
+    host = Host(tmp_path, keep)
+    host.part_bytes = 3001
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # its body looks like the head of a part: it stays a body
+        smuggled = part(b"x" * 5)
+        writer.write(head(b"POST", b"/post", b"Content-Length: %d" % len(smuggled)))
+        await writer.drain()
+        writer.write(smuggled)
+        assert await answer(reader) == (200, b"posted " + smuggled)
+        writer.write(part(content_of(3001)))
+        assert await answer(reader) == (200, b"good")
+
+    run(host, story)
+    assert host.bypassed == [False]
+    assert len(host.sinks) == 1
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_refused_part_is_read_away_and_the_connection_goes_on(tmp_path: Path, together: bool) -> None:
+    host = Host(tmp_path, refuse)
+    host.file.write_bytes(b"file")
+    sent = part(content_of(200_000))
+    end = sent.index(b"\r\n\r\n") + 4
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if together:
+            writer.write(sent + head(b"GET", b"/file"))
+            assert await answer(reader) == (409, b"refused")
+        else:
+            writer.write(sent[:end])
+            assert await answer(reader) == (409, b"refused")
+            writer.write(sent[end:] + head(b"GET", b"/file"))
+        assert await answer(reader) == (200, b"file")
+
+    run(host, story)
+
+
+def test_a_sink_that_fails_within_a_part_leaves_the_connection_usable(tmp_path: Path) -> None:
+    class Full(Exception):
+        pass
+
+    async def fail(request: web.Request, host: Host) -> web.StreamResponse:
+        front = bypass_of(request)
+        assert front is not None
+
+        def take(fill: Fill) -> None:
+            if fill(memoryview(bytearray(1000))):
+                raise Full
+
+        with Idle(request, 30.0, lambda _: None) as idle, contextlib.suppress(Full):
+            await front.receive(take, host.pool, idle)
+        return web.Response(status=507, text="full")
+
+    host = Host(tmp_path, fail)
+    host.file.write_bytes(b"file")
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(part(content_of(50_000)) + head(b"GET", b"/file"))
+        assert await answer(reader) == (507, b"full")
+        assert await answer(reader) == (200, b"file")
+
+    run(host, story)
+
+
+def test_who_goes_away_within_a_part_ends_it(tmp_path: Path) -> None:
+    host = Host(tmp_path, keep)
+    host.part_bytes = 5000
+
+    async def story(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(part(content_of(5000))[:2000])
+        await writer.drain()
+        writer.close()
+        while not host.errors:
+            await asyncio.sleep(0.01)
+
+    run(host, story)
+    assert isinstance(host.errors[0], (ConnectionError, asyncio.CancelledError))
+    assert not host.sinks[0].complete
+
+
+def test_a_part_that_stands_still_is_broken_off(tmp_path: Path) -> None:
+    host = Host(tmp_path, keep)
+    host.part_bytes, host.idle_s = 5000, 0.05
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(part(content_of(5000))[:2000])
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+
+    run(host, story)
+    assert not host.sinks[0].complete
+
+
+def test_a_reader_who_stands_still_is_broken_off(tmp_path: Path) -> None:
+    host = Host(tmp_path, keep)
+    host.idle_s = 0.05
+    host.file.write_bytes(bytes(64 * CHUNK_BYTES))  # more than any socket buffers
+
+    async def main() -> None:
+        async with served(host) as port, asyncio.timeout(30):
+            with socket.create_connection(("127.0.0.1", port)) as slow:
+                slow.setblocking(False)
+                loop = asyncio.get_running_loop()
+                await loop.sock_sendall(slow, head(b"GET", b"/file"))
+                while len(asyncio.all_tasks()) > 1:  # the connection's own task ends when it is broken off
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+def test_revoked_bytes_are_not_sent(tmp_path: Path) -> None:
+    host = Host(tmp_path, keep)
+    host.file.write_bytes(bytes(64 * CHUNK_BYTES))
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head(b"GET", b"/file"))
+        got = len(await reader.readexactly(CHUNK_BYTES))
+        host.revoked = True
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(CHUNK_BYTES):
+                got += len(data)
+        assert got < 64 * CHUNK_BYTES
+
+    run(host, story)
+
+
+def test_a_slow_part_keeps_no_thread(tmp_path: Path) -> None:
+    """Two threads, three parts that have begun and stand still: a fourth one goes through."""
+    host = Host(tmp_path, keep)
+    host.part_bytes = 5000
+
+    async def main() -> None:
+        async with served(host) as port, asyncio.timeout(30):
+            slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            for _, writer in slow:
+                writer.write(part(content_of(5000))[:2000])
+            while sum(sink.filled > 0 for sink in host.sinks) < 3:
+                await asyncio.sleep(0.01)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(part(content_of(5000)))
+            assert await answer(reader) == (200, b"good")
+            for slow_reader, slow_writer in slow:
+                slow_writer.write(part(content_of(5000))[2000:])
+                assert await answer(slow_reader) == (200, b"good")
+                slow_writer.close()
+            writer.close()
+
+    asyncio.run(main())
