@@ -58,7 +58,7 @@ class Settings(BaseModel):
     codec: str | None = Field(
         None, description="`none`, `bf16` or a codec of your own; by default bf16 for DiLoCo, else none."
     )
-    max_update_norm: float = Field(0.0, ge=0, description="Refuse an update whose L2 norm is larger; 0: no limit.")
+    max_update_norm: float = Field(1e12, ge=0, description="Refuse an update whose L2 norm is larger; 0: no limit.")
     max_weight: float = Field(1e12, gt=0, description="Refuse an update with a larger weight.")
 
     host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback needs TLS and a token.")

@@ -99,6 +99,8 @@ def test_a_ticket_is_completed_by_its_own_site_only(pair: tuple[Session, Session
     [
         ({"max_update_norm": 5.9}, 1.0, 1.0, r"norm is 6, above max_update_norm 5\.9"),  # √(36 · 1²) = 6
         ({"max_update_norm": 6.1}, 1.0, 1.0, None),
+        ({}, 1.0, 1e12, r"norm is 6e\+12, above max_update_norm 1e\+12"),
+        ({"max_update_norm": 0.0}, 1.0, 1e12, None),
         ({"max_weight": 10.0}, 11.0, 1.0, "weight is 11, above max_weight 10"),
         ({"max_weight": 10.0}, 10.0, 1.0, None),
     ],
