@@ -6,7 +6,6 @@ environment variable (`ATOLL_SYNC_EVERY`); a flag wins over the environment, the
 
 from __future__ import annotations
 
-import difflib
 import os
 import tomllib
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from atoll import registry
 from atoll.errors import AtollError, ConfigError
 
 DEFAULT_PORT = 8512
@@ -219,8 +219,7 @@ def _environment_layer(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]
 def _nearest(key: str, value: Any) -> str:
     if isinstance(value, dict):
         return "A run file has no sections: put the keys at the top level."
-    close = difflib.get_close_matches(key.replace("-", "_"), Settings.model_fields, n=1)
-    return f"Did you mean {close[0]!r}?" if close else "`atoll server --help` lists them all."
+    return registry.nearest(key.replace("-", "_"), Settings.model_fields, "`atoll server --help` lists them all.")
 
 
 def _readable(error: ValidationError, source: Mapping[str, str]) -> AtollError:

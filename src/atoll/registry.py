@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Iterable
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -55,7 +56,7 @@ def load(kind: str, name: str) -> Any:
         plugins = {point.name: point.value for point in entry_points(group=f"atoll.{kind}")}
         target = plugins.get(name, name if ":" in name else None)
     if target is None:
-        raise ConfigError(f"{name!r} is not one of the {kind}: {', '.join(names(kind))}.", _nearest(name, names(kind)))
+        raise ConfigError(f"{name!r} is not one of the {kind}: {', '.join(names(kind))}.", nearest(name, names(kind)))
     return load_attribute(target)
 
 
@@ -79,9 +80,10 @@ def load_attribute(target: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         public = [entry for entry in vars(module) if not entry.startswith("_")]
-        raise ConfigError(f"{target!r}: {module_name} has no {attribute!r}.", _nearest(attribute, public)) from None
+        raise ConfigError(f"{target!r}: {module_name} has no {attribute!r}.", nearest(attribute, public)) from None
 
 
-def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"Did you mean {close[0]!r}?" if close else ""
+def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The remedy for a wrong name: the known one that is most like it, or `otherwise`."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"Did you mean {close[0]!r}?" if close else otherwise

@@ -3,7 +3,6 @@ arguments are checked where it is built (`atoll.outer`)."""
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,8 +94,4 @@ def _require_known(kind: str, setting: str, name: str) -> None:
     known = registry.names(kind)
     if name in known or ":" in name:
         return
-    close = difflib.get_close_matches(name, known, n=1)
-    raise ConfigError(
-        f"{setting} = {name!r} is not one of {', '.join(known)}.",
-        f"Did you mean {close[0]!r}?" if close else "",
-    )
+    raise ConfigError(f"{setting} = {name!r} is not one of {', '.join(known)}.", registry.nearest(name, known))

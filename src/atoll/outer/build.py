@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -56,8 +55,7 @@ def _arguments(factory: Callable[..., Optimizer]) -> set[str] | None:
 def _require_known(label: str, options: Mapping[str, Any], known: set[str]) -> None:
     for key in options:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            remedy = f"Did you mean {close[0]!r}?" if close else f"It has {', '.join(sorted(known))}."
+            remedy = registry.nearest(key, known, f"It has {', '.join(sorted(known))}.")
             raise ConfigError(f"The outer optimizer {label!r} has no option {key!r}.", remedy)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from blake3 import blake3
+
 from atoll.errors import DiskFull, Gone, StoreError, UsageError
 from atoll.failpoints import failpoint
 from atoll.store import audit
@@ -20,7 +22,6 @@ from atoll.store.tickets import Tickets
 COLUMNS = (
     "fragment, version, slot, state_slot, digest, part_digests, state_digests, extra_json, summary_json, created_at"
 )
-DIGEST_BYTES = 32
 
 
 class Versions(Tickets):
@@ -353,4 +354,4 @@ def to_version(row: tuple[Any, ...]) -> VersionRow:
 
 
 def _split(joined: bytes) -> tuple[bytes, ...]:
-    return tuple(joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES))
+    return tuple(joined[start : start + blake3.digest_size] for start in range(0, len(joined), blake3.digest_size))
