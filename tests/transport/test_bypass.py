@@ -16,8 +16,9 @@ from blake3 import blake3
 
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.transport import bypass
-from atoll.transport.bypass import Bypass, Fill, Idle, bypass_of
+from atoll.transport.bypass import Bypass, Fill, bypass_of
 from atoll.transport.host import receive_part, serve_file
+from atoll.transport.sockets import Idle
 
 PATH = b"/v1/tickets/7/parts/3"
 

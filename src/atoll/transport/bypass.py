@@ -15,23 +15,17 @@ socket: there aiohttp's own streams do the work.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import re
-import select
 import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
-from typing import TypeVar
 
 from aiohttp import web
 
-from atoll.tensors.chunks import CHUNK_BYTES
+from atoll.transport.sockets import SLICE_S, Idle, in_thread, ready, receive, send, shut
 from atoll.wire import routes
-
-T = TypeVar("T")
 
 Fill = Callable[[memoryview], int]
 """Fills memory from its start, and returns how many bytes it brought; 0: no more for now."""
@@ -39,10 +33,6 @@ Fill = Callable[[memoryview], int]
 Take = Callable[[Fill], None]
 """Has memory filled until there is no more for now, or until it has all it wants."""
 
-SLICE_S = 0.05
-"""The longest that a transfer keeps a pool thread, so that every connection has its turn."""
-PATIENCE_S = 0.002
-"""How long a pool thread waits for a peer before it gives the socket back to the event loop."""
 DISCARD_S = 10.0
 """How long the rest of a refused part is read away, so that the peer gets to read why."""
 
@@ -153,11 +143,11 @@ class Bypass(asyncio.Protocol):
             ConnectionError: the peer went away.
         """
         with self._socket() as sock:
-            idle.on_end = lambda: _shut(sock)
+            idle.on_end = lambda: shut(sock)
             while before := self._body_left:
-                await _in_thread(pool, lambda: take(self._filler(sock)))
+                await in_thread(pool, lambda: take(self._filler(sock)))
                 if not idle.add(before - self._body_left):
-                    await _ready(sock, writable=False)
+                    await ready(sock, writable=False)
 
     def _filler(self, sock: socket.socket) -> Fill:
         """Brings what is there, and waits a moment for more; nothing when others should have their turn."""
@@ -171,7 +161,7 @@ class Bypass(asyncio.Protocol):
                 room[:count] = self._early[:count]
                 self._early = self._early[count:]
             elif room and time.monotonic() < until_s:
-                count = _receive(sock, room)
+                count = receive(sock, room)
             self._body_left -= count
             return count
 
@@ -229,12 +219,12 @@ class Bypass(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=0)
         await self._written.wait()
         with self._socket() as sock:
-            idle.on_end = lambda: _shut(sock)
+            idle.on_end = lambda: shut(sock)
             while start < stop and not revoked():
-                moved = await _in_thread(pool, partial(_send, sock, fd, start, stop, revoked))
+                moved = await in_thread(pool, partial(send, sock, fd, start, stop, revoked))
                 start += idle.add(moved)
                 if not moved and start < stop and not revoked():
-                    await _ready(sock, writable=True)
+                    await ready(sock, writable=True)
         if self._transport is not None:
             self._transport.set_write_buffer_limits()
         return start == stop
@@ -245,46 +235,6 @@ class Bypass(asyncio.Protocol):
             raise ConnectionResetError("the connection is closed")
         found: socket.socket = self._transport.get_extra_info("socket")
         return found.dup()
-
-
-class Idle:
-    """Ends a transfer that has not moved a byte for a while: one timer a transfer, not one a run of bytes.
-
-    Attributes:
-        on_end: also called when it ends the transfer.
-    """
-
-    def __init__(self, request: web.Request, timeout_s: float, on_bytes: Callable[[int], None]) -> None:
-        self.on_end: Callable[[], None] = lambda: None
-        self._request, self._timeout_s, self._on_bytes, self._moved = request, timeout_s, on_bytes, False
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._look)
-
-    def __enter__(self) -> Idle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-
-    def add(self, nbytes: int) -> int:
-        """So many bytes have moved; returns them."""
-        if nbytes:
-            self._moved = True
-            self._on_bytes(nbytes)
-        return nbytes
-
-    def _look(self) -> None:
-        if not self._moved:
-            break_off(self._request)
-            self.on_end()
-            return
-        self._moved = False
-        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._look)
-
-
-def break_off(request: web.Request) -> None:
-    """End a connection without another byte."""
-    if request.transport is not None:
-        request.transport.abort()
 
 
 def bypass_of(request: web.Request) -> Bypass | None:
@@ -321,80 +271,3 @@ def _body_bytes(head: bytes) -> int | None:
 
 def _without_body(head: bytes) -> bytes:
     return re.sub(rb"(?i)\r\ncontent-length:[^\r\n]*", b"\r\nContent-Length: 0", head)
-
-
-def _receive(sock: socket.socket, room: memoryview) -> int:
-    for _ in range(2):
-        try:
-            count = sock.recv_into(room)
-        except BlockingIOError:
-            if not _poll(sock, select.POLLIN):
-                return 0
-            continue
-        if not count:
-            raise ConnectionResetError("the peer closed the connection within a part")
-        return count
-    return 0
-
-
-def _send(sock: socket.socket, fd: int, start: int, stop: int, revoked: Callable[[], bool]) -> int:
-    """Send what the socket takes, and wait a moment for it to take more; returns how many bytes it took."""
-    scratch = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
-    until_s, offset = time.monotonic() + SLICE_S, start
-    while offset < stop and time.monotonic() < until_s:
-        count = os.preadv(fd, [scratch[: min(len(scratch), stop - offset)]], offset)
-        if not count:
-            raise EOFError(f"the file ends at {offset}")
-        run = scratch[:count]
-        while run:
-            if revoked():
-                return offset - start
-            try:
-                sent = sock.send(run)
-            except BlockingIOError:
-                if not _poll(sock, select.POLLOUT):
-                    return offset - start
-                continue
-            offset, run = offset + sent, run[sent:]
-    return offset - start
-
-
-def _poll(sock: socket.socket, event: int) -> bool:
-    poll = select.poll()
-    poll.register(sock, event)
-    return bool(poll.poll(PATIENCE_S * 1000))
-
-
-async def _ready(sock: socket.socket, *, writable: bool) -> None:
-    """Wait, without a thread, until the socket has something to read, or takes something."""
-    loop, fd = asyncio.get_running_loop(), sock.fileno()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def told() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    add, remove = (loop.add_writer, loop.remove_writer) if writable else (loop.add_reader, loop.remove_reader)
-    add(fd, told)
-    try:
-        await ready
-    finally:
-        remove(fd)
-
-
-async def _in_thread(pool: Executor, work: Callable[[], T]) -> T:
-    """Run `work` in the pool; whoever is cancelled meanwhile waits until it is over, for it uses his socket."""
-    future = asyncio.get_running_loop().run_in_executor(pool, work)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        while not future.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([future])
-        future.exception()  # nobody is left to be told
-        raise
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)

@@ -18,7 +18,8 @@ from aiohttp import web
 
 from atoll.errors import BadRequest
 from atoll.tensors.chunks import CHUNK_BYTES
-from atoll.transport.bypass import Bypass, Fill, Idle, break_off, bypass_of
+from atoll.transport.bypass import Bypass, Fill, bypass_of
+from atoll.transport.sockets import Idle, break_off
 from atoll.wire.routes import DIGEST_BYTES
 
 FIRST_BYTES = 2**16
