@@ -348,6 +348,37 @@ def test_revoked_bytes_are_not_sent(tmp_path: Path) -> None:
     run(host, story)
 
 
+@pytest.mark.covers("F24")
+@pytest.mark.parametrize("begin", [b"PUT /v1/tic", b"POST /v1/workers HTTP/1.1\r\nHost: here\r\n", b"G", b""])
+def test_slow_heads_hold_nobody_up_and_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
+    """500 connections that never finish a head; requests between them are answered; then they are closed."""
+    host = Host(tmp_path, keep)
+    host.part_bytes = 3001
+
+    async def main() -> None:
+        async with served(host) as port, asyncio.timeout(60):
+            monkeypatch.setattr(bypass, "HEAD_S", 3600.0)
+            for _ in range(20):  # these stay; what they began does not count against the others
+                (await asyncio.open_connection("127.0.0.1", port))[1].write(begin)
+            monkeypatch.setattr(bypass, "HEAD_S", 0.2)
+            slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(500)]
+            for _, writer in slow:
+                writer.write(begin)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for _ in range(3):
+                writer.write(part(content_of(3001)))
+                assert await answer(reader) == (200, b"good")
+            for slow_reader, slow_writer in slow:
+                with contextlib.suppress(ConnectionError):
+                    assert await slow_reader.read() == b""
+                slow_writer.close()
+            writer.write(part(content_of(3001)))  # the timer was for the head only
+            assert await answer(reader) == (200, b"good")
+            writer.close()
+
+    asyncio.run(main())
+
+
 def test_a_slow_part_keeps_no_thread(tmp_path: Path) -> None:
     """Two threads, three parts that have begun and stand still: a fourth one goes through."""
     host = Host(tmp_path, keep)

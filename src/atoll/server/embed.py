@@ -235,7 +235,7 @@ class Server:
             protocol = runner.server
             assert protocol is not None
             accept = await self._loop.create_server(
-                protocol if context else lambda: Bypass(protocol()), sock=listener, ssl=context, backlog=1024
+                lambda: Bypass(protocol(), direct=context is None), sock=listener, ssl=context, backlog=1024
             )
             self.port = listener.getsockname()[1]
             self._ready.set()

@@ -33,12 +33,14 @@ Fill = Callable[[memoryview], int]
 Take = Callable[[Fill], None]
 """Has memory filled until there is no more for now, or until it has all it wants."""
 
+HEAD_S = 10.0
+"""How long a peer may take for the head of a request."""
 DISCARD_S = 10.0
 """How long the rest of a refused part is read away, so that the peer gets to read why."""
 
 _PART = re.compile(re.sub(r"\\\{\w+\\\}", "[0-9]+", re.escape(routes.PART)).encode())
 _HEADER = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\r\n\x00]*)")
-_METHODS = (b"GET ", b"PUT ")
+_BEGIN = re.compile(rb"[A-Z]{1,16}(?: |\Z)")
 _NOT_PLAIN = frozenset({b"transfer-encoding", b"upgrade", b"expect", b"connection", b"te", b"trailer"})
 """Headers that may change where a request ends, or what comes after it."""
 
@@ -48,17 +50,18 @@ class Bypass(asyncio.Protocol):
 
     Args:
         inner: aiohttp's protocol for this connection.
+        direct: whether the bytes of the connection are those on its socket; not so under TLS.
     """
 
-    def __init__(self, inner: asyncio.Protocol) -> None:
-        self._inner = inner
+    def __init__(self, inner: asyncio.Protocol, *, direct: bool = True) -> None:
+        self._inner, self.direct = inner, direct
         self._transport: asyncio.Transport | None = None
         self._held = b""  # of a head that is not all there, or behind a body
         self._wire = False  # passes everything on, for the rest of the connection
         self._part = False  # is being answered; nothing behind it is read before
         self._body_left = 0  # of its body, which is held back
         self._early = b""  # its first bytes, where they came with the head
-        self._discarding: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # until a head is there, or a refused part read away
         self._written = asyncio.Event()
         self._written.set()
 
@@ -67,13 +70,13 @@ class Bypass(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self._give_up_after(HEAD_S)
         self._inner.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._written.set()
-        if self._discarding is not None:
-            self._discarding.cancel()
+        self._stop_timer()
         self._inner.connection_lost(exc)
 
     def eof_received(self) -> bool | None:
@@ -100,13 +103,15 @@ class Bypass(asyncio.Protocol):
         while data and not self._part:
             end = data.find(b"\r\n\r\n") + 4
             if end < 4:
-                if len(data) <= routes.HEADER_BYTES and any(begin.startswith(data[:4]) for begin in _METHODS):
+                if len(data) <= routes.HEADER_BYTES and _BEGIN.match(data):
                     self._held = data
+                    self._give_up_after(HEAD_S)
                 else:
                     self._become_wire(data)
                 return
+            self._stop_timer()
             body_bytes = _body_bytes(data[:end])
-            if body_bytes is None:
+            if body_bytes is None or not self.direct:
                 self._become_wire(data)
                 return
             head, data = data[:end], data[end:]
@@ -122,6 +127,7 @@ class Bypass(asyncio.Protocol):
             self._held = b""
 
     def _become_wire(self, data: bytes) -> None:
+        self._stop_timer()
         self._wire, self._held = True, b""
         self._inner.data_received(data)
 
@@ -174,7 +180,7 @@ class Bypass(asyncio.Protocol):
         self._body_left -= len(self._early)
         self._early = b""
         if self._body_left:
-            self._discarding = asyncio.get_running_loop().call_later(DISCARD_S, self._give_up)
+            self._give_up_after(DISCARD_S)
             self._transport.resume_reading()
         else:
             self._next()
@@ -189,13 +195,20 @@ class Bypass(asyncio.Protocol):
     def _next(self) -> None:
         """The part is over: the next bytes are a head."""
         self._part = False
-        if self._discarding is not None:
-            self._discarding.cancel()
-            self._discarding = None
+        self._stop_timer()
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
             held, self._held = self._held, b""
             self._heads(held)
+
+    def _give_up_after(self, seconds: float) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._give_up)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _give_up(self) -> None:
         if self._transport is not None:
@@ -238,9 +251,9 @@ class Bypass(asyncio.Protocol):
 
 
 def bypass_of(request: web.Request) -> Bypass | None:
-    """What stands in front of aiohttp on the request's connection; None under TLS."""
+    """What can move the bytes of this request past aiohttp; None under TLS."""
     protocol = request.transport.get_protocol() if request.transport is not None else None
-    return protocol if isinstance(protocol, Bypass) else None
+    return protocol if isinstance(protocol, Bypass) and protocol.direct else None
 
 
 def _body_bytes(head: bytes) -> int | None:
