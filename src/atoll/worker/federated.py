@@ -205,14 +205,16 @@ class FederatedRound:
                 "Call round.load_into(model) before training.",
             )
         finite = finite_metrics(metrics or {}, self._session.site)
+        if self._session.is_over(self._ticket):
+            LOG.warning("%s: round %d is over, it does not count", self._session.site, self.number)
+            self.done = True
+            return
         try:
             self._session.submit(self._ticket, tensors, weight=positive(weight), steps=steps, metrics=finite)
-        except TicketClosed as error:
+        except TicketClosed as error:  # kept, as an update that counted is: the server may fall back to its base
             LOG.warning("%s: round %d went on without this update: %s", self._session.site, self.number, error)
-            self._session.outbox.clear()
         except Gone as error:
             LOG.warning("%s: %s", self._session.site, error)
-            self._session.outbox.clear()
         except UpdateRefused as error:
             self._session.outbox.clear()
             self._session.refused(error)
