@@ -58,13 +58,21 @@ def test_updates_of_a_lost_version_are_submitted_again_from_the_outbox(tmp_path:
         assert server.status().fragments[0].version == 1
         number = client.next_round()  # round 2 is open again; it is served from the outbox
         assert number == 3
-        assert server.status().fragments[0].version == 2
+        assert server.status().fragments[0].version == 3  # a number is never used again, a round is
         assert server.save_state(tmp_path / "again.safetensors").read_bytes() == counted
         trained.append(number)
         client.submit(train())
         assert client.next_round() is None
     server.run()
     assert trained == [1, 2, 3]
+    status = server.status()
+    assert [(row.round, row.version) for row in status.history] == [(1, 1), (2, 3), (3, 4)]
+    server = atoll.Server(None, **options).start()  # it still knows that three rounds are done, not four
+    assert (server.status().finished, server.status().fragments[0].version) == (True, 4)
+    server.stop()
+    server = atoll.Server(None, **options | {"rounds": 4}).start()
+    assert not server.status().finished
+    server.stop()
 
 
 @contextmanager

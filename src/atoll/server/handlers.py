@@ -184,6 +184,7 @@ class Handlers:
             ticket=messages.Ticket(
                 ticket=ticket,
                 fragment=fragment,
+                round=self.run.state.rounds[fragment].number,
                 base_version=base_version,
                 base_digest=head.digest,
                 layout_digest=self.plan.update.digest,

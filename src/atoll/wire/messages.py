@@ -178,6 +178,7 @@ class Ticket(Message):
 
     ticket: Count
     fragment: Count
+    round: Count = Field(description="Number of the round; the first is 1.")
     base_version: Count
     base_digest: Hex32 = Field(description="Digest of the version to pull and to train from.")
     layout_digest: Hex32 = Field(description="Of the update's layout; the worker computes the same one.")

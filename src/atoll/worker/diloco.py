@@ -289,7 +289,7 @@ class DiLoCo:
         assert note is not None
         outcome = session.outcome(note.ticket, self._max_retries)
         if outcome.state in ("accepted", "counted"):
-            LOG.info("%s: the update of round %d is in after all", session.site, note.base_version + 1)
+            LOG.info("%s: the update of round %d is in after all", session.site, note.round)
             session.advance_base()
             self._settled = note.ticket
         else:

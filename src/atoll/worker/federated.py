@@ -132,7 +132,9 @@ class Worker:
 
     def _tell(self, previous: messages.Outcome | None) -> None:
         if previous is not None and previous.state == "expired":
-            LOG.warning("%s: round %d did not count: %s", self.site, previous.base_version + 1, previous.reason)
+            LOG.warning(
+                "%s: the update from version %d did not count: %s", self.site, previous.base_version, previous.reason
+            )
 
 
 class FederatedRound:
@@ -144,8 +146,8 @@ class FederatedRound:
 
     @property
     def number(self) -> int:
-        """Counts from 1: the version that this round leads to."""
-        return self._ticket.base_version + 1
+        """Counts from 1."""
+        return self._ticket.round
 
     @property
     def version(self) -> int:

@@ -56,6 +56,7 @@ class OutboxNote:
     weight: float
     steps: int
     metrics: dict[str, float] = field(default_factory=dict)
+    round: int = 0
 
 
 class ScratchFile:

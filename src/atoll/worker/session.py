@@ -170,7 +170,7 @@ class Session(Connection):
             formed = self.form(ticket, tensors, weight=weight, steps=steps, metrics=metrics)
             self.send(max_retries)
             return formed
-        self._tell_submitting(ticket.base_version + 1)
+        self._tell_submitting(ticket.round)
         with progress(f"{self.site}: submitting", self.outbox.layout.nbytes) as bar:
             path_of = functools.partial(_part_path, ticket.ticket)
             with self.parts.pushing(path_of, self.outbox.fd, on_bytes=bar.add) as pushing:
@@ -211,6 +211,7 @@ class Session(Connection):
                 weight=weight,
                 steps=steps,
                 metrics=metrics,
+                round=ticket.round,
             )
         )
         return formed
@@ -224,7 +225,7 @@ class Session(Connection):
         """
         note = self.outbox.note
         assert note is not None
-        self._tell_submitting(note.base_version + 1)
+        self._tell_submitting(note.round)
         with progress(f"{self.site}: submitting", self.outbox.layout.nbytes) as bar:
             return self._complete(bar, None if self.resuming else set(), max_retries)
 
@@ -310,7 +311,7 @@ class Session(Connection):
         self.resuming = True
         try:
             receipt = self.send()
-            LOG.info("%s: the update of an earlier process is in: round %d", self.site, note.base_version + 1)
+            LOG.info("%s: the update of an earlier process is in: round %d", self.site, note.round)
             return receipt
         except (TicketClosed, Gone) as error:  # kept: after a fall back it may count under another ticket
             LOG.info("%s: the update of an earlier process is too late: %s", self.site, error)
