@@ -81,7 +81,7 @@ def test_a_frozen_round_stays_closing_until_its_pass_has_run_again(story):
     run.join("a")
     run.submit("a")
     assert restart(run) == ()
-    assert run.why() == "reduces 1 update into version 1"
+    assert run.why() == "reduces 1 update of round 1"
     assert run.state.rounds[0].frozen == (1,)
     assert RoundOpened(0, 1, ("a",)) in run.commit()
 
@@ -180,3 +180,18 @@ def test_an_accept_reported_again_after_a_restart_changes_nothing(story):
     assert run.send(UpdateAccepted(1)) == ()
     run.submit("b")
     assert RoundOpened(0, 1, ("a", "b")) in run.send(VersionCommitted(0, 1))
+
+
+@pytest.mark.covers("F41")
+def test_rounds_are_counted_where_numbers_of_versions_were_lost() -> None:
+    """Guards against a run of three rounds that ends at version 3, though version 2 was lost and did not count."""
+    rules = Rules(num_workers=1, rounds=3)
+    lost = Snapshot((FragmentSnapshot(1, started=True),), (Member("a", 1, alive=True),))
+    state, _ = machine.restore(rules, lost, 0.0)
+    for ticket, version, number in ((1, 3, 2), (2, 4, 3)):
+        assert (state.rounds[0].phase, state.rounds[0].number) == ("open", number)
+        for event in (TicketRequested("a", 1, 0), UpdateAccepted(ticket), VersionCommitted(0, version)):
+            state, effects = machine.step(state, event, 1.0)
+        assert machine.restore(rules, machine.snapshot(state), 1.0)[0].rounds[0].done == number
+    assert (state.finished, state.rounds[0].head, state.rounds[0].lost) == (True, 4, 1)
+    assert RunFinished() in effects

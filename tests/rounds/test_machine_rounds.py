@@ -57,7 +57,7 @@ def test_a_barrier_closes_with_everybody_in_order_of_site_names(story):
     assert run.why() == "waits for b and c"
     assert run.accept(1) == ()
     assert run.accept(3) == (RoundClosed(0, 0, (2, 3, 1)),)
-    assert run.why() == "reduces 3 updates into version 1"
+    assert run.why() == "reduces 3 updates of round 1"
 
 
 def test_the_next_round_opens_with_the_commit_for_those_alive_then(story):
@@ -239,7 +239,7 @@ def test_a_round_closes_once(story):
     number = run.ticket("a")
     assert len(closed(run.accept(number))) == 1
     assert run.accept(number) == ()  # told again: nothing happens
-    assert run.withheld("a") == "reduces 1 update into version 1"
+    assert run.withheld("a") == "reduces 1 update of round 1"
 
 
 @pytest.mark.covers("L4")

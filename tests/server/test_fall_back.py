@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 import atoll
+from atoll.store.store import Store
 from atoll.testing.processes import free_port, wait_until
 from atoll.worker.files import OutboxNote
 
@@ -55,13 +58,140 @@ def test_updates_of_a_lost_version_are_submitted_again_from_the_outbox(tmp_path:
         assert server.status().fragments[0].version == 1
         number = client.next_round()  # round 2 is open again; it is served from the outbox
         assert number == 3
-        assert server.status().fragments[0].version == 2
+        assert server.status().fragments[0].version == 3  # a number is never used again, a round is
         assert server.save_state(tmp_path / "again.safetensors").read_bytes() == counted
         trained.append(number)
         client.submit(train())
         assert client.next_round() is None
     server.run()
     assert trained == [1, 2, 3]
+    status = server.status()
+    assert [(row.round, row.version) for row in status.history] == [(1, 1), (2, 3), (3, 4)]
+    server = atoll.Server(None, **options).start()  # it still knows that three rounds are done, not four
+    assert (server.status().finished, server.status().fragments[0].version) == (True, 4)
+    server.stop()
+    server = atoll.Server(None, **options | {"rounds": 4}).start()
+    assert not server.status().finished
+    server.stop()
+
+
+@contextmanager
+def slow_disk(newest: int) -> Iterator[None]:
+    """While it lasts, no version above `newest` becomes durable."""
+    write_durable = Store.write_durable
+
+    def write(self: Store, fragment: int = 0) -> int | None:
+        behind = self.head(fragment).version > newest
+        return self.durable_version(fragment) if behind else write_durable(self, fragment)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "write_durable", write)
+        yield
+
+
+def wait_until_durable(server: atoll.Server, version: int) -> None:
+    wait_until(lambda: server.status().durable_version == version, f"version {version} to be durable")
+
+
+def lose_power(server: atoll.Server, model: nn.Module, options: dict[str, Any]) -> atoll.Server:
+    """End the server, lose its version 2, and start it again."""
+    server.stop()
+    damage_head(options["state_dir"])
+    server = atoll.Server(model, **options).start()
+    assert server.status().fragments[0].version == 1
+    return server
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_a_diloco_worker_submits_again_what_was_not_durable_and_trains_nothing_again(
+    tmp_path: Path, disturbed: bool
+) -> None:
+    """Guards against an outbox that is cleared when the next version is pulled, or rewritten for a lost one's ticket.
+
+    H = 2 and steps of −1: 8 → 6 → 4 → 2. The power is lost in the middle of round 3, when version 2 is not durable.
+    """
+    options: dict[str, Any] = {
+        "algorithm": "diloco",
+        "codec": "none",
+        "outer_lr": 1.0,
+        "outer_momentum": 0.0,
+        "sync_every": 2,
+        "rounds": 3,
+        "port": free_port(),
+        "state_dir": tmp_path / "state",
+    }
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    seen: list[float] = []
+    with slow_disk(newest=1):
+        server = atoll.Server(model, **options).start()
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
+            for step in range(1, 7):
+                optimizer.zero_grad()
+                model.weight.sum().backward()
+                optimizer.step()
+                seen.append(model.weight.item())
+                if step == 2:
+                    wait_until_durable(server, 1)
+                if step == 5 and disturbed:
+                    server = lose_power(server, model, options)
+            assert (diloco.finished, diloco.rounds, diloco.skipped) == (True, 3, 0)
+        server.run()
+    assert seen == [7.0, 6.0, 5.0, 4.0, 3.0, 2.0]
+
+
+@pytest.mark.covers("F41")
+def test_a_round_from_a_lost_version_leaves_the_outbox_as_it_is(tmp_path: Path) -> None:
+    """Guards against an outbox that is rewritten for the ticket of a version that the server has lost."""
+    options: dict[str, Any] = {"algorithm": "fedavg", "rounds": 3, "port": free_port(), "state_dir": tmp_path / "state"}
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 0.0)
+    trained: list[tuple[float, float]] = []
+    with slow_disk(newest=1):
+        server = atoll.Server(model, **options).start()
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for round_ in worker:
+                round_.load_into(model)
+                before = model.weight.item()
+                with torch.no_grad():
+                    model.weight.add_(1.0 if trained else 16.0)
+                trained.append((before, model.weight.item()))
+                if len(trained) == 2:
+                    wait_until_durable(server, 1)
+                if len(trained) == 3:
+                    server = lose_power(server, model, options)
+                round_.submit(model)
+            assert worker.load_into(model).weight.item() == 18.0
+        server.run()
+    assert trained == [(0.0, 16.0), (16.0, 17.0), (17.0, 18.0), (17.0, 18.0)]  # round 2 only once
+
+
+@pytest.mark.covers("F42")
+def test_an_update_that_the_journal_has_forgotten_is_sent_again_under_the_same_ticket(tmp_path: Path) -> None:
+    """As after a power loss that took the journal's last rows: the ticket is open, and its update was acknowledged."""
+    options: dict[str, Any] = {"algorithm": "fedavg", "rounds": 3, "port": free_port(), "state_dir": tmp_path / "state"}
+    model, journal, kept = nn.Linear(1, 1), tmp_path / "state" / "journal.sqlite", tmp_path / "kept.sqlite"
+    with atoll.Client(f"http://127.0.0.1:{options['port']}", site="a", folder=tmp_path / "w") as client:
+        server = atoll.Server(model, **options).start()
+        for number in (1, 2):
+            assert client.next_round() == number
+            if number == 2:
+                with closing(sqlite3.connect(journal)) as source, closing(sqlite3.connect(kept)) as target:
+                    source.backup(target)
+            client.submit({name: tensor + 1.0 for name, tensor in client.pull().items()})
+        wait_until(lambda: server.status().fragments[0].version == 2, "version 2")
+        server.stop()
+        for path in tmp_path.glob("state/journal.sqlite*"):
+            path.unlink()
+        kept.rename(journal)
+        server = atoll.Server(None, **options).start()
+        assert server.status().fragments[0].version == 1
+        assert client.next_round() == 3
+        client.submit({name: tensor + 1.0 for name, tensor in client.pull().items()})
+        assert client.next_round() is None
+    server.run()
 
 
 @pytest.mark.covers("F42")

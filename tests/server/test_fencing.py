@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import atoll
+from atoll.store.slots import WRITER
 from atoll.tensors.modules import named_tensors
 from atoll.testing.processes import wait_until
 from atoll.wire import messages, routes
@@ -101,6 +102,28 @@ def test_a_process_that_is_superseded_while_its_part_is_on_its_way_leaves_no_par
     assert told.get("code") == "superseded", told
     assert have(newer, ticket) == []
     newer.leave()
+    b.leave()
+
+
+def test_a_part_whose_connection_broke_holds_its_slot_no_longer(server: atoll.Server, tmp_path: Path) -> None:
+    """`put_part` without `writer.abandon()`: nobody sends the part again, and the slot is never free for another."""
+    a, b, ticket = formed(server, tmp_path)
+    body = part_body(a, 0)
+    raw = request(
+        server, f"PUT {routes.PART.format(ticket=ticket, part=0)}", a.http.lease, len(body), "application/octet-stream"
+    )
+
+    def writers() -> int:
+        return sum(who.get(WRITER, 0) for who in server._require_run().store.holds().values())
+
+    before = server.status().bytes_up
+    raw.sendall(body[:1000])
+    wait_until(lambda: server.status().bytes_up > before, "the first bytes")
+    assert writers() == 1
+    raw.close()
+    wait_until(lambda: writers() == 0, "the slot to be let go")
+    assert have(a, ticket) == []
+    a.leave()
     b.leave()
 
 

@@ -26,7 +26,7 @@ from store_world import (
     write_version,
 )
 
-from atoll.errors import ConfigError, StateCorrupt
+from atoll.errors import ConfigError, StateCorrupt, StoreError
 from atoll.store.slots import verify
 from atoll.store.store import FileShape, Store
 
@@ -194,7 +194,46 @@ def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: 
     for ticket, site in ((6, "a"), (7, "b")):
         submit(store, ticket, site, 1)
     store.freeze(0, 1, (6, 7))
-    assert write_version(store, 2, (6, 7)).version == 2
+    with pytest.raises(StoreError, match=r"Version 2 cannot follow head 1 of fragment 0; the next is 3\."):
+        store.begin_version(0, 2)
+    assert write_version(store, 3, (6, 7)).version == 3
+    store.close()
+
+
+@pytest.mark.covers("F41")
+def test_the_number_of_a_lost_version_is_not_used_again(tmp_path: Path) -> None:
+    """Two are lost, one after the other: the run has versions 0, 1 and 4, and keeps 1 and 4 as its newest two.
+
+    Guards against windows of numbers, `head − 1` and `head − keep_versions`, where there is a gap.
+    """
+    store = first(tmp_path)
+    play_round(store, 0)
+    for lost in (2, 3):
+        store.open_round(0, 1, ("a", "b"))
+        tickets = [10 * lost + at for at in (0, 1)]
+        for ticket, site in zip(tickets, ("a", "b"), strict=True):
+            submit(store, ticket, site, 1)
+        store.freeze(0, 1, tickets)
+        write_version(store, lost, tickets)
+        path = path_of(store, "version", lost)
+        store.close()
+        flip(path, 20)
+        store, recovered = begin(tmp_path)
+        assert (recovered.heads[0].version, recovered.lost) == (1, {})
+    assert store.next_version() == 4
+    store.open_round(0, 1, ("a", "b"))
+    submit(store, 41, "a", 1)
+    submit(store, 42, "b", 1)
+    store.freeze(0, 1, (41, 42))
+    write_version(store, 4, (41, 42))
+    assert [(row.version, row.state_slot is not None) for row in store.versions()] == [(1, True), (4, True)]
+    store.pin_version(0, 1).release()
+    assert [row.version for row in store.versions()] == [1, 4]
+    store.close()
+    store, recovered = begin(tmp_path)
+    assert (recovered.heads[0].version, recovered.lost) == (4, {0: 2})
+    assert [row.version for row in store.history()] == [0, 1, 4]
+    assert store.next_version() == 5
     store.close()
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from store_world import begin, content, first, play_round
+from store_world import begin, content, first, flip, play_round, submit, write_version
 
 from atoll.store.slots import READER, VERSION
 from atoll.store.store import Store
@@ -66,4 +66,57 @@ def test_a_finished_run_that_fell_back_is_no_longer_finished(tmp_path: Path) -> 
     store, recovered = begin(tmp_path)
     assert recovered.heads[0].version == 1
     assert recovered.finished is False
+    store.close()
+
+
+def lose(store: Store, *versions: int) -> Store:
+    """Close the store, damage these versions as a power loss would, and start again."""
+    paths = [store.pool(VERSION, 0)[store.version(0, version).slot].path for version in versions]
+    store.close()
+    for path in paths:
+        flip(path, 20)
+    return begin(store.directory)[0]
+
+
+@pytest.mark.covers("F41")
+def test_a_fall_back_lowers_the_durable_version(tmp_path: Path) -> None:
+    """Guards against `_fall_back` that leaves it at the version that was lost: the one that the run went on from would
+    not be kept until another is durable, and a power loss would leave nothing."""
+    store = first(tmp_path)
+    for base in (0, 1):
+        play_round(store, base)
+    assert store.write_durable() == 2
+    store = lose(store, 2)
+    assert store.durable_version() == 1
+    for base, version in ((1, 3), (3, 4)):
+        store.open_round(0, base, ("a",))
+        submit(store, 10 * version, "a", base)
+        store.freeze(0, base, (10 * version,))
+        write_version(store, version, (10 * version,))
+    assert [row.version for row in store.versions()] == [1, 3, 4]
+    store = lose(store, 3, 4)
+    assert store.head().version == 1
+    store.close()
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("durable", [False, True])
+def test_the_durable_version_of_a_finished_run_goes_only_when_the_last_one_is_durable(
+    tmp_path: Path, durable: bool
+) -> None:
+    """Guards against `close` that drops it while the last version may still be lost with the power."""
+    store = first(tmp_path)
+    play_round(store, 0)
+    store.write_durable()
+    for base in (1, 2):
+        play_round(store, base)
+    if durable:
+        store.write_durable()
+    store.finish()
+    store.close()
+    store = begin(tmp_path)[0]
+    assert [row.version for row in store.versions()] == ([3] if durable else [1, 2, 3])
+    if not durable:
+        store = lose(store, 2, 3)
+        assert (store.head().version, store.finished) == (1, False)
     store.close()

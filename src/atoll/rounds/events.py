@@ -58,7 +58,7 @@ class UpdateRefused:
 
 @dataclass(frozen=True, slots=True)
 class VersionCommitted:
-    """The head of `fragment` moved to `version`."""
+    """The head of `fragment` moved to `version`: the next number, or a later one where versions were lost."""
 
     fragment: int
     version: int

@@ -162,14 +162,14 @@ def _update(draft: Draft, number: int, event: str, reason: str = "") -> None:
 
 def _commit(draft: Draft, fragment: int, version: int) -> None:
     round_ = draft.round(fragment)
-    if version != round_.head + 1:
+    if version <= round_.head:
         raise IllegalTransition(f"Fragment {fragment} is at version {round_.head}; {version} cannot follow.")
     rounds = draft.state.rules.rounds
     for ticket in round_.tickets.values():
         if ticket.id in round_.frozen:
             advance(f"Ticket {ticket.id}", TICKET, ticket.state, "version committed")
-    draft.change_round(fragment, head=version)
-    if rounds and version >= rounds:
+    draft.change_round(fragment, head=version, lost=round_.lost + version - round_.head - 1)
+    if rounds and draft.round(fragment).done >= rounds:
         phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "last version committed")
         draft.change_round(fragment, phase=phase, expected={}, tickets={}, frozen=())
         draft.wake.add(fragment)

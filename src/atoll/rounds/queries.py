@@ -24,7 +24,7 @@ def why(state: State, fragment: int, now_s: float) -> str:
         return f"waits for {state.rules.num_workers} workers to join, {here} {'has' if here == 1 else 'have'}"
     if round_.phase == "closing":
         count = len(round_.frozen)
-        return f"reduces {count} update{'' if count == 1 else 's'} into version {round_.head + 1}"
+        return f"reduces {count} update{'' if count == 1 else 's'} of round {round_.number}"
     if round_.phase == "finished":
         return "is finished"
     decision = state.rules.policy.decide(view(state, fragment), now_s)

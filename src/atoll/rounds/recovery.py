@@ -52,14 +52,14 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
 
 
 def _restored(rules: Rules, journal: FragmentSnapshot, tickets: dict[str, Ticket], now_s: float) -> Round:
-    head = journal.head
-    if rules.rounds and head >= rules.rounds:
-        return Round("finished", head)
+    head, lost = journal.head, journal.lost
+    if rules.rounds and head - lost >= rules.rounds:
+        return Round("finished", head, lost=lost)
     if journal.frozen and journal.frozen.base_version == head:
-        return Round("closing", head, now_s, tickets=tickets, frozen=journal.frozen.tickets)
+        return Round("closing", head, now_s, tickets=tickets, frozen=journal.frozen.tickets, lost=lost)
     if journal.open and journal.open.base_version == head:
-        return Round("open", head, now_s, dict.fromkeys(journal.open.expected, now_s), tickets)
-    return Round("closing" if journal.started or journal.open or journal.frozen else "gathering", head)
+        return Round("open", head, now_s, dict.fromkeys(journal.open.expected, now_s), tickets, lost=lost)
+    return Round("closing" if journal.started or journal.open or journal.frozen else "gathering", head, lost=lost)
 
 
 def snapshot(state: State) -> Snapshot:
@@ -70,6 +70,7 @@ def snapshot(state: State) -> Snapshot:
             open=OpenRound(round_.head, tuple(sorted(round_.expected))) if round_.phase == "open" else None,
             frozen=FrozenRound(round_.head, round_.frozen) if round_.phase == "closing" else None,
             started=round_.phase != "gathering",
+            lost=round_.lost,
         )
         for round_ in state.rounds
     )

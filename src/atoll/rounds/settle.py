@@ -30,7 +30,7 @@ def open_next(draft: Draft, fragment: int, event: str) -> None:
     round_ = draft.round(fragment)
     phase = advance(f"Fragment {fragment}", ROUND, round_.phase, event)
     expected = dict.fromkeys(sorted(draft.state.seen_s), draft.now_s)  # seen_s holds exactly those alive
-    opened = Round(phase, round_.head, opened_s=draft.now_s, expected=expected)
+    opened = Round(phase, round_.head, opened_s=draft.now_s, expected=expected, lost=round_.lost)
     draft.set_round(fragment, opened)
     draft.emit(RoundOpened(fragment, round_.head, tuple(expected)))
     draft.wake.add(fragment)

@@ -22,7 +22,7 @@ class Rules:
         num_workers: how many must have joined before round one opens.
         min_workers: a round never closes with fewer updates.
         heartbeat_timeout_s: silence after which a worker is declared dead; 0: never.
-        rounds: the run is finished when every fragment's version has reached it; 0: endless.
+        rounds: the run is finished when every fragment has had so many; 0: endless.
         policy: when a round closes.
         fragments: how many parts of the model have rounds of their own.
     """
@@ -79,6 +79,7 @@ class Round:
         tickets: site → its ticket of this round.
         frozen: while closing, the tickets that are being reduced, in order.
         until_s: when time alone may close the round.
+        lost: how many numbers below `head` no version of this run has: the server fell back behind them.
     """
 
     phase: str
@@ -88,6 +89,17 @@ class Round:
     tickets: Mapping[str, Ticket] = field(default_factory=dict)
     frozen: tuple[int, ...] = ()
     until_s: float | None = None
+    lost: int = 0
+
+    @property
+    def done(self) -> int:
+        """Rounds that led to `head`."""
+        return self.head - self.lost
+
+    @property
+    def number(self) -> int:
+        """Of the round from `head`; the first is 1."""
+        return self.done + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +145,14 @@ class FragmentSnapshot:
 
     Args:
         started: whether any round of it has ever been opened; implied by `open` and `frozen`.
+        lost: as in `Round`.
     """
 
     head: int
     open: OpenRound | None = None
     frozen: FrozenRound | None = None
     started: bool = False
+    lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)

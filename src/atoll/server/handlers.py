@@ -147,6 +147,7 @@ class Handlers:
         return messages.HeartbeatReply(
             epoch=self.store.epoch,
             heads=[round_.head for round_ in self.run.state.rounds],
+            durable_versions=[self.store.durable_version(index) for index in range(len(self.run.state.rounds))],
             finished=self.run.state.finished,
         )
 
@@ -183,6 +184,7 @@ class Handlers:
             ticket=messages.Ticket(
                 ticket=ticket,
                 fragment=fragment,
+                round=self.run.state.rounds[fragment].number,
                 base_version=base_version,
                 base_digest=head.digest,
                 layout_digest=self.plan.update.digest,
@@ -190,6 +192,7 @@ class Handlers:
             previous=self._previous(previous, ticket),
             head_version=head.version,
             head_digest=head.digest,
+            durable_version=self.store.durable_version(fragment),
         )
 
     def _wait_reply(self, fragment: int, reason: str, previous: TicketRow | None) -> messages.TicketReply:
@@ -203,6 +206,7 @@ class Handlers:
             previous=self._previous(previous, None),
             head_version=head.version,
             head_digest=head.digest,
+            durable_version=self.store.durable_version(fragment),
             waiting_for=[site for site, _ in machine.missing(state, fragment)],
             reason=why,
         )

@@ -22,9 +22,13 @@ def close_round(
     fragment: int,
     base_version: int,
     tickets: Sequence[int],
+    number: int,
     cancelled: threading.Event,
 ) -> tuple[VersionRow, messages.RoundSummary]:
     """Reduce exactly these tickets in this order, step, write the next version and move the head.
+
+    Args:
+        number: of the round, for its summary.
 
     Raises:
         DiskFull: nothing is lost; the same call may be made again.
@@ -34,7 +38,8 @@ def close_round(
     begin = time.monotonic()
     rows = [store.ticket(ticket) for ticket in tickets]
     base = store.pin_version(fragment, base_version)
-    draft = store.begin_version(fragment, base_version + 1)
+    version = store.next_version(fragment)
+    draft = store.begin_version(fragment, version)
     try:
         result = run_pass(
             PassInputs(
@@ -54,7 +59,7 @@ def close_round(
             threads=plan.threads,
             cancelled=cancelled,
         )
-        summary = _summary(fragment, base_version + 1, rows, time.monotonic() - begin)
+        summary = _summary(fragment, number, version, rows, time.monotonic() - begin)
         row = store.commit_version(
             draft,
             digest=result.digest,
@@ -66,7 +71,7 @@ def close_round(
         )
     except OSError as error:
         draft.abandon()
-        raise disk_error(error, store.slots_directory / f"version {base_version + 1}") from error
+        raise disk_error(error, store.slots_directory / f"version {version}") from error
     except BaseException:
         draft.abandon()
         raise
@@ -75,7 +80,9 @@ def close_round(
     return row, summary
 
 
-def _summary(fragment: int, version: int, rows: Sequence[TicketRow], seconds: float) -> messages.RoundSummary:
+def _summary(
+    fragment: int, number: int, version: int, rows: Sequence[TicketRow], seconds: float
+) -> messages.RoundSummary:
     """Metrics are averaged by the updates' weights, per key over those that reported it."""
     means: dict[str, float] = {}
     counts: dict[str, int] = {}
@@ -85,7 +92,7 @@ def _summary(fragment: int, version: int, rows: Sequence[TicketRow], seconds: fl
         counts[key] = len(reported)
     return messages.RoundSummary(
         fragment=fragment,
-        round=version,
+        round=number,
         version=version,
         workers=[row.site for row in rows],
         weights=[row.weight for row in rows],

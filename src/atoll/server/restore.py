@@ -15,7 +15,8 @@ def snapshot_of(recovered: Recovered) -> Snapshot:
         now = [row for row in mine if row.base_version == head.version]
         frozen = next((FrozenRound(row.base_version, row.tickets) for row in now if row.state == "frozen"), None)
         open_ = next((OpenRound(row.base_version, row.expected) for row in now if row.state == "open"), None)
-        fragments.append(FragmentSnapshot(head.version, open_, frozen, started=head.fragment in recovered.started))
+        started, lost = head.fragment in recovered.started, recovered.lost.get(head.fragment, 0)
+        fragments.append(FragmentSnapshot(head.version, open_, frozen, started=started, lost=lost))
     return Snapshot(
         fragments=tuple(fragments),
         members=tuple(

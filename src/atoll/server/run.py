@@ -190,8 +190,9 @@ class Run:
                     {"dead": "is dead", "failed": "failed"}.get(why, why),
                     f": {detail}" if detail else "",
                 )
-            case fx.RoundOpened(fragment, base_version, expected):
-                LOG.debug("round %d of fragment %d is open for %s", base_version + 1, fragment, ", ".join(expected))
+            case fx.RoundOpened(fragment, _, expected):
+                number = self.state.rounds[fragment].number
+                LOG.debug("round %d of fragment %d is open for %s", number, fragment, ", ".join(expected))
             case fx.RoundClosed(fragment, base_version, tickets):
                 self._spawn(self._close(fragment, base_version, tickets))
             case fx.RunFinished():
@@ -246,6 +247,7 @@ class Run:
 
     async def _close(self, fragment: int, base_version: int, tickets: tuple[int, ...]) -> None:
         """Run the pass until it is committed; a full disk is waited for, everything else ends the server."""
+        number = self.state.rounds[fragment].number
         while True:
             try:
                 row, summary = await asyncio.get_running_loop().run_in_executor(
@@ -256,6 +258,7 @@ class Run:
                     fragment,
                     base_version,
                     tickets,
+                    number,
                     self._cancelled,
                 )
                 break
@@ -263,7 +266,7 @@ class Run:
                 self.trouble[fragment] = f"the disk is full: {error}"
                 LOG.error(
                     "round %d cannot be written: %s Trying again in %g s.",
-                    base_version + 1,
+                    number,
                     error,
                     DISK_RETRY_S,
                 )
@@ -274,10 +277,8 @@ class Run:
                 self.fail(error)
                 return
             except Exception as error:
-                LOG.exception("round %d failed", base_version + 1)
-                self.fail(
-                    RunFailed(f"Round {base_version + 1} failed: {error!r}.", "Restarting the server runs it again.")
-                )
+                LOG.exception("round %d failed", number)
+                self.fail(RunFailed(f"Round {number} failed: {error!r}.", "Restarting the server runs it again."))
                 return
         self.trouble.pop(fragment, None)
         for site in summary.workers:
@@ -307,7 +308,7 @@ class Run:
         try:
             await loop.run_in_executor(self.io, self.exports.append_metrics, summary, row.created_at)
             every = self.settings.save_every
-            if every and row.version % every == 0:
+            if every and summary.round % every == 0:
                 await loop.run_in_executor(self.io, self.exports.save, row.version)
             await loop.run_in_executor(self.io, self.store.write_durable, row.fragment)
         except Gone as error:

@@ -191,6 +191,10 @@ def _found(store: Exports, fell_back: str, warnings: tuple[str, ...]) -> Recover
     tickets = {ticket.ticket: ticket for ticket in _live(store)}
     for head in heads.values():
         tickets |= {ticket.ticket: ticket for ticket in store.tickets(head.fragment, head.version)}
+    lost = store.journal.rows(
+        "SELECT fragment, count(*) FROM history WHERE lost "
+        "AND version < (SELECT heads.version FROM heads WHERE heads.fragment = history.fragment) GROUP BY fragment"
+    )
     started = store.journal.rows("SELECT fragment FROM rounds UNION SELECT fragment FROM history WHERE version > 0")
     return Recovered(
         members=store.members(),
@@ -201,6 +205,7 @@ def _found(store: Exports, fell_back: str, warnings: tuple[str, ...]) -> Recover
         next_ticket=store.journal.value("SELECT coalesce(max(ticket), 0) + 1 FROM tickets"),
         next_lease=store.journal.value("SELECT coalesce(max(lease), 0) + 1 FROM members"),
         finished=store.finished,
+        lost=dict(lost),
         fell_back=fell_back,
         warnings=warnings,
     )

@@ -155,6 +155,7 @@ class Recovered:
         rounds: open and frozen ones; a frozen one has to be run again.
         tickets: the open and accepted ones, and every one of a round from a head.
         heads: fragment → its head; a fragment without version 0 is missing.
+        lost: fragment → how many numbers below its head belong to versions that were lost; they are not used again.
         started: fragments in which a round has ever been opened.
         fell_back: one sentence where a head did not verify and an earlier version took its place; else empty.
         warnings: what else was dropped because its file was not what its digest says.
@@ -168,6 +169,7 @@ class Recovered:
     next_ticket: int
     next_lease: int
     finished: bool
+    lost: Mapping[int, int] = field(default_factory=dict)
     fell_back: str = ""
     warnings: tuple[str, ...] = ()
 

@@ -32,7 +32,7 @@ class Versions(Tickets):
 
         Raises:
             DiskFull: no space; nothing is left behind.
-            StoreError: `version` does not follow the head.
+            StoreError: `version` is not the next.
         """
         self._require_next(fragment, version)
         self._revoke_oldest(fragment)
@@ -95,7 +95,7 @@ class Versions(Tickets):
         )
         with self.transaction():
             previous = self._require_next(fragment, version)
-            self._count(fragment, version, tickets)
+            self._count(fragment, previous, version, tickets)
             self._insert(row)
             audit.append(
                 self.journal, "committed", fragment=fragment, version=version, digest=digest, tickets=list(tickets)
@@ -123,16 +123,26 @@ class Versions(Tickets):
                 f"Version {draft.version} was {'ended before' if draft.ended else 'given the wrong number of digests'}."
             )
 
+    def next_version(self, fragment: int = 0) -> int:
+        """The number of the next version: above every one that was ever committed, those included that were lost."""
+        newest = self.journal.value(
+            "SELECT version FROM history WHERE fragment = ? ORDER BY seq DESC LIMIT 1", fragment
+        )
+        return 0 if newest is None else int(newest) + 1
+
     def _require_next(self, fragment: int, version: int) -> int | None:
         head: int | None = self.journal.value("SELECT version FROM heads WHERE fragment = ?", fragment)
-        if version != (0 if head is None else head + 1):
-            raise StoreError(f"Version {version} cannot follow head {head} of fragment {fragment}.")
+        if version != self.next_version(fragment):
+            raise StoreError(
+                f"Version {version} cannot follow head {head} of fragment {fragment}; the next is "
+                f"{self.next_version(fragment)}."
+            )
         return head
 
-    def _count(self, fragment: int, version: int, tickets: Sequence[int]) -> None:
-        if version == 0 and not tickets:
+    def _count(self, fragment: int, head: int | None, version: int, tickets: Sequence[int]) -> None:
+        if head is None and not tickets:
             return
-        round_ = self.round(fragment, version - 1)
+        round_ = None if head is None else self.round(fragment, head)
         if round_ is None or round_.state != "frozen" or round_.tickets != tuple(tickets):
             raise StoreError(
                 f"Version {version} of fragment {fragment} was made of the tickets {list(tickets)}, but the journal "
@@ -142,7 +152,7 @@ class Versions(Tickets):
         self.end_tickets(rows, "counted", "", version)
         for row in rows:
             self.journal.execute("UPDATE members SET rounds_counted = rounds_counted + 1 WHERE site = ?", row.site)
-        self.journal.execute("DELETE FROM rounds WHERE fragment = ? AND base_version < ?", fragment, version - 1)
+        self.journal.execute("DELETE FROM rounds WHERE fragment = ? AND base_version < ?", fragment, head)
         self.journal.execute("UPDATE rounds SET state = 'committed' WHERE fragment = ?", fragment)
 
     def _insert(self, row: VersionRow) -> None:
@@ -239,8 +249,7 @@ class Versions(Tickets):
             self.pool(VERSION, fragment).drop(pin.slot, PULL)
             if self.journal.closed:
                 return
-            head = self.journal.value("SELECT version FROM heads WHERE fragment = ?", fragment)
-            if pin.row.version <= head - self.keep_versions:
+            if pin.row.version not in self._kept(fragment):
                 try:
                     with self.transaction():
                         self.drop_old(fragment)
@@ -265,9 +274,17 @@ class Versions(Tickets):
             pin.revoke()
 
     def _kept(self, fragment: int) -> set[int | None]:
-        head = self.journal.value("SELECT version FROM heads WHERE fragment = ?", fragment)
-        newest = range(head - self.keep_versions + 1, head + 1) if head is not None else ()
-        return {*newest, self.durable_version(fragment)}
+        return {*self._newest(fragment, self.keep_versions), self.durable_version(fragment)}
+
+    def _newest(self, fragment: int, count: int) -> list[int]:
+        """The last `count` versions of the run that are kept; where some were lost, their numbers are not in a row."""
+        found = self.journal.rows(
+            "SELECT version FROM versions WHERE fragment = ?1 "
+            "AND version <= (SELECT heads.version FROM heads WHERE heads.fragment = ?1) ORDER BY version DESC LIMIT ?2",
+            fragment,
+            count,
+        )
+        return [version for (version,) in found]
 
     def drop_old(self, fragment: int) -> None:
         """Drop the rows of versions that nobody needs, inside a transaction; their slots are free once it is committed.
@@ -276,7 +293,7 @@ class Versions(Tickets):
         """
         kept = self._kept(fragment)
         head = self.head(fragment).version
-        stateful = {head, head - 1, self.durable_version(fragment)}
+        stateful = {*self._newest(fragment, 2), self.durable_version(fragment)}
         for row in self.versions(fragment):
             holds = self.pool(VERSION, fragment)[row.slot].holds.keys() if row.version < head else set()
             if row.version not in kept and not holds & {PULL, READER}:

@@ -56,7 +56,7 @@ class SimJournal:
         row = self.fragments[fragment]
         for number in row.frozen.tickets if row.frozen else ():
             self.tickets[number] = replace(self.tickets[number], state="counted")
-        self.fragments[fragment] = replace(row, head=version)
+        self.fragments[fragment] = replace(row, head=version, lost=row.lost + version - row.head - 1)
 
     def apply(self, effect: Effect) -> bool:
         """Write what `effect` asks for; False where it is not one for the journal."""

@@ -150,6 +150,9 @@ class Heartbeat(Message):
 class HeartbeatReply(Message):
     epoch: Count
     heads: list[Count]
+    durable_versions: list[Count | None] = Field(
+        description="Of each fragment, the newest version that survives a power loss of the server; null: none yet."
+    )
     finished: bool
 
 
@@ -175,6 +178,7 @@ class Ticket(Message):
 
     ticket: Count
     fragment: Count
+    round: Count = Field(description="Number of the round; the first is 1.")
     base_version: Count
     base_digest: Hex32 = Field(description="Digest of the version to pull and to train from.")
     layout_digest: Hex32 = Field(description="Of the update's layout; the worker computes the same one.")
@@ -188,6 +192,9 @@ class TicketReply(Message):
     previous: Outcome | None = Field(None, description="What became of this worker's ticket before.")
     head_version: Count
     head_digest: Hex32
+    durable_version: Count | None = Field(
+        None, description="The newest version that survives a power loss of the server; null: none yet."
+    )
     waiting_for: list[str] = Field(default_factory=list, description="Sites that the round still waits for.")
     reason: str = ""
 

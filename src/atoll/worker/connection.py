@@ -7,10 +7,12 @@ that was killed is both. A newer process under the same name ends this one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ from atoll.errors import (
     Busy,
     ConfigError,
     DiskFull,
+    Gone,
     LeaseLost,
     ServerUnreachable,
     Superseded,
@@ -63,6 +66,7 @@ class Connection:
         self.reconnections = 0
         self.heartbeat = messages.Heartbeat()
         self.finished = False
+        self.durable_version: int | None = None  # the newest that survives a power loss, as the server said last
         self._process = uuid.uuid4().hex[:16]
         self._labels = labels or {}
         self._closing = threading.Event()
@@ -151,6 +155,7 @@ class Connection:
             timeout_s = min(30.0, max(1.0, self.info.heartbeat_interval_s / 2))
             reply = self.http.post(routes.HEARTBEAT, message, messages.HeartbeatReply, timeout_s=timeout_s)
             self.finished = self.finished or reply.finished
+            self.durable_version = reply.durable_versions[0]
             return True
         except Superseded as error:
             self._fatal = error
@@ -161,6 +166,42 @@ class Connection:
         except AtollError as error:
             LOG.debug("%s: heartbeat failed: %s", self.site, error)
         return False
+
+    def next_ticket(self, *, wait_s: float | None = None, max_retries: int | None = None) -> messages.TicketReply:
+        """The ticket of the open round, or the word that the run is finished.
+
+        Args:
+            wait_s: give up after so long and return the reply "wait"; None waits until a round opens.
+        """
+        begin = said = time.monotonic()
+        self.heartbeat = self.heartbeat.model_copy(update={"state": "waiting for the round"})
+        while True:
+            left_s = routes.LONG_POLL_S if wait_s is None else max(0.0, begin + wait_s - time.monotonic())
+            request = messages.TicketRequest(wait_s=min(left_s, routes.LONG_POLL_S))
+            ask = functools.partial(
+                self.http.post, routes.TICKETS, request, messages.TicketReply, timeout_s=routes.LONG_POLL_S + 10.0
+            )
+            reply = self.patiently(ask, max_retries, "ask for the next round")
+            self.durable_version = reply.durable_version
+            if reply.status == "finished":
+                self.finished = True
+            if reply.status != "wait" or (wait_s is not None and time.monotonic() - begin >= wait_s):
+                return reply
+            if time.monotonic() - said >= 15.0:
+                said = time.monotonic()
+                LOG.info("%s: waiting %.0f s: %s", self.site, said - begin, reply.reason)
+
+    def outcome(self, ticket: int, max_retries: int | None = None) -> messages.Outcome:
+        """What became of a ticket; one that the server does not know any more has expired."""
+        path = routes.TICKET.format(ticket=ticket)
+        try:
+            return self.patiently(
+                lambda: self.http.get(path, messages.TicketState),
+                max_retries,
+                "ask what became of the update",
+            ).outcome
+        except Gone as error:
+            return messages.Outcome(ticket=ticket, state="expired", base_version=0, reason=str(error))
 
     def leave(self, error: str | None = None) -> None:
         """Deregister and stop the heartbeats. Idempotent."""

@@ -85,6 +85,7 @@ class DiLoCo:
         self.finished = self._stopped = False
         self.sync_every = sync_every or 0
         self._since_sync = self._base_step = self._version = 0
+        self._settled = 0  # the ticket of the outbox's update, once its fate is in the base
         self._pending_metrics: dict[str, float] = {}
         self._pace = (0, time.monotonic())
 
@@ -224,18 +225,20 @@ class DiLoCo:
 
     def _round(self, session: Session) -> None:
         """One synchronisation: settle what is under way, submit, wait, pull."""
-        base = session.base.note
-        assert base is not None
         ticket = self._ticket
-        if session.outbox.note is not None:
+        if self._under_way(session):
             self._settle(session)
             ticket = None
+        elif ticket is not None and session.is_over(ticket, self._max_retries):
+            ticket = None
         if ticket is None:
-            reply = session.next_ticket(max_retries=self._max_retries)
+            reply = session.next_round(max_retries=self._max_retries)
             if reply.ticket is None:
                 self._finish(session, reply)
                 return
             ticket = self._ticket = reply.ticket
+        base = session.base.note
+        assert base is not None
         if ticket.base_digest != base.digest:
             self._rebase(ticket.base_version, ticket.base_digest)
         metrics = dict(self._pending_metrics) | finite_metrics(self._metrics() if self._metrics else {}, session.site)
@@ -270,18 +273,27 @@ class DiLoCo:
         self._ticket = reply.ticket
         self._take(session, reply.ticket.base_version, reply.ticket.base_digest)
 
+    def _under_way(self, session: Session) -> bool:
+        """Whether the outbox holds what was formed from the base, and it is not known yet what became of it."""
+        note, base = session.outbox.note, session.base.note
+        assert base is not None
+        return note is not None and note.ticket != self._settled and note.base_digest == base.digest
+
     def _settle(self, session: Session) -> None:
         """A synchronisation broke off after its update was formed: find out what became of it.
 
-        If it is in, only what was trained since is local progress: the base advances to what was submitted.
+        If it is in, only what was trained since is local progress: the base advances to what was submitted. If it is
+        not, the next update holds all of it.
         """
         note = session.outbox.note
         assert note is not None
         outcome = session.outcome(note.ticket, self._max_retries)
         if outcome.state in ("accepted", "counted"):
-            LOG.info("%s: the update of round %d is in after all", session.site, note.base_version + 1)
+            LOG.info("%s: the update of round %d is in after all", session.site, note.round)
             session.advance_base()
-        session.outbox.clear()
+            self._settled = note.ticket
+        else:
+            session.outbox.clear()
         self._ticket = None
 
     def _take(self, session: Session, version: int, digest: str) -> None:
@@ -296,7 +308,8 @@ class DiLoCo:
             except Gone:
                 reply = session.next_ticket(wait_s=0.0)
                 self._ticket, version, digest = reply.ticket, reply.head_version, reply.head_digest
-        session.outbox.clear()
+        if session.outbox.note is not None:  # kept: until it is durable the server may fall back, and need it again
+            self._settled = session.outbox.note.ticket
         session.heartbeat = session.heartbeat.model_copy(update={"version": version, "state": "training"})
         self._since_sync, self._base_step, self._version = 0, self.step, version
 
@@ -316,7 +329,7 @@ class DiLoCo:
     def _pull_head(self) -> None:
         session = self._session
         assert session is not None
-        reply = session.next_ticket(wait_s=0.0, max_retries=START_RETRIES)
+        reply = session.next_round(wait_s=0.0, max_retries=START_RETRIES)
         self._ticket = reply.ticket
         if reply.status == "finished":
             self._finish(session, reply)

@@ -132,7 +132,9 @@ class Worker:
 
     def _tell(self, previous: messages.Outcome | None) -> None:
         if previous is not None and previous.state == "expired":
-            LOG.warning("%s: round %d did not count: %s", self.site, previous.base_version + 1, previous.reason)
+            LOG.warning(
+                "%s: the update from version %d did not count: %s", self.site, previous.base_version, previous.reason
+            )
 
 
 class FederatedRound:
@@ -144,8 +146,8 @@ class FederatedRound:
 
     @property
     def number(self) -> int:
-        """Counts from 1: the version that this round leads to."""
-        return self._ticket.base_version + 1
+        """Counts from 1."""
+        return self._ticket.round
 
     @property
     def version(self) -> int:
@@ -205,14 +207,16 @@ class FederatedRound:
                 "Call round.load_into(model) before training.",
             )
         finite = finite_metrics(metrics or {}, self._session.site)
+        if self._session.is_over(self._ticket):
+            LOG.warning("%s: round %d is over, it does not count", self._session.site, self.number)
+            self.done = True
+            return
         try:
             self._session.submit(self._ticket, tensors, weight=positive(weight), steps=steps, metrics=finite)
-        except TicketClosed as error:
+        except TicketClosed as error:  # kept, as an update that counted is: the server may fall back to its base
             LOG.warning("%s: round %d went on without this update: %s", self._session.site, self.number, error)
-            self._session.outbox.clear()
         except Gone as error:
             LOG.warning("%s: %s", self._session.site, error)
-            self._session.outbox.clear()
         except UpdateRefused as error:
             self._session.outbox.clear()
             self._session.refused(error)

@@ -5,7 +5,7 @@ memory holds no second copy of the model. Beside each lies a small JSON note, re
 in it; a file without its note is scrap.
 
     base.safetensors + base.json      the version that was pulled; opens with safetensors
-    outbox.bin       + outbox.json    the encoded update of one ticket; kept until it is counted
+    outbox.bin       + outbox.json    the encoded update of one ticket; kept until the next one is formed
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class OutboxNote:
     weight: float
     steps: int
     metrics: dict[str, float] = field(default_factory=dict)
+    round: int = 0
 
 
 class ScratchFile:
@@ -171,7 +172,7 @@ class BaseFile(ScratchFile):
 
 
 class Outbox(ScratchFile):
-    """The update that a worker has formed and must be able to send until it is counted."""
+    """The update that a worker has formed and must be able to send until what it counts in is durable."""
 
     def __init__(self, folder: Path, layout: Layout) -> None:
         super().__init__(folder / "outbox.bin", layout.nbytes)
@@ -188,7 +189,7 @@ class Outbox(ScratchFile):
         _write_note(self._note_path, note)
 
     def clear(self) -> None:
-        """The update is counted, or can never be: the file may be rewritten."""
+        """The update can never count, or not again: the file may be rewritten."""
         self.note = None
         self._note_path.unlink(missing_ok=True)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -88,29 +87,6 @@ class Session(Connection):
     def update_layout(self) -> Layout:
         """The layout of an update, as the server issues it: `params` by the run's codec, everything else as it is."""
         return encoded_layout(self.schema, self.info.codec, self.codecs, self.info.part_bytes)
-
-    def next_ticket(self, *, wait_s: float | None = None, max_retries: int | None = None) -> messages.TicketReply:
-        """The ticket of the open round, or the word that the run is finished.
-
-        Args:
-            wait_s: give up after so long and return the reply "wait"; None waits until a round opens.
-        """
-        begin = said = time.monotonic()
-        self.heartbeat = self.heartbeat.model_copy(update={"state": "waiting for the round"})
-        while True:
-            left_s = routes.LONG_POLL_S if wait_s is None else max(0.0, begin + wait_s - time.monotonic())
-            request = messages.TicketRequest(wait_s=min(left_s, routes.LONG_POLL_S))
-            ask = functools.partial(
-                self.http.post, routes.TICKETS, request, messages.TicketReply, timeout_s=routes.LONG_POLL_S + 10.0
-            )
-            reply = self.patiently(ask, max_retries, "ask for the next round")
-            if reply.status == "finished":
-                self.finished = True
-            if reply.status != "wait" or (wait_s is not None and time.monotonic() - begin >= wait_s):
-                return reply
-            if time.monotonic() - said >= 15.0:
-                said = time.monotonic()
-                LOG.info("%s: waiting %.0f s: %s", self.site, said - begin, reply.reason)
 
     def pull(
         self,
@@ -194,7 +170,7 @@ class Session(Connection):
             formed = self.form(ticket, tensors, weight=weight, steps=steps, metrics=metrics)
             self.send(max_retries)
             return formed
-        self._tell_submitting(ticket.base_version + 1)
+        self._tell_submitting(ticket.round)
         with progress(f"{self.site}: submitting", self.outbox.layout.nbytes) as bar:
             path_of = functools.partial(_part_path, ticket.ticket)
             with self.parts.pushing(path_of, self.outbox.fd, on_bytes=bar.add) as pushing:
@@ -233,6 +209,7 @@ class Session(Connection):
                 weight=weight,
                 steps=steps,
                 metrics=metrics,
+                round=ticket.round,
             )
         )
         return formed
@@ -246,7 +223,7 @@ class Session(Connection):
         """
         note = self.outbox.note
         assert note is not None
-        self._tell_submitting(note.base_version + 1)
+        self._tell_submitting(note.round)
         with progress(f"{self.site}: submitting", self.outbox.layout.nbytes) as bar:
             return self._complete(bar, None if self.resuming else set(), None, max_retries)
 
@@ -310,18 +287,6 @@ class Session(Connection):
     def _tell_submitting(self, number: int) -> None:
         self.heartbeat = self.heartbeat.model_copy(update={"state": f"submitting to round {number}"})
 
-    def outcome(self, ticket: int, max_retries: int | None = None) -> messages.Outcome:
-        """What became of a ticket; one that the server does not know any more has expired."""
-        path = routes.TICKET.format(ticket=ticket)
-        try:
-            return self.patiently(
-                lambda: self.http.get(path, messages.TicketState),
-                max_retries,
-                "ask what became of the update",
-            ).outcome
-        except Gone as error:
-            return messages.Outcome(ticket=ticket, state="expired", base_version=0, reason=str(error))
-
     def advance_base(self) -> None:
         """What is in the outbox counts: the base becomes what was submitted, so that it is local progress only once."""
         note = self.base.note
@@ -355,9 +320,9 @@ class Session(Connection):
         self.resuming = True
         try:
             receipt = self.send()
-            LOG.info("%s: the update of an earlier process is in: round %d", self.site, note.base_version + 1)
+            LOG.info("%s: the update of an earlier process is in: round %d", self.site, note.round)
             return receipt
-        except (TicketClosed, Gone) as error:  # kept: after a fall-back it may count under another ticket
+        except (TicketClosed, Gone) as error:  # kept: after a fall back it may count under another ticket
             LOG.info("%s: the update of an earlier process is too late: %s", self.site, error)
             return None
         except UpdateRefused as error:
@@ -367,21 +332,37 @@ class Session(Connection):
         finally:
             self.resuming = False
 
+    def is_over(self, ticket: messages.Ticket, max_retries: int | None = None) -> bool:
+        """Whether the outbox must not be rewritten for this ticket: the server fell back since it gave it.
+
+        What the outbox holds is then needed once more. Nothing is asked where it is not: it holds nothing, or a version
+        that came after its base is durable.
+        """
+        note = self.outbox.note
+        if note is None or (self.durable_version is not None and self.durable_version > note.base_version):
+            return False
+        outcome = self.outcome(ticket.ticket, max_retries)
+        return outcome.state == "expired" or outcome.base_version != ticket.base_version
+
     def next_round(self, *, wait_s: float | None = None, max_retries: int | None = None) -> messages.TicketReply:
         """As `next_ticket`; but a round that the outbox can still serve is served from it, and not trained again.
 
-        A server that lost power falls back to its durable version: what counted since has expired, and is sent again.
+        A server that lost power falls back to its durable version: what was acknowledged since has expired there or was
+        never heard of; it is sent again.
         """
         while True:
             reply = self.next_ticket(wait_s=wait_s, max_retries=max_retries)
-            lost = reply.previous is not None and reply.previous.state == "expired"
-            if not (lost and reply.ticket is not None and self._resubmit(reply.ticket)):
+            if reply.ticket is None or not self._resubmit(reply.ticket, reply.previous):
                 return reply
 
-    def _resubmit(self, ticket: messages.Ticket) -> bool:
-        """Send what was formed from the same base under this ticket; False where the outbox holds nothing for it."""
+    def _resubmit(self, ticket: messages.Ticket, previous: messages.Outcome | None) -> bool:
+        """Send what was formed from the same base under this ticket; False where the outbox holds nothing for it.
+
+        The same bits alone are no reason: a round may have left them as they were.
+        """
         note = self.outbox.note
-        if note is None or note.ticket == ticket.ticket:
+        expired = previous is not None and previous.state == "expired"
+        if note is None or not (expired or note.base_version == ticket.base_version):
             return False
         if (note.run, note.base_digest, note.layout_digest) != (
             self.info.run,
