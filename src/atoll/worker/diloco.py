@@ -24,6 +24,7 @@ from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
 from atoll.tensors.modules import named_tensors, schema_of
 from atoll.wire import messages
 from atoll.worker import update
+from atoll.worker.border import border
 from atoll.worker.connection import NetworkLost, default_site, require_site
 from atoll.worker.federated import START_RETRIES, finite_metrics, last_words, positive
 from atoll.worker.files import BaseFile
@@ -50,6 +51,7 @@ class DiLoCo:
         max_sync_retries: attempts before a synchronisation with a lost server is skipped.
     """
 
+    @border
     def __init__(
         self,
         model: nn.Module,
@@ -98,6 +100,7 @@ class DiLoCo:
     ) -> None:
         self.stop(error)
 
+    @border
     def start(self) -> DiLoCo:
         """Join the run, pull the global model into the parameters, and hook the optimizer.
 
@@ -162,6 +165,7 @@ class DiLoCo:
             self.seconds_waited,
         )
 
+    @border
     def report(self, **metrics: float) -> None:
         """Numbers of this worker to be shown in status, and averaged over the workers at the next synchronisation."""
         self._pending_metrics.update(finite_metrics(metrics, self._site or "worker"))
@@ -186,6 +190,7 @@ class DiLoCo:
 
     # -- the hook
 
+    @border
     def _after_step(self, *_: Any) -> None:
         self.step += 1
         self._since_sync += 1

@@ -21,6 +21,7 @@ from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.modules import Tensors, named_tensors, schema_of
 from atoll.wire import messages
+from atoll.worker.border import border
 from atoll.worker.connection import default_site, require_site
 from atoll.worker.reporting import LOG, ensure_lines, size
 from atoll.worker.session import Session
@@ -99,6 +100,7 @@ class Worker:
             size(self._session.counters.bytes_down),
         )
 
+    @border
     def load_into(self, model: Model) -> Model:
         """Pull the newest global model into `model`, in place; after the last round, that is the result.
 
@@ -115,6 +117,15 @@ class Worker:
                 continue
 
     def __iter__(self) -> Iterator[Round]:
+        rounds = self._rounds()
+        while (round_ := self._following(rounds)) is not None:
+            yield round_
+
+    @border
+    def _following(self, rounds: Iterator[Round]) -> Round | None:
+        return next(rounds, None)
+
+    def _rounds(self) -> Iterator[Round]:
         self._session.resume_outbox()
         while True:
             reply = self._session.next_round()
@@ -152,6 +163,7 @@ class FederatedRound:
         """The version to train from."""
         return self._ticket.base_version
 
+    @border
     def load_into(self, model: Model) -> Model:
         """Pull the global model into `model`, in place, and return it.
 
@@ -165,6 +177,7 @@ class FederatedRound:
         )
         return model
 
+    @border
     def state_dict(self) -> dict[str, Tensor]:
         """The global model as new CPU tensors, by name, tied ones included."""
         schema = self._session.schema
@@ -172,6 +185,7 @@ class FederatedRound:
         self._session.pull(self._ticket.base_version, self._ticket.base_digest, owned)
         return owned | {alias: owned[owner] for alias, owner in schema.aliases}
 
+    @border
     def submit(
         self,
         model: nn.Module | Tensors,
@@ -278,6 +292,7 @@ class LocalRound:
         LOG.info("alone: trained without a server%s", f" ({told})" if told else "")
 
 
+@border
 def join(
     server: str | None = None,
     site: str | None = None,
