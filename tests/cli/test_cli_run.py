@@ -93,6 +93,20 @@ def test_what_init_writes_runs_as_it_is(atoll_command, serve, tmp_path, algorith
     assert (tmp_path / "again.safetensors").read_bytes() == (exports / "model.safetensors").read_bytes()
 
 
+@pytest.mark.covers("X4")
+def test_the_server_says_that_it_starts_before_it_loads_what_is_slow(monkeypatch, caplog) -> None:
+    from atoll.cli import server
+    from atoll.config import Settings
+
+    caplog.set_level("INFO", "atoll")
+    for name in ("log_lines", "raise_on_sigterm"):
+        monkeypatch.setattr(server, name, lambda: None)
+    monkeypatch.setitem(sys.modules, "atoll.server.embed", None)  # importing it fails: nothing before it needs it
+    with pytest.raises(ImportError):
+        server.run_until_finished(Settings(name="mine"))
+    assert caplog.messages == ["mine starts; loading PyTorch takes a few seconds"]
+
+
 @pytest.mark.slow
 @pytest.mark.covers("L11")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])

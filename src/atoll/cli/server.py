@@ -68,6 +68,7 @@ def run_until_finished(settings: Settings) -> None:
     """
     log_lines()
     raise_on_sigterm()
+    LOG.info("%s starts; loading PyTorch takes a few seconds", settings.name)
     from atoll.server.embed import Server
 
     server = Server(settings=settings)
