@@ -110,7 +110,7 @@ def worker_row(worker: messages.WorkerStatus) -> list[str]:
         size(worker.bytes_up),
         size(worker.bytes_down),
         f"{worker.retries}" + (f" (+{worker.reconnections} joins)" if worker.reconnections else ""),
-        f"{duration(worker.last_heartbeat_s)} ago",
+        f"{duration(worker.last_heartbeat_s)} ago" if worker.heard else "not since the server restarted",
         worker.error or numbers(worker.metrics),
     ]
 
