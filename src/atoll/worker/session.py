@@ -163,6 +163,7 @@ class Session(Connection):
                 else wanted
             )
             attempts.append(len(todo))
+            bar.resume()
             self.parts.pull(path, digests, todo, sinks, on_bytes=bar.add)
 
         attempts: list[int] = []
@@ -270,6 +271,7 @@ class Session(Connection):
             has = self._parts_at_server(note) if sent is None else sent
             sent = None
             parts = [part for part in self.outbox.layout.parts if part.index not in has]
+            bar.resume()
             self.parts.push(
                 functools.partial(_part_path, note.ticket), self.outbox.fd, parts, digests, on_bytes=bar.add
             )
