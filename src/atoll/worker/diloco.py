@@ -26,7 +26,7 @@ from atoll.wire import messages
 from atoll.worker import update
 from atoll.worker.border import border
 from atoll.worker.connection import NetworkLost, default_site, require_site
-from atoll.worker.federated import START_RETRIES, finite_metrics, last_words, positive
+from atoll.worker.federated import ALONE, ALONE_ENDED, START_RETRIES, finite_metrics, last_words, positive
 from atoll.worker.files import BaseFile
 from atoll.worker.reporting import LOG, ensure_lines, size
 from atoll.worker.session import Session
@@ -110,7 +110,7 @@ class DiLoCo:
         """
         ensure_lines()
         if not self._server:
-            LOG.info("no server is configured (ATOLL_SERVER): training alone")
+            LOG.info("%s", ALONE)
             return self
         self._require_parameters()
         site = require_site(self._site or default_site())
@@ -142,7 +142,12 @@ class DiLoCo:
             self._hook.remove()
             self._hook = None
         session = self._session
-        if session is None or self._stopped:
+        if self._stopped:
+            return
+        if session is None:
+            self._stopped = not self._server
+            if self._stopped and error is None:
+                LOG.info("%s", ALONE_ENDED)
             return
         self._stopped = True
         if self.step == 0 and error is None:

@@ -240,15 +240,21 @@ class LocalWorker:
 
     site = "alone"
     bytes_up = bytes_down = 0
+    _left = False
 
     def __enter__(self) -> LocalWorker:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        return None
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave(error)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Nothing to leave."""
+        """Nothing to leave: says so, unless an error ended training."""
+        if not self._left and error is None:
+            LOG.info("%s", ALONE_ENDED)
+        self._left = True
 
     def load_into(self, model: Model) -> Model:
         """The model as it is."""
@@ -318,13 +324,16 @@ def join(
     ensure_lines()
     server = server or os.environ.get("ATOLL_SERVER")
     if not server:
-        LOG.info("no server is configured (ATOLL_SERVER): training alone")
+        LOG.info("%s", ALONE)
         return LocalWorker()
     site = require_site(site or default_site())
     session = Session(server, site, folder=Path(folder) if folder else None, labels=labels, max_retries=START_RETRIES)
     LOG.info("%s: joined run %s (%s) at %s", site, session.info.name, session.info.algorithm, session.http.server)
     return Worker(session)
 
+
+ALONE = "no server is configured (ATOLL_SERVER): training alone"
+ALONE_ENDED = "alone: nothing was sent, and Atoll saved nothing; the script keeps the model, or loses it"
 
 START_RETRIES = 6
 """Attempts to reach a server at the start: some 15 s, then a clear end."""
