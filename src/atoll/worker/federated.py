@@ -315,7 +315,7 @@ def join(
         labels: anything to be shown in status.
 
     Returns:
-        A `Worker`; a `LocalWorker` where there is no server.
+        A `Worker`; where there is no server a `LocalWorker`, which has one round.
 
     Raises:
         ServerUnreachable: nobody answered after several attempts.
