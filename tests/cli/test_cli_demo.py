@@ -102,6 +102,12 @@ def test_the_federated_demo_trains_and_leaves_only_files(atoll_command, tmp_path
     outcome = atoll_command("demo", "--algorithm", "fedavg", "--dir", "demo", "--rounds", "3", "--workers", "2")
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert "round  3 of 3" in outcome.stdout
+    lines = outcome.stdout.splitlines()
+    assert lines[0].endswith(f"2 workers start, which takes some seconds; logs and results go to {tmp_path / 'demo'}")
+    said = next(number for number, line in enumerate(lines) if "measuring the final model" in line)
+    assert lines[said - 2].split()[2:4] == ["round", "3"]  # an empty line between the two
+    time_line = next(number for number, line in enumerate(lines) if line.startswith("time: "))
+    assert "from the start of the processes to their end" in lines[time_line + 1]
     assert "data-parallel training would have sent" in outcome.stdout
     folder = tmp_path / "demo"
     names = {path.name for path in folder.iterdir()}

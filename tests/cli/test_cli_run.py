@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -93,6 +95,20 @@ def test_what_init_writes_runs_as_it_is(atoll_command, serve, tmp_path, algorith
     assert (tmp_path / "again.safetensors").read_bytes() == (exports / "model.safetensors").read_bytes()
 
 
+@pytest.mark.covers("X4")
+def test_the_server_says_that_it_starts_before_it_loads_what_is_slow(monkeypatch, caplog) -> None:
+    from atoll.cli import server
+    from atoll.config import Settings
+
+    caplog.set_level("INFO", "atoll")
+    for name in ("log_lines", "raise_on_sigterm"):
+        monkeypatch.setattr(server, name, lambda: None)
+    monkeypatch.setitem(sys.modules, "atoll.server.embed", None)  # importing it fails: nothing before it needs it
+    with pytest.raises(ImportError):
+        server.run_until_finished(Settings(name="mine"))
+    assert caplog.messages == ["mine starts; loading PyTorch takes a few seconds"]
+
+
 @pytest.mark.slow
 @pytest.mark.covers("L11")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
@@ -122,6 +138,39 @@ def test_a_second_server_is_refused_by_port_and_by_directory(atoll_command, serv
     for outcome in (by_port, by_directory):
         assert outcome.stderr.startswith("atoll: ")
         assert len(outcome.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X4")
+def test_on_a_terminal_the_server_shows_the_table_of_status_below_its_lines(atoll_command, tmp_path) -> None:
+    atoll_command("init", "mine")
+    terminal, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*ATOLL, "server", "run.toml", "--port", "0", "--min-free-bytes", "0"],
+        cwd=tmp_path / "mine",
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "200"},
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    said = b""
+    try:
+        while b"no worker has joined yet" not in said:
+            said += os.read(terminal, 4096)
+        process.terminate()
+        with contextlib.suppress(OSError):  # how a terminal says that nobody writes to it any more
+            while more := os.read(terminal, 4096):
+                said += more
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    text = said.decode()
+    assert text.index("starts; loading") < text.index("listening on") < text.index("no worker has joined yet")
+    assert "goes on from where the run is" in text[text.index("no worker has joined yet") :]
+    assert "waits for 2 workers to join" in text
 
 
 def test_a_run_without_a_model_says_how_to_name_one(atoll_command) -> None:

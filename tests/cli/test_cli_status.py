@@ -78,6 +78,30 @@ def test_the_table_for_terminals_has_the_same_words(known) -> None:
         assert word in text
 
 
+@pytest.mark.covers("X4")
+def test_what_is_said_while_the_live_table_is_shown_stands_above_it(known, monkeypatch) -> None:
+    import io
+    import logging
+    import sys
+
+    from rich.console import Console
+
+    from atoll.cli.text import _Lines
+
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    handler = _Lines()
+    console = Console(width=200, file=out, force_terminal=True)
+    with status.live_table(known, "http://there", console) as show:
+        handler.emit(logging.LogRecord("atoll", logging.INFO, "", 0, "round 3: version 3", (), None))
+        show(known.model_copy(update={"name": "later"}), "http://there does not answer")
+    before, after = out.getvalue().split("round 3: version 3")
+    assert "canned at http://there" in before
+    assert after.index("canned at http://there") < after.index("later at http://there")  # drawn again below the line
+    assert "clinic-b" in after
+    assert "http://there does not answer" in after
+
+
 def test_a_run_without_workers_says_so(known) -> None:
     alone = known.model_copy(update={"workers": [], "history": []})
     assert status.plain(alone, "http://there")[-1] == "no worker has joined yet"

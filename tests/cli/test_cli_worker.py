@@ -68,7 +68,14 @@ def test_a_server_that_is_not_up_yet_is_waited_for(canned, monkeypatch, capsys) 
     monkeypatch.setattr(ask, "ask", late)
     monkeypatch.setattr(worker, "SERVER_PAUSE_S", 0.0)
     assert worker._run([sys.executable, "-c", "raise SystemExit(3)"], {"ATOLL_SERVER": canned.url}, 0) == 3
-    assert capsys.readouterr().err == f"atoll: waiting for {canned.url}\n"
+    starting = f"atoll: {canned.url} answers, run canned; starting {sys.executable}"
+    assert capsys.readouterr().err.splitlines() == [f"atoll: waiting for {canned.url}", starting]
+
+
+@pytest.mark.covers("X2", "X4")
+def test_it_says_at_once_what_it_starts_but_not_the_arguments(canned, atoll_command) -> None:
+    outcome = atoll_command("worker", "--server", canned.url, "--", sys.executable, "-c", "pass", "secret")
+    assert outcome.stderr == f"atoll: {canned.url} answers, run canned; starting {sys.executable}\n"
 
 
 def test_a_restart_waits_for_the_server_and_counts_one_that_is_away(monkeypatch, capsys) -> None:

@@ -132,7 +132,10 @@ def run(demo: Demo) -> None:
     begin = time.monotonic()
     with Children() as children:
         with make_view(demo) as view:
-            view.say(f"one server and {demo.workers} workers start; logs and results go to {demo.folder}")
+            view.say(
+                f"one server and {demo.workers} workers start, which takes some seconds; "
+                f"logs and results go to {demo.folder}"
+            )
             server = _start_server(demo, children)
             address = _address(demo.folder / "server.log", server)
             sites = _start_workers(demo, children, address)

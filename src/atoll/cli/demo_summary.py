@@ -28,6 +28,7 @@ def rounds_of(demo: Demo) -> list[messages.RoundSummary]:
 def show(demo: Demo, status: messages.Status | None, seconds: float) -> None:
     """Judge the exported model, draw the curve, print the summary."""
     rounds = rounds_of(demo)
+    print("\nthe run has ended; measuring the final model on held-out data, which takes some seconds …", flush=True)
     final = judge(demo, demo.folder / MODEL)
     curve = [(row.version - 1, row.metrics[demo.metric]) for row in rounds if demo.metric in row.metrics]
     curve.append((rounds[-1].version, final))
@@ -42,6 +43,10 @@ def show(demo: Demo, status: messages.Status | None, seconds: float) -> None:
             print(line)
         deaths = f"; {status.deaths} died" if status.deaths else ""
     print(f"time: {duration(seconds)} for {len(rounds)} rounds with {demo.workers} workers{deaths}")
+    print(
+        "      from the start of the processes to their end: loading PyTorch and the workers' own evaluation included,"
+    )
+    print("      the measure of the final model not")
     print(f"files in {demo.folder}:")
     print(f"  {MODEL:<18} the model (safetensors.safe_open)")
     print(f"  {METRICS:<18} one line a round")

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from atoll.cli.children import Terminated, raise_on_sigterm
+from atoll.cli.status import WATCH_S, live_table
 from atoll.cli.text import awaited, duration, log_lines, numbers, size
 from atoll.config import Settings
 from atoll.errors import ConfigError
@@ -68,6 +69,7 @@ def run_until_finished(settings: Settings) -> None:
     """
     log_lines()
     raise_on_sigterm()
+    LOG.info("%s starts; loading PyTorch takes a few seconds", settings.name)
     from atoll.server.embed import Server
 
     server = Server(settings=settings)
@@ -112,9 +114,15 @@ def _announce(server: Server, settings: Settings) -> None:
 
 
 def _watch(server: Server) -> None:
-    """Say now and then whom the run waits for, until it is finished."""
+    """Until the run is finished: on a terminal what `atoll status --watch` shows, else a line about who is awaited."""
+    if sys.stdout.isatty():
+        with live_table(server.status(), server.url) as show:
+            while not server.wait(WATCH_S):
+                show(server.status())
+            show(server.status())
+        return
     reminder = Reminder(time.monotonic())
-    while not server.wait(1.0):
+    while not server.wait(WATCH_S):
         if waiting := reminder.line(server.status().fragments, time.monotonic()):
             LOG.info("%s", waiting)
 

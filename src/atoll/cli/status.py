@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +14,7 @@ from atoll.cli.text import awaited, duration, numbers, round_line, size
 from atoll.errors import ServerUnreachable
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
     from atoll.wire import messages
 
@@ -61,22 +63,35 @@ def _ask(address: str) -> messages.Status:
 
 
 def _on_terminal(status: messages.Status, address: str, watch: bool) -> None:
-    from rich.console import Console, Group
-    from rich.live import Live
-    from rich.text import Text
+    from rich.console import Console
 
-    console = Console()
     if not watch:
-        console.print(table(status, address))
+        Console().print(table(status, address))
         return
-    with Live(table(status, address), console=console, auto_refresh=False) as live:
+    with live_table(status, address) as show:
         while not status.finished:
             time.sleep(WATCH_S)
             try:
                 status = _ask(address)
-                live.update(table(status, address), refresh=True)
+                show(status)
             except ServerUnreachable as error:
-                live.update(Group(table(status, address), Text(str(error), style="red")), refresh=True)
+                show(status, str(error))
+
+
+@contextmanager
+def live_table(status: messages.Status, address: str, console: Console | None = None) -> Iterator[Callable[..., None]]:
+    """`table`, to be drawn anew with `show(status)`, or `show(status, trouble)`. What is printed appears above it."""
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(table(status, address), console=console or Console(), auto_refresh=False) as live:
+
+        def show(status: messages.Status, trouble: str = "") -> None:
+            view = table(status, address)
+            live.update(Group(view, Text(trouble, style="red")) if trouble else view, refresh=True)
+
+        yield show
 
 
 COLUMNS = (
@@ -110,7 +125,7 @@ def worker_row(worker: messages.WorkerStatus) -> list[str]:
         size(worker.bytes_up),
         size(worker.bytes_down),
         f"{worker.retries}" + (f" (+{worker.reconnections} joins)" if worker.reconnections else ""),
-        f"{duration(worker.last_heartbeat_s)} ago",
+        f"{duration(worker.last_heartbeat_s)} ago" if worker.heard else "not since the server restarted",
         worker.error or numbers(worker.metrics),
     ]
 

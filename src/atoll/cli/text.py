@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from atoll.wire.units import size as size
 
@@ -47,9 +47,20 @@ def round_line(summary: messages.RoundSummary) -> str:
     )
 
 
+class _Lines(logging.StreamHandler[TextIO]):
+    """Writes to what standard output is at that moment: a live view takes it over, and shows lines above itself."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stdout
+
+
 def log_lines() -> None:
     """Let everything that Atoll's parts log appear as lines on standard output, with the time of day."""
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _Lines()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logger = logging.getLogger("atoll")
     logger.handlers[:] = [handler]

@@ -64,8 +64,8 @@ def command(
     raise typer.Exit(_run(script, environment, restarts))
 
 
-def _require_server(address: str, told: list[int]) -> None:
-    """Wait for the server, `SERVER_WAIT_S` at most; a signal ends the wait.
+def _require_server(address: str, told: list[int]) -> str:
+    """Wait for the server, `SERVER_WAIT_S` at most; a signal ends the wait. Returns the name of its run.
 
     Raises:
         ServerUnreachable: it did not answer in that time, or its certificate is not accepted.
@@ -95,6 +95,7 @@ def _require_server(address: str, told: list[int]) -> None:
             f"This worker speaks protocol {routes.PROTOCOL}, {address} speaks {info.protocol}.",
             f"Upgrade Atoll at {older}.",
         )
+    return info.name
 
 
 def _site(site: str) -> str:
@@ -124,7 +125,7 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
     try:
         for attempt in range(restarts + 1):
             try:
-                _require_server(environment["ATOLL_SERVER"], told)
+                name = _require_server(environment["ATOLL_SERVER"], told)
             except ServerUnreachable as error:
                 if attempt == restarts and not told:
                     raise
@@ -132,6 +133,9 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
             else:
                 if told:
                     return 128 + told[-1]
+                # a script says nothing while it loads PyTorch; its arguments are not repeated: one may be a secret
+                found = f"{environment['ATOLL_SERVER']} answers, run {name}"
+                print(f"atoll: {found}; starting {script[0]}", file=sys.stderr, flush=True)
                 # a session of its own: Ctrl-C reaches it once, from here, not twice
                 child = _start(script, environment)
                 code = child.wait()

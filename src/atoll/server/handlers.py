@@ -31,7 +31,7 @@ from atoll.server.auth import IDENTITY
 from atoll.server.metrics import prometheus
 from atoll.server.roster import Lease, Presence, now_text
 from atoll.server.run import Run
-from atoll.server.status import status_of
+from atoll.server.status import status_of, why
 from atoll.store.rows import TicketRow
 from atoll.store.spool import PartWriter
 from atoll.transport.host import receive_part, require_length, serve_file
@@ -198,9 +198,7 @@ class Handlers:
     def _wait_reply(self, fragment: int, reason: str, previous: TicketRow | None) -> messages.TicketReply:
         head = self.store.head(fragment)
         state = self.run.state
-        why = (
-            reason if reason == fx.FINISHED else f"{reason}; the round {machine.why(state, fragment, time.monotonic())}"
-        )
+        told = reason if reason == fx.FINISHED else f"{reason}; the round {why(self.run, fragment, time.monotonic())}"
         return messages.TicketReply(
             status="finished" if reason == fx.FINISHED else "wait",
             previous=self._previous(previous, None),
@@ -208,7 +206,7 @@ class Handlers:
             head_digest=head.digest,
             durable_version=self.store.durable_version(fragment),
             waiting_for=[site for site, _ in machine.missing(state, fragment)],
-            reason=why,
+            reason=told,
         )
 
     def _previous(self, row: TicketRow | None, ticket: int | None) -> messages.Outcome | None:

@@ -13,7 +13,11 @@ from atoll.wire import messages
 
 @dataclass
 class Presence:
-    """One worker as it was last heard of."""
+    """One worker as it was last heard of.
+
+    Attributes:
+        heard: whether it gave a sign of life since this server started; `heard_s` is when.
+    """
 
     site: str
     host: str = ""
@@ -22,6 +26,7 @@ class Presence:
     labels: dict[str, str] = field(default_factory=dict)
     state: str = "alive"
     error: str = ""
+    heard: bool = True
     heard_s: float = field(default_factory=time.monotonic)
     beat: messages.Heartbeat = field(default_factory=messages.Heartbeat)
     rounds: int = 0

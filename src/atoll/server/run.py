@@ -71,6 +71,7 @@ class Run:
                 state=member.state,
                 error=member.detail,
                 rounds=member.rounds_counted,
+                heard=False,
             )
 
     # -- beginning and end
@@ -227,7 +228,7 @@ class Run:
                 self.refuse_lease(lease, effect)
         presence = self.roster.get(lease.site)
         if presence is not None:
-            presence.heard_s = time.monotonic()
+            presence.heard, presence.heard_s = True, time.monotonic()
             presence.process = presence.process or lease.process
         return lease
 

@@ -62,8 +62,16 @@ def _fragment(run: Run, index: int, now_s: float) -> messages.FragmentStatus:
         version=round_.head,
         phase=round_.phase,
         waiting_for=waiting,
-        reason=run.trouble.get(index) or machine.why(run.state, index, now_s),
+        reason=run.trouble.get(index) or why(run, index, now_s),
     )
+
+
+def why(run: Run, index: int, now_s: float) -> str:
+    """What the fragment waits for; also who of them may not even know that the server is back."""
+    missing = [site for site, _ in machine.missing(run.state, index)]
+    unheard = [site for site in missing if site in run.roster and not run.roster[site].heard]
+    silent = f"not heard since the server restarted: {', '.join(unheard)}" if unheard else ""
+    return "; ".join(filter(None, [machine.why(run.state, index, now_s), silent]))
 
 
 def _worker(run: Run, presence: Presence, now_s: float) -> messages.WorkerStatus:
@@ -77,6 +85,7 @@ def _worker(run: Run, presence: Presence, now_s: float) -> messages.WorkerStatus
         doing=beat.state,
         joined_at=presence.joined_at,
         last_heartbeat_s=max(0.0, now_s - presence.heard_s),
+        heard=presence.heard,
         step=beat.step,
         steps_per_s=beat.steps_per_s,
         rounds=presence.rounds,

@@ -249,7 +249,8 @@ class WorkerStatus(Message):
     state: str = Field(description="alive, dead, left or failed")
     doing: str
     joined_at: str
-    last_heartbeat_s: float = Field(description="Seconds since it was last heard of.")
+    last_heartbeat_s: float = Field(description="Seconds since it was last heard of, or since the server restarted.")
+    heard: bool = Field(True, description="Whether it was heard of since the server restarted.")
     step: Count
     steps_per_s: float
     rounds: Count = Field(description="Updates of it that counted.")

@@ -18,6 +18,7 @@ from atoll.tensors.modules import Tensors
 from atoll.transport.client import Http
 from atoll.transport.tls import read_token
 from atoll.wire import messages, routes
+from atoll.worker.border import border
 from atoll.worker.connection import default_site, require_site, token_file
 from atoll.worker.federated import START_RETRIES, FederatedRound
 from atoll.worker.session import Session
@@ -35,6 +36,7 @@ class Client:
     Nothing is sent before it is needed: `status` works without registering.
     """
 
+    @border
     def __init__(
         self,
         server: str,
@@ -58,6 +60,7 @@ class Client:
     ) -> None:
         self.close(error)
 
+    @border
     def register(self) -> Client:
         """Take part; the other requests do it when they have to."""
         if self._session is None:
@@ -67,6 +70,7 @@ class Client:
             self._session.resume_outbox()
         return self
 
+    @border
     def next_round(self, wait_s: float | None = None) -> int | None:
         """Wait for the next round; its number, or None when the run is finished or the time is over."""
         session = self._registered()
@@ -74,6 +78,7 @@ class Client:
         self._round = FederatedRound(session, reply.ticket) if reply.ticket is not None else None
         return self._round.number if self._round else None
 
+    @border
     def pull(self, into: nn.Module | dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The version that the round starts from: new tensors by name, or `into`'s own, filled in place."""
         round_ = self._current()
@@ -82,6 +87,7 @@ class Client:
         model = round_.load_into(into)
         return dict(model.state_dict()) if isinstance(model, nn.Module) else model
 
+    @border
     def submit(
         self,
         model: nn.Module | Tensors,
@@ -93,6 +99,7 @@ class Client:
         """Submit what the model has become; returns when the server has it in its journal."""
         self._current().submit(model, weight=weight, metrics=metrics, steps=steps)
 
+    @border
     def status(self) -> messages.Status:
         """The run at this moment."""
         return status(self._server)

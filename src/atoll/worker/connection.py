@@ -41,6 +41,8 @@ T = TypeVar("T")
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 8.0
 HEARTBEAT_RETRY_S = 2.0
+HEARTBEAT_GAP_S = 1.0
+"""Between two heartbeats at least, however often the worker's state changes."""
 
 NetworkLost = (ServerUnreachable, TransferStalled, Busy, DiskFull)
 """What may pass by itself: asked again, after a pause."""
@@ -64,7 +66,8 @@ class Connection:
         self.site = site
         self.http = Http(server, token=read_token(token_file()), ca=os.environ.get("ATOLL_TLS_CA"))
         self.reconnections = 0
-        self.heartbeat = messages.Heartbeat()
+        self._heartbeat = messages.Heartbeat()
+        self._news = threading.Event()
         self.finished = False
         self.durable_version: int | None = None  # the newest that survives a power loss, as the server said last
         self._process = uuid.uuid4().hex[:16]
@@ -85,6 +88,18 @@ class Connection:
     @property
     def counters(self) -> Counters:
         return self.http.counters
+
+    @property
+    def heartbeat(self) -> messages.Heartbeat:
+        """What the next heartbeat says. One that changes the state is sent soon, others when they are due."""
+        return self._heartbeat
+
+    @heartbeat.setter
+    def heartbeat(self, message: messages.Heartbeat) -> None:
+        changed = message.state != self._heartbeat.state
+        self._heartbeat = message
+        if changed:
+            self._news.set()
 
     def _fetch_schema(self) -> Schema:
         message = self.patiently(lambda: self.http.get(routes.SCHEMA, messages.SchemaMessage), None, "read the schema")
@@ -131,10 +146,18 @@ class Connection:
                 self._join()
 
     def _heartbeats(self) -> None:
-        self.beat()
-        interval_s = pause_s = self.info.heartbeat_interval_s
-        while not self._closing.wait(pause_s * random.uniform(0.9, 1.1)):
-            pause_s = interval_s if self.beat() else min(interval_s, HEARTBEAT_RETRY_S)
+        answered = self.beat()
+        interval_s = self.info.heartbeat_interval_s
+        while True:
+            pause_s = interval_s if answered else min(interval_s, HEARTBEAT_RETRY_S)
+            pause_s *= random.uniform(0.9, 1.1)
+            if self._closing.wait(min(pause_s, HEARTBEAT_GAP_S)):
+                return
+            self._news.wait(max(0.0, pause_s - HEARTBEAT_GAP_S))
+            if self._closing.is_set():
+                return
+            self._news.clear()
+            answered = self.beat()
 
     def beat(self) -> bool:
         """Tell the server that this worker lives, and how far it is; returns whether it answered.
@@ -142,20 +165,8 @@ class Connection:
         Half an interval without an answer gives the connection up: a half-open one must not cost the lease.
         """
         lease = self.http.lease
-        counters = self.counters
-        message = self.heartbeat.model_copy(
-            update={
-                "retries": counters.retries,
-                "reconnections": self.reconnections,
-                "bytes_up": counters.bytes_up,
-                "bytes_down": counters.bytes_down,
-            }
-        )
         try:
-            timeout_s = min(30.0, max(1.0, self.info.heartbeat_interval_s / 2))
-            reply = self.http.post(routes.HEARTBEAT, message, messages.HeartbeatReply, timeout_s=timeout_s)
-            self.finished = self.finished or reply.finished
-            self.durable_version = reply.durable_versions[0]
+            self._send_heartbeat()
             return True
         except Superseded as error:
             self._fatal = error
@@ -203,15 +214,34 @@ class Connection:
         except Gone as error:
             return messages.Outcome(ticket=ticket, state="expired", base_version=0, reason=str(error))
 
+    def _send_heartbeat(self) -> None:
+        counters = self.counters
+        message = self.heartbeat.model_copy(
+            update={
+                "retries": counters.retries,
+                "reconnections": self.reconnections,
+                "bytes_up": counters.bytes_up,
+                "bytes_down": counters.bytes_down,
+            }
+        )
+        timeout_s = min(30.0, max(1.0, self.info.heartbeat_interval_s / 2))
+        reply = self.http.post(routes.HEARTBEAT, message, messages.HeartbeatReply, timeout_s=timeout_s)
+        self.finished = self.finished or reply.finished
+        self.durable_version = reply.durable_versions[0]
+
     def leave(self, error: str | None = None) -> None:
-        """Deregister and stop the heartbeats. Idempotent."""
+        """Deregister and stop the heartbeats, after a last one. Idempotent."""
         if self._closing.is_set() and self._fatal is None:
             return
         self._closing.set()
+        self._news.set()
         if self._beat is not None:
             self._beat.join()
         try:
             if self._fatal is None:
+                if self._beat is not None:
+                    self.heartbeat = self.heartbeat.model_copy(update={"state": "failed" if error else "left"})
+                    self._send_heartbeat()
                 self.http.send(routes.LEAVE, messages.Leave(error=error[:2000] if error else None))
         except AtollError as problem:
             LOG.debug("%s: could not say goodbye: %s", self.site, problem)

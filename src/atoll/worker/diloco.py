@@ -24,8 +24,9 @@ from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
 from atoll.tensors.modules import named_tensors, schema_of
 from atoll.wire import messages
 from atoll.worker import update
+from atoll.worker.border import border
 from atoll.worker.connection import NetworkLost, default_site, require_site
-from atoll.worker.federated import START_RETRIES, finite_metrics, last_words, positive
+from atoll.worker.federated import ALONE, ALONE_ENDED, START_RETRIES, finite_metrics, last_words, positive
 from atoll.worker.files import BaseFile
 from atoll.worker.reporting import LOG, ensure_lines, size
 from atoll.worker.session import Session
@@ -50,6 +51,7 @@ class DiLoCo:
         max_sync_retries: attempts before a synchronisation with a lost server is skipped.
     """
 
+    @border
     def __init__(
         self,
         model: nn.Module,
@@ -99,6 +101,7 @@ class DiLoCo:
     ) -> None:
         self.stop(error)
 
+    @border
     def start(self) -> DiLoCo:
         """Join the run, pull the global model into the parameters, and hook the optimizer.
 
@@ -108,7 +111,7 @@ class DiLoCo:
         """
         ensure_lines()
         if not self._server:
-            LOG.info("no server is configured (ATOLL_SERVER): training alone")
+            LOG.info("%s", ALONE)
             return self
         self._require_parameters()
         site = require_site(self._site or default_site())
@@ -140,7 +143,12 @@ class DiLoCo:
             self._hook.remove()
             self._hook = None
         session = self._session
-        if session is None or self._stopped:
+        if self._stopped:
+            return
+        if session is None:
+            self._stopped = not self._server
+            if self._stopped and error is None:
+                LOG.info("%s", ALONE_ENDED)
             return
         self._stopped = True
         if self.step == 0 and error is None:
@@ -163,6 +171,7 @@ class DiLoCo:
             self.seconds_waited,
         )
 
+    @border
     def report(self, **metrics: float) -> None:
         """Numbers of this worker to be shown in status, and averaged over the workers at the next synchronisation."""
         self._pending_metrics.update(finite_metrics(metrics, self._site or "worker"))
@@ -187,6 +196,7 @@ class DiLoCo:
 
     # -- the hook
 
+    @border
     def _after_step(self, *_: Any) -> None:
         self.step += 1
         self._since_sync += 1

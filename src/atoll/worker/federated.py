@@ -21,6 +21,7 @@ from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.modules import Tensors, named_tensors, schema_of
 from atoll.wire import messages
+from atoll.worker.border import border
 from atoll.worker.connection import default_site, require_site
 from atoll.worker.reporting import LOG, ensure_lines, size
 from atoll.worker.session import Session
@@ -99,6 +100,7 @@ class Worker:
             size(self._session.counters.bytes_down),
         )
 
+    @border
     def load_into(self, model: Model) -> Model:
         """Pull the newest global model into `model`, in place; after the last round, that is the result.
 
@@ -115,6 +117,15 @@ class Worker:
                 continue
 
     def __iter__(self) -> Iterator[Round]:
+        rounds = self._rounds()
+        while (round_ := self._following(rounds)) is not None:
+            yield round_
+
+    @border
+    def _following(self, rounds: Iterator[Round]) -> Round | None:
+        return next(rounds, None)
+
+    def _rounds(self) -> Iterator[Round]:
         self._session.resume_outbox()
         while True:
             reply = self._session.next_round()
@@ -154,6 +165,7 @@ class FederatedRound:
         """The version to train from."""
         return self._ticket.base_version
 
+    @border
     def load_into(self, model: Model) -> Model:
         """Pull the global model into `model`, in place, and return it.
 
@@ -167,6 +179,7 @@ class FederatedRound:
         )
         return model
 
+    @border
     def state_dict(self) -> dict[str, Tensor]:
         """The global model as new CPU tensors, by name, tied ones included."""
         schema = self._session.schema
@@ -174,6 +187,7 @@ class FederatedRound:
         self._session.pull(self._ticket.base_version, self._ticket.base_digest, owned)
         return owned | {alias: owned[owner] for alias, owner in schema.aliases}
 
+    @border
     def submit(
         self,
         model: nn.Module | Tensors,
@@ -230,15 +244,21 @@ class LocalWorker:
 
     site = "alone"
     bytes_up = bytes_down = 0
+    _left = False
 
     def __enter__(self) -> LocalWorker:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        return None
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave(error)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Nothing to leave."""
+        """Nothing to leave: says so, unless an error ended training."""
+        if not self._left and error is None:
+            LOG.info("%s", ALONE_ENDED)
+        self._left = True
 
     def load_into(self, model: Model) -> Model:
         """The model as it is."""
@@ -282,6 +302,7 @@ class LocalRound:
         LOG.info("alone: trained without a server%s", f" ({told})" if told else "")
 
 
+@border
 def join(
     server: str | None = None,
     site: str | None = None,
@@ -298,7 +319,7 @@ def join(
         labels: anything to be shown in status.
 
     Returns:
-        A `Worker`; a `LocalWorker` where there is no server.
+        A `Worker`; where there is no server a `LocalWorker`, which has one round.
 
     Raises:
         ServerUnreachable: nobody answered after several attempts.
@@ -307,13 +328,16 @@ def join(
     ensure_lines()
     server = server or os.environ.get("ATOLL_SERVER")
     if not server:
-        LOG.info("no server is configured (ATOLL_SERVER): training alone")
+        LOG.info("%s", ALONE)
         return LocalWorker()
     site = require_site(site or default_site())
     session = Session(server, site, folder=Path(folder) if folder else None, labels=labels, max_retries=START_RETRIES)
     LOG.info("%s: joined run %s (%s) at %s", site, session.info.name, session.info.algorithm, session.http.server)
     return Worker(session)
 
+
+ALONE = "no server is configured (ATOLL_SERVER): training alone"
+ALONE_ENDED = "alone: nothing was sent, and Atoll saved nothing; the script keeps the model, or loses it"
 
 START_RETRIES = 6
 """Attempts to reach a server at the start: some 15 s, then a clear end."""

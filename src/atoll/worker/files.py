@@ -6,6 +6,8 @@ in it; a file without its note is scrap.
 
     base.safetensors + base.json      the version that was pulled; opens with safetensors
     outbox.bin       + outbox.json    the encoded update of one ticket; kept until the next one is formed
+
+They lie in a folder for each run; `remove_earlier` removes those of runs that the site has left.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from atoll.errors import DiskFull, StateLocked, StoreError
 from atoll.failpoints import failpoint
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.layout import Layout, Part, Piece
+from atoll.worker.reporting import LOG, size
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class BaseNote:
 
 @dataclass(frozen=True)
 class OutboxNote:
-    """The update in the outbox: complete when the note exists."""
+    """The update in the outbox: complete when the note exists. `sent` when the server has it in its journal."""
 
     run: str
     ticket: int
@@ -57,6 +60,7 @@ class OutboxNote:
     steps: int
     metrics: dict[str, float] = field(default_factory=dict)
     round: int = 0
+    sent: bool = False
 
 
 class ScratchFile:
@@ -188,6 +192,12 @@ class Outbox(ScratchFile):
         self.note = note
         _write_note(self._note_path, note)
 
+    def mark_sent(self) -> None:
+        """The server has it; kept, since a server that lost power may ask for it again."""
+        if self.note is not None:
+            self.note = replace(self.note, sent=True)
+            _write_note(self._note_path, self.note)
+
     def clear(self) -> None:
         """The update can never count, or not again: the file may be rewritten."""
         self.note = None
@@ -201,22 +211,73 @@ def locked(folder: Path, site: str) -> Iterator[None]:
     Raises:
         StateLocked: another process of the same site runs on this machine.
     """
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = None
+    while fd is None:
+        fd = _lock(folder, site)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise StateLocked(
-                f"Another process (pid {pid}) already takes part as {site!r} with the folder {str(folder)!r}.",
-                "Give this one another site name, or end the other.",
-            ) from None
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         yield
     finally:
         os.close(fd)
+
+
+def _lock(folder: Path, site: str) -> int | None:
+    """The lock, held; None where the folder was removed at that moment (`remove_earlier`), to be tried again."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / "lock"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), path.stat()):
+            return fd
+    except FileNotFoundError:
+        pass
+    except OSError:
+        pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(fd)
+        raise StateLocked(
+            f"Another process (pid {pid}) already takes part as {site!r} with the folder {str(folder)!r}.",
+            "Give this one another site name, or end the other.",
+        ) from None
+    os.close(fd)
+    return None
+
+
+_OURS = {
+    "lock",
+    *(f"{name}.{kind}" for name in ("base", "base-next") for kind in ("safetensors", "json", "tmp")),
+    *(f"outbox.{kind}" for kind in ("bin", "json", "tmp")),
+}
+
+
+def remove_earlier(current: Path, site: str) -> None:
+    """Remove what earlier runs of this site have left beside the folder `current`, and say so.
+
+    A folder stays that a process has locked, whose outbox holds an update that no server has acknowledged, or that
+    holds anything else than a worker's files.
+    """
+    count = freed_bytes = 0
+    for folder in sorted(current.parent.iterdir()):
+        if folder == current or not (folder / "lock").is_file():
+            continue
+        with suppress(StateLocked, OSError), locked(folder, site):
+            note: OutboxNote | None = _read_note(folder / "outbox.json", OutboxNote)
+            files = list(folder.iterdir())
+            unsent = (folder / "outbox.json").exists() and not (note is not None and note.sent)
+            if unsent or not {file.name for file in files} <= _OURS:
+                continue
+            nbytes = sum(file.stat().st_size for file in files)
+            for file in files:
+                file.unlink()
+            folder.rmdir()
+            count, freed_bytes = count + 1, freed_bytes + nbytes
+    if count:
+        runs = "an earlier run" if count == 1 else f"{count} earlier runs"
+        LOG.info("%s: removed the files of %s, %s: every update in them was sent", site, runs, size(freed_bytes))
 
 
 def _read_note(path: Path, kind: Any) -> Any:

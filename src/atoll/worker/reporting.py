@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from atoll.wire.units import size as size
 
 LOG = logging.getLogger("atoll")
 _EVERY_S = 5.0
+WINDOW_S = 30.0
 
 
 def ensure_lines() -> None:
@@ -30,31 +33,50 @@ def ensure_lines() -> None:
 
 
 class Progress:
-    """Bytes of one transfer; says how far it is every few seconds, and at the end where that took longer."""
+    """Bytes of one transfer; says how far it is every few seconds, and at the end where that took longer.
 
-    def __init__(self, what: str, total_bytes: int, *, every_s: float = _EVERY_S) -> None:
-        self._what, self._total, self._every_s = what, total_bytes, every_s
-        self._begin = self._said = time.monotonic()
+    Rate and time left are those of the last `WINDOW_S`, or since the transfer was resumed: an outage says nothing about
+    what the connection carries now.
+    """
+
+    def __init__(
+        self, what: str, total_bytes: int, *, every_s: float = _EVERY_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._what, self._total, self._every_s, self._clock = what, total_bytes, every_s, clock
+        self._lock = threading.Lock()
+        self._begin = self._said = clock()
+        self._marks = deque([(self._begin, 0)])  # (when, bytes done), a second apart at least, none before the window
         self.done_bytes = 0
 
+    def resume(self) -> None:
+        """The transfer goes on after an interruption, which does not count into its rate."""
+        with self._lock:
+            now = self._said = self._clock()
+            self._marks = deque([(now, self.done_bytes)])
+
     def add(self, nbytes: int) -> None:
-        self.done_bytes += nbytes
-        now = time.monotonic()
-        if now - self._said >= self._every_s:
+        with self._lock:  # parts travel in several threads
+            self.done_bytes += nbytes
+            now = self._clock()
+            while self._marks and self._marks[0][0] < now - WINDOW_S:
+                self._marks.popleft()
+            if not self._marks or now - self._marks[-1][0] >= 1.0:
+                self._marks.append((now, self.done_bytes))
+            if now - self._said < self._every_s:
+                return
             self._said = now
-            rate = self.done_bytes / max(now - self._begin, 1e-9)
-            left_s = max(self._total - self.done_bytes, 0) / max(rate, 1.0)
-            LOG.info(
-                "%s: %s of %s, %s/s, %.0f s left",
-                self._what,
-                size(self.done_bytes),
-                size(self._total),
-                size(rate),
-                left_s,
-            )
+            done, pace = self.done_bytes, self._pace(now)
+        LOG.info("%s: %s of %s%s", self._what, size(done), size(self._total), pace)
+
+    def _pace(self, now: float) -> str:
+        since, before = self._marks[0]
+        if now <= since:  # the first bytes after an outage
+            return ""
+        rate = (self.done_bytes - before) / (now - since)
+        return f", {size(rate)}/s, {max(self._total - self.done_bytes, 0) / max(rate, 1.0):.0f} s left"
 
     def end(self) -> None:
-        seconds = time.monotonic() - self._begin
+        seconds = self._clock() - self._begin
         level = logging.INFO if seconds >= 1.0 else logging.DEBUG
         LOG.log(
             level,

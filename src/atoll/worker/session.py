@@ -24,7 +24,7 @@ from atoll.transport.parts import Parts, Sink
 from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.connection import Connection
-from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, locked
+from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, locked, remove_earlier
 from atoll.worker.reporting import LOG, Progress, progress, size
 
 MAX_REFUSALS = 5
@@ -72,6 +72,7 @@ class Session(Connection):
             self.outbox = Outbox(self.folder, self.update_layout())
             self._cleanup.callback(self.outbox.close)
             self.join(max_retries, sync_every=sync_every)
+            remove_earlier(self.folder, site)
         except BaseException:
             self._cleanup.close()
             self.http.close()
@@ -139,6 +140,7 @@ class Session(Connection):
                 else wanted
             )
             attempts.append(len(todo))
+            bar.resume()
             self.parts.pull(path, digests, todo, sinks, on_bytes=bar.add)
 
         attempts: list[int] = []
@@ -256,12 +258,14 @@ class Session(Connection):
             if has is None:
                 has = self._parts_at_server(note)
             parts = [part for part in self.outbox.layout.parts if part.index not in has]
+            bar.resume()
             self.parts.push(
                 functools.partial(_part_path, note.ticket), self.outbox.fd, parts, digests, on_bytes=bar.add
             )
             return self.http.post(routes.COMPLETE.format(ticket=note.ticket), complete, messages.Receipt)
 
         receipt = self.patiently(submit, max_retries, "submit")
+        self.outbox.mark_sent()
         self.resuming = False
         failpoint("worker.acknowledged")
         LOG.debug("%s: submitted %s for version %d", self.site, size(self.outbox.layout.nbytes), note.base_version)
@@ -371,7 +375,7 @@ class Session(Connection):
         ):
             return False
         LOG.info("%s: the server fell back to version %d; submitting again", self.site, ticket.base_version)
-        self.outbox.seal(replace(note, ticket=ticket.ticket))
+        self.outbox.seal(replace(note, ticket=ticket.ticket, sent=False))
         try:
             self.send()
         except (TicketClosed, Gone, UpdateRefused) as error:

@@ -1,0 +1,51 @@
+"""After a restart the server awaits sites by its journal: it says which of them it has not heard of yet."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import atoll
+from atoll.cli.status import COLUMNS, worker_row
+from atoll.cli.text import awaited
+from atoll.testing.processes import free_port
+from atoll.worker.session import Session
+
+UNHEARD = "not heard since the server restarted"
+
+
+@pytest.mark.covers("L13", "X4")
+def test_a_site_that_is_silent_since_the_restart_is_told_apart(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "algorithm": "fedavg",
+        "num_workers": 2,
+        "heartbeat_timeout_s": 0,
+        "heartbeat_interval_s": 0,  # nothing is sent but what this test sends
+        "port": free_port(),
+        "state_dir": tmp_path / "state",
+    }
+    server = atoll.Server(nn.Linear(4, 3), **options).start()
+    sessions = {site: Session(server.url, site, folder=tmp_path / "w") for site in ("a", "b")}
+    for session in sessions.values():
+        assert session.next_ticket(wait_s=5.0).ticket is not None
+    assert UNHEARD not in server.status().fragments[0].reason
+    server.stop()
+
+    with atoll.Server(None, **options) as server:
+        (fragment,) = server.status().fragments
+        assert awaited(fragment).endswith(f"; {UNHEARD}: a, b")
+
+        sessions["a"].beat()
+        status = server.status()
+        assert awaited(status.fragments[0]).endswith(f"; {UNHEARD}: b")
+        cells = {worker.site: worker_row(worker)[COLUMNS.index("heard")] for worker in status.workers}
+        assert cells["a"].endswith(" s ago")
+        assert cells["b"] == "not since the server restarted"
+        sessions["late"] = Session(server.url, "late", folder=tmp_path / "w")
+        assert sessions["late"].next_ticket(wait_s=0.0).reason.endswith(f"; {UNHEARD}: b")
+
+        sessions["b"].beat()
+        assert UNHEARD not in server.status().fragments[0].reason
+        for session in sessions.values():
+            session.leave()

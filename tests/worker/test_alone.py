@@ -1,0 +1,60 @@
+"""Without a server a script trains by itself: one round, or plain steps; at the end it hears that nothing was sent."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+
+BEGIN = "no server is configured (ATOLL_SERVER): training alone"
+END = "alone: nothing was sent, and Atoll saved nothing; the script keeps the model, or loses it"
+
+
+@pytest.fixture(autouse=True)
+def _lines(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "atoll")
+
+
+@pytest.mark.covers("P6")
+def test_join_gives_one_round_and_says_that_nothing_was_sent(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(2, 2)
+    before = model.weight.clone()
+    numbers = []
+    with atoll.join() as worker:
+        for round in worker:
+            round.load_into(model)
+            numbers.append(round.number)
+            round.submit(model, weight=3, metrics={"loss": 0.5})
+        worker.load_into(model)
+    assert numbers == [1]
+    assert torch.equal(model.weight, before)
+    assert caplog.messages == [BEGIN, "alone: trained without a server (loss 0.5)", END]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.covers("L2")
+def test_diloco_alone_leaves_the_loop_as_it_is_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with atoll.DiLoCo(model, optimizer) as diloco:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    diloco.stop()
+    assert caplog.messages == [BEGIN, END]
+
+
+def test_after_an_error_the_error_is_the_last_word(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ZeroDivisionError), atoll.join():
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        raise ZeroDivisionError
+    assert caplog.messages == [BEGIN, BEGIN]

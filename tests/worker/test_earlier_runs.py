@@ -1,0 +1,105 @@
+"""A site's folder does not grow with every run: what earlier runs left is removed, but never an update not yet sent."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import atoll
+from atoll.errors import StateLocked
+from atoll.worker.files import locked
+
+
+def one_run(folder: Path, name: str) -> Path:
+    """Take part as `a` in a run of one round; returns the site's folder of this run."""
+    options = {"port": 0, "algorithm": "fedavg", "rounds": 1, "state_dir": folder / name}
+    with atoll.Server(nn.Linear(8, 4), **options) as server:
+        with atoll.join(server.url, site="a", folder=folder / "w") as worker:
+            mine: Path = worker._session.folder
+            for round in worker:
+                round.submit(round.load_into(nn.Linear(8, 4)), weight=1)
+    return mine
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.covers("D4")
+def test_the_files_of_a_finished_run_go_when_the_next_one_is_joined(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "atoll")
+    first = one_run(tmp_path, "first")
+    assert (first / "outbox.bin").exists()
+    second = one_run(tmp_path, "second")
+    assert list(second.parent.iterdir()) == [second]
+    told = [line for line in caplog.messages if "removed the files" in line]
+    assert len(told) == 1
+    assert told[0].startswith("a: removed the files of an earlier run, ")
+
+
+def unsent(folder: Path) -> None:
+    rewrite(folder / "outbox.json", '"sent": true', '"sent": false')
+
+
+def note_of_another_version_of_atoll(folder: Path) -> None:
+    rewrite(folder / "outbox.json", '"sent": true', '"sent_at": 3')
+
+
+def somebody_elses_file(folder: Path) -> None:
+    (folder / "model.pt").touch()
+
+
+def not_a_workers_folder(folder: Path) -> None:
+    (folder / "lock").unlink()
+
+
+@pytest.mark.covers("D4")
+@pytest.mark.parametrize(
+    "change", [unsent, note_of_another_version_of_atoll, somebody_elses_file, not_a_workers_folder]
+)
+def test_what_may_still_be_needed_or_is_not_ours_stays(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    first = one_run(tmp_path, "first")
+    change(first)
+    before = sorted(first.iterdir())
+    one_run(tmp_path, "second")
+    assert sorted(first.iterdir()) == before
+
+
+@pytest.mark.covers("D4")
+def test_a_folder_in_use_stays(tmp_path: Path) -> None:
+    first = one_run(tmp_path, "first")
+    with locked(first, "a"):
+        one_run(tmp_path, "second")
+        assert (first / "base.safetensors").exists()
+    third = one_run(tmp_path, "third")
+    assert list(third.parent.iterdir()) == [third]
+
+
+def test_a_lock_whose_folder_is_removed_at_that_moment_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against holding the lock of a file that is no longer there, beside somebody who holds the new one."""
+    folder = tmp_path / "a" / "run"
+    flock, removals = fcntl.flock, iter([True])
+
+    def removed_before(fd: int, how: int) -> None:
+        if next(removals, False):
+            (folder / "lock").unlink()
+            folder.rmdir()
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_before)
+    with locked(folder, "a"):
+        assert (folder / "lock").read_text() == str(os.getpid())
+        with pytest.raises(StateLocked), locked(folder, "a"):
+            pass

@@ -1,0 +1,152 @@
+"""What a script's author sees of an error: his own line, the message, no way through Atoll; the exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.errors import AtollError, SchemaMismatch, ServerUnreachable, StateLocked, UsageError
+from atoll.worker import border, connection, diloco, federated
+
+NOBODY = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    with atoll.Server(nn.Linear(8, 4), port=0, algorithm="fedavg", state_dir=tmp_path / "state") as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not answer is given up at once; the hook of this process is put back."""
+    for module in (federated, diloco):
+        monkeypatch.setattr(module, "START_RETRIES", 0)
+    monkeypatch.setattr(connection, "FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(border, "_hook_before", None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+
+def other_model(server: atoll.Server, folder: Path) -> None:
+    model = nn.Linear(8, 5)
+    with atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), server=server.url, site="a", folder=folder):
+        pass
+
+
+def other_model_in_a_round(server: atoll.Server, folder: Path) -> None:
+    with atoll.join(server.url, site="a", folder=folder) as worker:
+        for round in worker:
+            round.load_into(nn.Linear(8, 5))
+
+
+def twice_the_same_site(server: atoll.Server, folder: Path) -> None:
+    with atoll.join(server.url, site="a", folder=folder), atoll.join(server.url, site="a", folder=folder):
+        pass
+
+
+def no_update(server: atoll.Server, folder: Path) -> None:
+    with atoll.join(server.url, site="a", folder=folder) as worker:
+        for _ in worker:
+            pass
+
+
+CASES: list[tuple[Callable[[atoll.Server, Path], object], type[AtollError]]] = [
+    (lambda _, folder: atoll.join(NOBODY, site="a", folder=folder), ServerUnreachable),
+    (lambda _, folder: atoll.join("box:8512", site="a", folder=folder), UsageError),
+    (lambda _, folder: atoll.Client(NOBODY, site="a", folder=folder).status(), ServerUnreachable),
+    (other_model, SchemaMismatch),
+    (other_model_in_a_round, SchemaMismatch),
+    (twice_the_same_site, StateLocked),
+    (no_update, UsageError),
+]
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(("script", "kind"), CASES)
+def test_a_traceback_is_the_users_line_and_the_error(
+    server: atoll.Server, tmp_path: Path, script: Callable[..., object], kind: type[AtollError]
+) -> None:
+    with pytest.raises(kind) as raised:
+        script(server, tmp_path / "w")
+    lines = traceback.format_exception(raised.value)
+    assert sum(line.startswith("Traceback") for line in lines) == 1, "".join(lines)
+    inside = [frame.name for frame in traceback.extract_tb(raised.tb) if frame.filename != __file__]
+    # what the user called, and the one line that lets the error out
+    assert inside in (["call"], ["__enter__", "call"], ["__iter__", "call"])
+    assert lines[-1].startswith(f"atoll.errors.{kind.__name__}: ")
+
+
+SCRIPT = """
+import sys
+import torch
+import atoll
+from atoll.worker import diloco, federated
+
+federated.START_RETRIES = 0
+address, width = sys.argv[1], int(sys.argv[2])
+model = torch.nn.Linear(8, width)
+with atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), server=address) as diloco:
+    raise ValueError("this is the script's own error")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X3", "P6")
+@pytest.mark.parametrize(
+    ("address", "width", "code", "last"),
+    [
+        ("box:8512", 4, 2, "atoll.errors.UsageError: 'box:8512' is not the address of a server."),
+        ("", 5, 6, "atoll.errors.SchemaMismatch: "),
+        ("", 4, 1, "ValueError: this is the script's own error"),
+    ],
+)
+def test_the_exit_code_of_a_script_under_atoll_worker_tells_the_kind_of_error(
+    server: atoll.Server, tmp_path: Path, address: str, width: int, code: int, last: str
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    argv = ["worker", "--server", server.url, "--site", "a", "--", sys.executable, "train.py", address, str(width)]
+    outcome = subprocess.run(
+        [sys.executable, "-m", "atoll.cli.main", *argv],
+        cwd=tmp_path,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert outcome.returncode == code, outcome.stderr
+    assert outcome.stderr.count("Traceback") == 1
+    assert "with atoll.DiLoCo(" in outcome.stderr or code == 1
+    assert outcome.stderr.strip().splitlines()[-1].startswith(last)
+
+
+def test_a_hook_that_was_there_before_is_still_called_and_other_errors_are_left_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
+    for _ in range(2):  # installed once, or it would call itself
+        with pytest.raises(ServerUnreachable):
+            atoll.Client(NOBODY, site="a").status()
+    other, ours = ValueError(), StateLocked("Locked.")
+    sys.excepthook(ValueError, other, None)
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(StateLocked, ours, None)
+    assert seen == [other, ours]
+    assert ended.value.code == 4
+
+
+def test_in_an_interactive_session_an_error_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    before = sys.excepthook
+    with pytest.raises(ServerUnreachable):
+        atoll.Client(NOBODY, site="a").status()
+    assert sys.excepthook is before

@@ -1,0 +1,84 @@
+"""Status is as fresh as what a worker does: a change of state is told soon, the last figures on leaving."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import atoll
+from atoll.testing.processes import wait_until
+from atoll.wire import messages
+from atoll.worker import connection
+from atoll.worker.session import Session
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    """Its heartbeat interval is far longer than a test."""
+    options = {"port": 0, "algorithm": "fedavg", "heartbeat_interval_s": 600.0, "heartbeat_timeout_s": 0}
+    with atoll.Server(nn.Linear(8, 4), state_dir=tmp_path / "state", **options) as server:
+        yield server
+
+
+def told(server: atoll.Server) -> messages.WorkerStatus:
+    (worker,) = server.status().workers
+    return worker
+
+
+def say(session: Session, **values: object) -> None:
+    session.heartbeat = session.heartbeat.model_copy(update=values)
+
+
+@pytest.mark.covers("L13")
+def test_a_change_of_state_is_told_without_waiting_for_the_interval(
+    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEARTBEAT_GAP_S", 0.01)
+    session = Session(server.url, "a", folder=tmp_path / "w")
+    for step, state in enumerate(("training", "submitting to round 1", "waiting for the others")):
+        say(session, state=state, step=step)
+        wait_until(lambda step=step, state=state: (told(server).doing, told(server).step) == (state, step), state)
+    session.leave()
+
+
+def test_however_often_the_state_changes_heartbeats_keep_their_distance(
+    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEARTBEAT_GAP_S", 0.1)
+    sent: list[float] = []
+    send = Session._send_heartbeat
+
+    def counted(self: Session) -> None:
+        sent.append(time.monotonic())
+        send(self)
+
+    monkeypatch.setattr(Session, "_send_heartbeat", counted)
+    session = Session(server.url, "a", folder=tmp_path / "w")
+
+    def changed() -> bool:
+        say(session, state=f"state {time.monotonic()}")
+        return len(sent) >= 5
+
+    wait_until(changed, "five heartbeats")
+    assert min(later - earlier for earlier, later in pairwise(sent[:5])) > 0.09
+    session.leave()
+
+
+@pytest.mark.covers("L13")
+@pytest.mark.parametrize(("error", "doing"), [(None, "left"), ("ValueError: no data", "failed")])
+def test_the_last_figures_are_told_on_leaving(
+    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str | None, doing: str
+) -> None:
+    monkeypatch.setattr(connection, "HEARTBEAT_GAP_S", 0.01)
+    session = Session(server.url, "a", folder=tmp_path / "w")
+    say(session, state="training")
+    wait_until(lambda: told(server).doing == "training", "a heartbeat")
+    say(session, step=41)  # no change of state, so it waits
+    session.leave(error)
+    worker = told(server)
+    assert (worker.state, worker.doing, worker.step) == (doing, doing, 41)

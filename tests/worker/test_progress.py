@@ -1,0 +1,70 @@
+"""Lines of a transfer: rate and time left are of what the connection carries now."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from atoll.worker.reporting import Progress
+
+MB = 1_000_000
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(caplog: pytest.LogCaptureFixture) -> Clock:
+    caplog.set_level(logging.INFO, "atoll")
+    return Clock()
+
+
+def move(bar: Progress, clock: Clock, seconds: int) -> None:
+    """1 MB a second."""
+    for _ in range(seconds):
+        clock.now_s += 1.0
+        bar.add(MB)
+
+
+@pytest.mark.covers("X4")
+def test_an_outage_does_not_count_into_the_rate(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    bar = Progress("a: submitting", 100 * MB, clock=clock)
+    move(bar, clock, 10)
+    clock.now_s += 3600.0
+    bar.resume()
+    move(bar, clock, 5)
+    # 85 MB are left, 1 MB/s as before
+    assert caplog.messages == [
+        "a: submitting: 5.0 MB of 100.0 MB, 1.0 MB/s, 95 s left",
+        "a: submitting: 10.0 MB of 100.0 MB, 1.0 MB/s, 90 s left",
+        "a: submitting: 15.0 MB of 100.0 MB, 1.0 MB/s, 85 s left",
+    ]
+
+
+@pytest.mark.covers("X4")
+def test_a_part_that_stalled_for_long_leaves_no_mark_either(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody resumes where a single part was sent again: there the window does it."""
+    bar = Progress("a: submitting", 100 * MB, clock=clock)
+    move(bar, clock, 5)
+    clock.now_s += 60.0
+    move(bar, clock, 6)
+    assert caplog.messages == [
+        "a: submitting: 5.0 MB of 100.0 MB, 1.0 MB/s, 95 s left",
+        "a: submitting: 6.0 MB of 100.0 MB",
+        "a: submitting: 11.0 MB of 100.0 MB, 1.0 MB/s, 89 s left",
+    ]
+
+
+def test_the_rate_follows_the_connection(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    bar = Progress("a: submitting", 1000 * MB, clock=clock)
+    move(bar, clock, 60)
+    for _ in range(30):
+        clock.now_s += 1.0
+        bar.add(4 * MB)
+    # of the last 30 s: 120 MB; 820 MB are left
+    assert caplog.messages[-1] == "a: submitting: 180.0 MB of 1.0 GB, 4.0 MB/s, 205 s left"
