@@ -47,7 +47,7 @@ class PartStats:
 class _Look:
     """Elements that are decoded and summed at once: one piece, or neighbours of one dtype, group and codec.
 
-    The padding between neighbours counts as elements: workers fill it with zeros, and who does not raises his own norm.
+    The padding between neighbours is summed with them: workers fill it with zeros, who does not raises his own norm.
     """
 
     spec: TensorSpec
@@ -216,20 +216,20 @@ class PartInspector:
         self._hasher.update(view)
         for look in span.looks:
             squares = self._squares(look.spec, look.codec, look.start - span.start, look.stop - span.start, look.numel)
+            if not squares < float("inf"):  # somewhere in it, or in the padding, which is nobody's
+                squares = sum(self._squares_of(piece, span.start) for piece in look.pieces)
             if look.spec.group == PARAMS:
                 self._sumsq += squares
-            if not squares < float("inf"):
-                self._bad += [name for piece in look.pieces if (name := self._fault(piece, span.start))]
 
-    def _fault(self, piece: Piece, base: int) -> str | None:
-        spec = piece.segment.spec
-        start = piece.offset - base
-        if self._squares(spec, piece.segment.codec, start, start + piece.nbytes, piece.numel) < float("inf"):
-            return None
+    def _squares_of(self, piece: Piece, base: int) -> float:
+        """Σ x² of one piece alone; where it holds what is not finite, its tensor is named in `_bad`."""
+        spec, start = piece.segment.spec, piece.offset - base
+        squares = self._squares(spec, piece.segment.codec, start, start + piece.nbytes, piece.numel)
         # fp64 values can be finite and their squares not, so those are looked at one by one
-        if spec.dtype == "F64" and bool(_values(piece.numel).isfinite().all()):
-            return None
-        return f"{spec.name} holds NaN or Inf"
+        overflow = spec.dtype == "F64" and squares == float("inf") and bool(_values(piece.numel).isfinite().all())
+        if not (squares < float("inf") or overflow):
+            self._bad.append(f"{spec.name} holds NaN or Inf")
+        return squares
 
     def _squares(self, spec: TensorSpec, codec: str, start: int, stop: int, numel: int) -> float:
         """Σ x² of what lies encoded in the scratch; decoded, it stays in this thread's `_values`."""
