@@ -1,30 +1,75 @@
-"""What is seen of a part before it may count."""
+"""What is seen of a part before it may count, in whatever pieces its bytes arrive."""
 
 import math
 import os
+import threading
 
 import pytest
 import torch
 from blake3 import blake3
-from pass_world import CODECS, MIXED, World
+from pass_world import CODECS, MIXED, World, values
 
-from atoll.aggregation.inspect import ELEMENTS, inspect_part
-from atoll.aggregation.scratch import Scratch
-from atoll.errors import StateCorrupt
+from atoll.aggregation.inspect import ELEMENTS, Inspection
+from atoll.errors import BadRequest, StoreError
 from atoll.tensors.layout import update_layout
-from atoll.tensors.schema import Schema, TensorSpec
+from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
+
+LARGE = Schema.build([TensorSpec("w", "F32", (3 * ELEMENTS + 17,)), *MIXED.tensors])
+"""Of several spans, when a part may have 16 MiB."""
 
 
-def stats_of(world, fd):
-    return [inspect_part(fd, world.update_layout, part, CODECS) for part in world.update_layout.parts]
+def feed(inspector, data):
+    """Give it these bytes; returns how many it took."""
+    left = memoryview(data)
+
+    def fill(room):
+        nonlocal left
+        count = min(len(room), len(left))
+        room[:count] = left[:count]
+        left = left[count:]
+        return count
+
+    inspector.take(fill)
+    return len(data) - len(left)
+
+
+def raw(spec):
+    return CODECS["none"]
+
+
+def no_write(span):
+    pass
+
+
+def look_at(inspection, part, content, size=4096, write=no_write):
+    """Feed one part of an update in pieces of `size` bytes."""
+    with inspection.begin(part, write) as inspector:
+        for start in range(part.start, part.stop, size):
+            feed(inspector, memoryview(content)[start : min(start + size, part.stop)])
+        return inspector.stats()
+
+
+def stats_of(layout, content, size=4096):
+    inspection = Inspection(layout, CODECS)
+    return [look_at(inspection, part, content, size) for part in layout.parts]
+
+
+def content_of(world):
+    source = world.sources()[0]
+    return bytearray(os.pread(source.fd, source.layout.nbytes, 0))
+
+
+def encode(content, segment, numbers):
+    encoded = torch.zeros(segment.nbytes, dtype=torch.uint8)
+    CODECS[segment.codec].encode_(numbers, encoded, segment.spec.dtype)
+    content[segment.offset : segment.offset + segment.nbytes] = encoded.numpy().tobytes()
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_digests_and_norm_of_a_good_update(tmp_path, codec):
     world = World(tmp_path, codec=codec)
-    source = world.sources()[0]
-    found = stats_of(world, source.fd)
-    content = (tmp_path / "u0.0").read_bytes()
+    content = content_of(world)
+    found = stats_of(world.update_layout, content)
     expected = [blake3(content[part.start : part.stop]).digest() for part in world.update_layout.parts]
     assert [stats.digest for stats in found] == expected
     assert all(stats.bad is None for stats in found)
@@ -37,51 +82,164 @@ def test_digests_and_norm_of_a_good_update(tmp_path, codec):
     assert math.fsum(stats.sumsq for stats in found) == pytest.approx(squares, rel=1e-12)
 
 
+def test_the_pieces_in_which_bytes_arrive_change_nothing():
+    layout = update_layout(LARGE.tensors, raw)
+    (part,) = layout.parts
+    content = bytearray(layout.nbytes)
+    for segment in layout.segments:
+        encode(content, segment, values(segment.spec, 1).reshape(-1))
+    seen = []
+    for size in (999, 4096, 2**20, 2**20 + 1, layout.nbytes):
+        spans: list[bytes] = []
+        stats = look_at(Inspection(layout, CODECS), part, content, size, lambda span, to=spans: to.append(bytes(span)))
+        assert len(spans) > 2
+        assert b"".join(spans) == content
+        seen.append(stats)
+    assert all(stats == seen[0] for stats in seen)
+    assert seen[0].digest == blake3(content).digest()
+
+
+def test_one_byte_at_a_time(tmp_path):
+    world = World(tmp_path, schema=Schema.build([TensorSpec("w", "F32", (9,)), TensorSpec("v", "F64", (2,))]))
+    content = content_of(world)
+    assert stats_of(world.update_layout, content, 1) == stats_of(world.update_layout, content, len(content))
+
+
 @pytest.mark.covers("F31")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["embed", "large", "scale", "exact", "half", "brain", "small.7", "mean", "mean16"])
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_one_value_that_is_not_finite_is_found_and_its_tensor_named(tmp_path, codec, name, bad):
     world = World(tmp_path, codec=codec)
-    (segment,) = [segment for segment in world.update_layout.segments if segment.spec.name == name]
-    values = world.submitted(0, 0)[name].reshape(-1)
-    values[-1] = bad
-    fd = world.sources()[0].fd
-    encoded = torch.zeros(segment.nbytes, dtype=torch.uint8)
-    CODECS[segment.codec].encode_(values, encoded, segment.spec.dtype)
-    os.pwrite(fd, memoryview(encoded.numpy()), segment.offset)
-    assert [stats.bad for stats in stats_of(world, fd) if stats.bad] == [f"{name} holds NaN or Inf"]
+    segment = world.update_layout.by_name[name]
+    submitted = world.submitted(0, 0)[name].reshape(-1)
+    submitted[-1] = bad
+    content = content_of(world)
+    encode(content, segment, submitted)
+    found = stats_of(world.update_layout, content)
+    assert [stats.bad for stats in found if stats.bad] == [f"{name} holds NaN or Inf"]
 
 
-def test_finite_numbers_whose_squares_are_not_are_no_fault(tmp_path):
-    world = World(tmp_path, schema=Schema.build([TensorSpec("w", "F64", (9,))]))
-    fd = world.sources()[0].fd
-    os.pwrite(fd, memoryview(torch.full((9,), 1e200, dtype=torch.float64).numpy()), 0)
-    (stats,) = stats_of(world, fd)
+@pytest.mark.covers("F31")
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_among_neighbours_that_are_looked_at_as_one_the_right_one_is_named(place):
+    layout = update_layout([TensorSpec(f"w{index}", "F32", (5,)) for index in range(5)], raw)
+    (part,) = layout.parts
+    inspection = Inspection(layout, CODECS)
+    content = bytearray(layout.nbytes)
+    encode(content, layout.segments[place], torch.tensor([1.0, 2.0, 3.0, 4.0, math.nan]))
+    assert look_at(inspection, part, content).bad == f"w{place} holds NaN or Inf"
+
+
+@pytest.mark.covers("F31")
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+@pytest.mark.parametrize("bad", [b"\xff\xff\xff\xff", b"\x00\x00\x80\x7f"])  # NaN; +Inf, also to bfloat16
+def test_what_is_not_finite_in_the_padding_is_nobodys(codec, bad):
+    """Guards against a sum of squares that is NaN for it: no limit on the norm is below NaN, no journal takes it."""
+    layout = update_layout([TensorSpec(f"w{index}", "F32", (5,)) for index in range(3)], lambda spec: CODECS[codec])
+    (part,) = layout.parts
+    content = bytearray(layout.nbytes)
+    for segment in layout.segments:
+        encode(content, segment, torch.tensor([3.0, 4.0, 0.0, 0.0, 0.0]))
+        end = segment.offset + segment.nbytes
+        content[end : end + 4] = bad
+    stats = look_at(Inspection(layout, CODECS), part, content)
+    assert stats.bad is None
+    assert stats.sumsq == 3 * 25.0
+    assert stats.digest == blake3(content).digest()
+
+
+def test_finite_numbers_whose_squares_are_not_are_no_fault():
+    layout = update_layout([TensorSpec(name, "F64", (9,)) for name in ("v", "w")], raw)
+    content = bytearray(layout.nbytes)
+    encode(content, layout.segments[1], torch.full((9,), 1e200, dtype=torch.float64))
+    (stats,) = stats_of(layout, content)
     assert stats.bad is None
     assert stats.sumsq == math.inf  # and so above any limit on the norm
 
 
+def test_buffers_do_not_count_in_the_norm():
+    layout = update_layout([TensorSpec("w", "F32", (1,)), TensorSpec("mean", "F32", (1,), BUFFERS)], raw)
+    content = bytearray(layout.nbytes)
+    encode(content, layout.segments[0], torch.tensor([3.0]))
+    encode(content, layout.segments[1], torch.tensor([1000.0]))
+    (stats,) = stats_of(layout, content)
+    assert stats.sumsq == 9.0
+
+
 def test_a_part_that_is_not_all_there_is_an_error(tmp_path):
     world = World(tmp_path)
-    fd = world.sources()[0].fd
-    os.ftruncate(fd, 1000)
-    with pytest.raises(StateCorrupt):
-        stats_of(world, fd)
+    part, content = world.update_layout.parts[0], content_of(world)
+    with Inspection(world.update_layout, CODECS).begin(part, no_write) as inspector:
+        feed(inspector, content[: part.nbytes - 1])
+        with pytest.raises(BadRequest, match="Part 0 is not all there"):
+            inspector.stats()
+
+
+def test_it_takes_no_more_bytes_than_the_part_has(tmp_path):
+    world = World(tmp_path)
+    part, content = world.update_layout.parts[0], content_of(world)
+    written = []
+    with Inspection(world.update_layout, CODECS).begin(part, lambda span: written.append(bytes(span))) as inspector:
+        assert feed(inspector, content[: part.nbytes] + b"behind") == part.nbytes
+        assert inspector.complete
+        assert feed(inspector, b"more") == 0
+    assert b"".join(written) == content[: part.nbytes]
+
+
+def test_what_the_file_raises_reaches_who_feeds(tmp_path):
+    def full(span):
+        raise OSError(28, "No space left on device")
+
+    world = World(tmp_path)
+    part, content = world.update_layout.parts[0], content_of(world)
+    with Inspection(world.update_layout, CODECS).begin(part, full) as inspector, pytest.raises(OSError, match="space"):
+        feed(inspector, content[: part.nbytes])
 
 
 @pytest.mark.covers("D2")
-def test_nothing_is_allocated_once_the_scratch_is_there(tmp_path, monkeypatch):
-    schema = Schema.build([TensorSpec("w", "F32", (2 * ELEMENTS + 17,)), *MIXED.tensors])
-    layout = update_layout(schema.tensors, lambda spec: CODECS["none"])
-    fd = os.open(tmp_path / "u", os.O_RDWR | os.O_CREAT)
-    os.ftruncate(fd, layout.nbytes)
-    scratch = Scratch(ELEMENTS)
-    before = [inspect_part(fd, layout, part, CODECS, scratch) for part in layout.parts]
+def test_nothing_is_allocated_once_the_scratch_is_there(monkeypatch):
+    layout = update_layout(LARGE.tensors, raw)
+    content = bytes(layout.nbytes)
+    inspection = Inspection(layout, CODECS)
+    before = [look_at(inspection, part, content) for part in layout.parts]
 
     def refuse(*args, **kwargs):
         raise AssertionError("a buffer was allocated")
 
     for factory in ("empty", "zeros", "tensor", "empty_like"):
         monkeypatch.setattr(torch, factory, refuse)
-    assert [inspect_part(fd, layout, part, CODECS, scratch) for part in layout.parts] == before
+    assert [look_at(inspection, part, content) for part in layout.parts] == before
+
+
+def test_memory_that_a_thread_still_writes_from_is_not_given_to_another_part():
+    """A request is cancelled while a pool thread writes its bytes; they must not become another request's."""
+    layout = update_layout([TensorSpec("w", "F32", (1000,))], raw)
+    (part,) = layout.parts
+    inspection = Inspection(layout, CODECS)
+    one, two = b"\x01" * part.nbytes, b"\x02" * part.nbytes
+    inside, go_on, seen = threading.Event(), threading.Event(), []
+
+    def slow(span):
+        inside.set()
+        go_on.wait(10)
+        seen.append(bytes(span))
+
+    with inspection.begin(part, slow) as inspector:
+        thread = threading.Thread(target=feed, args=(inspector, one))
+        thread.start()
+        assert inside.wait(10)
+    look_at(inspection, part, two)
+    go_on.set()
+    thread.join()
+    assert seen == [one]
+    assert inspector.stats().digest == blake3(one).digest()
+
+
+def test_who_comes_after_the_end_is_sent_away():
+    layout = update_layout([TensorSpec("w", "F32", (1000,))], raw)
+    (part,) = layout.parts
+    with Inspection(layout, CODECS).begin(part, no_write) as inspector:
+        feed(inspector, b"\1" * 100)
+    with pytest.raises(StoreError, match="no longer received"):
+        feed(inspector, b"\1")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ from atoll.errors import StateLocked
 from atoll.tensors.chunks import bytes_of, run_of
 from atoll.tensors.layout import Layout, update_layout, version_header, version_layout
 from atoll.tensors.modules import schema_of
-from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, locked
+from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, ScratchFile, locked
+from atoll.worker.stretches import Stretches
 from atoll.worker.update import advance_base_, form_update, load_, rebase_
 
 CODECS = {"none": NoneCodec(), "bf16": Bf16Codec()}
@@ -105,6 +108,62 @@ def test_runs_of_every_dtype_follow_each_other_in_one_buffer(tmp_path: Path) -> 
             expected = (tensor.to(wide) - local[name].to(wide)).to(dtype)
             assert torch.equal(read(outbox, layout, name, dtype), expected), (codec, name)
         outbox.close()
+
+
+@dataclass(frozen=True)
+class Shifted(NoneCodec):
+    """Its zero is not written as zeros."""
+
+    name: str = "shifted"
+
+    def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
+        super().encode_(source + 1, target, dtype)
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "shifted"])
+def test_many_small_neighbours_are_formed_as_each_alone(tmp_path: Path, codec: str) -> None:
+    """1,300 tensors of odd sizes, some strided, of four dtypes; twice with the same tables, over what was there."""
+    generator = torch.Generator().manual_seed(0)
+    codecs = {**CODECS, "shifted": Shifted()}
+    start: dict[str, Tensor] = {}
+    for index in range(1300):
+        dtype = (torch.float32, torch.float64, torch.float16, torch.float8_e4m3fn)[index % 400 // 100]
+        shape = (index % 7, 3) if index % 5 else (300 * (index % 11),)
+        value = torch.randn(shape, generator=generator).to(dtype)
+        start[f"w{index:04d}"] = value.t() if index % 3 and value.dim() == 2 else value
+    base = base_with(tmp_path, start)
+    layout = update_layout(schema_of(start).tensors, lambda spec: codecs[codec])  # type: ignore[arg-type, return-value]
+    outbox = Outbox(tmp_path, layout)
+    stretches = Stretches(layout, base.layout, codecs)
+    for factor in (2.0, -3.0):
+        local = {name: (tensor.double() * factor).to(tensor.dtype) for name, tensor in start.items()}
+        expected, squares = torch.zeros(layout.nbytes, dtype=torch.uint8), 0.0
+        for segment in layout.segments:
+            wide = torch.float64 if segment.spec.dtype == "F64" else torch.float32
+            name = segment.spec.name
+            delta = (start[name].to(wide) - local[name].to(wide)).contiguous().reshape(-1)
+            squares += float(delta.double().square().sum())
+            target = expected[segment.offset : segment.offset + segment.nbytes]
+            codecs[codec].encode_(delta, target, segment.spec.dtype)
+        outbox.write(0, memoryview(b"\xff" * layout.nbytes))
+        formed = form_update(outbox, base, local, codecs, None, stretches)
+        content = bytearray(layout.nbytes)
+        outbox.read_into(0, memoryview(content))
+        assert content == bytes(bytes_of(expected))
+        assert formed.norm == pytest.approx(squares**0.5, rel=1e-5)
+        assert formed.part_digests == [outbox.digest(part) for part in layout.parts]
+
+
+def test_a_read_that_ends_early_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = ScratchFile(tmp_path / "x", 100)
+    file.write(0, memoryview(bytes(range(100))))
+    preadv, targets = os.preadv, [bytearray(30), bytearray(), bytearray(50)]
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [memoryview(views[0])[:7]], offset))
+    file.read_scattered(10, [memoryview(target) for target in targets])
+    assert b"".join(targets) == bytes(range(10, 90))
+    with pytest.raises(EOFError):
+        file.read_scattered(90, [memoryview(targets[0])])
+    file.close()
 
 
 def test_an_update_larger_than_the_buffer_and_a_part_is_formed_whole(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from atoll.aggregation.scratch import WIDEST_BYTES, Scratch
 from atoll.codecs.base import Codec
-from atoll.errors import BadRequest
+from atoll.errors import BadRequest, StoreError
 from atoll.tensors.alone import alone
 from atoll.tensors.layout import Layout, Part, Piece
 from atoll.tensors.schema import PARAMS, TensorSpec
@@ -47,7 +47,7 @@ class PartStats:
 class _Look:
     """Elements that are decoded and summed at once: one piece, or neighbours of one dtype, group and codec.
 
-    The padding between neighbours counts as elements: workers fill it with zeros, and who does not raises his own norm.
+    The padding between neighbours is summed with them: workers fill it with zeros, who does not raises his own norm.
     """
 
     spec: TensorSpec
@@ -191,10 +191,13 @@ class PartInspector:
             fill: brings the next bytes into the memory it is given, from its start; returns how many, 0: none for now.
 
         Raises:
+            StoreError: the part was left before.
             Exception: what `fill` raised, or the writer.
         """
         with self._busy, alone():
-            while not self.complete and not self._left:
+            if self._left:
+                raise StoreError(f"Part {self._index} is no longer received.")
+            while not self.complete:
                 span = self._spans[self._next]
                 room = self._scratch.view("source", span.stop - span.start)[self._filled :]
                 count = fill(room)
@@ -221,20 +224,20 @@ class PartInspector:
         self._hasher.update(view)
         for look in span.looks:
             squares = self._squares(look.spec, look.codec, look.start - span.start, look.stop - span.start, look.numel)
+            if not squares < float("inf"):  # somewhere in it, or in the padding, which is nobody's
+                squares = sum(self._squares_of(piece, span.start) for piece in look.pieces)
             if look.spec.group == PARAMS:
                 self._sumsq += squares
-            if not squares < float("inf"):
-                self._bad += [name for piece in look.pieces if (name := self._fault(piece, span.start))]
 
-    def _fault(self, piece: Piece, base: int) -> str | None:
-        spec = piece.segment.spec
-        start = piece.offset - base
-        if self._squares(spec, piece.segment.codec, start, start + piece.nbytes, piece.numel) < float("inf"):
-            return None
+    def _squares_of(self, piece: Piece, base: int) -> float:
+        """Σ x² of one piece alone; where it holds what is not finite, its tensor is named in `_bad`."""
+        spec, start = piece.segment.spec, piece.offset - base
+        squares = self._squares(spec, piece.segment.codec, start, start + piece.nbytes, piece.numel)
         # fp64 values can be finite and their squares not, so those are looked at one by one
-        if spec.dtype == "F64" and bool(_values(piece.numel).isfinite().all()):
-            return None
-        return f"{spec.name} holds NaN or Inf"
+        overflow = spec.dtype == "F64" and squares == float("inf") and bool(_values(piece.numel).isfinite().all())
+        if not (squares < float("inf") or overflow):
+            self._bad.append(f"{spec.name} holds NaN or Inf")
+        return squares
 
     def _squares(self, spec: TensorSpec, codec: str, start: int, stop: int, numel: int) -> float:
         """Σ x² of what lies encoded in the scratch; decoded, it stays in this thread's `_values`."""

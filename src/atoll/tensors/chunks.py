@@ -27,7 +27,8 @@ CHUNK_ELEMENTS = 2**18
 def run_of(tensor: Tensor, start: int, stop: int) -> Tensor:
     """Elements [start, stop) as a 1-D contiguous tensor on its device: a view if possible, else a copy."""
     if tensor.is_contiguous():
-        return tensor.reshape(-1)[start:stop]
+        flat = tensor.reshape(-1)
+        return flat if stop - start == flat.numel() else flat[start:stop]
     out = torch.empty(stop - start, dtype=tensor.dtype, device=tensor.device)
     for source, low, high in _blocks(tensor, start, stop, 0):
         out[low:high].copy_(source.reshape(-1))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -106,6 +106,14 @@ class ScratchFile:
             if done == 0:
                 raise EOFError(f"{self.path} ends at {offset}")
             offset, target = offset + done, target[done:]
+
+    def read_scattered(self, offset: int, targets: Sequence[memoryview]) -> None:
+        """Read what follows `offset` into one target after the other; at most 1,024."""
+        if os.preadv(self.fd, targets, offset) == sum(map(len, targets)):
+            return
+        for target in targets:  # it ended early: once more, each until it is full
+            self.read_into(offset, target)
+            offset += len(target)
 
     def digest(self, part: Part) -> bytes:
         """BLAKE3 of a part as it lies on disk."""

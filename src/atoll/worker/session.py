@@ -26,6 +26,7 @@ from atoll.worker import update
 from atoll.worker.connection import Connection
 from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, locked, remove_earlier
 from atoll.worker.reporting import LOG, Progress, progress, size
+from atoll.worker.stretches import Stretches
 
 MAX_REFUSALS = 5
 """In a row, after which a worker gives up: it would train and be refused for ever."""
@@ -71,6 +72,7 @@ class Session(Connection):
             self._cleanup.callback(self.base.close)
             self.outbox = Outbox(self.folder, self.update_layout())
             self._cleanup.callback(self.outbox.close)
+            self._stretches = Stretches(self.outbox.layout, self.layout, self.codecs)
             self.join(max_retries, sync_every=sync_every)
             remove_earlier(self.folder, site)
         except BaseException:
@@ -197,7 +199,7 @@ class Session(Connection):
                 "Upgrade Atoll to the same version on both sides.",
             )
         self.outbox.clear()
-        formed = update.form_update(self.outbox, self.base, tensors, self.codecs, on_part)
+        formed = update.form_update(self.outbox, self.base, tensors, self.codecs, on_part, self._stretches)
         self.outbox.seal(
             OutboxNote(
                 run=self.info.run,

@@ -18,10 +18,11 @@ from atoll.codecs.base import Codec
 from atoll.tensors.alone import alone
 from atoll.tensors.chunks import CHUNK_ELEMENTS, assign_run_, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
-from atoll.tensors.layout import ALIGN_BYTES, Part, Piece, chunks
+from atoll.tensors.layout import ALIGN_BYTES, Part, chunks
 from atoll.tensors.modules import Tensors
 from atoll.tensors.schema import PARAMS
 from atoll.worker.files import BaseFile, Outbox
+from atoll.worker.stretches import Stretch, Stretches
 
 _BUFFER_BYTES = CHUNK_ELEMENTS * 8
 """Encoded, hashed and written at a time: one run of the widest dtype."""
@@ -44,6 +45,7 @@ def form_update(
     tensors: Tensors,
     codecs: Mapping[str, Codec],
     on_part: Callable[[Part, bytes], None] | None = None,
+    stretches: Stretches | None = None,
 ) -> Formed:
     """Write the update of `tensors` against `base` into the outbox.
 
@@ -53,8 +55,9 @@ def form_update(
         tensors: the model's own tensors, by name; not changed.
         codecs: by name, all that the layout uses.
         on_part: told of each part, with its BLAKE3, as soon as it is in the outbox.
+        stretches: of these layouts and codecs; who forms more than one update keeps them.
     """
-    former = _Former(outbox, base, tensors, codecs)
+    former = _Former(outbox, base, tensors, codecs, stretches or Stretches(outbox.layout, base.layout, codecs))
     with torch.no_grad(), alone():
         digests = []
         for part in outbox.layout.parts:
@@ -65,49 +68,59 @@ def form_update(
 
 
 class _Former:
-    def __init__(self, outbox: Outbox, base: BaseFile, tensors: Tensors, codecs: Mapping[str, Codec]) -> None:
-        self.outbox, self.base, self.tensors, self.codecs = outbox, base, tensors, codecs
+    def __init__(
+        self, outbox: Outbox, base: BaseFile, tensors: Tensors, codecs: Mapping[str, Codec], stretches: Stretches
+    ) -> None:
+        self.outbox, self.base, self.tensors, self.codecs, self.stretches = outbox, base, tensors, codecs, stretches
         self.buffer = torch.zeros(_BUFFER_BYTES + ALIGN_BYTES, dtype=torch.uint8)
         self.view = bytes_of(self.buffer)
-        self.base_scratch = bytearray(CHUNK_ELEMENTS * _WIDEST_BYTES)
-        self.delta_scratch = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)
+        self.scratch = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)
         self.sum_squares = 0.0
 
     def part(self, part: Part) -> bytes:
         """Encode one part; returns its BLAKE3."""
         hasher = blake3()
         begin = end = part.start  # file offsets of what the buffer holds
-        for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
-            run = self.outbox.layout.piece(piece.segment, start, stop)
-            self.buffer[end - begin : run.offset - begin] = 0  # alignment between segments
-            if run.offset + run.nbytes - begin > _BUFFER_BYTES:
-                self._flush(hasher, begin, run.offset)
-                begin = run.offset
-            self._encode(piece, start, stop, self.buffer[run.offset - begin :][: run.nbytes])
-            end = run.offset + run.nbytes
-        self.buffer[end - begin : part.stop - begin] = 0
+        for stretch in self.stretches.of(part):
+            self._clear(end - begin, stretch.start - begin)  # alignment between segments
+            if stretch.stop - begin > _BUFFER_BYTES:
+                self._flush(hasher, begin, stretch.start)
+                begin = stretch.start
+            self._encode(stretch, self.buffer[stretch.start - begin : stretch.stop - begin])
+            for low, high in stretch.gaps:
+                self._clear(stretch.start - begin + low, stretch.start - begin + high)
+            end = stretch.stop
+        self._clear(end - begin, part.stop - begin)
         self._flush(hasher, begin, part.stop)
         return hasher.digest()
 
-    def _encode(self, piece: Piece, start: int, stop: int, target: Tensor) -> None:
-        spec, codec = piece.segment.spec, self.codecs[piece.segment.codec]
-        tensor = self.tensors[spec.name]
+    def _encode(self, stretch: Stretch, target: Tensor) -> None:
+        spec, codec = stretch.spec, self.codecs[stretch.codec]
+        runs = [run_of(self.tensors[name], start, stop) for name, start, stop in stretch.runs]
         if spec.group != PARAMS:
-            codec.encode_(run_of(tensor, start, stop), target, spec.dtype)
+            codec.encode_(runs[0], target, spec.dtype)
             return
-        base = self.base.run(piece, start, stop, self.base_scratch, torch_dtype(spec.dtype))
-        wide = accumulate_dtype(spec.dtype)
-        if tensor.device.type == "cpu":
-            as_it_is = codec.name == "none" and wide == base.dtype  # then the difference is what travels
-            delta = target.view(wide) if as_it_is else self.delta_scratch.view(wide)[: stop - start]
-            torch.sub(base.to(wide), run_of(tensor, start, stop).to(wide), out=delta)
-            self.sum_squares += float(torch.dot(delta, delta))
-            if as_it_is:
-                return
-        else:
-            delta = base.to(tensor.device, wide) - run_of(tensor, start, stop).to(wide)
-            self.sum_squares += float(torch.dot(delta, delta))
-        codec.encode_(delta, target, spec.dtype)
+        dtype, wide, device = torch_dtype(spec.dtype), accumulate_dtype(spec.dtype), runs[0].device
+        as_it_is = codec.name == "none" and wide == dtype and device.type == "cpu"  # the difference is what travels
+        memory = target if as_it_is else self.scratch[: stretch.numel * dtype.itemsize]
+        self._read_base(stretch, bytes_of(memory))
+        delta = memory.view(dtype).to(device, wide)
+        for place, run in zip(torch.split(delta, list(stretch.sizes))[::2], runs, strict=True):
+            place.sub_(run.to(device, wide))
+        self.sum_squares += float(torch.dot(delta, delta))
+        if not as_it_is:
+            codec.encode_(delta, target, spec.dtype)
+
+    def _read_base(self, stretch: Stretch, view: memoryview) -> None:
+        """Fill `view` with what the version has of a stretch, and zeros in the padding."""
+        end = 0
+        for low, high in stretch.places:
+            view[end:low] = bytes(low - end)
+            end = high
+        self.base.read_scattered(stretch.base_offset, [view[low:high] for low, high in stretch.places])
+
+    def _clear(self, low: int, high: int) -> None:
+        self.view[low:high] = bytes(high - low)
 
     def _flush(self, hasher: blake3, begin: int, end: int) -> None:
         data = self.view[: end - begin]
