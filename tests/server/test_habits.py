@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -58,6 +61,52 @@ def test_a_restart_with_another_model_is_refused_with_both_digests(tmp_path: Pat
     with pytest.raises(SchemaMismatch, match=r"this start.*weight F32\[3, 2\].*weight F32\[2, 2\]"):
         atoll.Server(nn.Linear(2, 3), port=0, state_dir=tmp_path / "s").start()
     atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "s").start().stop()
+
+
+built: list[str] = []
+wide = 3
+
+
+def build(counts: bool = False) -> nn.Module:
+    """A tied model; with `counts`, one that looks at its own values."""
+    embed, head = nn.Embedding(5, wide), nn.Linear(wide, 5, bias=False)
+    head.weight = embed.weight
+    if counts:
+        head.weight.sum().item()
+    built.append(head.weight.device.type)
+    return nn.Sequential(embed, nn.BatchNorm1d(wide), head)
+
+
+@pytest.mark.parametrize(("counts", "devices"), [(False, ["meta"]), (True, ["cpu"])])
+def test_a_restart_compares_the_model_without_making_it_where_that_is_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: bool, devices: list[str]
+) -> None:
+    """A large model is not made anew in memory only to see that it is the run's; another one is found all the same."""
+    options: dict[str, Any] = {"model": f"{__name__}:build", "model_args": {"counts": counts}}
+    options |= {"port": 0, "state_dir": tmp_path / "s"}
+    atoll.Server(**options).start().stop()
+    built.clear()
+    atoll.Server(**options).start().stop()
+    assert built == devices
+    monkeypatch.setattr(sys.modules[__name__], "wide", 4)
+    with pytest.raises(SchemaMismatch, match=r"0\.weight F32\[5, 4\].*0\.weight F32\[5, 3\]"):
+        atoll.Server(**options).start()
+
+
+def test_a_restart_reads_only_the_header_of_an_initial_models_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.safetensors"
+    options: dict[str, Any] = {"model": str(file), "port": 0, "state_dir": tmp_path / "s"}
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    safetensors.torch.save_file(model.state_dict(), file)
+    atoll.Server(**options).start().stop()
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.torch, "load_file", lambda path: pytest.fail(f"{path} is read"))
+        atoll.Server(**options).start().stop()
+    safetensors.torch.save_file(nn.Linear(2, 3).state_dict(), file)
+    with pytest.raises(SchemaMismatch, match="this start"):
+        atoll.Server(**options).start()
 
 
 @pytest.mark.covers("L24")

@@ -11,7 +11,7 @@ from torch import nn
 
 from atoll.config import Settings
 from atoll.errors import ConfigError
-from atoll.server.model import initial_model, schema_for, write_version
+from atoll.server.model import initial_model, is_known, schema_for, write_version
 from atoll.server.plan import Plan, cpu_capability, torch_build
 from atoll.server.roster import now_text
 from atoll.store.rows import Recovered, RunRow
@@ -81,8 +81,9 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, row: RunRow,
                 "Start it with the old value, or begin a new run in another state_dir.",
             )
     if given is not None or settings.model is not None:
-        mine = schema_for(settings, initial_model(settings, given))
-        mine.require_equal(plan.schema, mine="this start", theirs=f"the run in {settings.state_dir}")
+        if not is_known(settings, given, plan.schema):
+            mine = schema_for(settings, initial_model(settings, given))
+            mine.require_equal(plan.schema, mine="this start", theirs=f"the run in {settings.state_dir}")
         LOG.info("going on with the model of %s; the initial model is not read again", settings.state_dir)
     if (row.torch_build, row.cpu_capability) != (torch_build(), cpu_capability()):
         LOG.warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from atoll import registry
 from atoll.config import Settings
 from atoll.errors import ConfigError
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
+from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Layout, chunks
 from atoll.tensors.modules import Tensors, named_tensors, schema_of
 from atoll.tensors.schema import Schema
@@ -58,6 +60,34 @@ def _call(build: Any, settings: Settings) -> Any:
         raise ConfigError(
             f"{settings.model!r} cannot be called: {error}.", "Set model_args to its keyword arguments."
         ) from error
+
+
+def is_known(settings: Settings, given: nn.Module | Tensors | None, schema: Schema) -> bool:
+    """Whether the initial model has this schema, as far as it can be seen without its values.
+
+    Of a file only the header is read, and a function is called on the meta device, where tensors take no memory and no
+    time. False says nothing: not every function can be called there. Whoever is told so builds the model.
+    """
+    try:
+        if given is None and settings.model is not None and settings.model.endswith(".safetensors"):
+            return schema_of(_header(Path(settings.model)), settings.buffers) == schema
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")  # that weights which it loads are not copied
+            return schema_of(initial_model(settings, given), settings.buffers, values=False) == schema
+    except Exception:  # anything that a user's function may raise
+        return False
+
+
+def _header(path: Path) -> dict[str, Tensor]:
+    """Tensors of the shapes in a file, one element of memory each."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        return {
+            name: torch.empty((), dtype=torch_dtype(found.get_dtype())).expand(found.get_shape())
+            for name, found in slices.items()
+        }
 
 
 def _from_file(path: Path) -> dict[str, Tensor]:

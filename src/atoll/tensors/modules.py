@@ -18,11 +18,12 @@ _BUFFER_NAMES = ("*running_mean", "*running_var", "*num_batches_tracked")
 """What a plain mapping (a file, a state dict) cannot say of itself: the buffers of batch normalisation."""
 
 
-def named_tensors(model: nn.Module | Tensors) -> tuple[dict[str, Tensor], dict[str, str]]:
+def named_tensors(model: nn.Module | Tensors, *, values: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors that travel, each once, and the further names of tied ones.
 
     Args:
         model: a module (its `state_dict` decides the names), or a mapping name → tensor.
+        values: whether they must have values; else tensors on the meta device will do.
 
     Returns:
         (name → the model's own tensor, further name → owner's name).
@@ -37,7 +38,7 @@ def named_tensors(model: nn.Module | Tensors) -> tuple[dict[str, Tensor], dict[s
     for name, tensor in state.items():
         if isinstance(model, nn.Module) and name.endswith("_extra_state") and not isinstance(tensor, Tensor):
             continue
-        _require_dense(name, tensor)
+        _require_dense(name, tensor, values)
         assert isinstance(tensor, Tensor)
         identity = _identity(tensor)
         if identity is not None and identity in seen:
@@ -49,17 +50,18 @@ def named_tensors(model: nn.Module | Tensors) -> tuple[dict[str, Tensor], dict[s
     return owners, aliases
 
 
-def schema_of(model: nn.Module | Tensors, buffers: Iterable[str] = ()) -> Schema:
+def schema_of(model: nn.Module | Tensors, buffers: Iterable[str] = (), *, values: bool = True) -> Schema:
     """The schema of a model.
 
     Args:
         model: as `named_tensors`.
         buffers: shell patterns of further names that are averaged as buffers rather than stepped.
+        values: as `named_tensors`.
 
     Returns:
         Parameters of a float dtype in the group `params`, everything else in `buffers`.
     """
-    owners, aliases = named_tensors(model)
+    owners, aliases = named_tensors(model, values=values)
     patterns = [*buffers, *(() if isinstance(model, nn.Module) else _BUFFER_NAMES)]
     parameters = (
         {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -80,12 +82,15 @@ def schema_of(model: nn.Module | Tensors, buffers: Iterable[str] = ()) -> Schema
 
 def _identity(tensor: Tensor) -> object | None:
     """What two names of one tensor have in common; None for tensors that hold nothing to share."""
-    if tensor.numel() == 0 or tensor.device.type == "meta":
+    if tensor.numel() == 0:
         return None
-    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    where: object = tensor.data_ptr()
+    if tensor.device.type == "meta":  # it has no address, but shares the object that would have one
+        where = (tensor.untyped_storage()._cdata, tensor.storage_offset())
+    return (tensor.device, where, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-def _require_dense(name: str, tensor: object) -> None:
+def _require_dense(name: str, tensor: object, values: bool) -> None:
     if not isinstance(tensor, Tensor):
         raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor.", "Leave it out of the mapping.")
     kind = type(tensor).__name__
@@ -97,5 +102,5 @@ def _require_dense(name: str, tensor: object) -> None:
             f"{name!r} is a DTensor.",
             "Join before the model is sharded; sharded workers are not supported yet.",
         )
-    if tensor.device.type == "meta":
+    if values and tensor.device.type == "meta":
         raise UsageError(f"{name!r} is on the meta device: it has no values.", "Call model.to_empty(device=...) first.")
