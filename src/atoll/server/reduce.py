@@ -53,6 +53,7 @@ def close_round(
             codecs=plan.codecs,
             threads=plan.threads,
             cancelled=cancelled,
+            tables=plan.tables,
         )
         summary = _summary(fragment, base_version + 1, rows, time.monotonic() - begin)
         row = store.commit_version(
