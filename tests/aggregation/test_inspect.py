@@ -3,6 +3,7 @@
 import math
 import os
 import threading
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -156,6 +157,37 @@ def test_finite_numbers_whose_squares_are_not_are_no_fault():
     (stats,) = stats_of(layout, content)
     assert stats.bad is None
     assert stats.sumsq == math.inf  # and so above any limit on the norm
+
+
+@dataclass(frozen=True)
+class ThreeBytes:
+    """The upper three bytes of an fp32: 64 is no multiple of it."""
+
+    name: str = "three"
+    elementwise: bool = True
+
+    def encoded_bytes(self, numel, dtype):
+        return 3 * numel
+
+    def encode_(self, source, target, dtype):
+        target.view(-1, 3).copy_(source.view(torch.uint8).view(-1, 4)[:, 1:])
+
+    def decode_(self, source, target, dtype):
+        wide = torch.zeros(len(target), 4, dtype=torch.uint8)
+        wide[:, 1:] = source.view(-1, 3)
+        target.copy_(wide.view(torch.float32).view(-1))
+
+
+def test_elements_whose_size_is_no_part_of_the_alignment_are_not_looked_at_across_borders():
+    codecs = {"three": ThreeBytes()}
+    layout = update_layout([TensorSpec(f"w{index}", "F32", (5,)) for index in range(4)], lambda spec: codecs["three"])
+    content = bytearray(layout.nbytes)
+    for segment in layout.segments:
+        encoded = torch.zeros(15, dtype=torch.uint8)
+        codecs["three"].encode_(torch.tensor([3.0, 4.0, 0.0, 0.0, 0.0]), encoded, "F32")
+        content[segment.offset : segment.offset + 15] = encoded.numpy().tobytes()
+    stats = look_at(Inspection(layout, codecs), layout.parts[0], content)
+    assert (stats.sumsq, stats.bad) == (4 * 25.0, None)
 
 
 def test_buffers_do_not_count_in_the_norm():

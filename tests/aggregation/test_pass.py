@@ -1,5 +1,6 @@
 """The pass, against the same rounds on whole tensors; and against itself in other chunks and threads."""
 
+import math
 import os
 import threading
 from concurrent.futures import CancelledError
@@ -12,8 +13,9 @@ from blake3 import blake3
 from pass_world import CODECS, REDUCERS, Reference, World, values
 from safetensors import safe_open
 
-from atoll.aggregation.close import PassOutputs, run_pass
+from atoll.aggregation.close import PassInputs, PassOutputs, run_pass
 from atoll.aggregation.state import state_regions, version_regions
+from atoll.aggregation.tables import Tables
 from atoll.errors import StateCorrupt, UsageError
 from atoll.tensors.layout import TILE
 from atoll.tensors.schema import Schema, TensorSpec
@@ -129,6 +131,86 @@ def test_a_reducer_may_ask_for_all_rows_at_once(tmp_path, chunk):
     run_pass(world.inputs(), outputs, world.rule, REDUCERS | {"params": Median()}, CODECS, chunk_elements=chunk)
     median = torch.stack([update["embed"].bfloat16().float() for update in submitted]).median(0).values
     assert same(tensors_of(tmp_path / "v1")["embed"], base["embed"] - median)  # SGD, lr 1: one subtraction
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+@pytest.mark.parametrize("target", ["sgd", "adam", torch.optim.Adafactor])
+def test_tables_that_are_kept_change_nothing(tmp_path, target, codec):
+    results = []
+    for name in ("kept", "new"):
+        folder = tmp_path / name
+        folder.mkdir()
+        world = World(folder, target=target, options={"lr": 0.1}, codec=codec)
+        tables = Tables(world.rule.granularity, CODECS, world.state[1] if world.state else None)
+        how = {"tables": tables} if name == "kept" else {}
+        # other chunks in the third round; a fourth as the first two
+        done = [world.round(chunk_elements=chunk * TILE, threads=2, **how) for chunk in (8, 8, 2, 8)]
+        results.append([(result.digest, result.state_digests, result.grad_norm) for result in done])
+    assert results[0] == results[1]
+
+
+def test_tables_follow_the_number_of_rows_at_once(tmp_path):
+    tables, expected = None, []
+    for kept in (True, False):
+        for sites in (3, 2, 5, 3):
+            folder = tmp_path / f"{kept}-{sites}"
+            folder.mkdir(exist_ok=True)
+            world = World(folder, options={"lr": 1.0}, weights=(1.0,) * sites)
+            tables = tables or Tables("chunk", CODECS, world.state[1])
+            outputs = PassOutputs(world.open("v1"), world.open("s1"))
+            reducers = REDUCERS | {"params": Median()}
+            how = {"tables": tables} if kept else {}
+            expected.append(run_pass(world.inputs(), outputs, world.rule, reducers, CODECS, **how).digest)
+    assert expected[:4] == expected[4:]
+    assert expected[0] == expected[3]
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+def test_what_lies_in_the_padding_of_an_update_changes_nothing(tmp_path, codec):
+    """NaN there: neither the version nor its state nor the norm has it."""
+    results = []
+    for filler in (b"\0", b"\xff"):
+        folder = tmp_path / filler.hex()
+        folder.mkdir()
+        world = World(folder, codec=codec)
+        inputs = world.inputs()
+        for source in inputs.updates:
+            ends = [segment.offset for segment in source.layout.segments[1:]] + [source.layout.nbytes]
+            for segment, end in zip(source.layout.segments, ends, strict=True):
+                at = segment.offset + segment.nbytes
+                os.pwrite(source.fd, filler * (end - at), at)
+        outputs = PassOutputs(world.open("v1"), world.open("s1"))
+        result = run_pass(inputs, outputs, world.rule, REDUCERS, CODECS)
+        results.append((result.digest, result.state_digests, result.grad_norm))
+    assert results[0] == results[1]
+    assert math.isfinite(results[0][2])
+
+
+def test_updates_of_one_round_may_lie_in_several_ways(tmp_path):
+    """One site in bf16, one raw: w ← w − (ŵ₀·u₀ + ŵ₁·u₁), with u₀ rounded to bfloat16."""
+    schema = Schema.build(
+        [*(TensorSpec(f"w{index}", "F32", (7 + index,)) for index in range(9)), TensorSpec("l", "F32", (9001,))]
+    )
+    sources = []
+    for site, codec in enumerate(("bf16", "none")):
+        folder = tmp_path / codec
+        folder.mkdir()
+        world = World(folder, schema=schema, options={"lr": 1.0}, codec=codec)
+        sources.append(world.sources()[site])
+    inputs = PassInputs(world.version_layout, world.base, sources)
+    for order, tables in (((0, 1), None), ((1, 0), None), ((1, 0), Tables("chunk", CODECS, None))):
+        inputs = PassInputs(world.version_layout, world.base, [sources[index] for index in order])
+        how = {"tables": tables, "chunk_elements": TILE}
+        for _ in range(2):
+            run_pass(inputs, PassOutputs(world.open("v1")), world.rule, REDUCERS, CODECS, **how)
+            written = tensors_of(world.folder / "v1")
+            weights = [source.weight / sum(source.weight for source in sources) for source in inputs.updates]
+            for spec in schema.tensors:
+                rows = [world.submitted(site, 0)[spec.name] for site in range(2)]
+                rows[0] = rows[0].bfloat16().float()
+                acc = rows[order[0]] * weights[0]
+                acc.add_(rows[order[1]], alpha=weights[1])
+                assert same(written[spec.name], values(spec, 0) - acc), (order, spec.name)
 
 
 def test_a_rule_without_memory_keeps_no_file(tmp_path):

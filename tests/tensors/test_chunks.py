@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from atoll.errors import UsageError
 from atoll.tensors.chunks import Scatter, assign_run_, bytes_of, run_of
 from atoll.tensors.layout import version_header, version_layout
-from atoll.tensors.modules import named_tensors, schema_of
+from atoll.tensors.modules import fits, named_tensors, schema_of
 
 
 def strided() -> st.SearchStrategy[Tensor]:
@@ -103,6 +103,33 @@ def test_a_plain_mapping_recognises_batch_norm_and_takes_patterns() -> None:
     }
     groups = {spec.name: spec.group for spec in schema_of(state, ["ema.*"]).tensors}
     assert groups == {"a.running_mean": "buffers", "a.weight": "params", "ema.x": "buffers", "n": "buffers"}
+
+
+def test_a_model_fits_the_schema_that_it_has_and_no_other() -> None:
+    model = Tied()
+    schema = schema_of(model)
+    fitting = fits(model, schema)
+    assert fitting is not None
+    assert list(fitting) == list(named_tensors(model)[0])
+    assert fitting["embed.weight"].data_ptr() == model.embed.weight.data_ptr()
+    assert fits(Tied().double(), schema) is None
+    assert fits(nn.Sequential(Tied()), schema) is None
+    untied = Tied()
+    untied.head.weight = nn.Parameter(torch.zeros(5, 3))
+    assert fits(untied, schema) is None
+    other_group = Tied()
+    other_group.norm.running_mean = nn.Parameter(other_group.norm._buffers.pop("running_mean"))
+    assert fits(other_group, schema) is None
+    # a mapping: groups and ties as the schema says, with and without the further names
+    mapping = {spec.name: torch.zeros(spec.shape) for spec in schema.tensors}
+    mapping["norm.num_batches_tracked"] = torch.tensor(0)
+    for more in ({}, {"head.weight": torch.zeros(5, 3)}):
+        fitting = fits({**mapping, **more}, schema)
+        assert fitting is not None
+        assert list(fitting) == list(mapping)
+    assert fits({**mapping, "norm.bias": torch.zeros(4)}, schema) is None
+    assert fits({**mapping, "more": torch.zeros(4)}, schema) is None
+    assert fits({name: mapping[name] for name in reversed(mapping)}, schema) is None  # in another order
 
 
 @pytest.mark.covers("P4")

@@ -23,19 +23,11 @@ from blake3 import blake3
 from torch import Tensor
 
 from atoll.aggregation.crew import run_crew
-from atoll.aggregation.plan import Window, windows
+from atoll.aggregation.plan import Window
 from atoll.aggregation.scratch import Scratch, read_at, write_at
-from atoll.aggregation.state import (
-    MASTER,
-    RUNS,
-    Column,
-    Entries,
-    columns_of,
-    entries,
-    region_digest,
-    tail_region,
-)
-from atoll.aggregation.updates import Updates
+from atoll.aggregation.state import MASTER, RUNS, Column, region_digest, tail_region
+from atoll.aggregation.tables import Tables
+from atoll.aggregation.updates import Updates, rows_at_once
 from atoll.aggregation.values import PassInputs, PassOutputs, PassResult, UpdateSource
 from atoll.aggregation.whole import step_whole
 from atoll.aggregation.wholes import Wholes
@@ -63,6 +55,7 @@ def run_pass(
     chunk_elements: int = CHUNK_ELEMENTS,
     on_progress: Callable[[int], None] | None = None,
     cancelled: threading.Event | None = None,
+    tables: Tables | None = None,
 ) -> PassResult:
     """Write the next version and its outer state.
 
@@ -76,6 +69,7 @@ def run_pass(
         chunk_elements: of a window; a multiple of 4,096.
         on_progress: told the bytes of the version done so far, from any thread, one at a time.
         cancelled: ends the pass early when it is set.
+        tables: of these layouts, this rule and these codecs; who runs more than one pass keeps them.
 
     Raises:
         CancelledError: (concurrent.futures) `cancelled` was set; the outputs hold rubbish.
@@ -84,7 +78,11 @@ def run_pass(
         UsageError: no updates, or a weight that is not finite and above zero.
     """
     began = time.monotonic()
-    work = _Pass(inputs, outputs, rule, reducers, codecs, chunk_elements, on_progress)
+    tables = tables or Tables(rule.granularity, codecs, inputs.state_layout)
+    rows = rows_at_once(inputs.updates, reducers)
+    tables.cut(max(chunk_elements // max(rows, 1) // TILE, 1) * TILE, rows)
+    work = _Pass(inputs, outputs, rule, Updates(inputs.updates, reducers, Maximum(), codecs, tables.places), tables)
+    work.on_progress = on_progress
     if rule.granularity == "tensor":
         run_crew([None], 1, lambda: work.step_wholes, cancelled)
     run_crew(inputs.version_layout.parts, max(1, threads), work.member, cancelled)
@@ -94,42 +92,31 @@ def run_pass(
 class _Pass:
     """What the threads of a pass share."""
 
+    on_progress: Callable[[int], None] | None = None
+
     def __init__(
-        self,
-        inputs: PassInputs,
-        outputs: PassOutputs,
-        rule: OuterRule,
-        reducers: Mapping[str, Reducer],
-        codecs: Mapping[str, Codec],
-        chunk_elements: int,
-        on_progress: Callable[[int], None] | None,
+        self, inputs: PassInputs, outputs: PassOutputs, rule: OuterRule, updates: Updates, tables: Tables
     ) -> None:
-        self.inputs, self.outputs, self.rule = inputs, outputs, rule
-        self.updates = Updates(inputs.updates, reducers, Maximum(), codecs)
-        self.chunk_elements = max(chunk_elements // self.updates.rows_at_once // TILE, 1) * TILE
-        self.scratch_elements = self.chunk_elements * self.updates.rows_at_once
-        self.table: Entries = entries(inputs.state_layout)
+        self.inputs, self.outputs, self.rule, self.updates, self.tables = inputs, outputs, rule, updates, tables
         self.wholes = Wholes(inputs.state_layout if rule.granularity == "chunk" else None, inputs.state_fd)
         parts = len(inputs.version_layout.parts)
         self.part_digests: list[bytes] = [b""] * parts
         self.state_digests: list[list[bytes]] = [[] for _ in range(parts)]
         self.squares: list[float] = [0.0] * parts
-        self._on_progress, self._lock, self._done = on_progress, threading.Lock(), 0
+        self._lock, self._done = threading.Lock(), 0
 
     def member(self) -> Callable[[Part], None]:
         return _Member(self).do_part
 
     def step_wholes(self, _job: None) -> None:
-        scratch = Scratch(self.scratch_elements)
-        self.squares.append(
-            step_whole(self.inputs, self.outputs, self.rule, self.updates, self.chunk_elements, scratch)
-        )
+        scratch = Scratch(self.tables.scratch_elements)
+        self.squares.append(step_whole(self.inputs, self.outputs, self.rule, self.updates, self.tables, scratch))
 
     def progress(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
-            if self._on_progress is not None:
-                self._on_progress(self._done)
+            if self.on_progress is not None:
+                self.on_progress(self._done)
 
     def finish(self, began: float) -> PassResult:
         state_digests = [digest for part in self.state_digests for digest in part]
@@ -153,20 +140,20 @@ class _Member:
 
     def __init__(self, shared: _Pass) -> None:
         self._shared = shared
-        self._scratch = Scratch(shared.scratch_elements)
+        self._scratch = Scratch(shared.tables.scratch_elements)
         self._stepper: Stepper = shared.rule.stepper()
 
     def do_part(self, part: Part) -> None:
         """Write one part of the version and its runs of the state; hash both."""
         shared, hasher = self._shared, blake3()
-        columns = {key: blake3() for key in columns_of(part, shared.table)}
+        columns: dict[Column, blake3] = {}
         first = part.pieces[0].offset if part.pieces else part.stop
         for at in range(part.start, first, self._scratch.nbytes):
             header = self._scratch.view("stored", min(self._scratch.nbytes, first - at))
             read_at(shared.inputs.base_fd, header, at)
             self._write(shared.outputs.version_fd, header, at)
             hasher.update(header)
-        for window in windows(part, shared.chunk_elements, shared.rule.granularity):
+        for window in shared.tables.windows.of(part):
             failpoint("pass.chunk")
             stored = self._scratch.view("stored", window.numel * torch_dtype(window.dtype).itemsize)
             if window.kind == "whole":
@@ -184,21 +171,22 @@ class _Member:
 
     def _replace(self, window: Window) -> None:
         """Buffers: the reduction of raw values, cast to the version's dtype."""
-        dtype = torch_dtype(window.dtype)
-        stored = self._scratch.tensor("stored", dtype, window.numel)
-        reduced = self._scratch.tensor("reduced", accumulate_dtype(window.dtype), window.numel)
-        self._reduce(window, reduced)
-        stored.copy_(reduced)
+        stored = self._scratch.tensor("stored", torch_dtype(window.dtype), window.numel)
+        reduced, runs = self._reduce(window)
+        if len(reduced) == len(stored):
+            stored.copy_(reduced)
+            return
+        for target, run in zip(torch.split(stored, window.sizes), runs, strict=True):
+            target.copy_(run)
 
-    def _step(self, window: Window, stored: memoryview, columns: Mapping[Column, blake3]) -> float:
+    def _step(self, window: Window, stored: memoryview, columns: dict[Column, blake3]) -> float:
         """Parameters: one outer step along the reduced pseudo-gradient; returns its sum of squares."""
         shared, scratch = self._shared, self._scratch
-        dtype, accumulate, n = torch_dtype(window.dtype), accumulate_dtype(window.dtype), window.numel
+        dtype, n = torch_dtype(window.dtype), window.numel
         kept = self._columns(window)
         read_at(shared.inputs.base_fd, stored, window.offset)
         values = scratch.tensor("stored", dtype, n)
-        reduced = scratch.tensor("reduced", accumulate, n)
-        grads = self._reduce(window, reduced)
+        reduced, grads = self._reduce(window)
         squares = float(torch.dot(reduced, reduced))
         first_round = shared.inputs.state_layout is not None and shared.inputs.state_fd is None
         held: dict[str, Tensor] = {}
@@ -209,10 +197,9 @@ class _Member:
         master = held.get(MASTER, values)
         if first_round and master is not values:
             master.copy_(values)
-        sizes = [run.numel for run in window.runs]
-        split = {key: torch.split(column, sizes) for key, column in held.items() if key != MASTER}
+        split = {key: torch.split(column, window.sizes) for key, column in held.items() if key != MASTER}
         before = None if first_round else self._states(window, split)
-        after = self._stepper.step_(torch.split(master, sizes), grads, before)
+        after = self._stepper.step_(torch.split(master, window.sizes), grads, before)
         self._keep(window, split, before, after)
         if master is not values:
             values.copy_(master)
@@ -220,13 +207,18 @@ class _Member:
             for key, (column, offset, column_dtype) in kept.items():
                 view = scratch.view(f"state.{key}", n * column_dtype.itemsize)
                 self._write(shared.outputs.state_fd, view, offset)
-                columns[column].update(view)
+                columns.setdefault(column, blake3()).update(view)
         return squares
 
-    def _reduce(self, window: Window, out: Tensor) -> tuple[Tensor, ...]:
-        runs: tuple[Tensor, ...] = torch.split(out, [run.numel for run in window.runs])
-        self._shared.updates.reduce_(window.runs, out, self._scratch)
-        return runs
+    def _reduce(self, window: Window) -> tuple[Tensor, Sequence[Tensor]]:
+        """The reduction of a window, with zeros in the padding between its runs, and the runs."""
+        place, dtype = self._shared.updates.place(window), accumulate_dtype(window.dtype)
+        reduced = self._scratch.tensor("reduced", dtype, place.numel)
+        self._shared.updates.reduce_(window, reduced, self._scratch)
+        view = self._scratch.view("reduced", place.numel * dtype.itemsize)
+        for low, high in place.gaps:
+            view[low * dtype.itemsize : high * dtype.itemsize] = bytes((high - low) * dtype.itemsize)
+        return reduced, torch.split(reduced, place.sizes)[::2]
 
     def _columns(self, window: Window) -> dict[str, tuple[Column, int, torch.dtype]]:
         """key → (column, offset of the window's first element in the state file, dtype), for what is cut in runs."""
@@ -237,7 +229,7 @@ class _Member:
                 segment.offset + head.start * segment.spec.item_bytes,
                 torch_dtype(segment.spec.dtype),
             )
-            for key, segment in self._shared.table.get(head.spec.name, {}).items()
+            for key, segment in self._shared.tables.entries.get(head.spec.name, {}).items()
             if segment.spec.group == RUNS
         }
 

@@ -19,7 +19,7 @@ from atoll.aggregation.scratch import WIDEST_BYTES, Scratch
 from atoll.codecs.base import Codec
 from atoll.errors import BadRequest, StoreError
 from atoll.tensors.alone import alone
-from atoll.tensors.layout import Layout, Part, Piece
+from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece
 from atoll.tensors.schema import PARAMS, TensorSpec
 
 ELEMENTS = 2**17
@@ -146,8 +146,10 @@ class Inspection:
         )
         if not alike or not codec.elementwise:
             return False
-        nbytes = piece.offset + piece.nbytes - first.offset
-        return nbytes <= ELEMENTS * codec.encoded_bytes(1, segment.spec.dtype)
+        item_bytes = codec.encoded_bytes(1, segment.spec.dtype)
+        if ALIGN_BYTES % item_bytes:  # a segment may then begin in the middle of an element of what is decoded
+            return False
+        return piece.offset + piece.nbytes - first.offset <= ELEMENTS * item_bytes
 
 
 class PartInspector:

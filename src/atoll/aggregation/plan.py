@@ -4,18 +4,18 @@ A window is one run of the version file and of each column of the state file, re
 large tensor, or many small tensors one after the other, all of one kind, group and dtype. Tensors are still stepped
 each for itself.
 
-    part     | header | w0 ........ | w1 ........... | w2 | w3  |
-    window             [tensor 0   ][0: rest][1][2][3] ...
+    part     | header | w0 ........ | w1 .. | w2 .. | w3  |
+    window             [tensor 0   ][0][0  ][1][2][3] ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from atoll.outer.rule import Granularity
-from atoll.tensors.layout import Part, Segment, chunks
+from atoll.tensors.layout import ALIGN_BYTES, Part, Piece, Segment
 from atoll.tensors.schema import PARAMS, TensorSpec
 
 Kind = Literal["step", "whole", "mean", "count"]
@@ -39,16 +39,23 @@ class Run:
         return self.stop - self.start
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Window:
-    """Runs that follow one another in the version file, from byte `offset` on."""
+    """Runs that follow one another in the version file, from byte `offset` on.
+
+    Attributes:
+        kind, group, dtype: of all of them.
+        numel: elements together.
+        sizes: elements of each.
+    """
 
     kind: Kind
     group: str
     dtype: str
     offset: int
-    numel: int = 0
-    runs: list[Run] = field(default_factory=list)
+    numel: int
+    runs: tuple[Run, ...]
+    sizes: list[int]
 
 
 def kind_of(spec: TensorSpec, granularity: Granularity) -> Kind:
@@ -60,18 +67,62 @@ def kind_of(spec: TensorSpec, granularity: Granularity) -> Kind:
     return "step" if granularity == "chunk" else "whole"
 
 
-def windows(part: Part, max_elements: int, granularity: Granularity) -> Iterator[Window]:
-    """The windows of `part`, in file order, each of at most `max_elements` (a multiple of the tile)."""
-    window: Window | None = None
-    for piece, start, stop in chunks(part, max_elements):
-        spec = piece.segment.spec
-        kind = kind_of(spec, granularity)
-        fits = window is not None and window.numel + stop - start <= max_elements
-        if window is None or not fits or (window.kind, window.group, window.dtype) != (kind, spec.group, spec.dtype):
-            if window is not None:
-                yield window
-            window = Window(kind, spec.group, spec.dtype, piece.offset + (start - piece.start) * spec.item_bytes)
-        window.runs.append(Run(piece.segment, start, stop))
-        window.numel += stop - start
-    if window is not None:
-        yield window
+def window_of(runs: Sequence[Run], granularity: Granularity) -> Window:
+    """The window of runs of one kind, group and dtype that follow one another."""
+    first, spec = runs[0], runs[0].spec
+    return Window(
+        kind=kind_of(spec, granularity),
+        group=spec.group,
+        dtype=spec.dtype,
+        offset=first.segment.offset + first.start * spec.item_bytes,
+        numel=sum(run.numel for run in runs),
+        runs=tuple(runs),
+        sizes=[run.numel for run in runs],
+    )
+
+
+class Windows:
+    """The windows of a version's parts: made once for a layout, and kept.
+
+    Args:
+        max_elements: of one window, a multiple of the tile; the padding that updates may have between tensors counts.
+        granularity: of the outer optimizer.
+    """
+
+    def __init__(self, max_elements: int, granularity: Granularity) -> None:
+        self.max_elements, self._granularity = max_elements, granularity
+        self._tables: dict[int, tuple[Window | Piece, ...]] = {}
+
+    def of(self, part: Part) -> Iterator[Window]:
+        """The windows of `part`, in file order."""
+        table = self._tables.get(part.index)
+        if table is None:
+            table = self._tables[part.index] = tuple(self._table(part))
+        for entry in table:
+            if isinstance(entry, Window):
+                yield entry
+            else:  # cut here, so that no table grows with the size of a tensor
+                for start in range(entry.start, entry.stop, self.max_elements):
+                    run = Run(entry.segment, start, min(start + self.max_elements, entry.stop))
+                    yield window_of([run], self._granularity)
+
+    def _table(self, part: Part) -> Iterator[Window | Piece]:
+        held: list[Run] = []
+        room = self.max_elements
+        alike: object = None
+        for piece in part.pieces:
+            spec = piece.segment.spec
+            # elements are at least a byte each in an update
+            needed, now = piece.numel + ALIGN_BYTES, (kind_of(spec, self._granularity), spec.group, spec.dtype)
+            if held and (needed > room or now != alike):
+                yield window_of(held, self._granularity)
+                held = []
+            if piece.numel > self.max_elements:
+                yield piece
+            elif piece.numel:
+                if not held:
+                    room, alike = self.max_elements, now
+                held.append(Run(piece.segment, piece.start, piece.stop))
+                room -= needed
+        if held:
+            yield window_of(held, self._granularity)

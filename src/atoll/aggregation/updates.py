@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from atoll.aggregation.plan import Run
+from atoll.aggregation.places import Place, Places
+from atoll.aggregation.plan import Window
 from atoll.aggregation.scratch import Scratch, read_at
 from atoll.aggregation.values import UpdateSource
 from atoll.codecs.base import Codec
 from atoll.reducers.base import Reducer, normalised
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
-from atoll.tensors.layout import Layout
 
 _RAW = "none"
-
-
-@dataclass(slots=True)
-class _Strip:
-    """Bytes [offset, offset + nbytes) of an update that decode to elements [start, start + numel) of a row."""
-
-    codec: str
-    offset: int
-    nbytes: int
-    start: int
-    numel: int
 
 
 class Updates:
@@ -37,6 +25,7 @@ class Updates:
         reducers: by group, for floats.
         integers: the reducer of everything else.
         codecs: by name.
+        places: where windows lie in updates of these layouts.
     """
 
     def __init__(
@@ -45,29 +34,30 @@ class Updates:
         reducers: Mapping[str, Reducer],
         integers: Reducer,
         codecs: Mapping[str, Codec],
+        places: Places,
     ) -> None:
         self._sources = sources
         self._weights = normalised([source.weight for source in sources])
         self._reducers = reducers
         self._integers = integers
         self._codecs = codecs
+        self._places = places
 
-    @property
-    def rows_at_once(self) -> int:
-        """Rows that are in memory together, beside the result."""
-        return len(self._sources) if any(reducer.needs_all for reducer in self._reducers.values()) else 1
+    def place(self, window: Window) -> Place:
+        """How the rows of a window lie in memory, and so what `reduce_` writes."""
+        return self._places.of(window, self._sources[0].layout)
 
-    def reduce_(self, runs: Sequence[Run], out: Tensor, scratch: Scratch) -> None:
-        """Write the reduction of runs of one group and dtype, one after the other, into `out`.
+    def reduce_(self, window: Window, out: Tensor, scratch: Scratch) -> None:
+        """Write the reduction of a window into `out`.
 
         Args:
-            runs: of n elements together.
-            out: [n], in their dtype of accumulation.
+            window: of n elements, as `place` says: with the padding between runs, whose values mean nothing.
+            out: [n], in the window's dtype of accumulation.
             scratch: of at least n × `rows_at_once` elements.
         """
-        spec = runs[0].spec
+        spec = window.runs[0].spec
         reducer = self._reducers[spec.group] if spec.is_float else self._integers
-        rows = self._rows(runs, out.numel(), scratch)
+        rows = self._rows(window, scratch)
         if reducer.needs_all:
             together = scratch.tensor("rows", out.dtype, len(self._sources) * out.numel()).view(-1, out.numel())
             for target, row in zip(together, rows, strict=True):
@@ -76,17 +66,13 @@ class Updates:
         else:
             reducer.reduce_(rows, self._weights, out)
 
-    def _rows(self, runs: Sequence[Run], numel: int, scratch: Scratch) -> Iterator[Tensor]:
+    def _rows(self, window: Window, scratch: Scratch) -> Iterator[Tensor]:
         """Each update's elements, in turn; a row is overwritten by the next."""
-        dtype = runs[0].spec.dtype
+        dtype, numel = window.dtype, self.place(window).numel
         stored, accumulate = torch_dtype(dtype), accumulate_dtype(dtype)
-        reads: dict[int, list[list[_Strip]]] = {}  # the updates of a round have one layout, as a rule
         for source in self._sources:
-            layout = source.layout
-            if id(layout) not in reads:
-                reads[id(layout)] = list(_reads(self._strips(layout, runs), scratch.nbytes))
             row = None
-            for strips in reads[id(layout)]:
+            for strips in self._places.reads(window, source.layout, self._sources[0].layout):
                 low, high = strips[0].offset, strips[-1].offset + strips[-1].nbytes
                 read_at(source.fd, scratch.view("source", high - low), low)
                 encoded = scratch.raw("source", high - low)
@@ -101,33 +87,7 @@ class Updates:
             assert row is not None
             yield row
 
-    def _strips(self, layout: Layout, runs: Sequence[Run]) -> Iterator[_Strip]:
-        """Where the runs lie in an update; what touches is joined where the codec allows it."""
-        strip: _Strip | None = None
-        start = 0
-        for run in runs:
-            piece = layout.piece(layout.by_name[run.segment.spec.name], run.start, run.stop)
-            codec = piece.segment.codec
-            joins = strip is not None and strip.codec == codec and strip.offset + strip.nbytes == piece.offset
-            if strip is not None and joins and self._codecs[codec].elementwise:
-                strip.nbytes += piece.nbytes
-                strip.numel += piece.numel
-            else:
-                if strip is not None:
-                    yield strip
-                strip = _Strip(codec, piece.offset, piece.nbytes, start, piece.numel)
-            start += piece.numel
-        if strip is not None:
-            yield strip
 
-
-def _reads(strips: Iterator[_Strip], max_bytes: int) -> Iterator[list[_Strip]]:
-    """Strips that are read at once, the padding between them included: tiny tensors may be mostly padding."""
-    held: list[_Strip] = []
-    for strip in strips:
-        if held and strip.offset + strip.nbytes - held[0].offset > max_bytes:
-            yield held
-            held = []
-        held.append(strip)
-    if held:
-        yield held
+def rows_at_once(sources: Sequence[UpdateSource], reducers: Mapping[str, Reducer]) -> int:
+    """Rows of a window that are in memory together, beside the result."""
+    return len(sources) if any(reducer.needs_all for reducer in reducers.values()) else 1

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atoll.aggregation.plan import Run, kind_of
+from atoll.aggregation.plan import Run, kind_of, window_of
 from atoll.aggregation.scratch import Scratch, read_at, write_at
-from atoll.aggregation.state import MASTER, entries
+from atoll.aggregation.state import MASTER
+from atoll.aggregation.tables import Tables
 from atoll.aggregation.updates import Updates
 from atoll.aggregation.values import PassInputs, PassOutputs
 from atoll.failpoints import failpoint
@@ -25,7 +26,7 @@ def step_whole(
     outputs: PassOutputs,
     rule: OuterRule,
     updates: Updates,
-    chunk_elements: int,
+    tables: Tables,
     scratch: Scratch,
 ) -> float:
     """Step every parameter of the version, and write it and its state.
@@ -33,13 +34,13 @@ def step_whole(
     Args:
         inputs, outputs, rule: as `run_pass`.
         updates: of the round.
-        chunk_elements: of the runs in which updates are reduced; a multiple of 4,096.
+        tables: say in which runs updates are reduced.
         scratch: for those runs.
 
     Returns:
         The sum of squares of the reduced pseudo-gradient.
     """
-    table, stepper, squares = entries(inputs.state_layout), rule.stepper(), 0.0
+    stepper, squares, chunk_elements = rule.stepper(), 0.0, tables.windows.max_elements
     for segment in inputs.version_layout.segments:
         spec = segment.spec
         if not spec.numel or kind_of(spec, rule.granularity) != "whole":
@@ -47,7 +48,7 @@ def step_whole(
         failpoint("pass.chunk")
         accumulate = accumulate_dtype(spec.dtype)
         values = _read(inputs.base_fd, segment)
-        kept = table.get(spec.name, {})
+        kept = tables.entries.get(spec.name, {})
         before = (
             None if inputs.state_fd is None else {key: _read(inputs.state_fd, entry) for key, entry in kept.items()}
         )
@@ -55,7 +56,8 @@ def step_whole(
         reduced = torch.empty(spec.numel, dtype=accumulate)
         for start in range(0, spec.numel, chunk_elements):
             stop = min(start + chunk_elements, spec.numel)
-            updates.reduce_([Run(segment, start, stop)], reduced[start:stop], scratch)
+            window = window_of([Run(segment, start, stop)], rule.granularity)
+            updates.reduce_(window, reduced[start:stop], scratch)
         squares += float(torch.dot(reduced, reduced))
         (after,) = stepper.step_([master], [reduced.view(spec.shape)], None if before is None else [before])
         failpoint("pass.write")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from atoll.aggregation.state import state_layout, state_regions, version_regions
+from atoll.aggregation.tables import Tables
 from atoll.algorithms.resolve import ResolvedAlgorithm, resolve
 from atoll.codecs.base import Codec
 from atoll.codecs.update import codecs_of, encoded_layout
@@ -33,6 +34,7 @@ class Plan:
     version: Layout
     update: Layout
     state: tuple[bytes, Layout] | None
+    tables: Tables
     threads: int
 
     @classmethod
@@ -46,6 +48,7 @@ class Plan:
         codecs = codecs_of(algorithm.codec)
         rule = build_outer(algorithm.outer, algorithm.outer_options)
         version = version_layout(schema, settings.part_bytes)
+        state = state_layout(schema.tensors, rule, settings.part_bytes)
         return cls(
             settings=settings,
             algorithm=algorithm,
@@ -55,7 +58,8 @@ class Plan:
             header=version_header(schema),
             version=version,
             update=encoded_layout(schema, algorithm.codec, codecs, settings.part_bytes),
-            state=state_layout(schema.tensors, rule, settings.part_bytes),
+            state=state,
+            tables=Tables(rule.granularity, codecs, state[1] if state else None),
             threads=settings.threads or min(os.cpu_count() or 1, 8),
         )
 

@@ -58,6 +58,7 @@ def close_round(
             codecs=plan.codecs,
             threads=plan.threads,
             cancelled=cancelled,
+            tables=plan.tables,
         )
         summary = _summary(fragment, number, version, rows, time.monotonic() - begin)
         row = store.commit_version(

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,9 @@ CHUNK_BYTES = 2**20
 
 CHUNK_ELEMENTS = 2**18
 """What a pass over a tensor holds at a time: 1 MiB of fp32, a multiple of the tile."""
+
+
+_NOT_IN_NUMPY = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
 def run_of(tensor: Tensor, start: int, stop: int) -> Tensor:
@@ -68,8 +72,12 @@ def _blocks(tensor: Tensor, start: int, stop: int, base: int) -> Iterator[tuple[
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, without a copy."""
-    array: Any = tensor.view(-1).view(torch.uint8).numpy()
-    return memoryview(array) if tensor.numel() else memoryview(b"")
+    if not tensor.numel():
+        return memoryview(b"")
+    if tensor.dtype in _NOT_IN_NUMPY:
+        tensor = tensor.view(-1).view(torch.uint8)
+    array: Any = tensor.detach().numpy()
+    return memoryview(array.reshape(-1).view(np.uint8))
 
 
 class Scatter:
@@ -85,7 +93,7 @@ class Scatter:
 
     def __init__(self, layout: Layout, tensors: Tensors) -> None:
         self._starts = [segment.offset for segment in layout.segments]
-        self._segments = layout.segments
+        self._stops = [segment.offset + segment.nbytes for segment in layout.segments]
         self._tensors = [tensors[segment.spec.name] for segment in layout.segments]
         self._views = [_writable_bytes(tensor) for tensor in self._tensors]
         self._lock = threading.Lock()
@@ -94,17 +102,18 @@ class Scatter:
     def write(self, offset: int, data: memoryview) -> None:
         """Place `data`, which lies at `offset` of the file, at borders of whole elements; the header is passed over."""
         end = offset + len(data)
-        index = max(0, bisect.bisect_right(self._starts, offset) - 1)
-        while index < len(self._segments) and self._starts[index] < end:
-            segment, view = self._segments[index], self._views[index]
-            low, high = max(offset, segment.offset), min(end, segment.offset + segment.nbytes)
-            if low < high:
-                source = data[low - offset : high - offset]
-                if view is not None:
-                    view[low - segment.offset : high - segment.offset] = source
-                else:
-                    self._assign(index, (low - segment.offset) // segment.spec.item_bytes, source)
-            index += 1
+        for index in range(
+            max(0, bisect.bisect_right(self._starts, offset) - 1), bisect.bisect_left(self._starts, end)
+        ):
+            start, view = self._starts[index], self._views[index]
+            low, high = max(offset, start), min(end, self._stops[index])
+            if low >= high:
+                continue
+            source = data[low - offset : high - offset]
+            if view is not None:
+                view[low - start : high - start] = source
+            else:
+                self._assign(index, (low - start) // self._tensors[index].itemsize, source)
 
     def _assign(self, index: int, start: int, source: memoryview) -> None:
         tensor = self._tensors[index]
@@ -118,6 +127,6 @@ class Scatter:
 
 
 def _writable_bytes(tensor: Tensor) -> memoryview | None:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not (tensor.is_cpu and tensor.is_contiguous()):
         return None
-    return bytes_of(tensor.reshape(-1))
+    return bytes_of(tensor)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
 from atoll.tensors.dtypes import torch_dtype
-from atoll.tensors.modules import Tensors, named_tensors, schema_of
+from atoll.tensors.modules import Tensors, fits, named_tensors, schema_of
 from atoll.wire import messages
 from atoll.worker.border import border
 from atoll.worker.connection import default_site, require_site
@@ -381,19 +381,21 @@ def finite_metrics(metrics: dict[str, float], site: str) -> dict[str, float]:
 
 def _matching(session: Session, model: nn.Module | Tensors) -> dict[str, Tensor]:
     """The model's own tensors by name, after its schema was found to be the run's."""
-    tensors, _ = named_tensors(model)
     schema = session.schema
+    tensors = fits(model, schema)
+    if tensors is not None:
+        return tensors
     if not isinstance(model, nn.Module):
         # a mapping cannot say which of its tensors are buffers, nor which are tied: what the run knows is taken over
         groups = {spec.name: spec.group for spec in schema.tensors}
         tied = dict(schema.aliases)
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
+        tensors = {name: tensor for name, tensor in named_tensors(model)[0].items() if name not in tied}
         mine = schema_of(tensors)
         mine = type(mine).build(
             [type(spec)(spec.name, spec.dtype, spec.shape, groups.get(spec.name, spec.group)) for spec in mine.tensors],
             tied,
         )
     else:
-        mine = schema_of(model)
+        tensors, mine = named_tensors(model)[0], schema_of(model)
     mine.require_equal(schema, mine=f"worker {session.site}", theirs="the server")
     return tensors
