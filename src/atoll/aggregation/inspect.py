@@ -25,6 +25,9 @@ from atoll.tensors.schema import PARAMS, TensorSpec
 ELEMENTS = 2**17
 """Looked at in one go: 1 MiB of fp64."""
 
+KEPT = 16
+"""Scratches of parts that are over, at most: 1 MiB each."""
+
 _local = threading.local()
 
 
@@ -96,7 +99,8 @@ class Inspection:
 
     def keep(self, scratch: Scratch) -> None:
         """Have a scratch, which nobody uses any more, for the next part."""
-        self._kept.append(scratch)
+        if len(self._kept) < KEPT:
+            self._kept.append(scratch)
 
     def _cut(self, part: Part) -> Iterator[_Span]:
         start = end = part.start

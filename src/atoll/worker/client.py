@@ -19,8 +19,8 @@ from atoll.transport.client import Http
 from atoll.transport.tls import read_token
 from atoll.wire import messages, routes
 from atoll.worker.border import border
-from atoll.worker.connection import default_site, require_site, token_file
-from atoll.worker.federated import START_RETRIES, FederatedRound
+from atoll.worker.connection import START_RETRIES, default_site, require_site, token_file
+from atoll.worker.federated import FederatedRound
 from atoll.worker.session import Session
 
 

@@ -47,6 +47,9 @@ HEARTBEAT_GAP_S = 1.0
 NetworkLost = (ServerUnreachable, TransferStalled, Busy, DiskFull)
 """What may pass by itself: asked again, after a pause."""
 
+START_RETRIES = 6
+"""Attempts to reach a server at the start: some 15 s, then a clear end."""
+
 
 class Connection:
     """One process of a site, known to the server.

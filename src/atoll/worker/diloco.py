@@ -25,9 +25,10 @@ from atoll.tensors.modules import named_tensors, schema_of
 from atoll.wire import messages
 from atoll.worker import update
 from atoll.worker.border import border
-from atoll.worker.connection import NetworkLost, default_site, require_site
-from atoll.worker.federated import ALONE, ALONE_ENDED, START_RETRIES, finite_metrics, last_words, positive
+from atoll.worker.connection import START_RETRIES, NetworkLost, default_site, require_site
 from atoll.worker.files import BaseFile
+from atoll.worker.given import finite_metrics, last_words, positive
+from atoll.worker.local import ALONE, ALONE_ENDED
 from atoll.worker.reporting import LOG, ensure_lines, size
 from atoll.worker.session import Session
 

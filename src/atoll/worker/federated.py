@@ -6,13 +6,10 @@ script runs alone: one round, plain local training.
 
 from __future__ import annotations
 
-import math
 import os
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,39 +19,11 @@ from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.modules import Tensors, fits, named_tensors, schema_of
 from atoll.wire import messages
 from atoll.worker.border import border
-from atoll.worker.connection import default_site, require_site
+from atoll.worker.connection import START_RETRIES, default_site, require_site
+from atoll.worker.given import finite_metrics, last_words, positive
+from atoll.worker.local import ALONE, LocalWorker, Model, Round
 from atoll.worker.reporting import LOG, ensure_lines, size
 from atoll.worker.session import Session
-
-Model = TypeVar("Model", bound="nn.Module | dict[str, Tensor]")
-
-
-class Round(Protocol):
-    """One round, as a training script sees it."""
-
-    @property
-    def number(self) -> int:
-        """Counts from 1."""
-        ...
-
-    def load_into(self, model: Model) -> Model:
-        """Pull the global model into `model`, in place, and return it."""
-        ...
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The global model as new tensors, by name."""
-        ...
-
-    def submit(
-        self,
-        model: nn.Module | Tensors,
-        *,
-        weight: float = 1.0,
-        metrics: dict[str, float] | None = None,
-        steps: int = 0,
-    ) -> None:
-        """Submit what `model` has become in this round."""
-        ...
 
 
 class Worker:
@@ -239,69 +208,6 @@ class FederatedRound:
         self.done = True
 
 
-class LocalWorker:
-    """What `atoll.join` gives without a server: the same loop, one round, nothing sent."""
-
-    site = "alone"
-    bytes_up = bytes_down = 0
-    _left = False
-
-    def __enter__(self) -> LocalWorker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.leave(error)
-
-    def leave(self, error: BaseException | None = None) -> None:
-        """Nothing to leave: says so, unless an error ended training."""
-        if not self._left and error is None:
-            LOG.info("%s", ALONE_ENDED)
-        self._left = True
-
-    def load_into(self, model: Model) -> Model:
-        """The model as it is."""
-        return model
-
-    def __iter__(self) -> Iterator[Round]:
-        yield LocalRound()
-
-
-class LocalRound:
-    """The one round of a script that runs without a server."""
-
-    number = 1
-    version = 0
-
-    def __init__(self) -> None:
-        self._model: nn.Module | Tensors | None = None
-
-    def load_into(self, model: Model) -> Model:
-        """The model as it is."""
-        self._model = model
-        return model
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Nothing is known without a server and before `load_into`; after it, copies of the model's tensors."""
-        if self._model is None:
-            raise UsageError("There is no global model without a server.", "Call round.load_into(model) first.")
-        return {name: tensor.clone() for name, tensor in named_tensors(self._model)[0].items()}
-
-    def submit(
-        self,
-        model: nn.Module | Tensors,
-        *,
-        weight: float = 1.0,
-        metrics: dict[str, float] | None = None,
-        steps: int = 0,
-    ) -> None:
-        """Say what would have been submitted."""
-        positive(weight)
-        told = ", ".join(f"{key} {value:.4g}" for key, value in finite_metrics(metrics or {}, "alone").items())
-        LOG.info("alone: trained without a server%s", f" ({told})" if told else "")
-
-
 @border
 def join(
     server: str | None = None,
@@ -334,49 +240,6 @@ def join(
     session = Session(server, site, folder=Path(folder) if folder else None, labels=labels, max_retries=START_RETRIES)
     LOG.info("%s: joined run %s (%s) at %s", site, session.info.name, session.info.algorithm, session.http.server)
     return Worker(session)
-
-
-ALONE = "no server is configured (ATOLL_SERVER): training alone"
-ALONE_ENDED = "alone: nothing was sent, and Atoll saved nothing; the script keeps the model, or loses it"
-
-START_RETRIES = 6
-"""Attempts to reach a server at the start: some 15 s, then a clear end."""
-
-
-def last_words(error: BaseException | None) -> str | None:
-    """What the server is told of the error that ended training; None where its user ended it."""
-    if error is None or isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
-        return None
-    return "".join(traceback.format_exception_only(error)).strip()
-
-
-def positive(weight: float) -> float:
-    """A weight that can count.
-
-    Raises:
-        UsageError: it is zero, negative or not finite.
-    """
-    try:
-        value = math.nan if isinstance(weight, str) else float(weight)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not 0 < value < float("inf"):
-        raise UsageError(f"The weight is {weight}.", "Give the number of samples or tokens: positive and finite.")
-    return value
-
-
-def finite_metrics(metrics: dict[str, float], site: str) -> dict[str, float]:
-    """The finite ones as floats; the others are dropped with a warning."""
-    values: dict[str, float] = {}
-    for key, given in metrics.items():
-        try:
-            values[key] = float(given)
-        except (TypeError, ValueError):
-            raise UsageError(f"The metric {key!r} is {given!r}.", "Give a number.") from None
-    for key, value in values.items():
-        if not abs(value) < float("inf"):
-            LOG.warning("%s: the metric %r is %s; it is left out", site, key, value)
-    return {key: value for key, value in values.items() if abs(value) < float("inf")}
 
 
 def _matching(session: Session, model: nn.Module | Tensors) -> dict[str, Tensor]:

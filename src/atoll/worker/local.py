@@ -1,0 +1,110 @@
+"""The federated loop without a server: the same script, one round, plain local training; nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from atoll.errors import UsageError
+from atoll.tensors.modules import Tensors, named_tensors
+from atoll.worker.given import finite_metrics, positive
+from atoll.worker.reporting import LOG
+
+ALONE = "no server is configured (ATOLL_SERVER): training alone"
+ALONE_ENDED = "alone: nothing was sent, and Atoll saved nothing; the script keeps the model, or loses it"
+
+Model = TypeVar("Model", bound="nn.Module | dict[str, Tensor]")
+
+
+class Round(Protocol):
+    """One round, as a training script sees it."""
+
+    @property
+    def number(self) -> int:
+        """Counts from 1."""
+        ...
+
+    def load_into(self, model: Model) -> Model:
+        """Pull the global model into `model`, in place, and return it."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The global model as new tensors, by name."""
+        ...
+
+    def submit(
+        self,
+        model: nn.Module | Tensors,
+        *,
+        weight: float = 1.0,
+        metrics: dict[str, float] | None = None,
+        steps: int = 0,
+    ) -> None:
+        """Submit what `model` has become in this round."""
+        ...
+
+
+class LocalWorker:
+    """What `atoll.join` gives without a server: the same loop, one round, nothing sent."""
+
+    site = "alone"
+    bytes_up = bytes_down = 0
+    _left = False
+
+    def __enter__(self) -> LocalWorker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave(error)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Nothing to leave: says so, unless an error ended training."""
+        if not self._left and error is None:
+            LOG.info("%s", ALONE_ENDED)
+        self._left = True
+
+    def load_into(self, model: Model) -> Model:
+        """The model as it is."""
+        return model
+
+    def __iter__(self) -> Iterator[Round]:
+        yield LocalRound()
+
+
+class LocalRound:
+    """The one round of a script that runs without a server."""
+
+    number = 1
+    version = 0
+
+    def __init__(self) -> None:
+        self._model: nn.Module | Tensors | None = None
+
+    def load_into(self, model: Model) -> Model:
+        """The model as it is."""
+        self._model = model
+        return model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Nothing is known without a server and before `load_into`; after it, copies of the model's tensors."""
+        if self._model is None:
+            raise UsageError("There is no global model without a server.", "Call round.load_into(model) first.")
+        return {name: tensor.clone() for name, tensor in named_tensors(self._model)[0].items()}
+
+    def submit(
+        self,
+        model: nn.Module | Tensors,
+        *,
+        weight: float = 1.0,
+        metrics: dict[str, float] | None = None,
+        steps: int = 0,
+    ) -> None:
+        """Say what would have been submitted."""
+        positive(weight)
+        told = ", ".join(f"{key} {value:.4g}" for key, value in finite_metrics(metrics or {}, "alone").items())
+        LOG.info("alone: trained without a server%s", f" ({told})" if told else "")
