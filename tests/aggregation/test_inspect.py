@@ -165,6 +165,7 @@ class ThreeBytes:
 
     name: str = "three"
     elementwise: bool = True
+    raw: bool = False
 
     def encoded_bytes(self, numel, dtype):
         return 3 * numel

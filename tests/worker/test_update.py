@@ -115,6 +115,7 @@ class Shifted(NoneCodec):
     """Its zero is not written as zeros."""
 
     name: str = "shifted"
+    raw: bool = False
 
     def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
         super().encode_(source + 1, target, dtype)

@@ -14,8 +14,6 @@ from atoll.codecs.base import Codec
 from atoll.reducers.base import Reducer, normalised
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 
-_RAW = "none"
-
 
 class Updates:
     """Reduces the same runs of elements of every update.
@@ -76,7 +74,7 @@ class Updates:
                 low, high = strips[0].offset, strips[-1].offset + strips[-1].nbytes
                 read_at(source.fd, scratch.view("source", high - low), low)
                 encoded = scratch.raw("source", high - low)
-                if strips[0].numel == numel and strips[0].codec == _RAW and stored == accumulate:
+                if strips[0].numel == numel and self._codecs[strips[0].codec].raw and stored == accumulate:
                     row = encoded.view(stored)
                     break
                 row = scratch.tensor("row", accumulate, numel)

@@ -26,6 +26,11 @@ class Codec(Protocol):
         """Whether each element is written by itself, so that segments without padding between them decode as one."""
         ...
 
+    @property
+    def raw(self) -> bool:
+        """Whether what is written are the elements as they lie in memory, so that nobody needs to decode them."""
+        ...
+
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         """Bytes for `numel` elements of the safetensors `dtype`; additive over multiples of the tile (4,096)."""
         ...

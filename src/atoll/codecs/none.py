@@ -17,6 +17,7 @@ class NoneCodec:
 
     name: str = "none"
     elementwise: bool = True
+    raw: bool = True
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         return numel * ITEM_BYTES[dtype]

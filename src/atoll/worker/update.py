@@ -101,7 +101,7 @@ class _Former:
             codec.encode_(runs[0], target, spec.dtype)
             return
         dtype, wide, device = torch_dtype(spec.dtype), accumulate_dtype(spec.dtype), runs[0].device
-        as_it_is = codec.name == "none" and wide == dtype and device.type == "cpu"  # the difference is what travels
+        as_it_is = codec.raw and wide == dtype and device.type == "cpu"  # the difference is what travels
         memory = target if as_it_is else self.scratch[: stretch.numel * dtype.itemsize]
         self._read_base(stretch, bytes_of(memory))
         delta = memory.view(dtype).to(device, wide)
