@@ -33,6 +33,7 @@ check: $(VENV)/.test
 
 bench: $(VENV)/.demo
 	$(BIN)/atoll bench round --gb $(GB) --workers $(WORKERS) --rounds $(ROUNDS)
+	$(BIN)/python bench/bare_round.py --gb $(GB) --workers $(WORKERS) --rounds $(ROUNDS)
 	$(BIN)/atoll bench tensors
 
 behaviours: $(VENV)/.test

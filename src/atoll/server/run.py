@@ -50,7 +50,7 @@ class Run:
         self.trouble: dict[int, str] = {}
         self.deaths = self.refused = self.bytes_up = self.bytes_down = 0
         self.started_s = time.monotonic()
-        self.io = ThreadPoolExecutor(max(4, 2 * plan.threads), thread_name_prefix="atoll-io", initializer=stay_alone)
+        self.io = ThreadPoolExecutor(max(8, 2 * plan.threads), thread_name_prefix="atoll-io", initializer=stay_alone)
         self.exports = Exports(plan, store)
         self._changed = asyncio.Event()
         self._cancelled = threading.Event()
