@@ -1,8 +1,9 @@
 """The bare path of a round, without anything that makes it safe: what a round cannot cost less than, on this machine.
 
-Absolute seconds differ from machine to machine; `atoll bench round` divided by this does not so much. One aiohttp server on
-one event loop, urllib3 workers, parts of 16 MiB with BLAKE3, rewritten slots, one chunked pass with a fused step. There is no
-journal, no ticket, no base file, no outbox, no check of values, no retry; the base is a second copy of the model in memory.
+Absolute seconds differ from machine to machine; `atoll bench round` divided by this does not so much. One aiohttp
+server on one event loop, urllib3 workers, parts of 16 MiB with BLAKE3, rewritten slots, one chunked pass with a
+fused step. There is no journal, no ticket, no base file, no outbox, no check of values, no retry; the base is a
+second copy of the model in memory.
 
     python bench/bare_round.py --gb 1 --workers 4 --rounds 4
 """
