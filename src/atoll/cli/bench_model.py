@@ -71,8 +71,7 @@ def weight_of(worker: int) -> float:
 
 def train_(model: Mapping[str, Tensor], worker: int) -> None:
     """Stands for local training: in place, and different at every site."""
-    for tensor in model.values():
-        tensor.add_(step_of(worker))
+    torch._foreach_add_(list(model.values()), step_of(worker))
 
 
 def is_exact(model: Mapping[str, Tensor], workers: Sequence[int], rounds: int, codec: str) -> bool:
