@@ -54,7 +54,7 @@ def work(options: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     index, rounds = int(options["index"]), int(options["rounds"])
-    model = bench_model.load(bench_model.names_and_sizes(options["total_bytes"], options["tensors"]))
+    flat, model = bench_model.load(bench_model.names_and_sizes(options["total_bytes"], options["tensors"]))
     tell("loaded")
     cpu_before, times = _cpu_s(), []
     with join() as worker:
@@ -71,7 +71,7 @@ def work(options: dict[str, Any]) -> None:
                 break
             round_.load_into(model)
             pulled_s = time.monotonic()
-            bench_model.train_(model, index)
+            bench_model.train_(flat, index)
             trained_s = time.monotonic()
             round_.submit(model, weight=bench_model.weight_of(index))
             submitted_s = time.monotonic()

@@ -51,13 +51,17 @@ def runs(count: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + RUN_ELEMENTS, count)
 
 
-def load(sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """The initial model in memory."""
-    model = {name: torch.empty(count) for name, count in sizes.items()}
+def load(sizes: Mapping[str, int]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The initial model in memory: all of it as one tensor, and its tensors by name, which are views of it.
+
+    So training costs the same however the model is cut, and memory lies alike.
+    """
+    flat = torch.empty(sum(sizes.values()))
+    model = dict(zip(sizes, torch.split(flat, list(sizes.values())), strict=True))
     for tensor in model.values():
         for start, stop in runs(tensor.numel()):
             tensor[start:stop] = initial(start, stop)
-    return model
+    return flat, model
 
 
 def step_of(worker: int) -> float:
@@ -69,9 +73,9 @@ def weight_of(worker: int) -> float:
     return float(worker + 1)
 
 
-def train_(model: Mapping[str, Tensor], worker: int) -> None:
+def train_(flat: Tensor, worker: int) -> None:
     """Stands for local training: in place, and different at every site."""
-    torch._foreach_add_(list(model.values()), step_of(worker))
+    flat.add_(step_of(worker))
 
 
 def is_exact(model: Mapping[str, Tensor], workers: Sequence[int], rounds: int, codec: str) -> bool:
