@@ -220,6 +220,93 @@ def test_requests_that_come_behind_one_another_at_once_are_answered_in_order(tmp
     assert host.bypassed == [True, True]
 
 
+def test_nothing_of_a_part_is_read_before_its_turn(tmp_path: Path) -> None:
+    """40 requests come before it at once: aiohttp holds the connection at 32 of them, and lets it go at 16."""
+    seen: list[tuple[int, int, bool]] = []
+
+    async def wait(request: web.Request, host: Host) -> web.StreamResponse:
+        front = bypass_of(request)
+        assert front is not None
+        assert request.transport is not None
+        before, port = front.body_bytes, request.transport.get_extra_info("sockname")[1]
+        arrived.set()
+        await sent_all.wait()
+        # whoever would read does so in the passes of the loop in which other connections are answered
+        for _ in range(3):
+            other_reader, other = await asyncio.open_connection("127.0.0.1", port)
+            other.write(head(b"GET", b"/file"))
+            assert await answer(other_reader) == (200, b"file")
+            other.close()
+        seen.append((before, front.body_bytes, request.transport.is_reading()))
+        return await keep(request, host)
+
+    host = Host(tmp_path, wait)
+    host.part_bytes = 3001
+    host.file.write_bytes(b"file")
+    sent = part(content_of(3001))
+    arrived, sent_all = asyncio.Event(), asyncio.Event()
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head(b"GET", b"/file") * 40 + sent[:200])
+        for _ in range(40):
+            assert await answer(reader) == (200, b"file")
+        await arrived.wait()
+        writer.write(sent[200:] + head(b"GET", b"/file"))
+        sent_all.set()
+        assert await answer(reader) == (200, b"good")
+        assert await answer(reader) == (200, b"file")
+
+    run(host, story)
+    assert seen == [(3033, 3033, False)]
+
+
+def test_a_part_of_which_something_else_has_read_is_broken_off(tmp_path: Path) -> None:
+    """Whatever makes the transport read again: a body with a hole in it is not received."""
+
+    async def meddle(request: web.Request, host: Host) -> web.StreamResponse:
+        front = bypass_of(request)
+        assert front is not None
+        front.data_received(b"x")
+        return await keep(request, host)
+
+    host = Host(tmp_path, meddle)
+    host.part_bytes = 3001
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(part(content_of(3001)))
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+
+    run(host, story)
+
+
+def test_what_aiohttp_holds_back_stays_held_back_after_a_part(tmp_path: Path) -> None:
+    """The end of a part says nothing about what aiohttp can take."""
+    host = Host(tmp_path, refuse)
+    reading: list[bool] = []
+
+    async def hold(request: web.Request, host: Host) -> web.StreamResponse:
+        front, transport = bypass_of(request), request.transport
+        assert front is not None
+        assert transport is not None
+        front._body_left, front._early = 0, b""
+        transport.pause_reading()
+        front.end_part()
+        reading.append(transport.is_reading())
+        transport.resume_reading()
+        reading.append(transport.is_reading())
+        return web.Response(text="held")
+
+    host._take = hold
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(part(content_of(10)))
+        assert await answer(reader) == (200, b"held")
+
+    run(host, story)
+    assert reading == [False, True]
+
+
 def test_after_any_other_request_the_connection_is_a_wire(tmp_path: Path) -> None:
     host = Host(tmp_path, keep)
     host.part_bytes = 3001

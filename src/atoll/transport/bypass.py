@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -59,6 +60,8 @@ class Bypass(asyncio.Protocol):
         self._held = b""  # of a head that is not all there, or behind a body
         self._wire = False  # passes everything on, for the rest of the connection
         self._part = False  # is being answered; nothing behind it is read before
+        self._discarding = False  # what is left of its body, once it is answered
+        self._full = False  # aiohttp wants nothing more for now
         self._body_left = 0  # of its body, which is held back
         self._early = b""  # its first bytes, where they came with the head
         self._timer: asyncio.TimerHandle | None = None  # until a head is there, or a refused part read away
@@ -71,7 +74,7 @@ class Bypass(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._give_up_after(HEAD_S)
-        self._inner.connection_made(transport)
+        self._inner.connection_made(cast(asyncio.Transport, _Facade(transport, self._hold)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -93,14 +96,36 @@ class Bypass(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._wire:
             self._inner.data_received(data)
-        elif self._part:
+        elif self._discarding:
             self._discard(data)
+        elif self._part:  # bytes that a thread is to receive: whoever had them read, the body is no longer whole
+            self._give_up()
         else:
             self._heads(self._held + data)
 
+    def _hold(self, full: bool) -> None:
+        """aiohttp wants nothing more for now, or wants to go on."""
+        self._full = full
+        self._read_or_not()
+        if not full and not self._part and self._transport is not None:
+            self._heads(self._held)
+
+    def _read_or_not(self) -> None:
+        """Have the transport read only while neither aiohttp nor a part wants it not to."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._full or (self._part and not self._discarding):
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
     def _heads(self, data: bytes) -> None:
-        """Pass on whole heads, up to one whose body is held back."""
+        """Pass on whole heads, as long as aiohttp takes them, and up to one whose body is held back."""
+        self._held = b""
         while data and not self._part:
+            if self._full:
+                self._held = data
+                return
             end = data.find(b"\r\n\r\n") + 4
             if end < 4:
                 if len(data) <= routes.HEADER_BYTES and _BEGIN.match(data):
@@ -116,19 +141,16 @@ class Bypass(asyncio.Protocol):
                 return
             head, data = data[:end], data[end:]
             if body_bytes:
-                assert self._transport is not None
-                self._transport.pause_reading()
                 self._part = True
+                self._read_or_not()
                 self._body_left, self._early, data = body_bytes, data[:body_bytes], data[body_bytes:]
                 self._held = data
                 head = _without_body(head)
             self._inner.data_received(head)
-        if not self._part:
-            self._held = b""
 
     def _become_wire(self, data: bytes) -> None:
         self._stop_timer()
-        self._wire, self._held = True, b""
+        self._wire = True
         self._inner.data_received(data)
 
     # -- a part
@@ -181,7 +203,8 @@ class Bypass(asyncio.Protocol):
         self._early = b""
         if self._body_left:
             self._give_up_after(DISCARD_S)
-            self._transport.resume_reading()
+            self._discarding = True
+            self._read_or_not()
         else:
             self._next()
 
@@ -194,12 +217,11 @@ class Bypass(asyncio.Protocol):
 
     def _next(self) -> None:
         """The part is over: the next bytes are a head."""
-        self._part = False
+        self._part = self._discarding = False
         self._stop_timer()
+        self._read_or_not()
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
-            held, self._held = self._held, b""
-            self._heads(held)
+            self._heads(self._held)
 
     def _give_up_after(self, seconds: float) -> None:
         if self._timer is None:
@@ -248,6 +270,23 @@ class Bypass(asyncio.Protocol):
             raise ConnectionResetError("the connection is closed")
         found: socket.socket = self._transport.get_extra_info("socket")
         return found.dup()
+
+
+class _Facade:
+    """The transport as aiohttp sees it: only whether it is read is not aiohttp's alone to say."""
+
+    def __init__(self, transport: asyncio.Transport, hold: Callable[[bool], None]) -> None:
+        self._transport, self._hold = transport, hold
+        self.write, self.is_closing = transport.write, transport.is_closing  # found at once: used for every answer
+
+    def pause_reading(self) -> None:
+        self._hold(True)
+
+    def resume_reading(self) -> None:
+        self._hold(False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def bypass_of(request: web.Request) -> Bypass | None:
