@@ -71,6 +71,32 @@ def test_a_full_disk_is_waited_for(
     require_same(tmp_path, sites, undisturbed)
 
 
+@pytest.mark.parametrize(
+    ("point", "said"),
+    [
+        ("slot.create=emfile", "The server has too many files open"),
+        ("slot.create=emfile@3", "round 1 cannot be written: too many files are open"),
+        ("pass.write=emfile@2", "round 1 cannot be written: too many files are open"),
+        ("export.write=emfile", "the result could not be saved: too many files are open"),
+    ],
+)
+@pytest.mark.covers("F25")
+def test_a_file_that_cannot_be_opened_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result,
+    point: str, said: str,
+) -> None:  # fmt: skip
+    """Whoever opens connections until there are no descriptors left does not end the run."""
+    monkeypatch.setattr(run, "DISK_RETRY_S", 0.05)
+    caplog.set_level(logging.DEBUG, "atoll")
+    with serving(tmp_path) as server:
+        arm(monkeypatch, point)
+        sites = Sites(server.url, tmp_path)
+        sites.join()
+        server.run()
+    assert said in caplog.text
+    require_same(tmp_path, sites, undisturbed)
+
+
 @pytest.mark.covers("F25")
 def test_less_space_than_min_free_bytes_is_507_before_a_byte_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result

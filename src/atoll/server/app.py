@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from atoll.errors import AtollError, BadRequest, SyncFailed
 from atoll.server.auth import IDENTITY, Gate
 from atoll.server.handlers import Handlers
+from atoll.server.passing import no_more_files, passing
 from atoll.server.run import Run
 from atoll.transport.bypass import bypass_of
 from atoll.wire import messages, routes
@@ -126,6 +127,8 @@ def _guard(gate: Gate, run: Run) -> Any:
                 request[IDENTITY] = gate.admit(request.headers.get("Authorization"))
             return await handler(request)
         except AtollError as error:
+            if no_more_files(error):
+                return _come_back(error)
             if isinstance(error, SyncFailed):
                 run.fail(error)
             return problem(error.code, error.message, error.remedy, error.retry_after_s)
@@ -140,6 +143,8 @@ def _guard(gate: Gate, run: Run) -> Any:
         except (ConnectionResetError, TimeoutError, asyncio.CancelledError):
             raise
         except OSError as error:
+            if no_more_files(error):
+                return _come_back(error)
             LOG.exception("%s %s", request.method, request.path)
             return problem("store", f"The server's disk failed: {os.strerror(error.errno or 0)}.")
         except web.HTTPException:
@@ -153,6 +158,11 @@ def _guard(gate: Gate, run: Run) -> Any:
                 bypass.end_part()
 
     return guard
+
+
+def _come_back(error: Exception) -> web.Response:
+    LOG.error("%s", passing(error))
+    return problem("busy", "The server has too many files open.", "It takes requests again when there are fewer.", 2.0)
 
 
 def problem(code: str, message: str, remedy: str = "", retry_after_s: float | None = None) -> web.Response:

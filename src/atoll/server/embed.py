@@ -28,6 +28,7 @@ from atoll.server.status import status_of
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.modules import Tensors
 from atoll.transport.bypass import Bypass
+from atoll.transport.door import Door, connections_within, raise_files_limit
 from atoll.transport.tls import server_context
 from atoll.wire import messages, routes
 
@@ -207,6 +208,7 @@ class Server:
 
     async def _serve(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        files = raise_files_limit()
         listener = _listen(self.settings)
         try:
             run = Run(*open_run(self.settings, self._model))
@@ -224,7 +226,7 @@ class Server:
             keepalive_timeout=75.0,
             shutdown_timeout=2.0,
         )
-        accept: asyncio.Server | None = None
+        door: Door | None = None
         try:
             await runner.setup()
             context = None
@@ -234,17 +236,20 @@ class Server:
             self._run = run
             protocol = runner.server
             assert protocol is not None
-            accept = await self._loop.create_server(
-                lambda: Bypass(protocol(), direct=context is None), sock=listener, ssl=context, backlog=1024
-            )
             self.port = listener.getsockname()[1]
+            door = Door(
+                listener, lambda: Bypass(protocol(), direct=context is None), context, connections_within(files)
+            )
+            door.open()
             self._ready.set()
             await self._until_end(run)
         finally:
-            if accept is not None:
-                accept.close()
+            if door is not None:
+                await door.close()
+            listener.close()
             await runner.cleanup()
-            self._last_status = status_of(run)
+            if self._run is not None:  # else it never began, and the reason is on its way
+                self._last_status = status_of(run)
             await run.stop()
             for question in self._questions:
                 question.cancel()

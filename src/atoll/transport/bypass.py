@@ -52,10 +52,16 @@ class Bypass(asyncio.Protocol):
     Args:
         inner: aiohttp's protocol for this connection.
         direct: whether the bytes of the connection are those on its socket; not so under TLS.
+
+    Attributes:
+        made: whether there was a connection; under TLS not before its handshake.
+        on_lost: called when it is over.
     """
 
     def __init__(self, inner: asyncio.Protocol, *, direct: bool = True) -> None:
         self._inner, self.direct = inner, direct
+        self.made = False
+        self.on_lost: Callable[[], None] = lambda: None
         self._transport: asyncio.Transport | None = None
         self._held = b""  # of a head that is not all there, or behind a body
         self._wire = False  # passes everything on, for the rest of the connection
@@ -72,7 +78,7 @@ class Bypass(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport, self.made = transport, True
         self._give_up_after(HEAD_S)
         self._inner.connection_made(cast(asyncio.Transport, _Facade(transport, self._hold)))
 
@@ -81,6 +87,7 @@ class Bypass(asyncio.Protocol):
         self._written.set()
         self._stop_timer()
         self._inner.connection_lost(exc)
+        self.on_lost()
 
     def eof_received(self) -> bool | None:
         return self._inner.eof_received()
