@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import BaseModel, ValidationError
 
 from atoll.errors import AtollError, BadRequest, SyncFailed
@@ -19,10 +20,24 @@ from atoll.server.handlers import Handlers
 from atoll.server.passing import no_more_files, passing
 from atoll.server.run import Run
 from atoll.transport.bypass import bypass_of
+from atoll.transport.sockets import break_off
 from atoll.wire import messages, routes
 from atoll.wire.operations import OPERATIONS, STATUS_OF, Operation, openapi
 
 LOG = logging.getLogger("atoll.server")
+HTTP_LOG = logging.getLogger("atoll.server.http")
+"""For aiohttp, instead of its own."""
+
+
+class _OwnFaults(logging.Filter):
+    """Passes on what went wrong here; not what a peer did to its connection or wrote into it, with a traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, (ConnectionError, HttpProcessingError))
+
+
+HTTP_LOG.addFilter(_OwnFaults())
 
 Message = TypeVar("Message", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -140,7 +155,11 @@ def _guard(gate: Gate, run: Run) -> Any:
             return response
         except web.HTTPRequestEntityTooLarge:
             return problem("too_large", f"The body has more than {routes.CONTROL_BODY_BYTES} bytes.", "Send less.")
-        except (ConnectionResetError, TimeoutError, asyncio.CancelledError):
+        except ConnectionError as error:  # an ordinary lost worker; it joins again or is declared dead
+            LOG.debug("%s %s: %s", request.method, request.path, error)
+            break_off(request)
+            return web.Response()  # to nobody
+        except (TimeoutError, asyncio.CancelledError):
             raise
         except OSError as error:
             if no_more_files(error):

@@ -19,7 +19,7 @@ from torch import nn
 from atoll._version import VERSION
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.errors import AtollError, ConfigError, PortInUse, UsageError
-from atoll.server.app import make_app
+from atoll.server.app import HTTP_LOG, make_app
 from atoll.server.auth import open_gate
 from atoll.server.begin import open_run
 from atoll.server.exports import export_ranges
@@ -219,6 +219,7 @@ class Server:
         runner = web.AppRunner(
             make_app(run, self._gate, VERSION),
             access_log=None,
+            logger=HTTP_LOG,
             handler_cancellation=True,
             read_bufsize=CHUNK_BYTES // 2,
             max_line_size=routes.HEADER_BYTES // 2,
