@@ -37,6 +37,21 @@ def healthy(connection: http.client.HTTPConnection) -> bool:
     return connection.getresponse().read() == b"ok\n"
 
 
+def certificate(folder: Path) -> dict[str, Any]:
+    cert = trustme.CA().issue_cert("127.0.0.1")
+    chain, key = folder / "cert.pem", folder / "key.pem"
+    chain.write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
+    key.touch(mode=0o600)
+    key.write_bytes(cert.private_key_pem.bytes())
+    return {"tls_cert": chain, "tls_key": key}
+
+
+def trusting() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
 def test_who_is_there_keeps_his_connection_and_others_come_in_when_there_is_room(
     server: atoll.Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -75,18 +90,30 @@ def test_as_many_files_as_the_system_allows_may_be_open() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def ask_for_ever(talk: socket.socket) -> None:
+    while True:
+        talk.sendall(f"GET {routes.OPENAPI} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 100)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_who_never_reads_his_answers_is_ended(tmp_path: Path, tls: bool) -> None:
+    options: dict[str, Any] = {"idle_timeout_s": 0.2, "algorithm": "fedavg"}
+    options |= certificate(tmp_path) if tls else {}
+    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state", **options) as server:
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(30)
+        raw.connect(("127.0.0.1", server.port))
+        talk = trusting().wrap_socket(raw) if tls else raw
+        with talk, pytest.raises((ConnectionError, ssl.SSLError)):
+            ask_for_ever(talk)
+
+
 def test_who_never_finishes_a_handshake_takes_no_place_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embed, "raise_files_limit", lambda: door.RESERVED_FILES + 20 * door.FILES_OF_ONE)
-    cert = trustme.CA().issue_cert("127.0.0.1")
-    chain, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    chain.write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
-    key.touch(mode=0o600)
-    key.write_bytes(cert.private_key_pem.bytes())
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    options: dict[str, Any] = {"tls_cert": chain, "tls_key": key, "algorithm": "fedavg"}
+    options, context = certificate(tmp_path) | {"algorithm": "fedavg"}, trusting()
     with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state", **options) as server:
         for word in (b"", b"GET / HTTP/1.1\r\n\r\n"):
             silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]

@@ -238,8 +238,12 @@ class Server:
             protocol = runner.server
             assert protocol is not None
             self.port = listener.getsockname()[1]
+            idle_timeout_s = self.settings.idle_timeout_s
             door = Door(
-                listener, lambda: Bypass(protocol(), direct=context is None), context, connections_within(files)
+                listener,
+                lambda: Bypass(protocol(), direct=context is None, idle_timeout_s=idle_timeout_s),
+                context,
+                connections_within(files),
             )
             door.open()
             self._ready.set()

@@ -52,14 +52,15 @@ class Bypass(asyncio.Protocol):
     Args:
         inner: aiohttp's protocol for this connection.
         direct: whether the bytes of the connection are those on its socket; not so under TLS.
+        idle_timeout_s: a peer that takes none of an answer for so long is gone.
 
     Attributes:
         made: whether there was a connection; under TLS not before its handshake.
         on_lost: called when it is over.
     """
 
-    def __init__(self, inner: asyncio.Protocol, *, direct: bool = True) -> None:
-        self._inner, self.direct = inner, direct
+    def __init__(self, inner: asyncio.Protocol, *, direct: bool = True, idle_timeout_s: float = 60.0) -> None:
+        self._inner, self.direct, self._idle_timeout_s = inner, direct, idle_timeout_s
         self.made = False
         self.on_lost: Callable[[], None] = lambda: None
         self._transport: asyncio.Transport | None = None
@@ -73,6 +74,7 @@ class Bypass(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None  # until a head is there, or a refused part read away
         self._written = asyncio.Event()
         self._written.set()
+        self._reader_timer: asyncio.TimerHandle | None = None  # while the peer does not take what is written
 
     # -- between transport and aiohttp
 
@@ -86,6 +88,7 @@ class Bypass(asyncio.Protocol):
         self._transport = None
         self._written.set()
         self._stop_timer()
+        self._stop_reader_timer()
         self._inner.connection_lost(exc)
         self.on_lost()
 
@@ -94,11 +97,29 @@ class Bypass(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._written.clear()
+        self._look_after_reader(left_bytes=None)
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
         self._written.set()
+        self._stop_reader_timer()
         self._inner.resume_writing()
+
+    def _look_after_reader(self, left_bytes: int | None) -> None:
+        """End a peer that has taken nothing since `left_bytes` were left, or look again after the idle timeout."""
+        if self._transport is None:
+            return
+        now_bytes = self._transport.get_write_buffer_size()
+        if now_bytes == left_bytes:
+            self._give_up()
+            return
+        again = asyncio.get_running_loop().call_later
+        self._reader_timer = again(self._idle_timeout_s, self._look_after_reader, now_bytes)
+
+    def _stop_reader_timer(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
 
     def data_received(self, data: bytes) -> None:
         if self._wire:
