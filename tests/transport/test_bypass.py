@@ -43,6 +43,7 @@ def head(method: bytes, path: bytes, *lines: bytes, version: bytes = b"HTTP/1.1"
         (head(b"PUT", PATH, b"Content-Length: 48", b"Transfer-Encoding: chunked"), None),
         (head(b"PUT", PATH, b"Content-Length: 48", b"Expect: 100-continue"), None),
         (head(b"PUT", PATH, b"Content-Length: 48", b"Connection: close"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"Content-Encoding: gzip"), None),
         # headers that two parsers may read in two ways
         (head(b"PUT", PATH, b"Content-Length : 48"), None),
         (head(b"PUT", PATH, b"X: y", b" Content-Length: 48", b"Content-Length: 9"), None),
@@ -464,6 +465,53 @@ def test_slow_heads_hold_nobody_up_and_are_ended(tmp_path: Path, monkeypatch: py
             writer.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("begin", [b"GET /file HTTP/1.1\nHost: here\n\n", b"GET /file HTTP/1.1\r\nHost: here\n"])
+def test_line_ends_that_are_not_http_are_left_to_aiohttp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes
+) -> None:
+    """It says at once what it thinks of them; the bypass would wait for the end of a head that never comes."""
+    monkeypatch.setattr(bypass, "HEAD_S", 3600.0)
+    host = Host(tmp_path, keep)
+    host.file.write_bytes(b"file")
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(begin)
+        assert (await reader.read(100)).startswith(b"HTTP/1.")
+
+    run(host, story)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_head_that_is_too_large_is_left_to_aiohttp(tmp_path: Path, together: bool) -> None:
+    """However it arrives."""
+    host = Host(tmp_path, keep)
+    host.part_bytes = 3001
+    lines = [b"X-%d: %s" % (index, b"y" * 1000) for index in range(20)]
+    sent = part(content_of(3001)).replace(b"Host: here", b"Host: here\r\n" + b"\r\n".join(lines))
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not together:
+            writer.write(sent[:17_000])
+            await writer.drain()
+            while not fronts[0]._wire:
+                await asyncio.sleep(0.01)
+            sent_rest = sent[17_000:]
+        writer.write(sent if together else sent_rest)
+        assert await answer(reader) == (200, b"good")
+
+    fronts: list[Bypass] = []
+    made = Bypass.connection_made
+
+    def remember(self: Bypass, transport: asyncio.BaseTransport) -> None:
+        fronts.append(self)
+        made(self, transport)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bypass, "connection_made", remember)
+        run(host, story)
+    assert host.bypassed == [False]
 
 
 def test_a_slow_part_keeps_no_thread(tmp_path: Path) -> None:

@@ -41,9 +41,12 @@ DISCARD_S = 10.0
 
 _PART = re.compile(re.sub(r"\\\{\w+\\\}", "[0-9]+", re.escape(routes.PART)).encode())
 _HEADER = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\r\n\x00]*)")
+_LONE_LF = re.compile(rb"(?<!\r)\n")
 _BEGIN = re.compile(rb"[A-Z]{1,16}(?: |\Z)")
-_NOT_PLAIN = frozenset({b"transfer-encoding", b"upgrade", b"expect", b"connection", b"te", b"trailer"})
-"""Headers that may change where a request ends, or what comes after it."""
+_NOT_PLAIN = frozenset(
+    {b"transfer-encoding", b"upgrade", b"expect", b"connection", b"te", b"trailer", b"content-encoding"}
+)
+"""Headers that may change where a request ends, what comes after it, or what its body is."""
 
 
 class Bypass(asyncio.Protocol):
@@ -156,15 +159,15 @@ class Bypass(asyncio.Protocol):
                 return
             end = data.find(b"\r\n\r\n") + 4
             if end < 4:
-                if len(data) <= routes.HEADER_BYTES and _BEGIN.match(data):
+                if len(data) <= routes.HEADER_BYTES and _BEGIN.match(data) and not _LONE_LF.search(data):
                     self._held = data
                     self._give_up_after(HEAD_S)
                 else:
                     self._become_wire(data)
                 return
             self._stop_timer()
-            body_bytes = _body_bytes(data[:end])
-            if body_bytes is None or not self.direct:
+            body_bytes = _body_bytes(data[:end]) if end <= routes.HEADER_BYTES and self.direct else None
+            if body_bytes is None:
                 self._become_wire(data)
                 return
             head, data = data[:end], data[end:]
