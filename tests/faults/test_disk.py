@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import sqlite3
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from fault_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, SiteProcess, Sites, serving
 
 from atoll import failpoints
+from atoll.errors import StoreError
 from atoll.server import run
 from atoll.testing.processes import Nursery, wait_until
 
@@ -95,6 +97,23 @@ def test_a_file_that_cannot_be_opened_is_waited_for(
         server.run()
     assert said in caplog.text
     require_same(tmp_path, sites, undisturbed)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_state_directory_that_is_removed_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    """While the first or the second round is trained."""
+
+    def during(site: str, at: int) -> None:
+        if (site, at) == ("a", number):
+            shutil.rmtree(tmp_path / "state")
+
+    with serving(tmp_path) as server:
+        Sites(server.url, tmp_path, during)
+        with pytest.raises(StoreError, match="state was removed while the server ran"):
+            server.run()
+    assert not [record for record in caplog.records if record.name == "atoll.server" and record.exc_info]
 
 
 @pytest.mark.covers("F25")

@@ -14,10 +14,10 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import BaseModel, ValidationError
 
-from atoll.errors import AtollError, BadRequest, SyncFailed
+from atoll.errors import AtollError, BadRequest, StoreError, SyncFailed
 from atoll.server.auth import IDENTITY, Gate
 from atoll.server.handlers import Handlers
-from atoll.server.passing import no_more_files, passing
+from atoll.server.passing import directory_gone, no_more_files, passing
 from atoll.server.run import Run
 from atoll.transport.bypass import bypass_of
 from atoll.transport.sockets import break_off
@@ -133,6 +133,7 @@ def _digest(text: str) -> str:
 
 
 def _guard(gate: Gate, run: Run) -> Any:
+    state_dir = run.settings.state_dir
     open_paths = {operation.path for operation in OPERATIONS if operation.open}
 
     @web.middleware
@@ -144,7 +145,7 @@ def _guard(gate: Gate, run: Run) -> Any:
         except AtollError as error:
             if no_more_files(error):
                 return _come_back(error)
-            if isinstance(error, SyncFailed):
+            if isinstance(error, SyncFailed) or (isinstance(error, StoreError) and directory_gone(state_dir)):
                 run.fail(error)
             return problem(error.code, error.message, error.remedy, error.retry_after_s)
         except web.HTTPNotFound:
@@ -164,7 +165,10 @@ def _guard(gate: Gate, run: Run) -> Any:
         except OSError as error:
             if no_more_files(error):
                 return _come_back(error)
-            LOG.exception("%s %s", request.method, request.path)
+            if gone := directory_gone(state_dir):
+                run.fail(gone)
+            else:
+                LOG.exception("%s %s", request.method, request.path)
             return problem("store", f"The server's disk failed: {os.strerror(error.errno or 0)}.")
         except web.HTTPException:
             raise

@@ -1,10 +1,11 @@
-"""Troubles that pass: the server waits for them to be over, and loses nothing meanwhile."""
+"""What a trouble of the server comes of: too little of something, which passes, or a directory that is gone."""
 
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
-from atoll.errors import DiskFull, SyncFailed
+from atoll.errors import DiskFull, StoreError, SyncFailed
 
 _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
 
@@ -17,6 +18,17 @@ def no_more_files(error: BaseException) -> bool:
             return True
         cause = cause.__cause__
     return False
+
+
+def directory_gone(state_dir: Path) -> StoreError | None:
+    """What to say of a failure where the state directory is no longer there: nothing else about it matters."""
+    if state_dir.exists():
+        return None
+    return StoreError(
+        f"The state directory {state_dir} was removed while the server ran.",
+        "Bring it back (its disk, or a copy) and start the server again: workers go on from there. Without it, a new "
+        "run can begin from the last export.",
+    )
 
 
 def passing(error: BaseException) -> str | None:

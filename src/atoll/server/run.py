@@ -19,7 +19,7 @@ from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
 from atoll.server.exports import Exports
-from atoll.server.passing import passing
+from atoll.server.passing import directory_gone, passing
 from atoll.server.plan import Plan
 from atoll.server.reduce import close_round
 from atoll.server.restore import snapshot_of
@@ -106,6 +106,7 @@ class Run:
     def fail(self, error: AtollError) -> None:
         """The run cannot go on: the server ends and says why."""
         if self.failed is None:
+            error = directory_gone(self.settings.state_dir) or error
             LOG.error("%s", error)
             self.failed = error
             self.ended.set()
@@ -281,6 +282,7 @@ class Run:
         self._spawn(self._after_commit(row, summary))
 
     def _fail_round(self, number: int, error: Exception) -> None:
+        error = directory_gone(self.settings.state_dir) or error
         if not isinstance(error, AtollError):
             LOG.error("round %d failed", number, exc_info=error)
             error = RunFailed(f"Round {number} failed: {error!r}.", "Restarting the server runs it again.")
@@ -351,6 +353,7 @@ class Run:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
+        error = directory_gone(self.settings.state_dir) or error
         if not isinstance(error, AtollError):
             LOG.error("a task of the server failed", exc_info=error)
             error = RunFailed(f"The server failed: {error!r}.")
