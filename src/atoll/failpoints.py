@@ -37,7 +37,7 @@ def failpoint(name: str) -> None:
     """Do what the environment asks for at this place; nothing, unless a test asked.
 
     Raises:
-        OSError: ENOSPC or EIO, where the environment says `enospc` or `eio`.
+        OSError: ENOSPC, EMFILE or EIO, where the environment says `enospc`, `emfile` or `eio`.
     """
     if not _actions or name not in _actions:
         return
@@ -55,6 +55,8 @@ def _act(name: str, action: str) -> None:
         threading.Event().wait()  # other threads may run for a moment; this one must not go past the point
     elif action == "enospc":
         raise OSError(errno.ENOSPC, f"failpoint {name}: no space left on device")
+    elif action == "emfile":
+        raise OSError(errno.EMFILE, f"failpoint {name}: too many open files")
     elif action == "eio":
         raise OSError(errno.EIO, f"failpoint {name}: input/output error")
     elif action.startswith("pause:"):
@@ -64,4 +66,4 @@ def _act(name: str, action: str) -> None:
         while not os.path.exists(path):
             time.sleep(0.01)
     else:
-        raise ValueError(f"{_ENV}: unknown action {action!r} at {name!r}; use kill, enospc, eio or pause:PATH")
+        raise ValueError(f"{_ENV}: unknown action {action!r} at {name!r}; use kill, enospc, emfile, eio or pause:PATH")

@@ -5,11 +5,13 @@ import os
 import threading
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from blake3 import blake3
 from pass_world import CODECS, MIXED, World, values
 
+from atoll.aggregation import inspect
 from atoll.aggregation.inspect import ELEMENTS, Inspection
 from atoll.errors import BadRequest, StoreError
 from atoll.tensors.layout import update_layout
@@ -267,6 +269,88 @@ def test_memory_that_a_thread_still_writes_from_is_not_given_to_another_part():
     thread.join()
     assert seen == [one]
     assert inspector.stats().digest == blake3(one).digest()
+
+
+class File:
+    """Takes the runs of a part in order, and has them read back."""
+
+    def __init__(self, part, limit=None):
+        self.start, self.content, self.limit = part.start, bytearray(), limit
+
+    def write(self, run):
+        if self.limit is not None and len(self.content) + len(run) > self.limit:
+            raise OSError(28, "No space left on device")
+        self.content += run
+
+    def read(self, room, offset):
+        room[:] = self.content[offset - self.start :][: len(room)]
+
+
+@pytest.mark.covers("D1")
+def test_parts_that_arrive_at_once_share_a_bounded_number_of_scratches(monkeypatch):
+    """200 parts that have all begun and stand still in a span, which then go on in turns of a few bytes."""
+    made = []
+
+    class Counted(inspect.Scratch):
+        def __init__(self, elements):
+            made.append(self)
+            super().__init__(elements)
+
+    layout = update_layout(LARGE.tensors, raw)
+    part = layout.parts[0]
+    content = (np.arange(layout.nbytes) % 50).astype("u1").tobytes()  # finite in every dtype
+    expected = look_at(Inspection(layout, CODECS), part, content)
+    monkeypatch.setattr(inspect, "Scratch", Counted)
+    monkeypatch.setattr(inspect, "HELD", 5)
+    inspection = Inspection(layout, CODECS)
+    files = [File(part) for _ in range(200)]
+    looks = [inspection.begin(part, file.write, file.read) for file in files]
+    for start in range(part.start, part.stop, 700_001):
+        for look in looks:
+            feed(look, content[start : min(start + 700_001, part.stop)])
+    assert [look.stats() for look in looks] == [expected] * 200
+    assert all(file.content == content[: part.nbytes] for file in files)
+    assert len(made) <= 5 + 1 + 1  # held, this thread's turn, and what it decodes into
+
+
+def test_memory_is_given_back_by_parts_that_are_left_or_fail_in_a_span(monkeypatch):
+    monkeypatch.setattr(inspect, "HELD", 3)
+    monkeypatch.setattr(inspect, "FREE", 2)
+    layout = update_layout(LARGE.tensors, raw)
+    part = layout.parts[0]
+    inspection = Inspection(layout, CODECS)
+    for _ in range(3):
+        looks = [inspection.begin(part, file.write, file.read) for file in (File(part) for _ in range(10))]
+        for look in looks * 2:
+            feed(look, bytes(100))
+        for look in looks:
+            look.__exit__()
+        file = File(part, limit=50)
+        with inspection.begin(part, file.write, file.read) as look, pytest.raises(OSError, match="space"):
+            feed(look, bytes(part.nbytes))
+        assert inspection._lent == 0
+        assert len(inspection._free) == 2
+
+
+def test_a_thread_that_is_left_alone_with_a_part_gives_its_memory_back():
+    layout = update_layout([TensorSpec("w", "F32", (1000,))], raw)
+    inspection = Inspection(layout, CODECS)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(room):
+        inside.set()
+        go_on.wait(10)
+        return 0
+
+    with inspection.begin(layout.parts[0], no_write) as inspector:
+        feed(inspector, b"\1" * 100)
+        thread = threading.Thread(target=inspector.take, args=(slow,))
+        thread.start()
+        assert inside.wait(10)
+    assert inspection._lent == 1
+    go_on.set()
+    thread.join()
+    assert inspection._lent == 0
 
 
 def test_who_comes_after_the_end_is_sent_away():

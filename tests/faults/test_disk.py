@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import sqlite3
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from fault_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, SiteProcess, Sites, serving
 
 from atoll import failpoints
+from atoll.errors import StoreError
 from atoll.server import run
 from atoll.testing.processes import Nursery, wait_until
 
@@ -69,6 +71,49 @@ def test_a_full_disk_is_waited_for(
         assert failpoints._reached[name.removesuffix("=enospc")] >= int(nth or 1)
     assert said in caplog.text
     require_same(tmp_path, sites, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("point", "said"),
+    [
+        ("slot.create=emfile", "The server has too many files open"),
+        ("slot.create=emfile@3", "round 1 cannot be written: too many files are open"),
+        ("pass.write=emfile@2", "round 1 cannot be written: too many files are open"),
+        ("export.write=emfile", "the result could not be saved: too many files are open"),
+    ],
+)
+@pytest.mark.covers("F25")
+def test_a_file_that_cannot_be_opened_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result,
+    point: str, said: str,
+) -> None:  # fmt: skip
+    """Whoever opens connections until there are no descriptors left does not end the run."""
+    monkeypatch.setattr(run, "DISK_RETRY_S", 0.05)
+    caplog.set_level(logging.DEBUG, "atoll")
+    with serving(tmp_path) as server:
+        arm(monkeypatch, point)
+        sites = Sites(server.url, tmp_path)
+        sites.join()
+        server.run()
+    assert said in caplog.text
+    require_same(tmp_path, sites, undisturbed)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_state_directory_that_is_removed_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    """While the first or the second round is trained."""
+
+    def during(site: str, at: int) -> None:
+        if (site, at) == ("a", number):
+            shutil.rmtree(tmp_path / "state")
+
+    with serving(tmp_path) as server:
+        Sites(server.url, tmp_path, during)
+        with pytest.raises(StoreError, match="state was removed while the server ran"):
+            server.run()
+    assert not [record for record in caplog.records if record.name == "atoll.server" and record.exc_info]
 
 
 @pytest.mark.covers("F25")

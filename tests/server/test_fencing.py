@@ -1,5 +1,6 @@
 """A ticket's parts belong to the lease that it was issued under, until the last byte."""
 
+import contextlib
 import json
 import socket
 from collections.abc import Iterator
@@ -160,3 +161,19 @@ def test_a_process_that_is_superseded_while_it_completes_is_not_accepted(server:
     assert state.outcome.state == "open"
     newer.leave()
     b.leave()
+
+
+def test_a_part_that_is_sent_anew_ends_the_request_before(server: atoll.Server, tmp_path: Path) -> None:
+    """Its sender has given it up: it does not keep its connection until it stands still for the idle timeout."""
+    a, _, ticket = formed(server, tmp_path)
+    path, body = routes.PART.format(ticket=ticket, part=0), part_body(a, 0)
+    older = request(server, f"PUT {path}", a.http.lease, len(body), "application/octet-stream")
+    older.sendall(body[:1000])
+    run = server._require_run()
+    wait_until(lambda: run.bytes_up == 1000, "the bytes")
+    newer = request(server, f"PUT {path}", a.http.lease, len(body), "application/octet-stream")
+    newer.sendall(body)
+    assert answer(newer)["ticket"] == ticket
+    with contextlib.suppress(ConnectionResetError):  # long before idle_timeout_s
+        assert older.recv(1) == b""
+    older.close()

@@ -43,6 +43,7 @@ def head(method: bytes, path: bytes, *lines: bytes, version: bytes = b"HTTP/1.1"
         (head(b"PUT", PATH, b"Content-Length: 48", b"Transfer-Encoding: chunked"), None),
         (head(b"PUT", PATH, b"Content-Length: 48", b"Expect: 100-continue"), None),
         (head(b"PUT", PATH, b"Content-Length: 48", b"Connection: close"), None),
+        (head(b"PUT", PATH, b"Content-Length: 48", b"Content-Encoding: gzip"), None),
         # headers that two parsers may read in two ways
         (head(b"PUT", PATH, b"Content-Length : 48"), None),
         (head(b"PUT", PATH, b"X: y", b" Content-Length: 48", b"Content-Length: 9"), None),
@@ -220,6 +221,93 @@ def test_requests_that_come_behind_one_another_at_once_are_answered_in_order(tmp
     assert host.bypassed == [True, True]
 
 
+def test_nothing_of_a_part_is_read_before_its_turn(tmp_path: Path) -> None:
+    """40 requests come before it at once: aiohttp holds the connection at 32 of them, and lets it go at 16."""
+    seen: list[tuple[int, int, bool]] = []
+
+    async def wait(request: web.Request, host: Host) -> web.StreamResponse:
+        front = bypass_of(request)
+        assert front is not None
+        assert request.transport is not None
+        before, port = front.body_bytes, request.transport.get_extra_info("sockname")[1]
+        arrived.set()
+        await sent_all.wait()
+        # whoever would read does so in the passes of the loop in which other connections are answered
+        for _ in range(3):
+            other_reader, other = await asyncio.open_connection("127.0.0.1", port)
+            other.write(head(b"GET", b"/file"))
+            assert await answer(other_reader) == (200, b"file")
+            other.close()
+        seen.append((before, front.body_bytes, request.transport.is_reading()))
+        return await keep(request, host)
+
+    host = Host(tmp_path, wait)
+    host.part_bytes = 3001
+    host.file.write_bytes(b"file")
+    sent = part(content_of(3001))
+    arrived, sent_all = asyncio.Event(), asyncio.Event()
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head(b"GET", b"/file") * 40 + sent[:200])
+        for _ in range(40):
+            assert await answer(reader) == (200, b"file")
+        await arrived.wait()
+        writer.write(sent[200:] + head(b"GET", b"/file"))
+        sent_all.set()
+        assert await answer(reader) == (200, b"good")
+        assert await answer(reader) == (200, b"file")
+
+    run(host, story)
+    assert seen == [(3033, 3033, False)]
+
+
+def test_a_part_of_which_something_else_has_read_is_broken_off(tmp_path: Path) -> None:
+    """Whatever makes the transport read again: a body with a hole in it is not received."""
+
+    async def meddle(request: web.Request, host: Host) -> web.StreamResponse:
+        front = bypass_of(request)
+        assert front is not None
+        front.data_received(b"x")
+        return await keep(request, host)
+
+    host = Host(tmp_path, meddle)
+    host.part_bytes = 3001
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(part(content_of(3001)))
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+
+    run(host, story)
+
+
+def test_what_aiohttp_holds_back_stays_held_back_after_a_part(tmp_path: Path) -> None:
+    """The end of a part says nothing about what aiohttp can take."""
+    host = Host(tmp_path, refuse)
+    reading: list[bool] = []
+
+    async def hold(request: web.Request, host: Host) -> web.StreamResponse:
+        front, transport = bypass_of(request), request.transport
+        assert front is not None
+        assert transport is not None
+        front._body_left, front._early = 0, b""
+        transport.pause_reading()
+        front.end_part()
+        reading.append(transport.is_reading())
+        transport.resume_reading()
+        reading.append(transport.is_reading())
+        return web.Response(text="held")
+
+    host._take = hold
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(part(content_of(10)))
+        assert await answer(reader) == (200, b"held")
+
+    run(host, story)
+    assert reading == [False, True]
+
+
 def test_after_any_other_request_the_connection_is_a_wire(tmp_path: Path) -> None:
     host = Host(tmp_path, keep)
     host.part_bytes = 3001
@@ -377,6 +465,53 @@ def test_slow_heads_hold_nobody_up_and_are_ended(tmp_path: Path, monkeypatch: py
             writer.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("begin", [b"GET /file HTTP/1.1\nHost: here\n\n", b"GET /file HTTP/1.1\r\nHost: here\n"])
+def test_line_ends_that_are_not_http_are_left_to_aiohttp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes
+) -> None:
+    """It says at once what it thinks of them; the bypass would wait for the end of a head that never comes."""
+    monkeypatch.setattr(bypass, "HEAD_S", 3600.0)
+    host = Host(tmp_path, keep)
+    host.file.write_bytes(b"file")
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(begin)
+        assert (await reader.read(100)).startswith(b"HTTP/1.")
+
+    run(host, story)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_head_that_is_too_large_is_left_to_aiohttp(tmp_path: Path, together: bool) -> None:
+    """However it arrives."""
+    host = Host(tmp_path, keep)
+    host.part_bytes = 3001
+    lines = [b"X-%d: %s" % (index, b"y" * 1000) for index in range(20)]
+    sent = part(content_of(3001)).replace(b"Host: here", b"Host: here\r\n" + b"\r\n".join(lines))
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not together:
+            writer.write(sent[:17_000])
+            await writer.drain()
+            while not fronts[0]._wire:
+                await asyncio.sleep(0.01)
+            sent_rest = sent[17_000:]
+        writer.write(sent if together else sent_rest)
+        assert await answer(reader) == (200, b"good")
+
+    fronts: list[Bypass] = []
+    made = Bypass.connection_made
+
+    def remember(self: Bypass, transport: asyncio.BaseTransport) -> None:
+        fronts.append(self)
+        made(self, transport)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bypass, "connection_made", remember)
+        run(host, story)
+    assert host.bypassed == [False]
 
 
 def test_a_slow_part_keeps_no_thread(tmp_path: Path) -> None:

@@ -3,6 +3,10 @@
 Bytes are gathered into spans of about 1 MiB; each is written and looked at while it is still in a core's cache. One
 pass does for both numbers: the sum of squares in fp64 of fp32 values (or narrower) is finite exactly when all of them
 are, and costs less than looking at each.
+
+A part has memory while a thread works on it. Between two turns of a thread the first `HELD` parts keep it; with more,
+what has come of a span is written early, and read back from the page cache when its next bytes are there. So memory
+does not grow with the number of parts that arrive at once.
 """
 
 from __future__ import annotations
@@ -25,8 +29,10 @@ from atoll.tensors.schema import PARAMS, TensorSpec
 ELEMENTS = 2**17
 """Looked at in one go: 1 MiB of fp64."""
 
-KEPT = 16
-"""Scratches of parts that are over, at most: 1 MiB each."""
+HELD = 24
+"""Scratches that parts hold between two turns of a thread, at most: 1 MiB each."""
+FREE = 16
+"""Scratches that wait for the next part, at most."""
 
 _local = threading.local()
 
@@ -82,25 +88,44 @@ class Inspection:
         self.codecs = codecs
         self._layout = layout
         self._spans: dict[int, tuple[_Span, ...]] = {}
-        self._kept: list[Scratch] = []
+        self._free: list[Scratch] = []
+        self._lent, self._lock = 0, threading.Lock()
 
-    def begin(self, part: Part, write: Callable[[memoryview], None]) -> PartInspector:
+    def begin(
+        self,
+        part: Part,
+        write: Callable[[memoryview], None],
+        read: Callable[[memoryview, int], None] | None = None,
+    ) -> PartInspector:
         """Look at a part from its first byte.
 
         Args:
             part: one of the layout's.
-            write: given every byte of it once, in order and in spans, before they are looked at.
+            write: given every byte of it once, in order and in runs, before they are looked at.
+            read: fills memory with what was written at a byte of the update; None: the part keeps its memory.
         """
         spans = self._spans.get(part.index)
         if spans is None:
             spans = self._spans[part.index] = tuple(self._cut(part))
-        scratch = self._kept.pop() if self._kept else Scratch(ELEMENTS)
-        return PartInspector(self, part, spans, scratch, write)
+        return PartInspector(self, part, spans, write, read)
 
-    def keep(self, scratch: Scratch) -> None:
+    def lend(self) -> Scratch:
+        """A scratch, to be given back."""
+        with self._lock:
+            self._lent += 1
+            return self._free.pop() if self._free else Scratch(ELEMENTS)
+
+    def give_back(self, scratch: Scratch) -> None:
         """Have a scratch, which nobody uses any more, for the next part."""
-        if len(self._kept) < KEPT:
-            self._kept.append(scratch)
+        with self._lock:
+            self._lent -= 1
+            if len(self._free) < FREE:
+                self._free.append(scratch)
+
+    @property
+    def scarce(self) -> bool:
+        """Whether so many are lent that nobody should keep one without using it."""
+        return self._lent > HELD
 
     def _cut(self, part: Part) -> Iterator[_Span]:
         start = end = part.start
@@ -167,12 +192,13 @@ class PartInspector:
         inspection: Inspection,
         part: Part,
         spans: tuple[_Span, ...],
-        scratch: Scratch,
         write: Callable[[memoryview], None],
+        read: Callable[[memoryview, int], None] | None,
     ) -> None:
-        self._inspection, self._spans, self._scratch, self._write = inspection, spans, scratch, write
-        self._index, self._filled = part.index, 0
-        self._next = 0
+        self._inspection, self._spans, self._write, self._read = inspection, spans, write, read
+        self._index, self._next = part.index, 0
+        self._filled = self._written = 0  # of the next span
+        self._scratch: Scratch | None = None
         self._hasher, self._sumsq, self._bad = blake3(), 0.0, list[str]()
         self._busy, self._left = threading.Lock(), False
 
@@ -180,10 +206,8 @@ class PartInspector:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self._busy.acquire(blocking=False):
-            self._left = True
-            self._inspection.keep(self._scratch)
-            self._busy.release()
+        self._left = True
+        self._let_go()
 
     @property
     def complete(self) -> bool:
@@ -200,19 +224,52 @@ class PartInspector:
             StoreError: the part was left before.
             Exception: what `fill` raised, or the writer.
         """
-        with self._busy, alone():
-            if self._left:
-                raise StoreError(f"Part {self._index} is no longer received.")
-            while not self.complete:
-                span = self._spans[self._next]
-                room = self._scratch.view("source", span.stop - span.start)[self._filled :]
-                count = fill(room)
-                if not count:
-                    return
-                self._filled += count
-                if count == len(room):
-                    self._look(span)
-                    self._next, self._filled = self._next + 1, 0
+        try:
+            with self._busy, alone():
+                if self._left:
+                    raise StoreError(f"Part {self._index} is no longer received.")
+                if not self.complete:
+                    self._take(fill, self._scratch or self._take_up())
+        finally:
+            if self._left:  # meanwhile; who left could not take the memory from this thread
+                self._let_go()
+
+    def _take(self, fill: Callable[[memoryview], int], scratch: Scratch) -> None:
+        while not self.complete:
+            span = self._spans[self._next]
+            room = scratch.view("source", span.stop - span.start)[self._filled :]
+            count = fill(room)
+            if not count:
+                break
+            self._filled += count
+            if count == len(room):
+                self._look(span, scratch)
+                self._next, self._filled, self._written = self._next + 1, 0, 0
+        self._put_aside(scratch)
+
+    def _take_up(self) -> Scratch:
+        """Memory, with what has come of the span before."""
+        scratch = self._scratch = self._inspection.lend()
+        if self._filled and self._read is not None:
+            self._read(scratch.view("source", self._filled), self._spans[self._next].start)
+        return scratch
+
+    def _put_aside(self, scratch: Scratch) -> None:
+        """Do without memory until there is more to take, where it is empty, or where others need it."""
+        if self._filled:
+            if self._read is None or not self._inspection.scarce:
+                return
+            self._write(scratch.view("source", self._filled - self._written, self._written))
+            self._written = self._filled
+        self._scratch = None
+        self._inspection.give_back(scratch)
+
+    def _let_go(self) -> None:
+        if self._busy.acquire(blocking=False):
+            scratch, self._scratch = self._scratch, None
+            self._busy.release()
+            if scratch is not None:
+                self._inspection.give_back(scratch)
 
     def stats(self) -> PartStats:
         """What the part holds.
@@ -224,31 +281,32 @@ class PartInspector:
             raise BadRequest(f"Part {self._index} is not all there.", "Send it again.")
         return PartStats(self._hasher.digest(), self._sumsq, self._bad[0] if self._bad else None)
 
-    def _look(self, span: _Span) -> None:
-        view = self._scratch.view("source", span.stop - span.start)
-        self._write(view)
+    def _look(self, span: _Span, scratch: Scratch) -> None:
+        view = scratch.view("source", span.stop - span.start)
+        self._write(view[self._written :])
         self._hasher.update(view)
         for look in span.looks:
-            squares = self._squares(look.spec, look.codec, look.start - span.start, look.stop - span.start, look.numel)
+            low, high = look.start - span.start, look.stop - span.start
+            squares = self._squares(look.spec, look.codec, scratch.raw("source", high)[low:], look.numel)
             if not squares < float("inf"):  # somewhere in it, or in the padding, which is nobody's
-                squares = sum(self._squares_of(piece, span.start) for piece in look.pieces)
+                squares = sum(self._squares_of(piece, span.start, scratch) for piece in look.pieces)
             if look.spec.group == PARAMS:
                 self._sumsq += squares
 
-    def _squares_of(self, piece: Piece, base: int) -> float:
+    def _squares_of(self, piece: Piece, base: int, scratch: Scratch) -> float:
         """Σ x² of one piece alone; where it holds what is not finite, its tensor is named in `_bad`."""
         spec, start = piece.segment.spec, piece.offset - base
-        squares = self._squares(spec, piece.segment.codec, start, start + piece.nbytes, piece.numel)
+        encoded = scratch.raw("source", start + piece.nbytes)[start:]
+        squares = self._squares(spec, piece.segment.codec, encoded, piece.numel)
         # fp64 values can be finite and their squares not, so those are looked at one by one
         overflow = spec.dtype == "F64" and squares == float("inf") and bool(_values(piece.numel).isfinite().all())
         if not (squares < float("inf") or overflow):
             self._bad.append(f"{spec.name} holds NaN or Inf")
         return squares
 
-    def _squares(self, spec: TensorSpec, codec: str, start: int, stop: int, numel: int) -> float:
+    def _squares(self, spec: TensorSpec, codec: str, encoded: torch.Tensor, numel: int) -> float:
         """Σ x² of what lies encoded in the scratch; decoded, it stays in this thread's `_values`."""
         values = _values(numel)
-        encoded = self._scratch.raw("source", stop)[start:]
         self._inspection.codecs[codec].decode_(encoded, values, spec.dtype)
         return float(torch.dot(values, values))
 

@@ -11,17 +11,33 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import BaseModel, ValidationError
 
-from atoll.errors import AtollError, BadRequest, SyncFailed
+from atoll.errors import AtollError, BadRequest, StoreError, SyncFailed
 from atoll.server.auth import IDENTITY, Gate
 from atoll.server.handlers import Handlers
+from atoll.server.passing import directory_gone, no_more_files, passing
 from atoll.server.run import Run
 from atoll.transport.bypass import bypass_of
+from atoll.transport.sockets import break_off
 from atoll.wire import messages, routes
 from atoll.wire.operations import OPERATIONS, STATUS_OF, Operation, openapi
 
 LOG = logging.getLogger("atoll.server")
+HTTP_LOG = logging.getLogger("atoll.server.http")
+"""For aiohttp, instead of its own."""
+
+
+class _OwnFaults(logging.Filter):
+    """Passes on what went wrong here; not what a peer did to its connection or wrote into it, with a traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, (ConnectionError, HttpProcessingError))
+
+
+HTTP_LOG.addFilter(_OwnFaults())
 
 Message = TypeVar("Message", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -117,6 +133,7 @@ def _digest(text: str) -> str:
 
 
 def _guard(gate: Gate, run: Run) -> Any:
+    state_dir = run.settings.state_dir
     open_paths = {operation.path for operation in OPERATIONS if operation.open}
 
     @web.middleware
@@ -126,7 +143,9 @@ def _guard(gate: Gate, run: Run) -> Any:
                 request[IDENTITY] = gate.admit(request.headers.get("Authorization"))
             return await handler(request)
         except AtollError as error:
-            if isinstance(error, SyncFailed):
+            if no_more_files(error):
+                return _come_back(error)
+            if isinstance(error, SyncFailed) or (isinstance(error, StoreError) and directory_gone(state_dir)):
                 run.fail(error)
             return problem(error.code, error.message, error.remedy, error.retry_after_s)
         except web.HTTPNotFound:
@@ -137,10 +156,19 @@ def _guard(gate: Gate, run: Run) -> Any:
             return response
         except web.HTTPRequestEntityTooLarge:
             return problem("too_large", f"The body has more than {routes.CONTROL_BODY_BYTES} bytes.", "Send less.")
-        except (ConnectionResetError, TimeoutError, asyncio.CancelledError):
+        except ConnectionError as error:  # an ordinary lost worker; it joins again or is declared dead
+            LOG.debug("%s %s: %s", request.method, request.path, error)
+            break_off(request)
+            return web.Response()  # to nobody
+        except (TimeoutError, asyncio.CancelledError):
             raise
         except OSError as error:
-            LOG.exception("%s %s", request.method, request.path)
+            if no_more_files(error):
+                return _come_back(error)
+            if gone := directory_gone(state_dir):
+                run.fail(gone)
+            else:
+                LOG.exception("%s %s", request.method, request.path)
             return problem("store", f"The server's disk failed: {os.strerror(error.errno or 0)}.")
         except web.HTTPException:
             raise
@@ -153,6 +181,11 @@ def _guard(gate: Gate, run: Run) -> Any:
                 bypass.end_part()
 
     return guard
+
+
+def _come_back(error: Exception) -> web.Response:
+    LOG.error("%s", passing(error))
+    return problem("busy", "The server has too many files open.", "It takes requests again when there are fewer.", 2.0)
 
 
 def problem(code: str, message: str, remedy: str = "", retry_after_s: float | None = None) -> web.Response:

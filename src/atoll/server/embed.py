@@ -19,7 +19,7 @@ from torch import nn
 from atoll._version import VERSION
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.errors import AtollError, ConfigError, PortInUse, UsageError
-from atoll.server.app import make_app
+from atoll.server.app import HTTP_LOG, make_app
 from atoll.server.auth import open_gate
 from atoll.server.begin import open_run
 from atoll.server.exports import export_ranges
@@ -28,6 +28,7 @@ from atoll.server.status import status_of
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.modules import Tensors
 from atoll.transport.bypass import Bypass
+from atoll.transport.door import Door, connections_within, raise_files_limit
 from atoll.transport.tls import server_context
 from atoll.wire import messages, routes
 
@@ -207,6 +208,7 @@ class Server:
 
     async def _serve(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        files = raise_files_limit()
         listener = _listen(self.settings)
         try:
             run = Run(*open_run(self.settings, self._model))
@@ -217,6 +219,7 @@ class Server:
         runner = web.AppRunner(
             make_app(run, self._gate, VERSION),
             access_log=None,
+            logger=HTTP_LOG,
             handler_cancellation=True,
             read_bufsize=CHUNK_BYTES // 2,
             max_line_size=routes.HEADER_BYTES // 2,
@@ -224,7 +227,7 @@ class Server:
             keepalive_timeout=75.0,
             shutdown_timeout=2.0,
         )
-        accept: asyncio.Server | None = None
+        door: Door | None = None
         try:
             await runner.setup()
             context = None
@@ -234,17 +237,24 @@ class Server:
             self._run = run
             protocol = runner.server
             assert protocol is not None
-            accept = await self._loop.create_server(
-                lambda: Bypass(protocol(), direct=context is None), sock=listener, ssl=context, backlog=1024
-            )
             self.port = listener.getsockname()[1]
+            idle_timeout_s = self.settings.idle_timeout_s
+            door = Door(
+                listener,
+                lambda: Bypass(protocol(), direct=context is None, idle_timeout_s=idle_timeout_s),
+                context,
+                connections_within(files),
+            )
+            door.open()
             self._ready.set()
             await self._until_end(run)
         finally:
-            if accept is not None:
-                accept.close()
+            if door is not None:
+                await door.close()
+            listener.close()
             await runner.cleanup()
-            self._last_status = status_of(run)
+            if self._run is not None:  # else it never began, and the reason is on its way
+                self._last_status = status_of(run)
             await run.stop()
             for question in self._questions:
                 question.cancel()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
 
 from aiohttp import web
 
-from atoll.aggregation.inspect import Inspection
 from atoll.errors import (
     BadRequest,
     ConfigError,
     Conflict,
     DiskFull,
     Gone,
-    PartCorrupt,
     SchemaMismatch,
     StoreError,
     TicketClosed,
@@ -32,9 +29,9 @@ from atoll.server.metrics import prometheus
 from atoll.server.roster import Lease, Presence, now_text
 from atoll.server.run import Run
 from atoll.server.status import status_of, why
+from atoll.server.uploads import Uploads
 from atoll.store.rows import TicketRow
-from atoll.store.spool import PartWriter
-from atoll.transport.host import receive_part, require_length, serve_file
+from atoll.transport.host import require_length, serve_file
 from atoll.wire import messages, routes
 
 LOG = logging.getLogger("atoll.server")
@@ -48,7 +45,7 @@ class Handlers:
 
     def __init__(self, run: Run) -> None:
         self.run, self.store, self.plan = run, run.store, run.plan
-        self._inspection = Inspection(run.plan.update, run.plan.codecs)
+        self._uploads = Uploads(run)
 
     # -- what a run is
 
@@ -235,37 +232,14 @@ class Handlers:
         self._require_open(lease, ticket)
         require_length(request, layout.parts[part].nbytes)
         self._require_space()
-        spool = self.store.spool(ticket)
-        loop = asyncio.get_running_loop()
-        writer: PartWriter = await loop.run_in_executor(self.run.io, spool.begin_part, part)
-        try:
-            with self._inspection.begin(layout.parts[part], writer.write) as inspector:
-                digest = await receive_part(
-                    request,
-                    inspector,
-                    layout.parts[part].nbytes,
-                    pool=self.run.io,
-                    idle_timeout_s=self.plan.settings.idle_timeout_s,
-                    on_bytes=lambda count: self._count_up(lease.site, count),
-                )
-                stats = inspector.stats()
-            writer.close()
-            if stats.digest != digest:
-                raise PartCorrupt(f"Part {part} of ticket {ticket} arrived damaged.", "Send this part again.")
+        async with self._uploads.received(request, lease.site, ticket, layout.parts[part]) as (writer, stats):
             self._require_open(lease, ticket)
             if stats.bad is not None:
                 self._refuse(lease, ticket, stats.bad)
             failpoint("part.received")
-            self.store.record_part(ticket, part, digest, stats.sumsq, writer)
-        finally:
-            writer.abandon()
+            self.store.record_part(ticket, part, stats.digest, stats.sumsq, writer)
         self.run.apply(ev.WorkerSeen(lease.site, lease.number))
-        return messages.PartReceipt(ticket=ticket, part=part, digest=digest.hex())
-
-    def _count_up(self, site: str, count: int) -> None:
-        self.run.bytes_up += count
-        if site in self.run.roster:
-            self.run.roster[site].bytes_up += count
+        return messages.PartReceipt(ticket=ticket, part=part, digest=stats.digest.hex())
 
     def _require_open(self, lease: Lease, ticket: int) -> None:
         refusal = machine.may_submit(self.run.state, lease.site, lease.number, ticket)

@@ -19,6 +19,7 @@ from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
 from atoll.server.exports import Exports
+from atoll.server.passing import directory_gone, passing
 from atoll.server.plan import Plan
 from atoll.server.reduce import close_round
 from atoll.server.restore import snapshot_of
@@ -105,6 +106,7 @@ class Run:
     def fail(self, error: AtollError) -> None:
         """The run cannot go on: the server ends and says why."""
         if self.failed is None:
+            error = directory_gone(self.settings.state_dir) or error
             LOG.error("%s", error)
             self.failed = error
             self.ended.set()
@@ -140,7 +142,7 @@ class Run:
             self._carry_out(effects)
         except StoreError as error:
             self.state = before
-            if not isinstance(error, DiskFull):
+            if passing(error) is None:
                 self.fail(error)
             raise
         return effects
@@ -263,24 +265,14 @@ class Run:
                     self._cancelled,
                 )
                 break
-            except DiskFull as error:
-                self.trouble[fragment] = f"the disk is full: {error}"
-                LOG.error(
-                    "round %d cannot be written: %s Trying again in %g s.",
-                    number,
-                    error,
-                    DISK_RETRY_S,
-                )
-                await asyncio.sleep(DISK_RETRY_S)
-            except asyncio.CancelledError:
-                raise
-            except AtollError as error:
-                self.fail(error)
-                return
             except Exception as error:
-                LOG.exception("round %d failed", number)
-                self.fail(RunFailed(f"Round {number} failed: {error!r}.", "Restarting the server runs it again."))
-                return
+                reason = passing(error)
+                if reason is None:
+                    self._fail_round(number, error)
+                    return
+                self.trouble[fragment] = reason
+                LOG.error("round %d cannot be written: %s Trying again in %g s.", number, reason, DISK_RETRY_S)
+                await asyncio.sleep(DISK_RETRY_S)
         self.trouble.pop(fragment, None)
         for site in summary.workers:
             if site in self.roster:
@@ -288,6 +280,13 @@ class Run:
         self._say(summary, row)
         self.apply(ev.VersionCommitted(fragment, row.version))
         self._spawn(self._after_commit(row, summary))
+
+    def _fail_round(self, number: int, error: Exception) -> None:
+        error = directory_gone(self.settings.state_dir) or error
+        if not isinstance(error, AtollError):
+            LOG.error("round %d failed", number, exc_info=error)
+            error = RunFailed(f"Round {number} failed: {error!r}.", "Restarting the server runs it again.")
+        self.fail(error)
 
     def _say(self, summary: messages.RoundSummary, row: VersionRow) -> None:
         numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())
@@ -314,10 +313,11 @@ class Run:
             await loop.run_in_executor(self.io, self.store.write_durable, row.fragment)
         except Gone as error:
             LOG.debug("version %d was overtaken before it was saved: %s", row.version, error)
-        except DiskFull as error:
-            LOG.error("version %d could not be saved: %s", row.version, error)
-        except AtollError as error:
-            self.fail(error)
+        except (AtollError, OSError) as error:
+            reason = passing(error)
+            if reason is None:
+                raise
+            LOG.error("version %d could not be saved: %s", row.version, reason)
 
     async def _finish(self) -> None:
         loop = asyncio.get_running_loop()
@@ -325,12 +325,12 @@ class Run:
             try:
                 path = await loop.run_in_executor(self.io, self.exports.save, None)
                 break
-            except DiskFull as error:
-                LOG.error("the result could not be saved: %s Trying again in %g s.", error, DISK_RETRY_S)
+            except (AtollError, OSError) as error:
+                reason = passing(error)
+                if reason is None:
+                    raise
+                LOG.error("the result could not be saved: %s Trying again in %g s.", reason, DISK_RETRY_S)
                 await asyncio.sleep(DISK_RETRY_S)
-            except AtollError as error:
-                self.fail(error)
-                return
         LOG.info("the run is finished at version %d: %s", self.store.head(0).version, path)
         self.finished.set()
         self._wake()
@@ -351,9 +351,13 @@ class Run:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        error = directory_gone(self.settings.state_dir) or error
+        if not isinstance(error, AtollError):
             LOG.error("a task of the server failed", exc_info=error)
-            self.fail(error if isinstance(error, AtollError) else RunFailed(f"The server failed: {error!r}."))
+            error = RunFailed(f"The server failed: {error!r}.")
+        self.fail(error)
 
     def outcome(self, row: TicketRow) -> messages.Outcome:
         """What became of a ticket, for its worker."""

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -40,9 +41,12 @@ DISCARD_S = 10.0
 
 _PART = re.compile(re.sub(r"\\\{\w+\\\}", "[0-9]+", re.escape(routes.PART)).encode())
 _HEADER = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\r\n\x00]*)")
+_LONE_LF = re.compile(rb"(?<!\r)\n")
 _BEGIN = re.compile(rb"[A-Z]{1,16}(?: |\Z)")
-_NOT_PLAIN = frozenset({b"transfer-encoding", b"upgrade", b"expect", b"connection", b"te", b"trailer"})
-"""Headers that may change where a request ends, or what comes after it."""
+_NOT_PLAIN = frozenset(
+    {b"transfer-encoding", b"upgrade", b"expect", b"connection", b"te", b"trailer", b"content-encoding"}
+)
+"""Headers that may change where a request ends, what comes after it, or what its body is."""
 
 
 class Bypass(asyncio.Protocol):
@@ -51,84 +55,133 @@ class Bypass(asyncio.Protocol):
     Args:
         inner: aiohttp's protocol for this connection.
         direct: whether the bytes of the connection are those on its socket; not so under TLS.
+        idle_timeout_s: a peer that takes none of an answer for so long is gone.
+
+    Attributes:
+        made: whether there was a connection; under TLS not before its handshake.
+        on_lost: called when it is over.
     """
 
-    def __init__(self, inner: asyncio.Protocol, *, direct: bool = True) -> None:
-        self._inner, self.direct = inner, direct
+    def __init__(self, inner: asyncio.Protocol, *, direct: bool = True, idle_timeout_s: float = 60.0) -> None:
+        self._inner, self.direct, self._idle_timeout_s = inner, direct, idle_timeout_s
+        self.made = False
+        self.on_lost: Callable[[], None] = lambda: None
         self._transport: asyncio.Transport | None = None
         self._held = b""  # of a head that is not all there, or behind a body
         self._wire = False  # passes everything on, for the rest of the connection
         self._part = False  # is being answered; nothing behind it is read before
+        self._discarding = False  # what is left of its body, once it is answered
+        self._full = False  # aiohttp wants nothing more for now
         self._body_left = 0  # of its body, which is held back
         self._early = b""  # its first bytes, where they came with the head
         self._timer: asyncio.TimerHandle | None = None  # until a head is there, or a refused part read away
         self._written = asyncio.Event()
         self._written.set()
+        self._reader_timer: asyncio.TimerHandle | None = None  # while the peer does not take what is written
 
     # -- between transport and aiohttp
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport, self.made = transport, True
         self._give_up_after(HEAD_S)
-        self._inner.connection_made(transport)
+        self._inner.connection_made(cast(asyncio.Transport, _Facade(transport, self._hold)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._written.set()
         self._stop_timer()
+        self._stop_reader_timer()
         self._inner.connection_lost(exc)
+        self.on_lost()
 
     def eof_received(self) -> bool | None:
         return self._inner.eof_received()
 
     def pause_writing(self) -> None:
         self._written.clear()
+        self._look_after_reader(left_bytes=None)
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
         self._written.set()
+        self._stop_reader_timer()
         self._inner.resume_writing()
+
+    def _look_after_reader(self, left_bytes: int | None) -> None:
+        """End a peer that has taken nothing since `left_bytes` were left, or look again after the idle timeout."""
+        if self._transport is None:
+            return
+        now_bytes = self._transport.get_write_buffer_size()
+        if now_bytes == left_bytes:
+            self._give_up()
+            return
+        again = asyncio.get_running_loop().call_later
+        self._reader_timer = again(self._idle_timeout_s, self._look_after_reader, now_bytes)
+
+    def _stop_reader_timer(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
 
     def data_received(self, data: bytes) -> None:
         if self._wire:
             self._inner.data_received(data)
-        elif self._part:
+        elif self._discarding:
             self._discard(data)
+        elif self._part:  # bytes that a thread is to receive: whoever had them read, the body is no longer whole
+            self._give_up()
         else:
             self._heads(self._held + data)
 
+    def _hold(self, full: bool) -> None:
+        """aiohttp wants nothing more for now, or wants to go on."""
+        self._full = full
+        self._read_or_not()
+        if not full and not self._part and self._transport is not None:
+            self._heads(self._held)
+
+    def _read_or_not(self) -> None:
+        """Have the transport read only while neither aiohttp nor a part wants it not to."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._full or (self._part and not self._discarding):
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
     def _heads(self, data: bytes) -> None:
-        """Pass on whole heads, up to one whose body is held back."""
+        """Pass on whole heads, as long as aiohttp takes them, and up to one whose body is held back."""
+        self._held = b""
         while data and not self._part:
+            if self._full:
+                self._held = data
+                return
             end = data.find(b"\r\n\r\n") + 4
             if end < 4:
-                if len(data) <= routes.HEADER_BYTES and _BEGIN.match(data):
+                if len(data) <= routes.HEADER_BYTES and _BEGIN.match(data) and not _LONE_LF.search(data):
                     self._held = data
                     self._give_up_after(HEAD_S)
                 else:
                     self._become_wire(data)
                 return
             self._stop_timer()
-            body_bytes = _body_bytes(data[:end])
-            if body_bytes is None or not self.direct:
+            body_bytes = _body_bytes(data[:end]) if end <= routes.HEADER_BYTES and self.direct else None
+            if body_bytes is None:
                 self._become_wire(data)
                 return
             head, data = data[:end], data[end:]
             if body_bytes:
-                assert self._transport is not None
-                self._transport.pause_reading()
                 self._part = True
+                self._read_or_not()
                 self._body_left, self._early, data = body_bytes, data[:body_bytes], data[body_bytes:]
                 self._held = data
                 head = _without_body(head)
             self._inner.data_received(head)
-        if not self._part:
-            self._held = b""
 
     def _become_wire(self, data: bytes) -> None:
         self._stop_timer()
-        self._wire, self._held = True, b""
+        self._wire = True
         self._inner.data_received(data)
 
     # -- a part
@@ -181,7 +234,8 @@ class Bypass(asyncio.Protocol):
         self._early = b""
         if self._body_left:
             self._give_up_after(DISCARD_S)
-            self._transport.resume_reading()
+            self._discarding = True
+            self._read_or_not()
         else:
             self._next()
 
@@ -194,12 +248,11 @@ class Bypass(asyncio.Protocol):
 
     def _next(self) -> None:
         """The part is over: the next bytes are a head."""
-        self._part = False
+        self._part = self._discarding = False
         self._stop_timer()
+        self._read_or_not()
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
-            held, self._held = self._held, b""
-            self._heads(held)
+            self._heads(self._held)
 
     def _give_up_after(self, seconds: float) -> None:
         if self._timer is None:
@@ -248,6 +301,23 @@ class Bypass(asyncio.Protocol):
             raise ConnectionResetError("the connection is closed")
         found: socket.socket = self._transport.get_extra_info("socket")
         return found.dup()
+
+
+class _Facade:
+    """The transport as aiohttp sees it: only whether it is read is not aiohttp's alone to say."""
+
+    def __init__(self, transport: asyncio.Transport, hold: Callable[[bool], None]) -> None:
+        self._transport, self._hold = transport, hold
+        self.write, self.is_closing = transport.write, transport.is_closing  # found at once: used for every answer
+
+    def pause_reading(self) -> None:
+        self._hold(True)
+
+    def resume_reading(self) -> None:
+        self._hold(False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def bypass_of(request: web.Request) -> Bypass | None:

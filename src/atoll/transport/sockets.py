@@ -84,6 +84,10 @@ def receive(sock: socket.socket, room: memoryview) -> int:
             if not _poll(sock, select.POLLIN):
                 return 0
             continue
+        except ConnectionError:
+            raise
+        except OSError as error:  # no route, a timeout of the system: nothing of this machine's
+            raise ConnectionResetError(error.errno, error.strerror) from error
         if not count:
             raise ConnectionResetError("the peer closed the connection within a part")
         return count

@@ -1,0 +1,130 @@
+"""Connections beyond what the server has descriptors for are closed, and leave it able to work."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import resource
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from torch import nn
+
+import atoll
+from atoll.server import embed
+from atoll.testing.processes import wait_until
+from atoll.transport import door
+from atoll.wire import routes
+
+SILENT = 30
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[atoll.Server]:
+    """It takes 20 connections."""
+    monkeypatch.setattr(embed, "raise_files_limit", lambda: door.RESERVED_FILES + 20 * door.FILES_OF_ONE)
+    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state", algorithm="fedavg") as server:
+        yield server
+
+
+def healthy(connection: http.client.HTTPConnection) -> bool:
+    connection.request("GET", routes.HEALTH)
+    return connection.getresponse().read() == b"ok\n"
+
+
+def certificate(folder: Path) -> dict[str, Any]:
+    cert = trustme.CA().issue_cert("127.0.0.1")
+    chain, key = folder / "cert.pem", folder / "key.pem"
+    chain.write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
+    key.touch(mode=0o600)
+    key.write_bytes(cert.private_key_pem.bytes())
+    return {"tls_cert": chain, "tls_key": key}
+
+
+def trusting() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def test_who_is_there_keeps_his_connection_and_others_come_in_when_there_is_room(
+    server: atoll.Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with contextlib.ExitStack() as stack:
+        worker = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        stack.callback(worker.close)
+        assert healthy(worker)
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(SILENT)]
+        for turned_away in silent[19:]:
+            turned_away.settimeout(30)
+            with contextlib.suppress(ConnectionResetError):
+                assert turned_away.recv(1) == b""
+        assert healthy(worker)
+        said = [record for record in caplog.records if "ulimit -n" in record.getMessage()]
+        assert [record.getMessage().partition(",")[0] for record in said] == ["there are 20 connections"]
+        for one in silent:
+            one.close()
+
+        def let_in() -> bool:
+            late = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+            with contextlib.closing(late), contextlib.suppress(OSError, http.client.HTTPException):
+                return healthy(late)
+            return False
+
+        wait_until(let_in, "a connection")
+
+
+def test_as_many_files_as_the_system_allows_may_be_open() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = door.MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, door.MOST_FILES)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1, hard))
+        assert door.raise_files_limit() == most
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def ask_for_ever(talk: socket.socket) -> None:
+    while True:
+        talk.sendall(f"GET {routes.OPENAPI} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 100)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_who_never_reads_his_answers_is_ended(tmp_path: Path, tls: bool) -> None:
+    options: dict[str, Any] = {"idle_timeout_s": 0.2, "algorithm": "fedavg"}
+    options |= certificate(tmp_path) if tls else {}
+    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state", **options) as server:
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(30)
+        raw.connect(("127.0.0.1", server.port))
+        talk = trusting().wrap_socket(raw) if tls else raw
+        with talk, pytest.raises((ConnectionError, ssl.SSLError)):
+            ask_for_ever(talk)
+
+
+def test_who_never_finishes_a_handshake_takes_no_place_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embed, "raise_files_limit", lambda: door.RESERVED_FILES + 20 * door.FILES_OF_ONE)
+    options, context = certificate(tmp_path) | {"algorithm": "fedavg"}, trusting()
+    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state", **options) as server:
+        for word in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+            silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
+            for one in silent:
+                one.sendall(word)
+                one.close()
+
+        def let_in() -> bool:
+            late = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=30, context=context)
+            with contextlib.closing(late), contextlib.suppress(OSError, http.client.HTTPException):
+                return healthy(late)
+            return False
+
+        wait_until(let_in, "a connection")

@@ -1,0 +1,110 @@
+"""What peers do to their connections is not the operator's business: no traceback, no error in the log."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.store.slots import PULL, WRITER
+from atoll.testing.processes import wait_until
+from atoll.wire import routes
+from atoll.worker.session import Session
+
+BEGUN = 300_000
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    torch.manual_seed(0)
+    with atoll.Server(
+        nn.Linear(4000, 2000), port=0, state_dir=tmp_path / "state", algorithm="fedavg", min_free_bytes=0
+    ) as server:
+        yield server
+
+
+def send(server: atoll.Server, *lines: str, body: bytes = b"") -> socket.socket:
+    raw = socket.create_connection(("127.0.0.1", server.port))
+    raw.sendall("\r\n".join((*lines, "Host: x", "", "")).encode() + body)
+    return raw
+
+
+def reset(raw: socket.socket) -> None:
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    raw.close()
+
+
+def require_quiet(server: atoll.Server, log: pytest.LogCaptureFixture) -> None:
+    """After one more request: whatever was logged about those before is in the log by then."""
+    with urllib.request.urlopen(f"{server.url}{routes.HEALTH}") as answer:
+        assert answer.read() == b"ok\n"
+    assert [record for record in log.records if record.levelno >= logging.WARNING or record.exc_info] == []
+
+
+@pytest.mark.parametrize("end", [socket.socket.close, reset])
+@pytest.mark.parametrize("more", [[], ["Connection: keep-alive"]])  # the bypass, and aiohttp's streams
+def test_a_worker_that_goes_away_within_a_part(
+    server: atoll.Server,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    more: list[str],
+    end: Callable[[socket.socket], None],
+) -> None:
+    caplog.set_level(logging.INFO)
+    session = Session(server.url, "a", folder=tmp_path / "w")
+    ticket = session.next_ticket().ticket
+    assert ticket is not None
+    path = routes.PART.format(ticket=ticket.ticket, part=0)
+    length = session.outbox.layout.parts[0].nbytes + routes.DIGEST_BYTES
+    run = server._require_run()
+    raw = send(
+        server, f"PUT {path} HTTP/1.1", f"{routes.LEASE_HEADER}: {session.http.lease}", f"Content-Length: {length}",
+        *more, body=bytes(BEGUN),
+    )  # fmt: skip
+    wait_until(lambda: run.bytes_up == BEGUN, "the bytes")
+    end(raw)
+    slot = run.store.spool(ticket.ticket).slot
+    wait_until(lambda: not slot.holds[WRITER], "the end of the request")
+    require_quiet(server, caplog)
+
+
+@pytest.mark.parametrize("end", [socket.socket.close, reset])
+@pytest.mark.parametrize("more", [[], ["Range: bytes=0-900000"]])
+def test_a_worker_that_goes_away_within_a_download(
+    server: atoll.Server,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    more: list[str],
+    end: Callable[[socket.socket], None],
+) -> None:
+    caplog.set_level(logging.INFO)
+    session = Session(server.url, "a", folder=tmp_path / "w")
+    ticket = session.next_ticket().ticket
+    assert ticket is not None
+    path = routes.VERSION_DATA.format(fragment=0, version=0, digest=ticket.base_digest)
+    for _ in range(3):
+        raw = send(server, f"GET {path} HTTP/1.1", *more)
+        raw.recv(100)
+        end(raw)
+    store = server._require_run().store
+    wait_until(lambda: not any(s.holds[PULL] for p in store.pools.values() for s in p._slots.values()), "the end")
+    require_quiet(server, caplog)
+
+
+@pytest.mark.parametrize(
+    "words", [b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"SSH-2.0-x\r\n"]
+)
+def test_who_speaks_something_else(server: atoll.Server, caplog: pytest.LogCaptureFixture, words: bytes) -> None:
+    caplog.set_level(logging.INFO)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
+        raw.sendall(words)
+        assert raw.recv(100).startswith(b"HTTP/1.")
+    require_quiet(server, caplog)
