@@ -29,6 +29,7 @@ from atoll.errors import DiskFull, StateLocked, StoreError
 from atoll.failpoints import failpoint
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.layout import Layout, Part, Piece
+from atoll.transport.descriptor import Descriptor
 from atoll.worker.reporting import LOG, size
 
 
@@ -69,31 +70,36 @@ class ScratchFile:
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
         self.nbytes = nbytes
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         try:
             if os.fstat(self.fd).st_size != nbytes:
                 os.ftruncate(self.fd, 0)
                 if nbytes:
                     os.posix_fallocate(self.fd, 0, nbytes)
         except OSError as error:
-            os.close(self.fd)
+            self.close()
             path.unlink(missing_ok=True)
             raise DiskFull(
                 f"{path.parent} has no room for {nbytes / 1e9:.2f} GB ({error.strerror}).",
                 "Free some disk, or set ATOLL_DIR to a folder with more.",
             ) from error
 
+    @property
+    def fd(self) -> int:
+        return self._descriptor.number
+
     def write(self, offset: int, data: memoryview) -> None:
-        """Write all of `data`.
+        """Write all of `data`; from any thread, even while another one closes the file.
 
         Raises:
             StoreError: this machine's disk is full, or fails.
         """
         try:
             failpoint("worker.write")
-            while data:
-                done = os.pwrite(self.fd, data, offset)
-                offset, data = offset + done, data[done:]
+            with self._descriptor.used() as fd:
+                while data:
+                    done = os.pwrite(fd, data, offset)
+                    offset, data = offset + done, data[done:]
         except OSError as error:
             raise StoreError(
                 f"{self.path} cannot be written ({error.strerror}).",
@@ -125,9 +131,7 @@ class ScratchFile:
         return hasher.digest()
 
     def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._descriptor.close()
 
 
 class BaseFile(ScratchFile):
@@ -174,7 +178,7 @@ class BaseFile(ScratchFile):
         assert other.note is not None
         os.replace(other.path, self.path)
         other._note_path.unlink(missing_ok=True)
-        self.fd, other.fd = other.fd, self.fd
+        self._descriptor, other._descriptor = other._descriptor, self._descriptor
         other.close()
         self._write_note(other.note)
 
