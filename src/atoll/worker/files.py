@@ -65,14 +65,19 @@ class OutboxNote:
 
 
 class ScratchFile:
-    """A preallocated file of fixed size that is rewritten in place, read and written at offsets by many threads."""
+    """A preallocated file of fixed size that is rewritten in place, read and written at offsets by many threads.
+
+    Attributes:
+        is_new: it was not there, or had another size: whatever a note says of it, it holds zeros.
+    """
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
         self.nbytes = nbytes
         self._descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         try:
-            if os.fstat(self.fd).st_size != nbytes:
+            self.is_new = os.fstat(self.fd).st_size != nbytes
+            if self.is_new:
                 os.ftruncate(self.fd, 0)
                 if nbytes:
                     os.posix_fallocate(self.fd, 0, nbytes)
@@ -130,6 +135,12 @@ class ScratchFile:
             hasher.update(view)
         return hasher.digest()
 
+    def differing(self, parts: Sequence[Part], digests: Sequence[str]) -> list[Part]:
+        """The parts whose bytes do not have their digest, in hex by index."""
+        if len(digests) != len(parts):  # of another cut: none can be told to be right
+            return list(parts)
+        return [part for part in parts if self.digest(part).hex() != digests[part.index]]
+
     def close(self) -> None:
         self._descriptor.close()
 
@@ -141,7 +152,32 @@ class BaseFile(ScratchFile):
         super().__init__(folder / f"{name}.safetensors", layout.nbytes)
         self.layout = layout
         self._note_path = folder / f"{name}.json"
+        if self.is_new:
+            self._note_path.unlink(missing_ok=True)
         self.note = _read_note(self._note_path, BaseNote)
+        self._seen = False  # whether the bytes of a complete note are known to be in the file
+
+    def holds(self, run: str, digest: str) -> bool:
+        """Whether this version is here, every byte; what an earlier process left is read once before it is believed.
+
+        Its note survives what the bytes may not: they are written behind, and a disk may damage them.
+        """
+        note: BaseNote | None = self.note
+        if note is None or not note.complete or (note.run, note.digest) != (run, digest):
+            return False
+        if not self._seen:
+            wrong = self.differing(self.layout.parts, note.part_digests)
+            if wrong:
+                LOG.warning(
+                    "%s: %d of %d parts are not what was pulled, and are pulled again. Look at the disk.",
+                    self.path,
+                    len(wrong),
+                    len(self.layout.parts),
+                )
+                self._write_note(replace(note, complete=False))
+                return False
+            self._seen = True
+        return True
 
     def begin(self, note: BaseNote) -> list[Part]:
         """Say which version is about to be written; returns the parts that are not there already.
@@ -149,11 +185,8 @@ class BaseFile(ScratchFile):
         A pull that broke off left parts of the same version behind: what still has its digest is kept.
         """
         resumed = self.note is not None and (self.note.run, self.note.digest) == (note.run, note.digest)
-        wanted = [
-            part
-            for part in self.layout.parts
-            if not (resumed and self.digest(part).hex() == note.part_digests[part.index])
-        ]
+        parts = self.layout.parts
+        wanted = self.differing(parts, note.part_digests) if resumed else list(parts)
         self._write_note(note)
         return wanted
 
@@ -161,6 +194,7 @@ class BaseFile(ScratchFile):
         """The version is complete."""
         assert self.note is not None
         self._write_note(BaseNote(**{**asdict(self.note), "complete": True}))
+        self._seen = True
 
     def begin_local(self, note: BaseNote) -> None:
         """The file is about to hold something that is no version: no digest names it any more."""
@@ -180,6 +214,7 @@ class BaseFile(ScratchFile):
         other._note_path.unlink(missing_ok=True)
         self._descriptor, other._descriptor = other._descriptor, self._descriptor
         other.close()
+        self._seen = other._seen
         self._write_note(other.note)
 
     def _write_note(self, note: BaseNote) -> None:
@@ -197,6 +232,10 @@ class Outbox(ScratchFile):
         self.note = _read_note(self._note_path, OutboxNote)
         if self.note is not None and self.note.layout_digest != layout.digest:
             self.clear()
+
+    def is_damaged(self) -> bool:
+        """Whether it is not what its note says. The note survives what the bytes may not: they are written behind."""
+        return self.note is not None and bool(self.differing(self.layout.parts, self.note.part_digests))
 
     def seal(self, note: OutboxNote) -> None:
         """The update is complete: from here on it survives this process."""

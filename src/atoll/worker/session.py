@@ -109,8 +109,7 @@ class Session(Connection):
             Gone: the server no longer keeps it; ask for the head. The tensors may hold a part of it.
         """
         base = base or self.base
-        note = base.note
-        if note is not None and note.complete and (note.run, note.digest) == (self.info.run, digest):
+        if base.holds(self.info.run, digest):
             if into is not None:
                 update.load_(into, base)
             return
@@ -120,6 +119,7 @@ class Session(Connection):
         )
         if manifest.digest != digest:
             raise Gone(f"Version {version} is no longer the one that was offered.", "Ask for the head again.")
+        note = base.note
         if note is not None and note.run == self.info.run and note.version > version:
             LOG.warning(
                 "%s: the server went back from version %d to %d: restored, or fell back after a power loss",
@@ -321,6 +321,12 @@ class Session(Connection):
         """Send what an earlier process of this worker left; None where there is nothing that can still count."""
         note = self.outbox.note
         if note is None or note.run != self.info.run:
+            self.outbox.clear()
+            return None
+        if self.outbox.is_damaged():
+            LOG.warning(
+                "%s: %s is damaged: the update in it is not sent. Look at the disk.", self.site, self.outbox.path
+            )
             self.outbox.clear()
             return None
         self.resuming = True
