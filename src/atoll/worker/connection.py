@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ from atoll.errors import (
     LeaseLost,
     ServerUnreachable,
     Superseded,
+    TicketClosed,
     TransferStalled,
     VersionSkew,
 )
@@ -220,6 +221,23 @@ class Connection:
             ).outcome
         except Gone as error:
             return messages.Outcome(ticket=ticket, state="expired", base_version=0, reason=str(error))
+
+    def parts_at_server(self, ticket: int, part_digests: Sequence[str]) -> Collection[int]:
+        """Indices of the parts that need not be sent: the server has them, with these digests in hex.
+
+        Raises:
+            TicketClosed: the round went on without this update.
+        """
+        state = self.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState)
+        if state.outcome.state == "expired":
+            raise TicketClosed(f"The round of ticket {ticket} is over: {state.outcome.reason}.")
+        if state.outcome.state in ("accepted", "counted"):
+            return range(len(part_digests))
+        return {
+            index
+            for index, digest in zip(state.parts, state.part_digests, strict=True)
+            if digest == part_digests[index]
+        }
 
     def _send_heartbeat(self, most_s: float = 30.0) -> None:
         counters = self.counters
