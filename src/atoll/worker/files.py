@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -25,7 +26,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from atoll.errors import DiskFull, StateLocked, StoreError
+from atoll.errors import AtollError, DiskFull, StateLocked, StoreError
 from atoll.failpoints import failpoint
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.layout import Layout, Part, Piece
@@ -278,9 +279,14 @@ def _lock(folder: Path, site: str) -> int | None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / "lock"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be opened ({error.strerror}).",
+            "It has to be a plain file that this user may write; remove what is there, or set ATOLL_DIR elsewhere.",
+        ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(fd), path.stat()):
@@ -309,26 +315,38 @@ def remove_earlier(current: Path, site: str) -> None:
     """Remove what earlier runs of this site have left beside the folder `current`, and say so.
 
     A folder stays that a process has locked, whose outbox holds an update that no server has acknowledged, or that
-    holds anything else than a worker's files.
+    holds anything else than a worker's files. No link is followed: what lies elsewhere was put there by somebody.
     """
     count = freed_bytes = 0
     for folder in sorted(current.parent.iterdir()):
-        if folder == current or not (folder / "lock").is_file():
+        if folder == current or folder.is_symlink() or not (folder / "lock").is_file():
             continue
-        with suppress(StateLocked, OSError), locked(folder, site):
-            note: OutboxNote | None = _read_note(folder / "outbox.json", OutboxNote)
-            files = list(folder.iterdir())
-            unsent = (folder / "outbox.json").exists() and not (note is not None and note.sent)
-            if unsent or not {file.name for file in files} <= _OURS:
-                continue
-            nbytes = sum(file.stat().st_size for file in files)
-            for file in files:
-                file.unlink()
-            folder.rmdir()
-            count, freed_bytes = count + 1, freed_bytes + nbytes
+        with suppress(AtollError, OSError), locked(folder, site):
+            nbytes = _remove(folder)
+            if nbytes is not None:
+                count, freed_bytes = count + 1, freed_bytes + nbytes
     if count:
         runs = "an earlier run" if count == 1 else f"{count} earlier runs"
         LOG.info("%s: removed the files of %s, %s: every update in them was sent", site, runs, size(freed_bytes))
+
+
+def _remove(folder: Path) -> int | None:
+    """Remove a folder that is locked by the caller; returns its bytes, None where it has to stay."""
+    note: OutboxNote | None = _read_note(folder / "outbox.json", OutboxNote)
+    if (folder / "outbox.json").exists() and not (note is not None and note.sent):
+        return None
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with os.scandir(fd) as entries:
+            found = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
+        if not found.keys() <= _OURS or not all(stat.S_ISREG(each.st_mode) for each in found.values()):
+            return None
+        for name in sorted(found, key="lock".__eq__):  # last: without it, another process may begin anew in here
+            os.unlink(name, dir_fd=fd)
+    finally:
+        os.close(fd)
+    folder.rmdir()
+    return sum(each.st_size for each in found.values())
 
 
 def _read_note(path: Path, kind: Any) -> Any:
