@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from atoll.codecs.none import NoneCodec
 from atoll.tensors.layout import update_layout, version_layout
 from atoll.tensors.modules import schema_of
 from atoll.testing.processes import Nursery, wait_until
+from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 
 KILLED = -signal.SIGKILL
 
@@ -111,6 +113,26 @@ def test_killed_while_submitting_it_resumes_at_the_part(
     assert begins["round"] == 2
     assert begins["up"] == sum(update_bytes()[4:])
     require_same(tmp_path, server, undisturbed)
+
+
+@pytest.mark.covers("F3")
+@pytest.mark.parametrize("request_line", ["GET .*/versions/0/", "PUT .*/parts/2 "])
+def test_ctrl_c_ends_it_soon_though_the_network_stands_still(
+    nursery: Nursery, tmp_path: Path, server: atoll.Server, request_line: str
+) -> None:
+    """Guards against threads that outlive Ctrl-C: the process stayed until `idle_timeout_s` was over, or longer."""
+    other = Sites(server.url, tmp_path, names=["b"])
+    with Proxy(server.port) as proxy:
+        fault = Fault(request_line, "down", BEFORE_HEADER, "stall")
+        proxy.faults.append(fault)
+        site = SiteProcess(nursery, tmp_path, proxy.url, "a").start()
+        assert fault.reached.wait(30.0)
+        begin = time.monotonic()
+        site.send(signal.SIGINT)
+        assert site.wait(100.0) != 0
+        assert time.monotonic() - begin < 30.0  # idle_timeout_s is 60
+        assert "KeyboardInterrupt" in site.output()
+    other.join()
 
 
 @pytest.mark.covers("F3")

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from torch import nn
 
 import atoll
-from atoll.errors import StateLocked
+from atoll.errors import StateLocked, StoreError
+from atoll.wire import messages
 from atoll.worker.files import locked
 
 
@@ -73,6 +75,66 @@ def test_what_may_still_be_needed_or_is_not_ours_stays(tmp_path: Path, change: C
     before = sorted(first.iterdir())
     one_run(tmp_path, "second")
     assert sorted(first.iterdir()) == before
+
+
+def moved_away(folder: Path) -> Path:
+    """The folder lies elsewhere, and is a link to there; returns where."""
+    elsewhere = folder.parents[2] / "elsewhere"
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    return elsewhere
+
+
+@pytest.mark.covers("D4")
+@pytest.mark.parametrize("name", ["", "lock", "base.safetensors", "outbox.json"])
+def test_nothing_is_removed_or_written_by_way_of_a_link(tmp_path: Path, name: str) -> None:
+    """Guards against a link to a folder, or in one, whose target was emptied: it is not in the site's folder."""
+    first = one_run(tmp_path, "first")
+    target = moved_away(first / name) if name else moved_away(first)
+    files = sorted(target.iterdir()) if target.is_dir() else [target]
+    before = [(file, file.read_bytes()) for file in files]
+    one_run(tmp_path, "second")
+    assert [(file, file.read_bytes()) for file in files] == before
+    assert (first / name).is_symlink()
+
+
+def test_a_link_in_place_of_ones_own_lock_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "run"
+    folder.mkdir(parents=True)
+    (tmp_path / "other.csv").write_text("a row")
+    (folder / "lock").symlink_to(tmp_path / "other.csv")
+    with pytest.raises(StoreError, match=r"lock cannot be opened .*plain file"), locked(folder, "a"):
+        pass
+    assert (tmp_path / "other.csv").read_text() == "a row"
+
+
+@pytest.mark.parametrize("run", ["", ".", "..", "../b", "/tmp/b", "a/b", "a\n"])
+def test_a_run_whose_id_leads_out_of_the_sites_folder_is_refused(run: str) -> None:
+    """The id comes from the server, and names the folder beside which others are removed."""
+    with pytest.raises(ValidationError) as caught:
+        messages.RunInfo.model_validate({"run": run})
+    assert ("run",) in [error["loc"] for error in caught.value.errors()]
+
+
+@pytest.mark.covers("D4")
+def test_the_lock_is_the_last_that_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a process that takes a new lock, and begins to write, among files that are still being removed."""
+    first = one_run(tmp_path, "first")
+    unlink, removed = os.unlink, []
+
+    def begun_anew(path: str, *, dir_fd: int | None = None) -> None:
+        unlink(path, dir_fd=dir_fd)
+        if dir_fd is not None:
+            removed.append(path)
+        if path == "lock":
+            with locked(first, "a"):
+                (first / "base.json").touch()
+
+    monkeypatch.setattr(os, "unlink", begun_anew)
+    one_run(tmp_path, "second")
+    assert removed[-1] == "lock"
+    assert set(removed) > {"lock", "base.safetensors", "outbox.bin"}
+    assert (first / "base.json").exists(), "what was begun there meanwhile stays"
 
 
 @pytest.mark.covers("D4")

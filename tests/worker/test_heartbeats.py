@@ -12,6 +12,7 @@ from torch import nn
 
 import atoll
 from atoll.testing.processes import wait_until
+from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 from atoll.wire import messages
 from atoll.worker import connection
 from atoll.worker.session import Session
@@ -53,9 +54,9 @@ def test_however_often_the_state_changes_heartbeats_keep_their_distance(
     sent: list[float] = []
     send = Session._send_heartbeat
 
-    def counted(self: Session) -> None:
+    def counted(self: Session, *more: float) -> None:
         sent.append(time.monotonic())
-        send(self)
+        send(self, *more)
 
     monkeypatch.setattr(Session, "_send_heartbeat", counted)
     session = Session(server.url, "a", folder=tmp_path / "w")
@@ -82,3 +83,19 @@ def test_the_last_figures_are_told_on_leaving(
     session.leave(error)
     worker = told(server)
     assert (worker.state, worker.doing, worker.step) == (doing, doing, 41)
+
+
+@pytest.mark.covers("L13")
+def test_a_server_that_stands_still_is_left_soon(
+    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a goodbye of half a minute or more after Ctrl-C; the server learns of it by the silence."""
+    monkeypatch.setattr(connection, "GOODBYE_S", 0.2)
+    with Proxy(int(server.url.rpartition(":")[2])) as proxy:
+        session = Session(proxy.url, "a", folder=tmp_path / "w")
+        wait_until(lambda: proxy.count("POST .*heartbeat"), "a heartbeat")
+        proxy.faults += [Fault("POST .*heartbeat", "up", BEFORE_HEADER, "stall") for _ in range(2)]
+        proxy.faults.append(Fault("POST .*leave", "up", BEFORE_HEADER, "stall"))
+        begin = time.monotonic()
+        session.leave()
+        assert time.monotonic() - begin < 10.0

@@ -97,10 +97,10 @@ class Http:
         response = self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
         return self._read(response, reply)
 
-    def send(self, path: str, message: BaseModel) -> None:
+    def send(self, path: str, message: BaseModel, *, timeout_s: float = 30.0) -> None:
         """POST a message whose answer has no body."""
         body = message.model_dump_json(exclude_defaults=True).encode()
-        self._request("POST", path, body=body, headers=_JSON)
+        self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
 
     def _request(
         self,
@@ -117,7 +117,7 @@ class Http:
                 path,
                 body=body,
                 headers=self.headers(headers),
-                timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=timeout_s),
+                timeout=urllib3.Timeout(connect=min(CONNECT_TIMEOUT_S, timeout_s), read=timeout_s),
             )
         except _NETWORK_ERRORS as error:
             raise network_error(self.server, timeout_s, error) from error

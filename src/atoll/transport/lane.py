@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import http.client
 import os
+import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 
 from urllib3.util.wait import wait_for_read
 
@@ -21,7 +24,7 @@ SLICE_BYTES = 4 * CHUNK_BYTES
 
 
 class Lane:
-    """A connection that one thread uses at a time, and that lasts for many parts.
+    """A connection that one thread uses at a time, and that lasts for many parts; another thread may cut it.
 
     Args:
         secure: TLS context; None for plain HTTP.
@@ -34,10 +37,25 @@ class Lane:
             if secure
             else http.client.HTTPConnection(host, port, timeout=idle_timeout_s)
         )
+        self._secure, self._idle_timeout_s = secure, idle_timeout_s
         self._scratch = bytearray(CHUNK_BYTES)
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None  # the connection's, from before it is connected
+        self.is_cut = False
 
     def close(self) -> None:
+        with self._lock:
+            self._socket = None
         self._connection.close()
+
+    def cut(self) -> None:
+        """From another thread: whoever waits in this connection fails at once, and it is of no use any more."""
+        with self._lock:
+            self.is_cut = True
+            if self._socket is not None:
+                with suppress(OSError):  # it was not connected
+                    # not a TLS socket's own, which takes the keys away from the thread that uses them
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def put(
         self,
@@ -52,6 +70,7 @@ class Lane:
         """PUT the bytes [start, stop) of a file and then `trailer`; returns status and body of the answer.
 
         Args:
+            fd: of the file; it must stay open until this returns.
             on_bytes: told what was sent, every few MiB; what it raises ends the request.
         """
         connection = self._ready()
@@ -91,6 +110,7 @@ class Lane:
                 if not count:
                     raise http.client.IncompleteRead(b"", left - filled)
                 filled += count
+            self._require_whole()  # what had arrived before the cut is not handed out after it
             yield view[:wanted]
 
     def _answer(self) -> tuple[int, bytes]:
@@ -101,10 +121,49 @@ class Lane:
         """The connection; made anew where the other side has closed it meanwhile."""
         connection = self._connection
         if connection.sock is not None and wait_for_read(connection.sock, timeout=0.0):
-            connection.close()  # nothing was asked, so what can be read is its end
+            self.close()  # nothing was asked, so what can be read is its end
         if connection.sock is None:
-            connection.connect()
+            self._connect()
         return connection
+
+    def _connect(self) -> None:
+        """As the connection itself would; but a cut reaches the socket while it is being connected, too."""
+        host, port = self._connection.host, self._connection.port
+        error: OSError | None = None
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            sock = socket.socket(family, kind, protocol)
+            try:
+                self._hold(sock)
+                sock.connect(address)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                break
+            except OSError as refused:
+                sock.close()
+                error = refused
+            except BaseException:
+                sock.close()
+                raise
+        else:
+            raise error or OSError(f"{host} has no address")
+        try:
+            if self._secure:
+                sock = self._secure.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+                self._hold(sock)
+                sock.do_handshake()
+        except BaseException:
+            sock.close()
+            raise
+        self._connection.sock = sock
+
+    def _hold(self, sock: socket.socket) -> None:
+        sock.settimeout(self._idle_timeout_s)
+        with self._lock:
+            self._socket = sock
+        self._require_whole()
+
+    def _require_whole(self) -> None:
+        if self.is_cut:
+            raise ConnectionAbortedError("the transfer was cut off")
 
     def _send(self, fd: int, offset: int, nbytes: int) -> None:
         sock = self._connection.sock

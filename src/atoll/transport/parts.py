@@ -1,14 +1,17 @@
 """Parts of tensors between a worker and its server, over a few parallel connections.
 
 A part that arrives damaged, or whose connection breaks, is sent again, alone; what lasts is raised to the caller.
+Whoever is interrupted in here leaves no thread behind that still moves bytes; and one that a second interrupt leaves
+behind has a descriptor of its own: it never reads another file than the one it was given.
 """
 
 from __future__ import annotations
 
 import http.client
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -18,6 +21,8 @@ from atoll.errors import PartCorrupt, ServerUnreachable, TransferStalled, UsageE
 from atoll.failpoints import failpoint
 from atoll.tensors.layout import Part
 from atoll.transport.client import Http, network_error, problem_of
+from atoll.transport.crew import Crew, crew
+from atoll.transport.descriptor import Descriptor
 from atoll.transport.lane import Lane
 
 PART_ATTEMPTS = 4
@@ -40,16 +45,16 @@ class Pushing:
         ended: nothing more is sent once it is set.
     """
 
-    def __init__(self, pool: Executor, send: Callable[[Part, bytes], bool]) -> None:
+    def __init__(self, crew: Crew, send: Callable[[Part, bytes], bool]) -> None:
         self.sent: set[int] = set()
         self.error: BaseException | None = None
-        self.ended = threading.Event()
-        self._pool, self._do = pool, send
+        self.ended = crew.ended
+        self._crew, self._do = crew, send
 
     def add(self, part: Part, digest: bytes) -> None:
         """`part` is in the file and will not change; `digest` is its BLAKE3."""
         if not self.ended.is_set():
-            self._pool.submit(self._send, part, digest)
+            self._crew.submit(self._send, part, digest)
 
     def _send(self, part: Part, digest: bytes) -> None:
         try:
@@ -140,10 +145,13 @@ class Parts:
 
         The file must not change before the server has said that it has all of it.
         """
-        self._spread(
-            lambda lane, part: self._send(lane, path_of(part.index), fd, part, digests[part.index], on_bytes, abort),
-            parts,
-        )
+        with _copy_of(fd) as file:
+            self._spread(
+                lambda lane, part: self._send(
+                    lane, path_of(part.index), file, part, digests[part.index], on_bytes, abort
+                ),
+                parts,
+            )
 
     @contextmanager
     def pushing(
@@ -151,28 +159,25 @@ class Parts:
     ) -> Iterator[Pushing]:
         """Send parts of the file `fd` while it is still being written: each when it is added, which never waits.
 
-        What fails is not raised: it ends the sending, and `Pushing.error` has it. On leaving, what was added is sent.
+        What fails is not raised: it ends the sending, and `Pushing.error` has it. On leaving, what was added is sent;
+        left by an exception, nothing more is.
         """
-        with ThreadPoolExecutor(self._connections, thread_name_prefix="atoll-part") as pool:
-            pushing = Pushing(
-                pool,
-                lambda part, digest: self._attempt(
-                    lambda lane, each: self._send(lane, path_of(each.index), fd, each, digest, on_bytes, None),
+        with _copy_of(fd) as file, crew(self._connections) as hands:
+
+            def send(part: Part, digest: bytes) -> bool:
+                return self._attempt(
+                    lambda lane, each: self._send(lane, path_of(each.index), file, each, digest, on_bytes, None),
                     part,
-                    pushing.ended,
-                ),
-            )
-            try:
-                yield pushing
-            except BaseException:
-                pushing.ended.set()
-                raise
+                    hands,
+                )
+
+            yield Pushing(hands, send)
 
     def _send(
         self,
         lane: Lane,
         path: str,
-        fd: int,
+        file: Descriptor,
         part: Part,
         digest: bytes,
         on_bytes: Callable[[int], None] | None,
@@ -183,7 +188,8 @@ class Parts:
             self._tell(count, on_bytes, abort)
 
         headers = self._http.headers({"Content-Type": "application/octet-stream"})
-        status, body = lane.put(path, headers, fd, part.start, part.stop, digest, sent)
+        with file.used() as fd:
+            status, body = lane.put(path, headers, fd, part.start, part.stop, digest, sent)
         if status >= 300:
             raise problem_of(status, body)
         failpoint("push.part")
@@ -196,52 +202,66 @@ class Parts:
 
     def _spread(self, work: Callable[[Lane, Part], None], parts: Sequence[Part]) -> None:
         """Run `work` for every part over the connections; the first lasting failure ends it, and is raised."""
-        failed = threading.Event()
-        if len(parts) <= 1:
-            for part in parts:
-                self._attempt(work, part, failed)
-            return
-        with ThreadPoolExecutor(min(self._connections, len(parts)), thread_name_prefix="atoll-part") as pool:
-            futures: list[Future[bool]] = [pool.submit(self._attempt, work, part, failed) for part in parts]
+        with crew(max(1, min(self._connections, len(parts)))) as hands:
+            if len(parts) <= 1:
+                for part in parts:
+                    self._attempt(work, part, hands)
+                return
+            futures: list[Future[bool]] = [hands.submit(self._attempt, work, part, hands) for part in parts]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             errors = [error for future in done if (error := future.exception())]
             if errors:
-                failed.set()
+                hands.ended.set()  # those on their way may still arrive, and need not be sent again
                 for future in futures:
                     future.cancel()
-                raise errors[0]
+        if errors:
+            raise errors[0]
 
-    def _attempt(self, work: Callable[[Lane, Part], None], part: Part, failed: threading.Event) -> bool:
+    def _attempt(self, work: Callable[[Lane, Part], None], part: Part, hands: Crew) -> bool:
         """Do one part, with a few attempts; False, and not done, where another one has failed for good."""
         for number in range(1, PART_ATTEMPTS + 1):
-            if failed.is_set():
+            if hands.ended.is_set():
                 break
             try:
-                self._once(work, part)
+                self._once(work, part, hands)
                 return True
             except (PartCorrupt, ServerUnreachable, TransferStalled):
                 self._http.counters.add(retries=1)
                 if number == PART_ATTEMPTS:
-                    failed.set()
+                    hands.ended.set()
                     raise
             except BaseException:
-                failed.set()
+                hands.ended.set()
                 raise
         return False
 
-    def _once(self, work: Callable[[Lane, Part], None], part: Part) -> None:
+    def _once(self, work: Callable[[Lane, Part], None], part: Part, hands: Crew) -> None:
         """One attempt on a connection, which is kept only if all went well: else its state is not known."""
         with self._lock:
             lane = self._idle.pop() if self._idle else None
         if lane is None:
             lane = Lane(self._http.host, self._http.port, self._http.secure, self._idle_timeout_s)
         try:
-            work(lane, part)
+            with hands.using(lane):
+                work(lane, part)
         except _NETWORK_ERRORS as error:
             lane.close()
             raise network_error(self._http.server, self._idle_timeout_s, error) from error
         except BaseException:
             lane.close()
             raise
+        if lane.is_cut:
+            lane.close()
+            return
         with self._lock:
             self._idle.append(lane)
+
+
+@contextmanager
+def _copy_of(fd: int) -> Iterator[Descriptor]:
+    """A descriptor of one's own: its owner may close `fd` while a part is still on its way."""
+    file = Descriptor(os.dup(fd))
+    try:
+        yield file
+    finally:
+        file.close()

@@ -15,6 +15,9 @@ from atoll.tensors.schema import Schema, TensorSpec
 Site = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """A worker's name: letters, digits, `.`, `_`, `-`; at most 64; shown, logged, and safe as the name of a folder."""
 
+RunId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+"""A worker names a folder by it, and removes those of earlier runs beside that folder: it must not lead elsewhere."""
+
 Hex32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 """A BLAKE3 digest in hex."""
 
@@ -50,7 +53,7 @@ class RunInfo(Message):
     """What a worker must know of a run before it joins."""
 
     protocol: int = Field(description="Protocol version of the server.")
-    run: str = Field(description="Id of the run; changes when a state directory is begun anew.")
+    run: RunId = Field(description="Id of the run; changes when a state directory is begun anew.")
     name: str
     algorithm: str
     local: dict[str, Any] = Field(description="How the algorithm corrects local training.")

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ from atoll.errors import (
     LeaseLost,
     ServerUnreachable,
     Superseded,
+    TicketClosed,
     TransferStalled,
     VersionSkew,
 )
@@ -46,6 +47,9 @@ HEARTBEAT_GAP_S = 1.0
 
 NetworkLost = (ServerUnreachable, TransferStalled, Busy, DiskFull)
 """What may pass by itself: asked again, after a pause."""
+
+GOODBYE_S = 5.0
+"""A server that does not answer for so long is left without a word: it learns of it by the silence."""
 
 START_RETRIES = 6
 """Attempts to reach a server at the start: some 15 s, then a clear end."""
@@ -175,8 +179,9 @@ class Connection:
             self._fatal = error
             self._closing.set()
         except LeaseLost:
-            with contextlib.suppress(AtollError):
-                self.rejoin(lease)
+            if not self._closing.is_set():
+                with contextlib.suppress(AtollError):
+                    self.rejoin(lease)
         except AtollError as error:
             LOG.debug("%s: heartbeat failed: %s", self.site, error)
         return False
@@ -217,7 +222,24 @@ class Connection:
         except Gone as error:
             return messages.Outcome(ticket=ticket, state="expired", base_version=0, reason=str(error))
 
-    def _send_heartbeat(self) -> None:
+    def parts_at_server(self, ticket: int, part_digests: Sequence[str]) -> Collection[int]:
+        """Indices of the parts that need not be sent: the server has them, with these digests in hex.
+
+        Raises:
+            TicketClosed: the round went on without this update.
+        """
+        state = self.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState)
+        if state.outcome.state == "expired":
+            raise TicketClosed(f"The round of ticket {ticket} is over: {state.outcome.reason}.")
+        if state.outcome.state in ("accepted", "counted"):
+            return range(len(part_digests))
+        return {
+            index
+            for index, digest in zip(state.parts, state.part_digests, strict=True)
+            if digest == part_digests[index]
+        }
+
+    def _send_heartbeat(self, most_s: float = 30.0) -> None:
         counters = self.counters
         message = self.heartbeat.model_copy(
             update={
@@ -227,25 +249,27 @@ class Connection:
                 "bytes_down": counters.bytes_down,
             }
         )
-        timeout_s = min(30.0, max(1.0, self.info.heartbeat_interval_s / 2))
+        timeout_s = min(most_s, max(1.0, self.info.heartbeat_interval_s / 2))
         reply = self.http.post(routes.HEARTBEAT, message, messages.HeartbeatReply, timeout_s=timeout_s)
         self.finished = self.finished or reply.finished
         self.durable_version = reply.durable_versions[0]
 
     def leave(self, error: str | None = None) -> None:
-        """Deregister and stop the heartbeats, after a last one. Idempotent."""
+        """Deregister and stop the heartbeats, after a last one; soon, whatever the server does. Idempotent."""
         if self._closing.is_set() and self._fatal is None:
             return
         self._closing.set()
         self._news.set()
         if self._beat is not None:
-            self._beat.join()
+            self._beat.join(GOODBYE_S)
+        silent = self._beat is not None and self._beat.is_alive()  # one is under way, and the server does not answer
         try:
-            if self._fatal is None:
+            if self._fatal is None and not silent:
                 if self._beat is not None:
                     self.heartbeat = self.heartbeat.model_copy(update={"state": "failed" if error else "left"})
-                    self._send_heartbeat()
-                self.http.send(routes.LEAVE, messages.Leave(error=error[:2000] if error else None))
+                    self._send_heartbeat(GOODBYE_S)
+                leave = messages.Leave(error=error[:2000] if error else None)
+                self.http.send(routes.LEAVE, leave, timeout_s=GOODBYE_S)
         except AtollError as problem:
             LOG.debug("%s: could not say goodbye: %s", self.site, problem)
         finally:

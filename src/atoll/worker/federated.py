@@ -183,8 +183,7 @@ class FederatedRound:
                 f"Round {self.number} was submitted already.", "Submit once, then go on to the next round."
             )
         tensors = _matching(self._session, model)
-        base = self._session.base.note
-        if base is None or base.digest != self._ticket.base_digest or not base.complete:
+        if not self._session.base.holds(self._session.info.run, self._ticket.base_digest):
             raise UsageError(
                 f"Round {self.number} has no base: the global model was not pulled.",
                 "Call round.load_into(model) before training.",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -25,10 +26,11 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from atoll.errors import DiskFull, StateLocked, StoreError
+from atoll.errors import AtollError, DiskFull, StateLocked, StoreError
 from atoll.failpoints import failpoint
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.layout import Layout, Part, Piece
+from atoll.transport.descriptor import Descriptor
 from atoll.worker.reporting import LOG, size
 
 
@@ -64,36 +66,46 @@ class OutboxNote:
 
 
 class ScratchFile:
-    """A preallocated file of fixed size that is rewritten in place, read and written at offsets by many threads."""
+    """A preallocated file of fixed size that is rewritten in place, read and written at offsets by many threads.
+
+    Attributes:
+        is_new: it was not there, or had another size: whatever a note says of it, it holds zeros.
+    """
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
         self.nbytes = nbytes
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         try:
-            if os.fstat(self.fd).st_size != nbytes:
+            self.is_new = os.fstat(self.fd).st_size != nbytes
+            if self.is_new:
                 os.ftruncate(self.fd, 0)
                 if nbytes:
                     os.posix_fallocate(self.fd, 0, nbytes)
         except OSError as error:
-            os.close(self.fd)
+            self.close()
             path.unlink(missing_ok=True)
             raise DiskFull(
                 f"{path.parent} has no room for {nbytes / 1e9:.2f} GB ({error.strerror}).",
                 "Free some disk, or set ATOLL_DIR to a folder with more.",
             ) from error
 
+    @property
+    def fd(self) -> int:
+        return self._descriptor.number
+
     def write(self, offset: int, data: memoryview) -> None:
-        """Write all of `data`.
+        """Write all of `data`; from any thread, even while another one closes the file.
 
         Raises:
             StoreError: this machine's disk is full, or fails.
         """
         try:
             failpoint("worker.write")
-            while data:
-                done = os.pwrite(self.fd, data, offset)
-                offset, data = offset + done, data[done:]
+            with self._descriptor.used() as fd:
+                while data:
+                    done = os.pwrite(fd, data, offset)
+                    offset, data = offset + done, data[done:]
         except OSError as error:
             raise StoreError(
                 f"{self.path} cannot be written ({error.strerror}).",
@@ -124,10 +136,14 @@ class ScratchFile:
             hasher.update(view)
         return hasher.digest()
 
+    def differing(self, parts: Sequence[Part], digests: Sequence[str]) -> list[Part]:
+        """The parts whose bytes do not have their digest, in hex by index."""
+        if len(digests) != len(parts):  # of another cut: none can be told to be right
+            return list(parts)
+        return [part for part in parts if self.digest(part).hex() != digests[part.index]]
+
     def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._descriptor.close()
 
 
 class BaseFile(ScratchFile):
@@ -137,7 +153,32 @@ class BaseFile(ScratchFile):
         super().__init__(folder / f"{name}.safetensors", layout.nbytes)
         self.layout = layout
         self._note_path = folder / f"{name}.json"
+        if self.is_new:
+            self._note_path.unlink(missing_ok=True)
         self.note = _read_note(self._note_path, BaseNote)
+        self._seen = False  # whether the bytes of a complete note are known to be in the file
+
+    def holds(self, run: str, digest: str) -> bool:
+        """Whether this version is here, every byte; what an earlier process left is read once before it is believed.
+
+        Its note survives what the bytes may not: they are written behind, and a disk may damage them.
+        """
+        note: BaseNote | None = self.note
+        if note is None or not note.complete or (note.run, note.digest) != (run, digest):
+            return False
+        if not self._seen:
+            wrong = self.differing(self.layout.parts, note.part_digests)
+            if wrong:
+                LOG.warning(
+                    "%s: %d of %d parts are not what was pulled, and are pulled again. Look at the disk.",
+                    self.path,
+                    len(wrong),
+                    len(self.layout.parts),
+                )
+                self._write_note(replace(note, complete=False))
+                return False
+            self._seen = True
+        return True
 
     def begin(self, note: BaseNote) -> list[Part]:
         """Say which version is about to be written; returns the parts that are not there already.
@@ -145,11 +186,8 @@ class BaseFile(ScratchFile):
         A pull that broke off left parts of the same version behind: what still has its digest is kept.
         """
         resumed = self.note is not None and (self.note.run, self.note.digest) == (note.run, note.digest)
-        wanted = [
-            part
-            for part in self.layout.parts
-            if not (resumed and self.digest(part).hex() == note.part_digests[part.index])
-        ]
+        parts = self.layout.parts
+        wanted = self.differing(parts, note.part_digests) if resumed else list(parts)
         self._write_note(note)
         return wanted
 
@@ -157,6 +195,7 @@ class BaseFile(ScratchFile):
         """The version is complete."""
         assert self.note is not None
         self._write_note(BaseNote(**{**asdict(self.note), "complete": True}))
+        self._seen = True
 
     def begin_local(self, note: BaseNote) -> None:
         """The file is about to hold something that is no version: no digest names it any more."""
@@ -174,8 +213,9 @@ class BaseFile(ScratchFile):
         assert other.note is not None
         os.replace(other.path, self.path)
         other._note_path.unlink(missing_ok=True)
-        self.fd, other.fd = other.fd, self.fd
+        self._descriptor, other._descriptor = other._descriptor, self._descriptor
         other.close()
+        self._seen = other._seen
         self._write_note(other.note)
 
     def _write_note(self, note: BaseNote) -> None:
@@ -193,6 +233,10 @@ class Outbox(ScratchFile):
         self.note = _read_note(self._note_path, OutboxNote)
         if self.note is not None and self.note.layout_digest != layout.digest:
             self.clear()
+
+    def is_damaged(self) -> bool:
+        """Whether it is not what its note says. The note survives what the bytes may not: they are written behind."""
+        return self.note is not None and bool(self.differing(self.layout.parts, self.note.part_digests))
 
     def seal(self, note: OutboxNote) -> None:
         """The update is complete: from here on it survives this process."""
@@ -235,9 +279,14 @@ def _lock(folder: Path, site: str) -> int | None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / "lock"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be opened ({error.strerror}).",
+            "It has to be a plain file that this user may write; remove what is there, or set ATOLL_DIR elsewhere.",
+        ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(fd), path.stat()):
@@ -266,26 +315,38 @@ def remove_earlier(current: Path, site: str) -> None:
     """Remove what earlier runs of this site have left beside the folder `current`, and say so.
 
     A folder stays that a process has locked, whose outbox holds an update that no server has acknowledged, or that
-    holds anything else than a worker's files.
+    holds anything else than a worker's files. No link is followed: what lies elsewhere was put there by somebody.
     """
     count = freed_bytes = 0
     for folder in sorted(current.parent.iterdir()):
-        if folder == current or not (folder / "lock").is_file():
+        if folder == current or folder.is_symlink() or not (folder / "lock").is_file():
             continue
-        with suppress(StateLocked, OSError), locked(folder, site):
-            note: OutboxNote | None = _read_note(folder / "outbox.json", OutboxNote)
-            files = list(folder.iterdir())
-            unsent = (folder / "outbox.json").exists() and not (note is not None and note.sent)
-            if unsent or not {file.name for file in files} <= _OURS:
-                continue
-            nbytes = sum(file.stat().st_size for file in files)
-            for file in files:
-                file.unlink()
-            folder.rmdir()
-            count, freed_bytes = count + 1, freed_bytes + nbytes
+        with suppress(AtollError, OSError), locked(folder, site):
+            nbytes = _remove(folder)
+            if nbytes is not None:
+                count, freed_bytes = count + 1, freed_bytes + nbytes
     if count:
         runs = "an earlier run" if count == 1 else f"{count} earlier runs"
         LOG.info("%s: removed the files of %s, %s: every update in them was sent", site, runs, size(freed_bytes))
+
+
+def _remove(folder: Path) -> int | None:
+    """Remove a folder that is locked by the caller; returns its bytes, None where it has to stay."""
+    note: OutboxNote | None = _read_note(folder / "outbox.json", OutboxNote)
+    if (folder / "outbox.json").exists() and not (note is not None and note.sent):
+        return None
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with os.scandir(fd) as entries:
+            found = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
+        if not found.keys() <= _OURS or not all(stat.S_ISREG(each.st_mode) for each in found.values()):
+            return None
+        for name in sorted(found, key="lock".__eq__):  # last: without it, another process may begin anew in here
+            os.unlink(name, dir_fd=fd)
+    finally:
+        os.close(fd)
+    folder.rmdir()
+    return sum(each.st_size for each in found.values())
 
 
 def _read_note(path: Path, kind: Any) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from atoll.codecs.update import codecs_of, encoded_layout
-from atoll.errors import Gone, TicketClosed, UpdateRefused, VersionSkew
+from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused, VersionSkew
 from atoll.failpoints import failpoint
 from atoll.tensors.chunks import Scatter
 from atoll.tensors.layout import Layout, Part, version_layout
@@ -30,6 +30,9 @@ from atoll.worker.stretches import Stretches
 
 MAX_REFUSALS = 5
 """In a row, after which a worker gives up: it would train and be refused for ever."""
+
+MAX_CONFLICTS = 3
+"""In one submission: an attempt at a part that was given up may arrive late, and undo the one that took its place."""
 
 
 class Session(Connection):
@@ -109,8 +112,7 @@ class Session(Connection):
             Gone: the server no longer keeps it; ask for the head. The tensors may hold a part of it.
         """
         base = base or self.base
-        note = base.note
-        if note is not None and note.complete and (note.run, note.digest) == (self.info.run, digest):
+        if base.holds(self.info.run, digest):
             if into is not None:
                 update.load_(into, base)
             return
@@ -120,6 +122,7 @@ class Session(Connection):
         )
         if manifest.digest != digest:
             raise Gone(f"Version {version} is no longer the one that was offered.", "Ask for the head again.")
+        note = base.note
         if note is not None and note.run == self.info.run and note.version > version:
             LOG.warning(
                 "%s: the server went back from version %d to %d: restored, or fell back after a power loss",
@@ -258,7 +261,7 @@ class Session(Connection):
                 error, failure = failure, None
                 raise error
             if has is None:
-                has = self._parts_at_server(note)
+                has = self.parts_at_server(note.ticket, note.part_digests)
             parts = [part for part in self.outbox.layout.parts if part.index not in has]
             bar.resume()
             self.parts.push(
@@ -266,29 +269,19 @@ class Session(Connection):
             )
             return self.http.post(routes.COMPLETE.format(ticket=note.ticket), complete, messages.Receipt)
 
-        receipt = self.patiently(submit, max_retries, "submit")
+        for conflicts in range(MAX_CONFLICTS + 1):
+            try:
+                receipt = self.patiently(submit, max_retries, "submit")
+                break
+            except Conflict as error:  # by then `sent` is None: what the server lacks is asked and sent
+                if conflicts == MAX_CONFLICTS:
+                    raise
+                LOG.debug("%s: %s", self.site, error)
         self.outbox.mark_sent()
         self.resuming = False
         failpoint("worker.acknowledged")
         LOG.debug("%s: submitted %s for version %d", self.site, size(self.outbox.layout.nbytes), note.base_version)
         return receipt
-
-    def _parts_at_server(self, note: OutboxNote) -> Collection[int]:
-        """Indices of the parts that need not be sent: an attempt before this one, or an earlier process, sent them.
-
-        Raises:
-            TicketClosed: the round went on without this update.
-        """
-        state = self.http.get(routes.TICKET.format(ticket=note.ticket), messages.TicketState)
-        if state.outcome.state == "expired":
-            raise TicketClosed(f"The round of ticket {note.ticket} is over: {state.outcome.reason}.")
-        if state.outcome.state in ("accepted", "counted"):
-            return range(len(note.part_digests))
-        return {
-            index
-            for index, digest in zip(state.parts, state.part_digests, strict=True)
-            if digest == note.part_digests[index]
-        }
 
     def _tell_submitting(self, number: int) -> None:
         self.heartbeat = self.heartbeat.model_copy(update={"state": f"submitting to round {number}"})
@@ -321,6 +314,12 @@ class Session(Connection):
         """Send what an earlier process of this worker left; None where there is nothing that can still count."""
         note = self.outbox.note
         if note is None or note.run != self.info.run:
+            self.outbox.clear()
+            return None
+        if self.outbox.is_damaged():
+            LOG.warning(
+                "%s: %s is damaged: the update in it is not sent. Look at the disk.", self.site, self.outbox.path
+            )
             self.outbox.clear()
             return None
         self.resuming = True

@@ -1,0 +1,234 @@
+"""Ctrl-C while parts are on their way: nothing of another file is ever sent or written, and nobody is left waiting.
+
+The network stands still in all of these; what a thread that was left behind would do shows once it moves again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from atoll.codecs.none import NoneCodec
+from atoll.errors import UsageError
+from atoll.tensors.layout import Layout, update_layout
+from atoll.tensors.schema import TensorSpec
+from atoll.testing.processes import wait_until
+from atoll.transport.client import Http
+from atoll.transport.descriptor import Descriptor
+from atoll.transport.lane import Lane
+from atoll.transport.parts import Parts
+
+PART_BYTES = 8 * 2**20
+LAYOUT: Layout = update_layout([TensorSpec("w", "F32", (PART_BYTES,))], lambda spec: NoneCodec(), PART_BYTES)
+"""Four parts, each more than the buffers between two sockets hold."""
+IDLE_S = 300.0
+SECRET = b"a row of another file\n"
+
+
+class StandingStill:
+    """Accepts connections and reads a little; the rest only when it is told to."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.received: list[bytes] = []
+        self.connections: list[socket.socket] = []
+        self._listener = socket.socket()
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen()
+        self.port = self._listener.getsockname()[1]
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self._threads.append(threading.Thread(target=self._read, args=(connection,), daemon=True))
+            self._threads[-1].start()
+
+    def _read(self, connection: socket.socket) -> None:
+        with connection:
+            got = bytearray(connection.recv(1000))
+            self.connections.append(connection)
+            self.go.wait(60.0)
+            connection.settimeout(60.0)
+            try:
+                while data := connection.recv(2**20):
+                    got += data
+            except OSError:
+                pass
+            self.received.append(bytes(got))
+
+    @property
+    def accepted(self) -> int:
+        """Connections that have brought something."""
+        return len(self.connections)
+
+    def all_received(self) -> list[bytes]:
+        """What every connection brought, once all of them have ended."""
+        self.go.set()
+        wait_until(lambda: len(self.received) == self.accepted, "the end of every connection")
+        return self.received
+
+    def close(self) -> None:
+        self.go.set()
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        self._listener.close()
+        for thread in self._threads:
+            thread.join()
+
+
+@pytest.fixture
+def peer() -> Iterator[StandingStill]:
+    peer = StandingStill()
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def parts(peer: StandingStill) -> Iterator[Parts]:
+    http = Http(f"http://127.0.0.1:{peer.port}")
+    parts = Parts(http, 2, IDLE_S)
+    yield parts
+    parts.close()
+    http.close()
+
+
+@contextmanager
+def ctrl_c_when(condition: Callable[[], bool]) -> Iterator[None]:
+    """A real one: it has to end the wait of the main thread."""
+    assert threading.current_thread() is threading.main_thread()
+
+    def press() -> None:
+        wait_until(condition, "the moment for Ctrl-C")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    thread.join()
+
+
+def left_behind() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("atoll-part")]
+
+
+def opened(path: Path, content: bytes) -> int:
+    path.write_bytes((content * (LAYOUT.nbytes // len(content) + 1))[: LAYOUT.nbytes])
+    return os.open(path, os.O_RDWR)
+
+
+def path_of(part: int) -> str:
+    return f"/v1/tickets/1/parts/{part}"
+
+
+def push_all(parts: Parts, fd: int) -> None:
+    parts.push(path_of, fd, LAYOUT.parts, [bytes(32)] * len(LAYOUT.parts))
+
+
+def push_while_written(parts: Parts, fd: int) -> None:
+    with parts.pushing(path_of, fd) as pushing:
+        for part in LAYOUT.parts:
+            pushing.add(part, bytes(32))
+
+
+@pytest.mark.parametrize("push", [push_all, push_while_written])
+def test_after_ctrl_c_nothing_is_sent_any_more(
+    tmp_path: Path, peer: StandingStill, parts: Parts, push: Callable[[Parts, int], None]
+) -> None:
+    """Guards against a pool that is left before its threads are: they sent what was opened under its file's number."""
+    fd = opened(tmp_path / "outbox.bin", b"update\n")
+    with ctrl_c_when(lambda: peer.accepted == 2):
+        push(parts, fd)
+    assert left_behind() == []
+    os.close(fd)
+    other = opened(tmp_path / "other.csv", SECRET)
+    assert other == fd
+    assert not any(SECRET in sent for sent in peer.all_received())
+    assert peer.accepted == 2, "the parts in the queue were not begun"
+    os.close(other)
+
+
+@pytest.mark.parametrize("push", [push_all, push_while_written])
+def test_a_second_ctrl_c_leaves_threads_that_send_the_outbox_alone(
+    tmp_path: Path,
+    peer: StandingStill,
+    parts: Parts,
+    monkeypatch: pytest.MonkeyPatch,
+    push: Callable[[Parts, int], None],
+) -> None:
+    """The worst of moments: before any connection was cut."""
+    fd = opened(tmp_path / "outbox.bin", b"update\n")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Lane, "cut", interrupted)
+    with ctrl_c_when(lambda: peer.accepted == 2):
+        push(parts, fd)
+    assert left_behind() != []
+    os.close(fd)
+    other = opened(tmp_path / "other.csv", SECRET)
+    assert other == fd
+    peer.go.set()  # what is on its way arrives; nobody answers, so it takes the end of the peer to end the wait
+    wait_until(lambda: parts._http.counters.bytes_up >= 2 * PART_BYTES, "the rest of the two parts")
+    monkeypatch.undo()
+    peer_ends(peer)
+    wait_until(lambda: not left_behind(), "the end of the threads")
+    assert not any(SECRET in sent for sent in peer.received)
+    assert peer.accepted == 2
+    os.close(other)
+
+
+def peer_ends(peer: StandingStill) -> None:
+    for connection in peer.connections:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def test_after_ctrl_c_in_a_pull_nothing_is_asked_for_any_more(peer: StandingStill, parts: Parts) -> None:
+    with ctrl_c_when(lambda: peer.accepted == 2):
+        parts.pull("/v1/fragments/0/versions/0", [bytes(32)] * len(LAYOUT.parts), LAYOUT.parts, [])
+    assert left_behind() == []
+    peer.all_received()
+    assert peer.accepted == 2
+
+
+def test_a_connection_is_cut_while_it_is_being_made(peer: StandingStill) -> None:
+    """A peer that takes the connection and never answers the TLS handshake."""
+    lane = Lane("127.0.0.1", peer.port, ssl.create_default_context(), IDLE_S)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(lane.get, "/", {})
+        wait_until(lambda: peer.accepted == 1, "the handshake")
+        lane.cut()
+        assert isinstance(asked.exception(), OSError)
+    with pytest.raises(ConnectionAbortedError):
+        lane.get("/", {})
+    assert peer.accepted == 1
+    lane.close()
+
+
+def test_a_number_names_its_file_as_long_as_anybody_uses_it(tmp_path: Path) -> None:
+    fd = opened(tmp_path / "file", b"mine")
+    file = Descriptor(fd)
+    with file.used() as number:
+        file.close()
+        file.close()
+        assert os.pread(number, 4, 0) == b"mine"
+        assert file.number == -1
+        with pytest.raises(UsageError, match="was closed"), file.used():
+            pass
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)

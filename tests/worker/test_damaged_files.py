@@ -1,0 +1,144 @@
+"""A note beside base or outbox survives what the bytes may not: the file is read once before its note is believed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.errors import UsageError
+from atoll.tensors.modules import named_tensors
+from atoll.worker.files import ScratchFile
+from atoll.worker.session import Session
+
+
+def model() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(300, 100)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    options = {"algorithm": "fedavg", "part_bytes": 2**16, "min_free_bytes": 0, "num_workers": 1}
+    with atoll.Server(model(), port=0, state_dir=tmp_path / "state", **options) as server:
+        yield server
+
+
+def only(folder: Path, name: str) -> Path:
+    (path,) = folder.rglob(name)
+    return path
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def shorten(path: Path) -> None:
+    os.truncate(path, 1000)
+
+
+def zero(path: Path) -> None:
+    """What a power loss leaves of a preallocated file whose note was written."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def damage_one_part(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(70_000)
+        file.write(b"\xff" * 100)
+
+
+DAMAGES = [(remove, [0, 1, 2]), (shorten, [0, 1, 2]), (zero, [0, 1, 2]), (damage_one_part, [1])]
+"""What happens to a file of three parts, and which of them are pulled again."""
+
+
+@pytest.mark.covers("F41", "F1")
+@pytest.mark.parametrize(("damage", "parts"), DAMAGES)
+def test_a_base_that_is_not_what_its_note_says_is_pulled_again(
+    server: atoll.Server,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    parts: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "atoll")
+    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+        next(iter(worker)).load_into(model())
+    damage(only(tmp_path, "base.safetensors"))
+    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+        mine = nn.Linear(300, 100)
+        next(iter(worker)).load_into(mine)
+        sizes = [part.nbytes for part in worker._session.layout.parts]
+        assert worker.bytes_down == sum(sizes[part] for part in parts)
+        base = worker._session.base
+        assert base.differing(base.layout.parts, base.note.part_digests) == []
+    assert torch.equal(mine.weight, model().weight)
+    assert torch.equal(mine.bias, model().bias)
+    told = [line for line in caplog.messages if "are pulled again" in line]
+    assert len(told) == (damage in (zero, damage_one_part))  # of one that is gone there is nothing to say
+
+
+@pytest.mark.covers("F41")
+def test_a_base_that_is_what_its_note_says_is_read_once_and_not_pulled(
+    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+        next(iter(worker)).load_into(model())
+    digest, read = ScratchFile.digest, []
+
+    def counted(self, part):  # type: ignore[no-untyped-def]
+        read.append(part.index)
+        return digest(self, part)
+
+    monkeypatch.setattr(ScratchFile, "digest", counted)
+    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+        round_ = next(iter(worker))
+        round_.load_into(nn.Linear(300, 100))
+        round_.load_into(nn.Linear(300, 100))
+        assert worker.bytes_down == 0
+    assert read == [0, 1, 2]
+
+
+@pytest.mark.covers("F41")
+def test_no_update_is_formed_against_a_damaged_base(server: atoll.Server, tmp_path: Path) -> None:
+    """A training loop may have loaded the model in another way than `load_into`."""
+    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+        next(iter(worker)).load_into(model())
+    damage_one_part(only(tmp_path, "base.safetensors"))
+    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+        round_ = next(iter(worker))
+        with pytest.raises(UsageError, match="was not pulled"):
+            round_.submit(model())
+        round_.load_into(model())
+        round_.submit(model())
+
+
+@pytest.mark.covers("F41", "F3")
+@pytest.mark.parametrize("damage", [damage for damage, _ in DAMAGES])
+def test_a_damaged_outbox_is_said_once_and_the_round_is_trained_again(
+    server: atoll.Server, tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against an outbox whose parts the server refuses at every start of the worker, for ever."""
+    session = Session(server.url, "a", folder=tmp_path / "w")
+    ticket = session.next_ticket().ticket
+    assert ticket is not None
+    tensors = named_tensors(model())[0]
+    session.pull(ticket.base_version, ticket.base_digest, tensors)
+    session.form(
+        ticket, {name: tensor.detach() - 1.0 for name, tensor in tensors.items()}, weight=1, steps=1, metrics={}
+    )
+    session.leave()
+    damage(only(tmp_path, "outbox.bin"))
+    caplog.set_level(logging.WARNING, "atoll")
+    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+        round_ = next(iter(worker))
+        assert round_.number == 1
+        assert len([line for line in caplog.messages if "outbox.bin is damaged" in line]) == 1
+        assert not list(tmp_path.rglob("outbox.json"))
+        round_.submit(round_.load_into(model()))

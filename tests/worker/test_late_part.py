@@ -1,0 +1,97 @@
+"""An attempt at a part that was given up arrives after its repetition was recorded: the server takes neither for good.
+
+Whoever sends a part last has it, so the server forgets what was recorded. The worker then sends that part once more.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import atoll
+from atoll.errors import Conflict
+from atoll.tensors.modules import named_tensors
+from atoll.testing.processes import wait_until
+from atoll.wire import messages, routes
+from atoll.worker.session import MAX_CONFLICTS, Session
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    options = {"algorithm": "fedavg", "part_bytes": 2**16, "min_free_bytes": 0, "num_workers": 1}
+    with atoll.Server(nn.Linear(300, 100), port=0, state_dir=tmp_path / "state", **options) as server:
+        yield server
+
+
+class Late:
+    """Half of part 1, which arrives just before each of the first `times` words that the update is complete."""
+
+    def __init__(self, session: Session, ticket: int, times: int) -> None:
+        self.completions = 0
+        self._session, self._ticket, self._times = session, ticket, times
+        self._sockets: list[socket.socket] = []
+        self._post = session.http.post
+        session.http.post = self._posted  # type: ignore[method-assign]
+
+    def _posted(self, path: str, *args: Any, **more: Any) -> Any:
+        if path == routes.COMPLETE.format(ticket=self._ticket):
+            self.completions += 1
+            if self.completions <= self._times:
+                self._arrive()
+        return self._post(path, *args, **more)
+
+    def _arrive(self) -> None:
+        http, part = self._session.http, self._session.outbox.layout.parts[1]
+        lines = [
+            f"PUT {routes.PART.format(ticket=self._ticket, part=1)} HTTP/1.1",
+            f"Host: {http.host}",
+            f"Content-Length: {part.nbytes + 32}",
+            *(f"{name}: {value}" for name, value in http.headers().items()),
+        ]
+        late = socket.create_connection((http.host, http.port))
+        self._sockets.append(late)
+        late.sendall("\r\n".join([*lines, "", ""]).encode() + bytes(part.nbytes // 2))
+        path = routes.TICKET.format(ticket=self._ticket)
+        wait_until(lambda: 1 not in http.get(path, messages.TicketState).parts, "the loss of part 1")
+
+    def close(self) -> None:
+        for late in self._sockets:
+            late.close()
+
+
+def formed(server: atoll.Server, folder: Path) -> tuple[Session, int]:
+    session = Session(server.url, "a", folder=folder)
+    ticket = session.next_ticket().ticket
+    assert ticket is not None
+    tensors = named_tensors(nn.Linear(300, 100))[0]
+    session.pull(ticket.base_version, ticket.base_digest, None)
+    session.form(ticket, tensors, weight=1.0, steps=1, metrics={})
+    return session, ticket.ticket
+
+
+@pytest.mark.covers("F14")
+@pytest.mark.parametrize("times", [1, MAX_CONFLICTS])
+def test_a_part_that_a_late_attempt_undid_is_sent_again_alone(server: atoll.Server, tmp_path: Path, times: int) -> None:
+    session, ticket = formed(server, tmp_path / "w")
+    late = Late(session, ticket, times)
+    assert session.send().ticket == ticket
+    assert late.completions == times + 1
+    layout = session.outbox.layout
+    assert session.counters.bytes_up == layout.nbytes + times * layout.parts[1].nbytes
+    session.leave()
+    late.close()
+
+
+def test_a_conflict_that_lasts_is_raised(server: atoll.Server, tmp_path: Path) -> None:
+    session, ticket = formed(server, tmp_path / "w")
+    late = Late(session, ticket, MAX_CONFLICTS + 1)
+    with pytest.raises(Conflict, match="lacks 1 of 2 parts"):
+        session.send()
+    assert late.completions == MAX_CONFLICTS + 1
+    session.leave()
+    late.close()
