@@ -70,4 +70,4 @@ def test_pause_says_that_it_is_there_and_waits_for_the_file(tmp_path: Path) -> N
 def test_an_unknown_action_is_an_error_that_lists_the_known_ones() -> None:
     outcome = run("here=explode")
     assert outcome.returncode == 1
-    assert "unknown action 'explode' at 'here'; use kill, enospc, eio or pause:PATH" in outcome.stderr
+    assert "unknown action 'explode' at 'here'; use kill, enospc, emfile, eio or pause:PATH" in outcome.stderr
