@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -77,7 +78,9 @@ class World:
         self.state_fd = None
 
     def open(self, name: str) -> int:
-        return os.open(self.folder / name, os.O_RDWR | os.O_CREAT)
+        fd = os.open(self.folder / name, os.O_RDWR | os.O_CREAT)
+        weakref.finalize(self, os.close, fd)
+        return fd
 
     def submitted(self, site: int, number: int) -> dict[str, torch.Tensor]:
         """What a site submits in a round: pseudo-gradients, and raw buffers."""

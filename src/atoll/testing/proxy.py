@@ -205,7 +205,9 @@ class _Link:
 
     def _read(self, source: socket.socket) -> bytes:
         """What there is next. Waits in short steps: closing a socket does not end another thread's wait for it."""
-        while not select.select([source], [], [], _LOOK_S)[0]:
+        waiting = select.poll()  # select() knows no descriptor above 1,023
+        waiting.register(source, select.POLLIN)
+        while not waiting.poll(_LOOK_S * 1000):
             if self._ended.is_set():
                 raise Broken
         return source.recv(_READ_BYTES)
