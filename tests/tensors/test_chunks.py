@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from atoll.errors import UsageError
-from atoll.tensors.chunks import Scatter, assign_run_, bytes_of, run_of
+from atoll.tensors.chunks import ROOM_BYTES, Scatter, assign_run_, bytes_of, run_of
 from atoll.tensors.layout import version_header, version_layout
 from atoll.tensors.modules import fits, named_tensors, schema_of
 
@@ -145,3 +145,24 @@ def test_a_model_fits_the_schema_that_it_has_and_no_other() -> None:
 def test_what_does_not_travel_is_refused_by_name(tensor: object, word: str) -> None:
     with pytest.raises(UsageError, match=rf"'bad'.*{word}"):
         schema_of({"good": torch.zeros(1), "bad": tensor})  # type: ignore[dict-item]
+
+
+def test_large_tensors_have_room_and_the_rest_is_written() -> None:
+    """fp32: `large` holds bytes [0, 2 MiB) after the header, `odd` 40 bytes, `turned` is not contiguous."""
+    n = 2**19
+    targets = {"large": torch.zeros(n), "odd": torch.zeros(10), "turned": torch.zeros(1024, 512).t()}
+    layout = version_layout(schema_of(targets))
+    large, odd, turned = (layout.by_name[name].offset for name in ("large", "odd", "turned"))
+    sink = Scatter(layout, targets)
+    room = sink.room(large + 4, 2**20)
+    assert room is not None
+    assert len(room) == 2**20
+    room[:4] = torch.tensor([3.0]).numpy().tobytes()
+    assert targets["large"][1] == 3.0
+    last = sink.room(large + 4 * n - ROOM_BYTES, 2**20)
+    assert last is not None
+    assert len(last) == ROOM_BYTES  # it ends with its tensor
+    assert sink.room(large + 4 * n - ROOM_BYTES + 4, 2**20) is None  # too few
+    assert sink.room(0, 2**20) is None  # the header
+    assert sink.room(odd, 2**20) is None
+    assert sink.room(turned, 2**20) is None

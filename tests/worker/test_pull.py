@@ -86,3 +86,23 @@ def test_diloco_goes_on_from_the_global_model_when_its_update_is_refused(
             assert diloco.finished
         assert model.weight.item() == 6.0
         assert server.status().refused == 1
+
+
+@pytest.mark.covers("P8")
+def test_a_pull_fills_large_small_and_turned_tensors_alike(tmp_path: Path) -> None:
+    """Parts of 1 MiB; `large` (1.2 MB) is received where it is, in runs of at least `ROOM_BYTES`, the others not."""
+    torch.manual_seed(3)
+    source = {"large": torch.randn(600, 500), "turned": torch.randn(400, 300).t(), "small": torch.randn(7)}
+    options = {"algorithm": "fedavg", "part_bytes": 2**20, "min_free_bytes": 0}
+    with atoll.Server(source, port=0, state_dir=tmp_path / "state", **options) as server:
+        session = Session(server.url, "a", folder=tmp_path / "w")
+        ticket = session.next_ticket().ticket
+        assert ticket is not None
+        target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+        session.pull(ticket.base_version, ticket.base_digest, target)
+        for name, tensor in source.items():
+            assert torch.equal(target[name], tensor), name
+        again = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+        session.pull(ticket.base_version, ticket.base_digest, again)  # from the base file, which has all of it, too
+        assert torch.equal(again["large"], source["large"])
+        session.leave()

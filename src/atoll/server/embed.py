@@ -25,7 +25,6 @@ from atoll.server.begin import open_run
 from atoll.server.exports import export_ranges
 from atoll.server.run import Run
 from atoll.server.status import status_of
-from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.modules import Tensors
 from atoll.transport.bypass import Bypass
 from atoll.transport.door import Door, connections_within, raise_files_limit
@@ -36,6 +35,8 @@ LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
 
 PORTS_TO_TRY = 100
+READ_BUFFER_BYTES = 2**19
+"""What aiohttp gathers of a body, where it does the receiving (TLS), before it stops reading: twice as much."""
 GRACE_S = 30.0
 """After the last round, how long the server stays for workers that have not fetched the result yet."""
 
@@ -221,7 +222,7 @@ class Server:
             access_log=None,
             logger=HTTP_LOG,
             handler_cancellation=True,
-            read_bufsize=CHUNK_BYTES // 2,
+            read_bufsize=READ_BUFFER_BYTES,
             max_line_size=routes.HEADER_BYTES // 2,
             max_field_size=routes.HEADER_BYTES // 2,
             keepalive_timeout=75.0,

@@ -18,8 +18,11 @@ from torch import Tensor
 from atoll.tensors.layout import Layout
 from atoll.tensors.modules import Tensors
 
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2**21
 """What a transfer holds in memory at a time; 64 KiB costs 1.8 times the CPU, 8 MiB gains nothing."""
+
+ROOM_BYTES = 2**18
+"""A run of a tensor from this size on is received where it belongs; several smaller ones are received as one."""
 
 CHUNK_ELEMENTS = 2**18
 """What a pass over a tensor holds at a time: 1 MiB of fp32, a multiple of the tile."""
@@ -114,6 +117,19 @@ class Scatter:
                 view[low - start : high - start] = source
             else:
                 self._assign(index, (low - start) // self._tensors[index].itemsize, source)
+
+    def room(self, offset: int, nbytes: int) -> memoryview | None:
+        """The memory of a tensor where at most `nbytes` of the file belong, from `offset` on; None where they are few.
+
+        Whole elements, as long as `offset` and `nbytes` are.
+        """
+        index = bisect.bisect_right(self._starts, offset) - 1
+        view = self._views[index] if index >= 0 else None
+        if view is None:
+            return None
+        start = offset - self._starts[index]
+        room = view[start : start + nbytes]
+        return room if len(room) >= ROOM_BYTES else None
 
     def _assign(self, index: int, start: int, source: memoryview) -> None:
         tensor = self._tensors[index]

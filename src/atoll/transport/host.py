@@ -1,8 +1,8 @@
 """The server's end of tensor bytes: a range of a pinned file out, a part of an update in.
 
-Bytes are copied between socket and page cache in runs of about 1 MiB: by pool threads on the socket itself where a
-`Bypass` stands in front of aiohttp, else (TLS) through aiohttp's streams. `sendfile` is not used: it would queue
-references to pages, and a slot may be rewritten once its last reader is done, while such pages are still on their way.
+Bytes are copied between socket and page cache in runs of at most `CHUNK_BYTES`: by pool threads on the socket itself
+where a `Bypass` stands in front of aiohttp, else (TLS) through aiohttp's streams. `sendfile` is not used: it would
+queue pages, and a slot may be rewritten once its last reader is done, while its pages are still under way.
 """
 
 from __future__ import annotations

@@ -89,29 +89,37 @@ class Lane:
             return self._answer()
         return self._answer()
 
-    def get(self, path: str, headers: Mapping[str, str]) -> tuple[int, bytes, Iterator[memoryview]]:
+    def get(
+        self, path: str, headers: Mapping[str, str], room: Callable[[int], memoryview | None] = lambda _: None
+    ) -> tuple[int, bytes, Iterator[memoryview]]:
         """GET a path; returns status, the body of an answer that is not 2xx, and the runs of one that is.
 
-        The runs share one scratch: each is gone when the next is asked for.
+        Args:
+            room: asked before every run for memory that takes at most so many bytes of it; what it gives is filled.
+                None: a scratch that all such runs share, so that each is gone when the next is asked for.
         """
         connection = self._ready()
         connection.request("GET", path, headers=dict(headers))
         response = connection.getresponse()
         if response.status >= 300:
             return response.status, response.read(), iter(())
-        return response.status, b"", self._runs(response)
+        return response.status, b"", self._runs(response, room)
 
-    def _runs(self, response: http.client.HTTPResponse) -> Iterator[memoryview]:
-        view = memoryview(self._scratch)
+    def _runs(
+        self, response: http.client.HTTPResponse, room: Callable[[int], memoryview | None]
+    ) -> Iterator[memoryview]:
+        scratch = memoryview(self._scratch)
         while (left := response.length or 0) > 0:
             wanted, filled = min(left, CHUNK_BYTES), 0
-            while filled < wanted:  # whole runs, so that they end at borders of elements
-                count = response.readinto(view[filled:wanted])
+            run = room(wanted) or scratch[:wanted]
+            while filled < len(run):  # whole runs, so that they end at borders of elements
+                self._require_whole()  # what had arrived before the cut is not handed out after it
+                count = response.readinto(run[filled:])
                 if not count:
                     raise http.client.IncompleteRead(b"", left - filled)
                 filled += count
-            self._require_whole()  # what had arrived before the cut is not handed out after it
-            yield view[:wanted]
+            self._require_whole()
+            yield run
 
     def _answer(self) -> tuple[int, bytes]:
         response = self._connection.getresponse()

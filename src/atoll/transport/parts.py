@@ -36,6 +36,14 @@ class Sink(Protocol):
     def write(self, offset: int, data: memoryview) -> None: ...
 
 
+class Memory(Sink, Protocol):
+    """A sink in memory, of which much can be filled without a scratch."""
+
+    def room(self, offset: int, nbytes: int) -> memoryview | None:
+        """Where at most `nbytes` of the file belong from `offset` on, in whole elements; None: `write` them."""
+        ...
+
+
 class Pushing:
     """Parts on their way while the file is still being written. `Parts.pushing` gives it.
 
@@ -91,6 +99,7 @@ class Parts:
         parts: Sequence[Part],
         sinks: Sequence[Sink],
         *,
+        into: Memory | None = None,
         on_bytes: Callable[[int], None] | None = None,
         abort: threading.Event | None = None,
     ) -> None:
@@ -101,6 +110,7 @@ class Parts:
             digests: BLAKE3 of every part of the version, by index.
             parts: those wanted.
             sinks: each gets the same bytes at their file offsets, whole elements at a time.
+            into: gets them too, before the others, and large runs without a copy.
 
         Raises:
             Gone: the server no longer keeps the version; ask for the head again.
@@ -108,15 +118,24 @@ class Parts:
         """
 
         def fetch(lane: Lane, part: Part) -> None:
-            hasher, offset = blake3(), part.start
+            hasher, offset, received = blake3(), part.start, False  # whether the run is where it belongs
+
+            def room(nbytes: int) -> memoryview | None:
+                nonlocal received
+                memory = into.room(offset, nbytes) if into is not None else None
+                received = memory is not None
+                return memory
+
             asked = self._http.headers({"Range": f"bytes={part.start}-{part.stop - 1}"})
-            status, body, runs = lane.get(path, asked)
+            status, body, runs = lane.get(path, asked, room)
             if status >= 300:
                 raise problem_of(status, body)
             if status != 206:
                 raise TransferStalled(f"{self._http.server} sends whole files only.", "A proxy drops the Range header.")
             for run in runs:
                 hasher.update(run)
+                if into is not None and not received:
+                    into.write(offset, run)
                 for sink in sinks:
                     sink.write(offset, run)
                 offset += len(run)

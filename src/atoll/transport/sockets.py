@@ -117,7 +117,7 @@ def send(sock: socket.socket, fd: int, start: int, stop: int, revoked: Callable[
 
 
 def _scratch() -> memoryview:
-    """1 MiB that the calling thread keeps."""
+    """`CHUNK_BYTES` that the calling thread keeps."""
     if not hasattr(_local, "scratch"):
         _local.scratch = memoryview(bytearray(CHUNK_BYTES))
     scratch: memoryview = _local.scratch

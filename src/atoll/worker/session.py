@@ -20,7 +20,7 @@ from atoll.tensors.chunks import Scatter
 from atoll.tensors.layout import Layout, Part, version_layout
 from atoll.tensors.modules import Tensors
 from atoll.tensors.schema import Schema
-from atoll.transport.parts import Parts, Sink
+from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.connection import Connection
@@ -135,7 +135,7 @@ class Session(Connection):
         note = BaseNote(self.info.run, 0, version, digest, manifest.part_digests, complete=False)
         resumed = base.note is not None and base.note.digest == digest
         wanted = base.begin(note)
-        sinks: list[Sink] = [base] if resumed or into is None else [base, Scatter(self.layout, into)]
+        model = Scatter(self.layout, into) if into is not None and not resumed else None
         remaining = {part.index: part for part in wanted}
 
         def fetch() -> None:
@@ -146,7 +146,7 @@ class Session(Connection):
             )
             attempts.append(len(todo))
             bar.resume()
-            self.parts.pull(path, digests, todo, sinks, on_bytes=bar.add)
+            self.parts.pull(path, digests, todo, [base], into=model, on_bytes=bar.add)
 
         attempts: list[int] = []
         self.heartbeat = self.heartbeat.model_copy(update={"state": f"pulling version {version}"})
