@@ -55,6 +55,12 @@ class Settings(BaseModel):
     outer_options: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the outer optimizer."
     )
+    reducer: str | None = Field(
+        None,
+        description="How the updates of a round become one: `mean`, `clipped_mean`, `median`, `trimmed_mean`, or "
+        "`module:attribute` of your own; by default the algorithm's, the mean.",
+    )
+    reducer_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the reducer.")
     codec: str | None = Field(
         None, description="`none`, `bf16` or a codec of your own; by default bf16 for DiLoCo, else none."
     )

@@ -23,6 +23,9 @@ TABLES: dict[str, dict[str, str]] = {
     "reducers": {
         "mean": "atoll.reducers.mean:WeightedMean",
         "max": "atoll.reducers.maximum:Maximum",
+        "clipped_mean": "atoll.reducers.clipped:ClippedMean",
+        "median": "atoll.reducers.median:Median",
+        "trimmed_mean": "atoll.reducers.trimmed:TrimmedMean",
     },
     "algorithms": {
         "fedavg": "atoll.algorithms.fedavg:fedavg",

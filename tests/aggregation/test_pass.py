@@ -4,7 +4,6 @@ import math
 import os
 import threading
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -17,6 +16,7 @@ from atoll.aggregation.close import PassInputs, PassOutputs, run_pass
 from atoll.aggregation.state import state_regions, version_regions
 from atoll.aggregation.tables import Tables
 from atoll.errors import StateCorrupt, UsageError
+from atoll.reducers.median import Median
 from atoll.tensors.layout import TILE
 from atoll.tensors.schema import Schema, TensorSpec
 
@@ -111,15 +111,6 @@ def test_digests_are_of_the_bytes_on_disk(tmp_path, target):
         assert covered[0][0] == 0
         assert sum(covered[-1]) == len(content)
         assert all(sum(one) == two[0] for one, two in pairwise(covered))  # every byte once
-
-
-@dataclass(frozen=True)
-class Median:
-    name: str = "median"
-    needs_all: bool = True
-
-    def reduce_(self, rows, weights, out):
-        out.copy_(rows.median(0).values)
 
 
 @pytest.mark.parametrize("chunk", [TILE, 7 * TILE])

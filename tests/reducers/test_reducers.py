@@ -1,14 +1,20 @@
 """Every reducer through the contract; and numbers by hand."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from atoll.errors import UsageError
+from atoll.errors import ConfigError, UsageError
 from atoll.reducers.base import normalised
+from atoll.reducers.build import build_reducers
+from atoll.reducers.clipped import ClippedMean
 from atoll.reducers.maximum import Maximum
 from atoll.reducers.mean import WeightedMean
+from atoll.reducers.median import Median
+from atoll.reducers.order import network, select
+from atoll.reducers.trimmed import TrimmedMean
 from atoll.testing.reducers import ReducerContract
 
 
@@ -19,6 +25,100 @@ class TestMean(ReducerContract):
 class TestMaximum(ReducerContract):
     reducer = Maximum()
     dtypes = (torch.int64, torch.int8, torch.uint8, torch.uint16, torch.uint64, torch.bool, torch.float32)
+
+
+class TestClippedMean(ReducerContract):
+    reducer = ClippedMean(max_norm=3.0)
+
+
+class TestClippedToTheMedian(ReducerContract):
+    reducer = ClippedMean()
+
+
+class TestMedian(ReducerContract):
+    reducer = Median()
+
+
+class TestTrimmedMean(ReducerContract):
+    reducer = TrimmedMean(0.25)
+
+
+def reduced(reducer, values, norms=None, weights=None):
+    """One element of each update."""
+    rows, out = torch.tensor(values)[:, None], torch.empty(1)
+    reducer.reduce_(rows, reducer.weigh(weights or [1.0] * len(values), norms or [1.0] * len(values)), out)
+    return out.item()
+
+
+def test_the_median_by_hand():
+    assert reduced(Median(), [5.0, -1e30, 2.0]) == 2.0
+    assert reduced(Median(), [8.0, 1.0, 1e30, 2.0]) == 5.0  # of 1 2 8 1e30 the two in the middle: (2 + 8) / 2
+    assert reduced(Median(), [3e38, 3e38]) == pytest.approx(3e38)  # their sum is no fp32
+    assert reduced(Median(), [1.0, 2.0, 9.0], weights=[1.0, 1.0, 100.0]) == 2.0  # one site is one voice
+
+
+def test_the_trimmed_mean_by_hand():
+    # of ten, two at each end go: 3 … 8 are left, whose mean is 33 / 6
+    values = [10.0, 2.0, 9.0, 4.0, 1.0, 6.0, 7.0, 8.0, 3.0, 5.0]
+    assert reduced(TrimmedMean(0.2), values) == 5.5
+    assert reduced(TrimmedMean(0.29), [float(value) for value in range(100)]) == 49.5  # 29 at each end, not 28
+    assert reduced(TrimmedMean(0.2), [1.0, 2.0, 6.0]) == 3.0  # ⌊0.6⌋: none is cut off
+    assert reduced(TrimmedMean(0.4), [1e30, 7.0, -1e30]) == 7.0
+
+
+def test_the_clipped_mean_by_hand():
+    # norms 1, 2 and 8, the median is 2: the third counts for a quarter;  (1 + 2 + 8/4) / 3
+    assert reduced(ClippedMean(), [1.0, 2.0, 8.0], norms=[1.0, 2.0, 8.0]) == pytest.approx(5 / 3)
+    # C = 4: (1·1 + 3·8·(4/8)) / 4, weights 1 and 3
+    assert reduced(ClippedMean(4.0), [1.0, 8.0], norms=[1.0, 8.0], weights=[1.0, 3.0]) == pytest.approx(13 / 4)
+    assert ClippedMean(4.0).weigh([1.0, 1.0], [0.0, 8.0]) == [0.5, 0.25]  # nothing to divide by, nothing to clip
+
+
+@pytest.mark.parametrize("k", range(1, 12))
+def test_a_network_sorts(k):
+    """The 0-1 principle: what sorts every sequence of zeros and ones sorts everything."""
+    for bits in itertools.product([0, 1], repeat=k):
+        held = list(bits)
+        for low, high in network(k, frozenset(range(k))):
+            held[low], held[high] = sorted((held[low], held[high]))
+        assert held == sorted(bits)
+
+
+@pytest.mark.parametrize("k", [2, 5, 9, 16, 33, 64])
+def test_a_pruned_network_finds_the_ranks_it_was_asked_for(k):
+    rows = torch.randn(k, 301, generator=torch.Generator().manual_seed(k))
+    expected = rows.sort(0).values
+    for ranks in ({0}, {k - 1}, {(k - 1) // 2, k // 2}, set(range(k // 4, k - k // 4))):
+        found = select(rows.clone(), frozenset(ranks))
+        assert torch.equal(torch.stack(found), expected[sorted(ranks)])
+    assert len(network(k, frozenset({0}))) <= len(network(k, frozenset(range(k))))
+
+
+@pytest.mark.parametrize("options", [{"trim": 0.5}, {"trim": -0.1}, {"trim": math.nan}])
+def test_a_share_that_is_none_is_refused(options):
+    with pytest.raises(ConfigError, match="share"):
+        TrimmedMean(**options)
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, math.inf, math.nan])
+def test_a_bound_that_is_none_is_refused(bound):
+    with pytest.raises(ConfigError, match="L2"):
+        ClippedMean(bound)
+
+
+def test_buffers_are_reduced_as_robustly_where_that_means_something():
+    groups = {"params": "mean", "buffers": "mean"}
+    assert build_reducers(groups, "mean", {}) == {"params": WeightedMean(), "buffers": WeightedMean()}
+    assert build_reducers(groups, "trimmed_mean", {"trim": 0.1})["buffers"] == TrimmedMean(0.1)
+    assert build_reducers(groups, "clipped_mean", {})["buffers"] == WeightedMean()
+    assert build_reducers({"params": "median", "buffers": "mean"}, "median", {})["buffers"] == WeightedMean()
+
+
+def test_options_that_a_reducer_has_not_are_refused():
+    with pytest.raises(ConfigError, match="trimm"):
+        build_reducers({"params": "mean"}, "trimmed_mean", {"trimm": 0.1})
+    with pytest.raises(ConfigError, match="not a reducer"):
+        build_reducers({"params": "mean"}, "builtins:dict", {})
 
 
 def test_the_mean_by_hand():

@@ -11,7 +11,7 @@ from atoll.aggregation.plan import Window
 from atoll.aggregation.scratch import Scratch, read_at
 from atoll.aggregation.values import UpdateSource
 from atoll.codecs.base import Codec
-from atoll.reducers.base import Reducer, normalised
+from atoll.reducers.base import Reducer
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 
 
@@ -35,7 +35,9 @@ class Updates:
         places: Places,
     ) -> None:
         self._sources = sources
-        self._weights = normalised([source.weight for source in sources])
+        weights, norms = [source.weight for source in sources], [source.norm for source in sources]
+        self._weights = {group: reducer.weigh(weights, norms) for group, reducer in reducers.items()}
+        self._unweighted = integers.weigh(weights, norms)
         self._reducers = reducers
         self._integers = integers
         self._codecs = codecs
@@ -54,15 +56,18 @@ class Updates:
             scratch: of at least n × `rows_at_once` elements.
         """
         spec = window.runs[0].spec
-        reducer = self._reducers[spec.group] if spec.is_float else self._integers
+        if spec.is_float:
+            reducer, weights = self._reducers[spec.group], self._weights[spec.group]
+        else:
+            reducer, weights = self._integers, self._unweighted
         rows = self._rows(window, scratch)
         if reducer.needs_all:
             together = scratch.tensor("rows", out.dtype, len(self._sources) * out.numel()).view(-1, out.numel())
             for target, row in zip(together, rows, strict=True):
                 target.copy_(row)
-            reducer.reduce_(together, self._weights, out)
+            reducer.reduce_(together, weights, out)
         else:
-            reducer.reduce_(rows, self._weights, out)
+            reducer.reduce_(rows, weights, out)
 
     def _rows(self, window: Window, scratch: Scratch) -> Iterator[Tensor]:
         """Each update's elements, in turn; a row is overwritten by the next."""

@@ -17,12 +17,14 @@ class UpdateSource:
         fd: its spool.
         layout: how it lies there.
         weight: as submitted; finite and above zero.
+        norm: L2, of all its `params`, as they were accepted.
     """
 
     site: str
     fd: int
     layout: Layout
     weight: float
+    norm: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ class ResolvedAlgorithm:
         algorithm: what does not change by settings: groups, local correction, policy, missed rounds.
         outer: name or `module:attribute` of the outer optimizer.
         outer_options: its keyword arguments.
+        reducer: name or `module:attribute` of what reduces `params`.
+        reducer_options: its keyword arguments.
         codec: how `params` travel.
         sync_every: local steps of a round; 0 where the worker decides.
     """
@@ -34,6 +36,8 @@ class ResolvedAlgorithm:
     algorithm: Algorithm
     outer: str
     outer_options: dict[str, Any]
+    reducer: str
+    reducer_options: dict[str, Any]
     codec: str
     sync_every: int
 
@@ -57,12 +61,16 @@ def resolve(settings: Settings) -> ResolvedAlgorithm:
         )
     outer = settings.outer_optimizer or algorithm.outer
     _require_known("outer", "outer_optimizer", outer)
+    reducer = settings.reducer or algorithm.reduce["params"]
+    _require_known("reducers", "reducer", reducer)
     codec = settings.codec or algorithm.codec
     _require_known("codecs", "codec", codec)
     return ResolvedAlgorithm(
         algorithm=algorithm,
         outer=outer,
         outer_options=_outer_options(settings, algorithm, outer),
+        reducer=reducer,
+        reducer_options=dict(settings.reducer_options),
         codec=codec,
         sync_every=settings.sync_every if algorithm.steps_driven else 0,
     )

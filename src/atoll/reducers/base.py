@@ -7,6 +7,7 @@ nobody looks at. `atoll.testing.reducers` has the contract suite.
 
     mean          Σ ŵ_k·u_k, ŵ = w / Σ w      streams: one row at a time
     max           max_k u_k                   streams
+    clipped_mean  Σ ŵ_k·s_k·u_k               streams; s_k follows from the updates' norms
     median, …     order statistics            needs_all: the rows at once
 """
 
@@ -36,13 +37,30 @@ class Reducer(Protocol):
         """Whether `rows` must be one tensor [k, n] (the pass then takes smaller runs), not one row after the other."""
         ...
 
+    @property
+    def buffers(self) -> str:
+        """The name of the reducer for floating point buffers where this one reduces `params`."""
+        ...
+
+    def weigh(self, weights: Sequence[float], norms: Sequence[float]) -> list[float]:
+        """What `reduce_` gets as weights, once for a round.
+
+        Args:
+            weights: as the workers gave them, in the frozen order.
+            norms: L2, of all `params` of each update.
+
+        Raises:
+            UsageError: there are none, or one is not finite or not above zero.
+        """
+        ...
+
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
         """Write the reduction of `rows` into `out`.
 
         Args:
             rows: k tensors [n] of the dtype of `out`, in the frozen order. Without `needs_all` a row is only valid
-                until the next one is asked for, and may be overwritten.
-            weights: k weights that sum to 1.
+                until the next one is asked for. All may be overwritten.
+            weights: as `weigh` gives them.
             out: [n], in the dtype in which the tensor is accumulated.
         """
         ...

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from atoll.reducers.base import normalised
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -18,6 +20,10 @@ class Maximum:
 
     name: str = "max"
     needs_all: bool = False
+    buffers: str = "max"
+
+    def weigh(self, weights: Sequence[float], norms: Sequence[float]) -> list[float]:
+        return normalised(weights)
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
         target = out.numpy()

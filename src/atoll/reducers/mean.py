@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from atoll.reducers.base import normalised
+
 
 @dataclass(frozen=True)
 class WeightedMean:
@@ -18,6 +20,10 @@ class WeightedMean:
 
     name: str = "mean"
     needs_all: bool = False
+    buffers: str = "mean"
+
+    def weigh(self, weights: Sequence[float], norms: Sequence[float]) -> list[float]:
+        return normalised(weights)
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
         for index, (row, weight) in enumerate(zip(rows, weights, strict=True)):

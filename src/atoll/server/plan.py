@@ -16,6 +16,8 @@ from atoll.codecs.update import codecs_of, encoded_layout
 from atoll.config import Settings
 from atoll.outer.build import build_outer
 from atoll.outer.rule import OuterRule
+from atoll.reducers.base import Reducer
+from atoll.reducers.build import build_reducers
 from atoll.store.store import FileShape, FragmentShapes
 from atoll.tensors.layout import Layout, version_header, version_layout
 from atoll.tensors.schema import Schema
@@ -30,6 +32,7 @@ class Plan:
     schema: Schema
     codecs: dict[str, Codec]
     rule: OuterRule
+    reducers: dict[str, Reducer]
     header: bytes
     version: Layout
     update: Layout
@@ -42,7 +45,7 @@ class Plan:
         """The plan for a model with this schema.
 
         Raises:
-            ConfigError: algorithm, codec or outer optimizer cannot be used; the remedy says why.
+            ConfigError: algorithm, codec, reducer or outer optimizer cannot be used; the remedy says why.
         """
         algorithm = resolve(settings)
         codecs = codecs_of(algorithm.codec)
@@ -55,6 +58,7 @@ class Plan:
             schema=schema,
             codecs=codecs,
             rule=rule,
+            reducers=build_reducers(algorithm.algorithm.reduce, algorithm.reducer, algorithm.reducer_options),
             header=version_header(schema),
             version=version,
             update=encoded_layout(schema, algorithm.codec, codecs, settings.part_bytes),

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Sequence
 
-from atoll import registry
 from atoll.aggregation.close import PassInputs, PassOutputs, UpdateSource, run_pass
 from atoll.server.plan import Plan
 from atoll.store.rows import TicketRow, VersionRow
@@ -45,16 +44,17 @@ def close_round(
             PassInputs(
                 version_layout=plan.version,
                 base_fd=base.fd,
-                updates=[UpdateSource(row.site, store.spool(row.ticket).fd, plan.update, row.weight) for row in rows],
+                updates=[
+                    UpdateSource(row.site, store.spool(row.ticket).fd, plan.update, row.weight, row.norm)
+                    for row in rows
+                ],
                 state_header=plan.state[0] if plan.state else b"",
                 state_layout=plan.state_layout,
                 state_fd=store.state_file(fragment) if base.row.state_digests else None,
             ),
             PassOutputs(draft.version_fd, draft.state_fd),
             rule=plan.rule,
-            reducers={
-                group: registry.load("reducers", name)() for group, name in plan.algorithm.algorithm.reduce.items()
-            },
+            reducers=plan.reducers,
             codecs=plan.codecs,
             threads=plan.threads,
             cancelled=cancelled,

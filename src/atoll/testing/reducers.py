@@ -7,12 +7,14 @@ class TestMine(ReducerContract):
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from atoll.errors import UsageError
 from atoll.reducers.base import Reducer, normalised
 
 
@@ -27,6 +29,9 @@ class ReducerContract:
         given = torch.stack(rows) if self.reducer.needs_all else iter([row.clone() for row in rows])
         self.reducer.reduce_(given, weights, out)
         return out
+
+    def _cut(self, rows: list[Tensor], at: int, size: int) -> list[Tensor]:
+        return [row[at : at + size].clone() for row in rows]
 
     def _rows(self, dtype: torch.dtype, k: int = 4, n: int = 1237) -> list[Tensor]:
         generator = torch.Generator().manual_seed(k)
@@ -47,13 +52,20 @@ class ReducerContract:
             reduced = self._reduce([row] * 4, [0.25] * 4)  # quarters add without rounding
             assert torch.equal(reduced, row)
 
+    def test_it_weighs_every_update_and_none_twice_as_much_as_its_share(self) -> None:
+        weights = self.reducer.weigh([1.0, 2.0, 1.0], [3.0, 3.0, 3.0])  # equal norms are no reason to clip
+        assert weights == [0.25, 0.5, 0.25]
+
+    @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
+    def test_it_refuses_a_weight_that_is_none(self, weight: float) -> None:
+        with pytest.raises(UsageError, match="above zero"):
+            self.reducer.weigh([1.0, weight], [1.0, 1.0])
+
     @pytest.mark.parametrize("size", [1, 7, 64, 1000])
     def test_no_cut_changes_a_bit(self, size: int) -> None:
         for dtype in self.dtypes:
             rows, weights = self._rows(dtype), normalised([1.0, 2.0, 3.5, 0.1])
-            cut = [
-                self._reduce([row[at : at + size] for row in rows], weights) for at in range(0, rows[0].numel(), size)
-            ]
+            cut = [self._reduce(self._cut(rows, at, size), weights) for at in range(0, rows[0].numel(), size)]
             assert torch.equal(torch.cat(cut), self._reduce(rows, weights))
 
     def test_a_row_may_be_overwritten_by_the_next(self) -> None:

@@ -1,0 +1,45 @@
+"""The reducers of a run: its algorithm's, or another one for what the workers trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from atoll import registry
+from atoll.errors import ConfigError
+from atoll.reducers.base import Reducer
+from atoll.tensors.schema import BUFFERS, PARAMS
+
+
+def build_reducers(groups: Mapping[str, str], name: str, options: Mapping[str, Any]) -> dict[str, Reducer]:
+    """Group → reducer, for floating point tensors.
+
+    Args:
+        groups: the algorithm's own table.
+        name: of the one for `params`; where it is not the algorithm's, it says what reduces buffers.
+        options: its keyword arguments.
+
+    Raises:
+        ConfigError: an option is not one of its own, or has a wrong value.
+    """
+    params = _made(name, options)
+    reducers = {group: _made(other, {}) for group, other in groups.items()} | {PARAMS: params}
+    if name != groups[PARAMS] and BUFFERS in groups:
+        reducers[BUFFERS] = params if params.buffers == params.name else _made(params.buffers, {})
+    return reducers
+
+
+def _made(name: str, options: Mapping[str, Any]) -> Reducer:
+    made = registry.load("reducers", name)
+    try:
+        reducer = made(**options)
+    except TypeError as error:
+        raise ConfigError(
+            f"reducer_options = {dict(options)!r}: {error}.", f"They are the keyword arguments of {name!r}."
+        ) from None
+    if not isinstance(reducer, Reducer):
+        raise ConfigError(
+            f"reducer = {name!r} makes a {type(reducer).__name__}, not a reducer.",
+            "It has to be a class as `atoll.reducers.base.Reducer` describes it.",
+        )
+    return reducer
