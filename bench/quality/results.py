@@ -1,0 +1,80 @@
+"""What an experiment leaves in `docs/results/`: NAME.json (settings, figures, gates), NAME.md (a table), NAME.png."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import atoll
+
+FOLDER = Path(__file__).parents[2] / "docs" / "results"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A figure that was promised, and what it came to.
+
+    Attributes:
+        bar: what `value` was to be, in words.
+        note: what was tried, where it is missed.
+    """
+
+    name: str
+    value: float
+    bar: str
+    ok: bool
+    note: str = ""
+
+
+def write(
+    name: str,
+    *,
+    title: str,
+    command: str,
+    settings: Mapping[str, Any],
+    figures: Mapping[str, Any],
+    gates: Sequence[Gate],
+    header: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    text: str = "",
+    folder: Path = FOLDER,
+) -> None:
+    """Write the table and the figures of one run; a plot beside them is the program's own.
+
+    Args:
+        name: of the files.
+        command: what was run, for who wants to run it again.
+        header, rows: the table.
+        text: what the reader should know besides.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = {"cpu": platform.machine(), "torch": torch.__version__, "atoll": atoll.__version__}
+    document = {
+        "settings": {**settings, "command": command},
+        "machine": machine,
+        "figures": figures,
+        "gates": [asdict(gate) for gate in gates],
+    }
+    (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    lines = [f"# {title}", "", f"`{command}`", "", _row(header), _row(["---"] * len(header)), *map(_row, rows), ""]
+    if text:
+        lines += [text.strip(), ""]
+    lines += [_row(["gate", "measured", "bar", ""]), _row(["---"] * 4)]
+    lines += [_row([g.name, _figure(g.value), g.bar, "met" if g.ok else f"**missed** {g.note}"]) for g in gates]
+    if (folder / f"{name}.png").exists():
+        lines += ["", f"![{title}]({name}.png)"]
+    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+
+
+def _row(cells: Sequence[Any]) -> str:
+    return f"| {' | '.join(_figure(cell) for cell in cells)} |"
+
+
+def _figure(cell: Any) -> str:
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)

@@ -1,0 +1,146 @@
+"""Robust reducers against the mean: seconds and anonymous memory of one pass over 10 updates × 0.4 GB.
+
+Every pass runs in a process of its own over the same files, as the server runs it; the mean is measured before and
+after the others, so that a machine that changes its pace shows.
+
+    python bench/quality/robust_reducers.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing as mp
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from results import Gate, write
+
+from atoll.aggregation.close import PassInputs, PassOutputs, UpdateSource, run_pass
+from atoll.aggregation.state import state_layout
+from atoll.cli.processes import Peaks
+from atoll.codecs.none import NoneCodec
+from atoll.outer.build import build_outer
+from atoll.reducers.build import build_reducers
+from atoll.tensors.chunks import bytes_of
+from atoll.tensors.layout import update_layout, version_header, version_layout
+from atoll.tensors.schema import Schema, TensorSpec
+
+REDUCERS: dict[str, dict[str, Any]] = {"clipped_mean": {}, "median": {}, "trimmed_mean": {"trim": 0.2}}
+TENSORS = 50
+MEMORY_MB, TIMES = 200.0, 4.0
+
+
+def schema_of(gb: float) -> Schema:
+    numel = int(gb * 1e9) // 4 // TENSORS
+    return Schema.build([TensorSpec(f"layer.{index}", "F32", (numel,)) for index in range(TENSORS)])
+
+
+def fill(path: Path, nbytes: int, seed: int, header: bytes = b"") -> None:
+    """Normal numbers, another file each."""
+    generator, run = torch.Generator().manual_seed(seed), torch.empty(2**20)
+    with open(path, "wb", buffering=0) as file:
+        file.write(header)
+        left = nbytes - len(header)
+        while left:
+            left -= file.write(bytes_of(run.normal_(generator=generator))[:left])
+
+
+def one_pass(folder: Path, gb: float, updates: int, threads: int, name: str, begin: Any, told: Any) -> None:
+    """In a process of its own: says when it has imported everything, waits, runs the pass, says its seconds."""
+    torch.set_num_threads(1)
+    schema, codec = schema_of(gb), NoneCodec()
+    version, update = version_layout(schema), update_layout(schema.tensors, lambda _: codec)
+    rule = build_outer("sgd", {"lr": 1.0, "momentum": 0.0})
+    state = state_layout(schema.tensors, rule, version.part_bytes)
+    reducers = build_reducers({"params": "mean", "buffers": "mean"}, name, REDUCERS.get(name, {}))
+
+    def opened(file: str) -> int:
+        return os.open(folder / file, os.O_RDWR | os.O_CREAT)
+
+    sources = [
+        UpdateSource(f"site-{index}", opened(f"update-{index}"), update, 1.0, norm=float(index + 1))
+        for index in range(updates)
+    ]
+    told.put(None)
+    begin.wait()
+    result = run_pass(
+        PassInputs(version, opened("base"), sources, state[0] if state else b"", state[1] if state else None),
+        PassOutputs(opened("next"), opened("state") if state else None),
+        rule,
+        reducers,
+        {"none": codec},
+        threads=threads,
+    )
+    told.put((result.seconds, result.digest))
+
+
+def measure(folder: Path, gb: float, updates: int, threads: int, name: str) -> tuple[float, float]:
+    """Seconds of one pass, and MB of anonymous memory above what the process had before."""
+    context = mp.get_context("spawn")
+    begin, told, peaks = context.Event(), context.Queue(), Peaks()
+    process = context.Process(target=one_pass, args=(folder, gb, updates, threads, name, begin, told))
+    process.start()
+    try:
+        assert process.pid is not None
+        told.get(timeout=300)
+        peaks.begin(process.pid)
+        begin.set()
+        seconds, _ = told.get(timeout=3600)
+        process.join()
+        return seconds, peaks.peak_mb(process.pid)
+    finally:
+        peaks.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gb", type=float, default=0.4)
+    parser.add_argument("--updates", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--dir", type=Path, default=None, help="where the files go while it runs")
+    options = parser.parse_args()
+    order = ["mean", *REDUCERS] * options.repeat + ["mean"]
+    raw: dict[str, list[tuple[float, float]]] = {name: [] for name in order}
+    with tempfile.TemporaryDirectory(dir=options.dir) as text:
+        folder, schema = Path(text), schema_of(options.gb)
+        header = version_header(schema)
+        fill(folder / "base", version_layout(schema).nbytes, 0, header)
+        nbytes = update_layout(schema.tensors, lambda _: NoneCodec()).nbytes
+        for index in range(options.updates):
+            fill(folder / f"update-{index}", nbytes, index + 1)
+        measure(folder, options.gb, options.updates, options.threads, "mean")  # the files are made, the cache is warm
+        for name in order:
+            raw[name].append(measure(folder, options.gb, options.updates, options.threads, name))
+            print(f"{name:13} {raw[name][-1][0]:6.2f} s  {raw[name][-1][1]:6.1f} MB", flush=True)
+    seconds = {name: statistics.median(second for second, _ in runs) for name, runs in raw.items()}
+    memory = {name: max(mb for _, mb in runs) for name, runs in raw.items()}
+    gates = [
+        Gate(f"{name}: {what}", value, f"≤ {bar:g} {unit}", value <= bar)
+        for name in REDUCERS
+        for what, value, bar, unit in (
+            ("time against the mean", seconds[name] / seconds["mean"], TIMES, "×"),
+            ("anonymous memory", memory[name], MEMORY_MB, "MB"),
+        )
+    ]
+    write(
+        "robust_reducers",
+        title=f"Robust reducers: one pass over {options.updates} updates × {options.gb:g} GB",
+        command="python bench/quality/robust_reducers.py",
+        settings={"gb": options.gb, "updates": options.updates, "threads": options.threads, "options": REDUCERS},
+        figures={name: [{"seconds": s, "anon_mb": mb} for s, mb in runs] for name, runs in raw.items()},
+        gates=gates,
+        header=["reducer", "seconds (median)", "× the mean", "anonymous memory, MB"],
+        rows=[
+            [name, round(seconds[name], 2), round(seconds[name] / seconds["mean"], 2), round(memory[name], 1)]
+            for name in raw
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
