@@ -30,6 +30,10 @@ TABLES: dict[str, dict[str, str]] = {
     "algorithms": {
         "fedavg": "atoll.algorithms.fedavg:fedavg",
         "diloco": "atoll.algorithms.diloco:diloco",
+        "fedavgm": "atoll.algorithms.fedopt:fedavgm",
+        "fedadagrad": "atoll.algorithms.fedopt:fedadagrad",
+        "fedadam": "atoll.algorithms.fedopt:fedadam",
+        "fedyogi": "atoll.algorithms.fedopt:fedyogi",
     },
     "outer": {
         "sgd": "torch.optim:SGD",
@@ -37,6 +41,7 @@ TABLES: dict[str, dict[str, str]] = {
         "adamw": "torch.optim:AdamW",
         "adagrad": "torch.optim:Adagrad",
         "rmsprop": "torch.optim:RMSprop",
+        "yogi": "atoll.outer.yogi:Yogi",
     },
 }
 """kind → name → "module:attribute". One line here is all that a built-in extension adds outside its own file."""

@@ -50,6 +50,10 @@ class TestRmsprop(OuterContract):
     target, options = "rmsprop", {"lr": 0.01, "momentum": 0.9, "centered": True}
 
 
+class TestYogi(OuterContract):
+    target, options = "yogi", {"lr": 0.01, "betas": [0.9, 0.95]}
+
+
 class TestNadam(OuterContract):
     target = torch.optim.NAdam
 

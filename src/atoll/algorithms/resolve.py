@@ -14,6 +14,7 @@ from atoll.errors import ConfigError
 _INSTEAD_OF_MOMENTUM = {
     "adam": "set the decay of its averages: outer_options = {betas = [0.9, 0.99]}",
     "adamw": "set the decay of its averages: outer_options = {betas = [0.9, 0.99]}",
+    "yogi": "set the decay of its averages: outer_options = {betas = [0.9, 0.99]}",
     "adagrad": "choose outer_optimizer = 'sgd', or 'rmsprop'",
 }
 """Outer optimizers without momentum → what a person who wants it may do."""
