@@ -1,0 +1,252 @@
+"""Payloads: nested dicts and lists with tensors, arrays and plain values ↔ a JSON skeleton and the tensors apart.
+
+    {"model": {"w": tensor, "b": array}, "lr": 0.1, "tags": ("a", b"\\x00")}
+      skeleton  {"model": {"w": {"$": "tensor", "index": 0}, "b": {"$": "array", "index": 1}}, "lr": 0.1,
+                 "tags": {"$": "tuple", "items": ["a", {"$": "bytes", "base64": "AA=="}]}}
+      tensors   [tensor, array]
+
+The receiver gets the identical structure back: dicts in their order, tuples and lists, ints and floats, torch where
+there was torch and NumPy where there was NumPy. A tensor that occurs twice travels once, and is one tensor there, too.
+The skeleton is plain JSON: it is read with checks at every step, and builds nothing but what is listed here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atoll.errors import BadRequest, UsageError
+from atoll.tensors.dtypes import NAMES
+
+Plain = Any
+"""What JSON has: None, bool, int, float, str, list, dict."""
+
+DEPTH = 100
+"""Levels of nesting, at most."""
+
+_KEYS = (str, int, float, bool, type(None))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A payload in two.
+
+    Attributes:
+        skeleton: everything but the tensors, as `json.dumps` takes it.
+        tensors: in the order of their first place in the payload; the payload's own memory, nothing is copied.
+    """
+
+    skeleton: Plain
+    tensors: tuple[Tensor, ...]
+
+
+def pack(payload: Any) -> Packed:
+    """Take a payload apart. Nothing is copied.
+
+    Raises:
+        UsageError: something in it cannot travel; its path in the payload is named.
+    """
+    packer = _Packer()
+    skeleton = packer.node(payload, "payload")
+    return Packed(skeleton, tuple(packer.tensors))
+
+
+def unpack(skeleton: Plain, tensors: Sequence[Any] | Callable[[int], Any]) -> Any:
+    """Put a payload together again.
+
+    Args:
+        skeleton: as JSON gave it.
+        tensors: one per index, as torch tensors; or what gives the one of an index (a lazy one, say: it is put in its
+            place as it is).
+
+    Raises:
+        BadRequest: it is no skeleton, or names a tensor that is not there.
+    """
+    if callable(tensors):
+        return _Unpacker(tensors).node(skeleton, "payload", 0)
+    given: Sequence[Any] = tensors
+
+    def at(index: int) -> Any:
+        if index >= len(given):
+            raise BadRequest(f"The payload names tensor {index}, but only {len(given)} came with it.")
+        return given[index]
+
+    return _Unpacker(at).node(skeleton, "payload", 0)
+
+
+class _Packer:
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._index_of: dict[tuple[object, ...], int] = {}
+        self._open: dict[int, str] = {}  # containers on the way down: a cycle would come back to one
+        self._held: list[object] = []  # keeps ids from being given again
+
+    def node(self, value: Any, path: str) -> Plain:
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+        if isinstance(value, Tensor):
+            return {"$": "tensor", "index": self._tensor(value, path)}
+        if isinstance(value, np.ndarray):
+            return {"$": "array", "index": self._array(value, path)}
+        if isinstance(value, np.generic):
+            return {"$": "scalar", "index": self._array(np.asarray(value), path)}
+        if type(value) in (bytes, bytearray):
+            return {"$": type(value).__name__, "base64": base64.b64encode(value).decode()}
+        if type(value) in (list, tuple) or isinstance(value, Mapping):
+            return self._container(value, path)
+        raise UsageError(
+            f"{path} is a {_name(value)}, which cannot travel.",
+            "A payload holds dicts, lists, tuples, tensors, arrays, numbers, strings, bytes and None.",
+        )
+
+    def _container(self, value: Any, path: str) -> Plain:
+        if id(value) in self._open:
+            raise UsageError(
+                f"{path} is {self._open[id(value)]} again: the payload contains itself.",
+                "Break the circle before you send it.",
+            )
+        if len(self._open) == DEPTH:
+            raise UsageError(f"{path} lies {DEPTH} levels deep.", "Send a flatter payload.")
+        self._open[id(value)] = path
+        try:
+            if isinstance(value, Mapping):
+                return self._mapping(value, path)
+            items = [self.node(item, f"{path}[{index}]") for index, item in enumerate(value)]
+            return items if type(value) is list else {"$": "tuple", "items": items}
+        finally:
+            del self._open[id(value)]
+
+    def _mapping(self, value: Mapping[Any, Any], path: str) -> Plain:
+        for key in value:
+            if type(key) not in _KEYS:
+                raise UsageError(
+                    f"{path} has the key {key!r}, a {_name(key)}, which cannot travel.",
+                    "Keys are strings, numbers, booleans or None.",
+                )
+        if all(type(key) is str for key in value) and "$" not in value:
+            return {key: self.node(item, f"{path}[{key!r}]") for key, item in value.items()}
+        items = [
+            [self.node(key, f"a key of {path}"), self.node(item, f"{path}[{key!r}]")] for key, item in value.items()
+        ]
+        return {"$": "dict", "items": items}
+
+    def _tensor(self, tensor: Tensor, path: str) -> int:
+        if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout is not torch.strided:
+            kind = f"a tensor of layout {tensor.layout}" if type(tensor) is Tensor else f"a {_name(tensor)}"
+            raise UsageError(f"{path} is {kind}, which cannot travel.", "Make it a dense tensor first.")
+        if tensor.is_quantized or tensor.dtype not in NAMES:
+            raise UsageError(
+                f"{path} is a tensor of {tensor.dtype}, which cannot travel.",
+                f"Convert it to one of {', '.join(str(dtype) for dtype in NAMES)}.",
+            )
+        if tensor.is_meta:
+            raise UsageError(f"{path} is on the meta device and has no values.", "Give it values first.")
+        return self._add(tensor.detach(), tensor)
+
+    def _array(self, array: np.ndarray[Any, Any], path: str) -> int:
+        native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+        try:
+            if not native.flags.writeable or any(stride < 0 for stride in native.strides):
+                native = native.copy()
+            tensor = torch.from_numpy(native)
+            travels = tensor.dtype in NAMES
+        except (TypeError, ValueError):
+            travels = False
+        if not travels:
+            raise UsageError(
+                f"{path} is an array of {array.dtype}, which cannot travel.", "Convert it to numbers or booleans."
+            )
+        return self._add(tensor, array)
+
+    def _add(self, tensor: Tensor, original: Any) -> int:
+        identity: tuple[object, ...] = (type(original), id(original))
+        if isinstance(original, Tensor) and tensor.numel():
+            identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        if identity not in self._index_of:
+            self._index_of[identity] = len(self.tensors)
+            self.tensors.append(tensor)
+            self._held.append(original)
+        return self._index_of[identity]
+
+
+class _Unpacker:
+    def __init__(self, at: Callable[[int], Any]) -> None:
+        self._at = at
+        self._arrays: dict[int, Any] = {}
+
+    def node(self, node: Plain, path: str, depth: int) -> Any:
+        if depth > DEPTH + 1:
+            raise BadRequest(f"{path} lies more than {DEPTH} levels deep.")
+        if node is None or isinstance(node, bool | int | float | str):
+            return node
+        if isinstance(node, list):
+            return self._items(node, path, depth)
+        if not isinstance(node, dict):
+            raise BadRequest(f"{path} is a {_name(node)}, which no payload holds.")
+        if "$" not in node:
+            return {key: self.node(item, f"{path}[{key!r}]", depth + 1) for key, item in node.items()}
+        kind = node["$"]
+        if kind in ("tensor", "array", "scalar"):
+            return self._tensor(kind, _only(node, "index", int, path))
+        if kind == "tuple":
+            return tuple(self._items(_only(node, "items", list, path), path, depth))
+        if kind == "dict":
+            return self._dict(_only(node, "items", list, path), path, depth)
+        if kind == "float" and _only(node, "value", str, path) in ("inf", "-inf", "nan"):
+            return float(node["value"])
+        if kind in ("bytes", "bytearray"):
+            try:
+                data = base64.b64decode(_only(node, "base64", str, path), validate=True)
+            except (binascii.Error, ValueError) as error:
+                raise BadRequest(f"{path} is no base64 ({error}).") from None
+            return data if kind == "bytes" else bytearray(data)
+        raise BadRequest(
+            f"{path} is of the unknown kind {kind!r}.", "The other side may have a newer version of Atoll."
+        )
+
+    def _items(self, items: list[Plain], path: str, depth: int) -> list[Any]:
+        return [self.node(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(items)]
+
+    def _dict(self, items: list[Plain], path: str, depth: int) -> dict[Any, Any]:
+        built: dict[Any, Any] = {}
+        for pair in items:
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise BadRequest(f"{path} has an entry that is no pair.")
+            key = self.node(pair[0], f"a key of {path}", depth + 1)
+            if type(key) not in _KEYS or key in built:
+                raise BadRequest(f"{path} has the key {key!r}, which is twice there, or is none.")
+            built[key] = self.node(pair[1], f"{path}[{key!r}]", depth + 1)
+        return built
+
+    def _tensor(self, kind: str, index: int) -> Any:
+        if index < 0:
+            raise BadRequest(f"The payload names tensor {index}.")
+        value = self._at(index)
+        if kind == "tensor" or not isinstance(value, Tensor):
+            return value
+        if index not in self._arrays:
+            self._arrays[index] = value.numpy()
+        array = self._arrays[index]
+        return array if kind == "array" else array[()]
+
+
+def _only(node: dict[str, Plain], key: str, kind: type, path: str) -> Any:
+    """The one entry beside `$`, of this type."""
+    value = node.get(key)
+    if set(node) != {"$", key} or type(value) is not kind:
+        raise BadRequest(f"{path} is not as {node['$']!r} is written.")
+    return value
+
+
+def _name(value: object) -> str:
+    return type(value).__qualname__
