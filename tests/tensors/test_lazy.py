@@ -1,0 +1,165 @@
+"""Lazy tensors: loaded when asked for, alive as long as one of them is, gone with the last."""
+
+import gc
+import os
+import pickle
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from atoll.errors import BadRequest, UsageError
+from atoll.tensors.lazy import Handle, LazyState, LazyTensor, release, resolve
+
+TENSORS = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1, 2], dtype=torch.int16), "e": torch.empty(0, 2)}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    save_file(TENSORS, tmp_path / "state.safetensors")
+    return tmp_path / "state.safetensors"
+
+
+def open_files(path: Path) -> int:
+    """Descriptors of this process that name the file, even when it is unlinked."""
+    names = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+    return sum(name.removesuffix(" (deleted)") == str(path) for name in names)
+
+
+@pytest.mark.covers("D5", "D15")
+def test_it_is_a_mapping_that_loads_on_access_only(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = LazyState.open(path)
+    reads: list[int] = []
+    read = state._handle._read
+    monkeypatch.setattr(state._handle, "_read", lambda at, memory: (reads.append(len(memory)), read(at, memory)))
+    assert set(state) == {"w", "b", "e"}
+    assert len(state) == 3
+    assert "w" in state
+    assert "x" not in state
+    refs = {name: state.ref(name) for name in state}
+    assert (refs["w"].shape, refs["w"].dtype, refs["w"].numel()) == ((2, 3), torch.float32, 6)
+    assert reads == []
+    assert torch.equal(state["w"], TENSORS["w"])
+    assert reads == [24]
+    assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in state.items())
+    with pytest.raises(KeyError):
+        state["x"]
+
+
+@pytest.mark.covers("D5")
+def test_a_lazy_tensor_is_small_and_no_tensor_and_what_it_gives_outlives_the_file(path: Path) -> None:
+    lazy = LazyState.open(path).ref("w")
+    assert not isinstance(lazy, torch.Tensor)
+    assert sys.getsizeof(lazy) <= 100
+    assert not hasattr(lazy, "__dict__")
+    tensor = lazy.resolve()
+    assert tensor.data_ptr() != lazy.resolve().data_ptr()
+    lazy.release()
+    path.unlink()
+    assert torch.equal(tensor, TENSORS["w"])
+
+
+@pytest.mark.covers("D6")
+def test_the_last_of_them_takes_the_file_along(path: Path) -> None:
+    state = LazyState.open(path, remove=True)
+    one, two = state.ref("w"), state.ref("b")
+    del state
+    gc.collect()
+    assert torch.equal(one.resolve(), TENSORS["w"])
+    del one
+    assert path.exists()
+    assert open_files(path) == 1
+    del two
+    assert not path.exists()
+    assert open_files(path) == 0
+
+
+@pytest.mark.covers("D6")
+def test_an_explicit_release_may_be_repeated_and_leaves_what_is_not_lazy(path: Path) -> None:
+    state = LazyState.open(path, remove=True)
+    tree = {"a": [state.ref("w"), torch.ones(1), 3], "b": (state, None)}
+    release(tree)
+    release(tree)
+    assert not path.exists()
+    assert open_files(path) == 0
+    for use in (state.ref("w").resolve, lambda: state["b"], lambda: resolve(tree)):
+        with pytest.raises(UsageError, match="released"):
+            use()
+    release({"nothing": [1, "x"]})
+
+
+@pytest.mark.covers("D6")
+def test_a_release_waits_for_who_is_reading() -> None:
+    entered, go_on, given_back = threading.Event(), threading.Event(), threading.Event()
+
+    def read(_: int, memory: memoryview) -> None:
+        entered.set()
+        assert go_on.wait(10)
+        assert not given_back.is_set()
+        memory[:] = b"x" * len(memory)
+
+    handle, memory = Handle(read, given_back.set), bytearray(3)
+    reader = threading.Thread(target=handle.read, args=(0, memoryview(memory)))
+    reader.start()
+    assert entered.wait(10)
+    handle.release()
+    assert not given_back.is_set()
+    go_on.set()
+    reader.join()
+    assert given_back.is_set()
+    assert memory == b"xxx"
+
+
+@pytest.mark.covers("D15")
+def test_resolving_a_tree_loads_each_tensor_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = LazyState.open(path)
+    reads: list[int] = []
+    read = state._handle._read
+    monkeypatch.setattr(state._handle, "_read", lambda at, memory: (reads.append(at), read(at, memory)))
+    given = torch.ones(1)
+    tree: Any = {"model": state, "again": [state.ref("w"), given, ("x", state.ref("b"))]}
+    loaded = resolve(tree)
+    assert len(reads) == 3
+    assert loaded["again"][0] is loaded["model"]["w"]
+    assert loaded["again"][1] is given
+    assert loaded["again"][2][0] == "x"
+    assert torch.equal(loaded["again"][2][1], TENSORS["b"])
+    assert not any(isinstance(value, LazyTensor) for value in loaded["model"].values())
+
+
+def test_lazy_values_are_not_pickled(path: Path) -> None:
+    state = LazyState.open(path)
+    for value in (state, state.ref("w")):
+        with pytest.raises(UsageError, match="pickled"):
+            pickle.dumps(value)
+
+
+def test_encoded_tensors_are_decoded_when_they_are_loaded(path: Path) -> None:
+    """Three bf16 values that stand for fp32: 1.5, −2, 0."""
+    from atoll.codecs.bf16 import Bf16Codec
+    from atoll.tensors.layout import Segment
+    from atoll.tensors.schema import TensorSpec
+
+    raw = torch.tensor([1.5, -2.0, 0.0], dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+
+    def read(offset: int, memory: memoryview) -> None:
+        memory[:] = raw[offset : offset + len(memory)]
+
+    segment = Segment(TensorSpec("w", "F32", (3, 1)), "bf16", 0, 3, 0, 6)
+    handle = Handle(read, lambda: None)
+    state = LazyState(handle, {"w": segment}, lambda s, t, seg: Bf16Codec().decode_(s, t, seg.spec.dtype), {"v": "w"})
+    assert state["w"].tolist() == [[1.5], [-2.0], [0.0]]
+    assert list(state) == ["w", "v"]
+    assert torch.equal(state["v"], state["w"])
+
+
+def test_a_file_that_is_none_leaves_no_descriptor(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"no safetensors here")
+    with pytest.raises(BadRequest, match=r"x claims a head"):
+        LazyState.open(path)
+    assert open_files(path) == 0
