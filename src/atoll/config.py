@@ -45,6 +45,11 @@ class Settings(BaseModel):
     min_workers: int = Field(1, ge=1, description="A round never closes with fewer updates.")
     quorum: int = Field(0, ge=0, description="Updates that suffice once the deadline has passed; 0: all expected.")
     round_deadline_s: float = Field(0.0, ge=0, description="Seconds after which a quorum closes a round; 0: never.")
+    sample_fraction: float = Field(
+        1.0, gt=0, le=1, description="Share of the workers that a round asks for, drawn anew each round."
+    )
+    sample_min: int = Field(1, ge=1, description="Workers that a round asks for at least.")
+    sample_seed: int = Field(0, description="Seed of the draws.")
     sync_every: int = Field(500, ge=1, description="Local optimizer steps between two synchronisations (DiLoCo's H).")
 
     outer_optimizer: str | None = Field(

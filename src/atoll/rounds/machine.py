@@ -65,6 +65,7 @@ __all__ = [
 ]
 
 NEXT_ROUND = "counts from the next round on"
+NOT_DRAWN = "was not drawn for this round; each round draws anew"
 
 
 def step(state: State, event: Event, now_s: float) -> Result:
@@ -134,7 +135,7 @@ def _request(draft: Draft, site: str, fragment: int) -> None:
     elif ticket and ticket.state == "refused" and not cannot_close:
         reason = f"its update was refused ({ticket.reason}); it {NEXT_ROUND}"
     elif ticket is None and site not in round_.expected:
-        reason = NEXT_ROUND
+        reason = NEXT_ROUND if draft.state.rules.sampling.fraction == 1 else NOT_DRAWN
     if reason:
         draft.emit(TicketWithheld(site, fragment, reason))
     elif ticket and ticket.state == "open":

@@ -26,10 +26,12 @@ def settle(draft: Draft) -> None:
 
 
 def open_next(draft: Draft, fragment: int, event: str) -> None:
-    """The next round, for whoever is alive now; where they are too few, `_revise` adds those who join."""
+    """The next round, for who is drawn of those alive now; where they are too few, `_revise` adds others."""
     round_ = draft.round(fragment)
     phase = advance(f"Fragment {fragment}", ROUND, round_.phase, event)
-    expected = dict.fromkeys(sorted(draft.state.seen_s), draft.now_s)  # seen_s holds exactly those alive
+    rules, alive = draft.state.rules, draft.state.seen_s
+    drawn = rules.sampling.draw(alive, fragment, round_.head, at_least=rules.floor)
+    expected = dict.fromkeys(drawn, draft.now_s)
     opened = Round(phase, round_.head, opened_s=draft.now_s, expected=expected, lost=round_.lost)
     draft.set_round(fragment, opened)
     draft.emit(RoundOpened(fragment, round_.head, tuple(expected)))
@@ -40,7 +42,8 @@ def _revise(draft: Draft, fragment: int) -> None:
     """Whom an open round expects.
 
     Who has an accepted update, alive or not. Of the others: who is alive, was expected or holds an open
-    ticket, and was not refused. Where they are too few to close it, late joiners help, in order of their leases.
+    ticket, and was not refused. Where they are too few to close it, late joiners and those who were not drawn
+    help, in order of their leases.
     """
     round_, members, floor = draft.round(fragment), draft.state.members, draft.state.rules.floor
     alive = draft.state.seen_s.keys()

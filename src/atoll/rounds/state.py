@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from atoll.config import Settings
 from atoll.rounds.membership import Member
 from atoll.rounds.policy import AcceptedUpdate, Barrier, Policy, QuorumDeadline, RoundView
+from atoll.rounds.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Rules:
         heartbeat_timeout_s: silence after which a worker is declared dead; 0: never.
         rounds: the run is finished when every fragment has had so many; 0: endless.
         policy: when a round closes.
+        sampling: whom it asks for.
         fragments: how many parts of the model have rounds of their own.
     """
 
@@ -32,6 +34,7 @@ class Rules:
     heartbeat_timeout_s: float = 120.0
     rounds: int = 0
     policy: Policy = field(default_factory=Barrier)
+    sampling: Sampling = field(default_factory=Sampling)
     fragments: int = 1
 
     @classmethod
@@ -44,6 +47,7 @@ class Rules:
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
             rounds=settings.rounds,
             policy=QuorumDeadline(quorum, deadline_s) if quorum and deadline_s else Barrier(),
+            sampling=Sampling(settings.sample_fraction, settings.sample_min, settings.sample_seed),
             fragments=fragments,
         )
 

@@ -21,6 +21,7 @@ import hypothesis.strategies as st
 
 from atoll.rounds.machine import Rules
 from atoll.rounds.policy import Barrier, QuorumDeadline
+from atoll.rounds.sampling import Sampling
 from atoll.testing.sim_checks import Checks, Violation
 from atoll.testing.sim_server import MUTANTS, Mutant, Reply, Request, SimServer
 from atoll.testing.sim_worker import SimWorker, Site
@@ -65,6 +66,7 @@ class Schedule:
     quorum: int
     deadline_s: int
     fragments: int
+    sample_fraction: float = 1.0
     fates: tuple[str, ...] = ("deliver",)
     crashes: tuple[tuple[int, str], ...] = ()
     faults: tuple[Fault, ...] = ()
@@ -73,7 +75,8 @@ class Schedule:
         undercut = mutant == "quorum of one"
         quorum, min_workers = (1, 1) if undercut else (self.quorum, self.min_workers)
         policy = QuorumDeadline(quorum, self.deadline_s) if self.quorum else Barrier()
-        return Rules(self.num_workers, min_workers, HEARTBEAT_TIMEOUT_S, 0, policy, self.fragments)
+        sampling = Sampling(self.sample_fraction)
+        return Rules(self.num_workers, min_workers, HEARTBEAT_TIMEOUT_S, 0, policy, sampling, self.fragments)
 
 
 class World:
@@ -207,6 +210,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         quorum=draw(st.sampled_from((0, *range(min_workers, num_workers + 1)))),
         deadline_s=draw(st.integers(5, 60)),
         fragments=draw(st.integers(1, 2)),
+        sample_fraction=draw(st.sampled_from((1.0, 1.0, 0.5))),
         fates=tuple(draw(st.lists(st.sampled_from(FATES), min_size=1, max_size=30))),
         crashes=tuple(draw(st.lists(crash, max_size=10))),
         faults=tuple(draw(st.lists(fault, max_size=12))),
