@@ -60,6 +60,9 @@ class Settings(BaseModel):
     outer_options: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the outer optimizer."
     )
+    local_options: dict[str, Any] = Field(
+        default_factory=dict, description="How the algorithm corrects local training: `{mu = 0.1}` for FedProx."
+    )
     reducer: str | None = Field(
         None,
         description="How the updates of a round become one: `mean`, `clipped_mean`, `median`, `trimmed_mean`, or "

@@ -6,9 +6,10 @@ For every window of every part:
     θ, s ← outer step of θ along g                 θ: the version's values, or their fp32 master in the state file
     write θ (cast to the version's dtype) and s, hash them on the way
 
-Buffers take the mean of raw values, integers the maximum. The pass is a pure function of its inputs: neither the chunk
-size nor the number of threads changes a bit, and after a crash it simply runs again. Memory is a few chunks per thread,
-whatever the model's size and the number of updates. Files are read and written by position; fsync is the caller's.
+Buffers take the mean of raw values, controls grow by the reduction, integers take the maximum. The pass is a pure
+function of its inputs: neither the chunk size nor the number of threads changes a bit, and after a crash it simply runs
+again. Memory is a few chunks per thread, whatever the model's size and the number of updates. Files are read and
+written by position; fsync is the caller's.
 """
 
 from __future__ import annotations
@@ -161,6 +162,8 @@ class _Member:
             else:
                 if window.kind == "step":
                     shared.squares[part.index] += self._step(window, stored, columns)
+                elif window.kind == "add":
+                    self._add(window, stored)
                 else:
                     self._replace(window)
                 self._write(shared.outputs.version_fd, stored, window.offset)
@@ -178,6 +181,16 @@ class _Member:
             return
         for target, run in zip(torch.split(stored, window.sizes), runs, strict=True):
             target.copy_(run)
+
+    def _add(self, window: Window, stored: memoryview) -> None:
+        """Controls: c ← s·c + the reduction."""
+        read_at(self._shared.inputs.base_fd, stored, window.offset)
+        values = self._scratch.tensor("stored", torch_dtype(window.dtype), window.numel)
+        _, runs = self._reduce(window)
+        if self._shared.inputs.control_scale != 1:
+            values.mul_(self._shared.inputs.control_scale)
+        for target, run in zip(torch.split(values, window.sizes), runs, strict=True):
+            target.add_(run)
 
     def _step(self, window: Window, stored: memoryview, columns: dict[Column, blake3]) -> float:
         """Parameters: one outer step along the reduced pseudo-gradient; returns its sum of squares."""

@@ -16,10 +16,11 @@ from typing import Literal
 
 from atoll.outer.rule import Granularity
 from atoll.tensors.layout import ALIGN_BYTES, Part, Piece, Segment
-from atoll.tensors.schema import PARAMS, TensorSpec
+from atoll.tensors.schema import CONTROL, PARAMS, TensorSpec
 
-Kind = Literal["step", "whole", "mean", "count"]
-"""step: parameters; whole: those that were stepped as whole tensors before; mean: other floats; count: integers."""
+Kind = Literal["step", "whole", "mean", "add", "count"]
+"""step: parameters; whole: those that were stepped as whole tensors before; mean: buffers; add: controls, to which the
+reduction is added; count: integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ def kind_of(spec: TensorSpec, granularity: Granularity) -> Kind:
     """What the pass does with a tensor."""
     if not spec.is_float:
         return "count"
+    if spec.group == CONTROL:
+        return "add"
     if spec.group != PARAMS:
         return "mean"
     return "step" if granularity == "chunk" else "whole"

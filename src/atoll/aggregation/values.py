@@ -38,6 +38,8 @@ class PassInputs:
         state_header: first bytes of the state file, as `state_layout` gives them; empty where nothing is kept.
         state_layout: of the state file; None where nothing is kept.
         state_fd: the base's outer state; None in the first round.
+        control_scale: what the base's controls are multiplied by: the population that they are the mean over may have
+            grown since.
     """
 
     version_layout: Layout
@@ -46,6 +48,7 @@ class PassInputs:
     state_header: bytes = b""
     state_layout: Layout | None = None
     state_fd: int | None = None
+    control_scale: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ arguments are checked where it is built (`atoll.outer`)."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ class ResolvedAlgorithm:
         outer_options: its keyword arguments.
         reducer: name or `module:attribute` of what reduces `params`.
         reducer_options: its keyword arguments.
+        local: how a worker corrects local training.
         codec: how `params` travel.
         sync_every: local steps of a round; 0 where the worker decides.
     """
@@ -39,6 +41,7 @@ class ResolvedAlgorithm:
     outer_options: dict[str, Any]
     reducer: str
     reducer_options: dict[str, Any]
+    local: dict[str, Any]
     codec: str
     sync_every: int
 
@@ -72,6 +75,7 @@ def resolve(settings: Settings) -> ResolvedAlgorithm:
         outer_options=_outer_options(settings, algorithm, outer),
         reducer=reducer,
         reducer_options=dict(settings.reducer_options),
+        local=_local(settings, algorithm),
         codec=codec,
         sync_every=settings.sync_every if algorithm.steps_driven else 0,
     )
@@ -96,6 +100,19 @@ def _outer_options(settings: Settings, algorithm: Algorithm, outer: str) -> dict
     if given.get("momentum") == 0:
         defaults.pop("nesterov", None)  # there is nothing left that Nesterov's rule could look ahead along
     return defaults | given
+
+
+def _local(settings: Settings, algorithm: Algorithm) -> dict[str, Any]:
+    known = [key for key in algorithm.local if key != "correction"]
+    for key, value in settings.local_options.items():
+        if key not in known:
+            has = f"It has {', '.join(known)}." if known else "Leave local_options out."
+            raise ConfigError(
+                f"local_options has {key!r}, which {algorithm.name} does not.", registry.nearest(key, known, has)
+            )
+        if type(value) not in (int, float) or not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"local_options: {key} = {value!r}.", "It is a number, at least 0.")
+    return dict(algorithm.local) | settings.local_options
 
 
 def _require_known(kind: str, setting: str, name: str) -> None:

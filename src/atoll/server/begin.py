@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
 from atoll.errors import ConfigError
 from atoll.server.model import initial_model, is_known, schema_for, write_version
@@ -17,7 +18,7 @@ from atoll.server.roster import now_text
 from atoll.store.rows import Recovered, RunRow
 from atoll.store.store import Store
 from atoll.tensors.modules import Tensors
-from atoll.tensors.schema import Schema
+from atoll.tensors.schema import CONTROL, Schema
 
 LOG = logging.getLogger("atoll.server")
 
@@ -54,6 +55,8 @@ def open_run(settings: Settings, given: nn.Module | Tensors | None) -> tuple[Pla
 
 def _create(settings: Settings, given: nn.Module | Tensors | None, store: Store) -> Plan:
     schema = schema_for(settings, initial_model(settings, given))
+    if CONTROL in resolve(settings).algorithm.reduce:
+        schema = schema.with_controls()
     plan = Plan.make(settings, schema)
     store.create_run(
         RunRow(
@@ -81,9 +84,9 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, row: RunRow,
                 "Start it with the old value, or begin a new run in another state_dir.",
             )
     if given is not None or settings.model is not None:
-        if not is_known(settings, given, plan.schema):
+        if not is_known(settings, given, plan.schema.model):
             mine = schema_for(settings, initial_model(settings, given))
-            mine.require_equal(plan.schema, mine="this start", theirs=f"the run in {settings.state_dir}")
+            mine.require_equal(plan.schema.model, mine="this start", theirs=f"the run in {settings.state_dir}")
         LOG.info("going on with the model of %s; the initial model is not read again", settings.state_dir)
     if (row.torch_build, row.cpu_capability) != (torch_build(), cpu_capability()):
         LOG.warning(
@@ -103,8 +106,8 @@ def _frozen(settings: Settings, plan: Plan) -> str:
 
 
 def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
-    """Version 0: the initial model."""
-    schema_for(plan.settings, model).require_equal(plan.schema, mine="the initial model", theirs="the run")
+    """Version 0: the initial model, and zeros beside it."""
+    schema_for(plan.settings, model).require_equal(plan.schema.model, mine="the initial model", theirs="the run")
     draft = store.begin_version(0, 0)
     try:
         digests = write_version(draft.version_fd, plan.version, plan.header, model)

@@ -58,7 +58,7 @@ class Exports:
 
 def export_ranges(schema: Schema, version: Layout) -> tuple[bytes, list[tuple[int, int]]]:
     """Header and slot ranges of an export: every tensor, and each tied one again under its further name."""
-    segments = version.by_name
+    segments, schema = version.by_name, schema.model
     owners = {spec.name: spec for spec in schema.tensors}
     named = [(spec, spec.name) for spec in schema.tensors] + [
         (TensorSpec(alias, owners[owner].dtype, owners[owner].shape, owners[owner].group), owner)

@@ -19,7 +19,7 @@ from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Layout, chunks
 from atoll.tensors.modules import Tensors, named_tensors, schema_of
-from atoll.tensors.schema import Schema
+from atoll.tensors.schema import CONTROL, Schema
 
 
 def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.Module | Tensors:
@@ -129,10 +129,14 @@ def write_version(fd: int, layout: Layout, header: bytes, model: nn.Module | Ten
         os.pwrite(fd, head, part.start)
         offset = part.start + len(head)
         for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
-            run = run_of(tensors[piece.segment.spec.name], start, stop).cpu()
+            spec = piece.segment.spec
+            if spec.group == CONTROL:
+                run = torch.zeros(stop - start, dtype=torch_dtype(spec.dtype))
+            else:
+                run = run_of(tensors[spec.name], start, stop).cpu()
             if run.is_floating_point() and not bool(torch.isfinite(run.float()).all()):
                 raise ConfigError(
-                    f"The initial model's tensor {piece.segment.spec.name!r} holds NaN or Inf.",
+                    f"The initial model's tensor {spec.name!r} holds NaN or Inf.",
                     "Look at how it is initialised.",
                 )
             data = bytes_of(run)

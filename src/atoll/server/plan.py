@@ -18,9 +18,10 @@ from atoll.outer.build import build_outer
 from atoll.outer.rule import OuterRule
 from atoll.reducers.base import Reducer
 from atoll.reducers.build import build_reducers
+from atoll.reducers.share import Share
 from atoll.store.store import FileShape, FragmentShapes
 from atoll.tensors.layout import Layout, version_header, version_layout
-from atoll.tensors.schema import Schema
+from atoll.tensors.schema import CONTROL, Schema
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,12 @@ class Plan:
             update_bytes=self.update.nbytes,
             update_parts=tuple((part.start, part.nbytes) for part in self.update.parts),
         )
+
+    def reducers_of(self, population: int) -> dict[str, Reducer]:
+        """The reducers of a round in a run that so many workers have joined so far."""
+        if CONTROL not in self.reducers:
+            return self.reducers
+        return self.reducers | {CONTROL: Share(population)}
 
     @property
     def state_layout(self) -> Layout | None:

@@ -39,6 +39,9 @@ def close_round(
     base = store.pin_version(fragment, base_version)
     version = store.next_version(fragment)
     draft = store.begin_version(fragment, version)
+    frozen = store.round(fragment, base_version)
+    population = frozen.population if frozen else 0
+    before = json.loads(base.row.extra_json).get("population", population)
     try:
         result = run_pass(
             PassInputs(
@@ -51,10 +54,11 @@ def close_round(
                 state_header=plan.state[0] if plan.state else b"",
                 state_layout=plan.state_layout,
                 state_fd=store.state_file(fragment) if base.row.state_digests else None,
+                control_scale=before / population if population else 1.0,
             ),
             PassOutputs(draft.version_fd, draft.state_fd),
             rule=plan.rule,
-            reducers=plan.reducers,
+            reducers=plan.reducers_of(population),
             codecs=plan.codecs,
             threads=plan.threads,
             cancelled=cancelled,
@@ -66,7 +70,7 @@ def close_round(
             digest=result.digest,
             part_digests=result.part_digests,
             state_digests=result.state_digests,
-            extra_json=json.dumps({"grad_norm": result.grad_norm}),
+            extra_json=json.dumps({"grad_norm": result.grad_norm, "population": population}),
             summary_json=summary.model_dump_json(),
             tickets=tickets,
         )

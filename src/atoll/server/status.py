@@ -36,7 +36,7 @@ def status_of(run: Run) -> messages.Status:
         rounds=settings.rounds,
         finished=run.state.finished,
         uptime_s=now_s - run.started_s,
-        model_bytes=run.plan.schema.nbytes,
+        model_bytes=run.plan.schema.model.nbytes,
         codec=algorithm.codec,
         sync_every=algorithm.sync_every,
         fragments=[_fragment(run, index, now_s) for index in range(len(run.state.rounds))],

@@ -13,7 +13,7 @@ from atoll.store.journal import placeholders
 from atoll.store.rows import AuditRow, HistoryRow, MemberRow, RoundRow, RunRow, Totals, now
 
 _RUN = "run_id, settings_json, schema_json, schema_digest, torch_build, cpu_capability, created_at"
-_ROUND = "fragment, base_version, state, expected_json, tickets_json, opened_at"
+_ROUND = "fragment, base_version, state, expected_json, tickets_json, opened_at, population"
 
 
 class Members(Core):
@@ -102,7 +102,7 @@ class Members(Core):
         """The round from `base_version` waits for `expected`. The same round again changes whom."""
         with self.transaction():
             self.journal.execute(
-                "INSERT INTO rounds VALUES (?, ?, 'open', ?, '[]', ?) ON CONFLICT (fragment, base_version) "
+                "INSERT INTO rounds VALUES (?, ?, 'open', ?, '[]', ?, 0) ON CONFLICT (fragment, base_version) "
                 "DO UPDATE SET expected_json = excluded.expected_json WHERE state = 'open'",
                 fragment,
                 base_version,
@@ -149,7 +149,7 @@ class Members(Core):
                     f"{list(tickets)}: {fit} of them are accepted updates of it."
                 )
             changed = self.journal.execute(
-                "UPDATE rounds SET state = 'frozen', tickets_json = ? "
+                "UPDATE rounds SET state = 'frozen', tickets_json = ?, population = (SELECT count(*) FROM members) "
                 "WHERE fragment = ? AND base_version = ? AND state = 'open'",
                 json.dumps(list(tickets)),
                 fragment,
@@ -211,5 +211,6 @@ class Members(Core):
 
 
 def _round(row: tuple[Any, ...]) -> RoundRow:
-    fragment, base_version, state, expected, tickets, opened_at = row
-    return RoundRow(fragment, base_version, state, tuple(json.loads(expected)), tuple(json.loads(tickets)), opened_at)
+    fragment, base_version, state, expected, tickets, opened_at, population = row
+    asked, frozen = tuple(json.loads(expected)), tuple(json.loads(tickets))
+    return RoundRow(fragment, base_version, state, asked, frozen, opened_at, population)

@@ -41,7 +41,11 @@ class MemberRow:
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """The round from `base_version`; `tickets` are the frozen ones, in order."""
+    """The round from `base_version`; `tickets` are the frozen ones, in order.
+
+    Attributes:
+        population: how many workers had ever joined when it was frozen.
+    """
 
     fragment: int
     base_version: int
@@ -49,6 +53,7 @@ class RoundRow:
     expected: tuple[str, ...]
     tickets: tuple[int, ...]
     opened_at: str
+    population: int
 
 
 @dataclass(frozen=True, slots=True)

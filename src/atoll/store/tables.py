@@ -3,7 +3,7 @@
 `heads` decides which versions exist: one UPDATE of it is the commit. A version row above its head does not count.
 """
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = """
 CREATE TABLE meta (
@@ -50,6 +50,7 @@ CREATE TABLE rounds (
     expected_json TEXT NOT NULL,
     tickets_json TEXT NOT NULL,
     opened_at TEXT NOT NULL,
+    population INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (fragment, base_version)
 ) STRICT;
 CREATE UNIQUE INDEX one_round ON rounds (fragment) WHERE state IN ('open', 'frozen');

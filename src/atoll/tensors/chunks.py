@@ -91,13 +91,14 @@ class Scatter:
 
     Args:
         layout: the version's layout.
-        tensors: every tensor of the layout, by name.
+        tensors: those of the layout that are wanted, by name; the bytes of others are passed over.
     """
 
     def __init__(self, layout: Layout, tensors: Tensors) -> None:
-        self._starts = [segment.offset for segment in layout.segments]
-        self._stops = [segment.offset + segment.nbytes for segment in layout.segments]
-        self._tensors = [tensors[segment.spec.name] for segment in layout.segments]
+        segments = [segment for segment in layout.segments if segment.spec.name in tensors]
+        self._starts = [segment.offset for segment in segments]
+        self._stops = [segment.offset + segment.nbytes for segment in segments]
+        self._tensors = [tensors[segment.spec.name] for segment in segments]
         self._views = [_writable_bytes(tensor) for tensor in self._tensors]
         self._lock = threading.Lock()
         self._scratch = torch.empty(0, dtype=torch.uint8)

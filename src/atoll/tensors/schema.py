@@ -40,6 +40,11 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
 PARAMS = "params"
 BUFFERS = "buffers"
+CONTROL = "control"
+"""SCAFFOLD's control variates: one for each parameter, beside the model in every version, and in every update."""
+
+CONTROL_PREFIX = "atoll.control."
+"""Before the parameter's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,20 @@ class Schema:
             if owner not in owners:
                 raise UsageError(f"{alias!r} is tied to {owner!r}, which is not among the tensors.")
         return cls(ordered, tied)
+
+    def with_controls(self) -> Schema:
+        """These tensors, and a control for each parameter, in fp32 (fp64 for fp64)."""
+        controls = [
+            TensorSpec(CONTROL_PREFIX + spec.name, "F64" if spec.dtype == "F64" else "F32", spec.shape, CONTROL)
+            for spec in self.tensors
+            if spec.group == PARAMS
+        ]
+        return Schema.build([*self.tensors, *controls], dict(self.aliases))
+
+    @functools.cached_property
+    def model(self) -> Schema:
+        """Without what an algorithm keeps beside the model: what a user's model is compared with, and exports hold."""
+        return Schema(tuple(spec for spec in self.tensors if spec.group != CONTROL), self.aliases)
 
     @property
     def nbytes(self) -> int:

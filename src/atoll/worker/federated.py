@@ -13,6 +13,7 @@ from types import TracebackType
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
 from atoll.tensors.dtypes import torch_dtype
@@ -20,6 +21,7 @@ from atoll.tensors.modules import Tensors, fits, named_tensors, schema_of
 from atoll.wire import messages
 from atoll.worker.border import border
 from atoll.worker.connection import START_RETRIES, default_site, require_site
+from atoll.worker.correction import Correction, correction_for
 from atoll.worker.given import finite_metrics, last_words, positive
 from atoll.worker.local import ALONE, LocalWorker, Model, Round
 from atoll.worker.reporting import LOG, ensure_lines, size
@@ -102,6 +104,8 @@ class Worker:
             if reply.ticket is None:
                 LOG.info("%s: the run is finished at version %d", self.site, reply.head_version)
                 return
+            if self._session.controls is not None:
+                self._session.controls.settle(self._session.outcome)
             round_ = FederatedRound(self._session, reply.ticket)
             yield round_
             if not round_.done:
@@ -123,6 +127,7 @@ class FederatedRound:
     def __init__(self, session: Session, ticket: messages.Ticket) -> None:
         self._session, self._ticket = session, ticket
         self.done = False
+        self._correction: Correction | None = None
 
     @property
     def number(self) -> int:
@@ -149,9 +154,28 @@ class FederatedRound:
         return model
 
     @border
+    def correct(self, model: nn.Module, optimizer: Optimizer) -> Correction:
+        """Have the run's algorithm correct local training: for FedProx and SCAFFOLD; for others nothing changes.
+
+        Args:
+            model: that `load_into` filled, before it is trained.
+            optimizer: all of its trainable parameters are in; its steps are followed until the round is submitted.
+
+        Returns:
+            What counts the steps; a context manager, too, that lets go of the optimizer at its end.
+
+        Raises:
+            UsageError: the global model was never pulled.
+        """
+        self._require_base()
+        session = self._session
+        self._correction = correction_for(session.info.local, model, session.base.elements, session.controls)
+        return self._correction.attach(optimizer)
+
+    @border
     def state_dict(self) -> dict[str, Tensor]:
         """The global model as new CPU tensors, by name, tied ones included."""
-        schema = self._session.schema
+        schema = self._session.schema.model
         owned = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in schema.tensors}
         self._session.pull(self._ticket.base_version, self._ticket.base_digest, owned)
         return owned | {alias: owned[owner] for alias, owner in schema.aliases}
@@ -183,18 +207,25 @@ class FederatedRound:
                 f"Round {self.number} was submitted already.", "Submit once, then go on to the next round."
             )
         tensors = _matching(self._session, model)
-        if not self._session.base.holds(self._session.info.run, self._ticket.base_digest):
+        self._require_base()
+        correction, controls = self._correction, None
+        if correction is None and self._session.info.local.get("correction", "none") != "none":
             raise UsageError(
-                f"Round {self.number} has no base: the global model was not pulled.",
-                "Call round.load_into(model) before training.",
+                f"Round {self.number} of {self._session.info.algorithm} was trained without its correction.",
+                "Call round.correct(model, optimizer) after round.load_into(model), before training.",
             )
+        if correction is not None:
+            correction.close()
+            controls, steps = correction.controls(), steps or correction.steps
         finite = finite_metrics(metrics or {}, self._session.site)
         if self._session.is_over(self._ticket):
             LOG.warning("%s: round %d is over, it does not count", self._session.site, self.number)
             self.done = True
             return
         try:
-            self._session.submit(self._ticket, tensors, weight=positive(weight), steps=steps, metrics=finite)
+            self._session.submit(
+                self._ticket, tensors, weight=positive(weight), steps=steps, metrics=finite, controls=controls
+            )
         except TicketClosed as error:  # kept, as an update that counted is: the server may fall back to its base
             LOG.warning("%s: round %d went on without this update: %s", self._session.site, self.number, error)
         except Gone as error:
@@ -205,6 +236,13 @@ class FederatedRound:
         else:
             self._session.refusals = 0
         self.done = True
+
+    def _require_base(self) -> None:
+        if not self._session.base.holds(self._session.info.run, self._ticket.base_digest):
+            raise UsageError(
+                f"Round {self.number} has no base: the global model was not pulled.",
+                "Call round.load_into(model) before training.",
+            )
 
 
 @border
@@ -243,7 +281,7 @@ def join(
 
 def _matching(session: Session, model: nn.Module | Tensors) -> dict[str, Tensor]:
     """The model's own tensors by name, after its schema was found to be the run's."""
-    schema = session.schema
+    schema = session.schema.model
     tensors = fits(model, schema)
     if tensors is not None:
         return tensors

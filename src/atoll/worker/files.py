@@ -28,7 +28,8 @@ from torch import Tensor
 
 from atoll.errors import AtollError, DiskFull, StateLocked, StoreError
 from atoll.failpoints import failpoint
-from atoll.tensors.chunks import CHUNK_BYTES
+from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
+from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Layout, Part, Piece
 from atoll.transport.descriptor import Descriptor
 from atoll.worker.reporting import LOG, size
@@ -155,7 +156,7 @@ class BaseFile(ScratchFile):
         self._note_path = folder / f"{name}.json"
         if self.is_new:
             self._note_path.unlink(missing_ok=True)
-        self.note = _read_note(self._note_path, BaseNote)
+        self.note = read_note(self._note_path, BaseNote)
         self._seen = False  # whether the bytes of a complete note are known to be in the file
 
     def holds(self, run: str, digest: str) -> bool:
@@ -208,6 +209,13 @@ class BaseFile(ScratchFile):
         self.read_into(self.layout.by_name[piece.segment.spec.name].offset + start * item, view)
         return torch.frombuffer(view, dtype=dtype)
 
+    def elements(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a tensor of the version, in new memory."""
+        segment = self.layout.by_name[name]
+        values = torch.empty(stop - start, dtype=torch_dtype(segment.spec.dtype))
+        self.read_into(segment.offset + start * segment.spec.item_bytes, bytes_of(values))
+        return values
+
     def replace_with(self, other: BaseFile) -> None:
         """Become `other`, which must be complete: its file and note take the place of these."""
         assert other.note is not None
@@ -220,7 +228,7 @@ class BaseFile(ScratchFile):
 
     def _write_note(self, note: BaseNote) -> None:
         self.note = note
-        _write_note(self._note_path, note)
+        write_note(self._note_path, note)
 
 
 class Outbox(ScratchFile):
@@ -230,7 +238,7 @@ class Outbox(ScratchFile):
         super().__init__(folder / "outbox.bin", layout.nbytes)
         self.layout = layout
         self._note_path = folder / "outbox.json"
-        self.note = _read_note(self._note_path, OutboxNote)
+        self.note = read_note(self._note_path, OutboxNote)
         if self.note is not None and self.note.layout_digest != layout.digest:
             self.clear()
 
@@ -242,13 +250,13 @@ class Outbox(ScratchFile):
         """The update is complete: from here on it survives this process."""
         failpoint("outbox.seal")
         self.note = note
-        _write_note(self._note_path, note)
+        write_note(self._note_path, note)
 
     def mark_sent(self) -> None:
         """The server has it; kept, since a server that lost power may ask for it again."""
         if self.note is not None:
             self.note = replace(self.note, sent=True)
-            _write_note(self._note_path, self.note)
+            write_note(self._note_path, self.note)
 
     def clear(self) -> None:
         """The update can never count, or not again: the file may be rewritten."""
@@ -308,6 +316,7 @@ _OURS = {
     "lock",
     *(f"{name}.{kind}" for name in ("base", "base-next") for kind in ("safetensors", "json", "tmp")),
     *(f"outbox.{kind}" for kind in ("bin", "json", "tmp")),
+    *(f"control{rest}" for rest in ("-0.bin", "-1.bin", ".json", ".tmp")),
 }
 
 
@@ -332,7 +341,7 @@ def remove_earlier(current: Path, site: str) -> None:
 
 def _remove(folder: Path) -> int | None:
     """Remove a folder that is locked by the caller; returns its bytes, None where it has to stay."""
-    note: OutboxNote | None = _read_note(folder / "outbox.json", OutboxNote)
+    note: OutboxNote | None = read_note(folder / "outbox.json", OutboxNote)
     if (folder / "outbox.json").exists() and not (note is not None and note.sent):
         return None
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -349,14 +358,16 @@ def _remove(folder: Path) -> int | None:
     return sum(each.st_size for each in found.values())
 
 
-def _read_note(path: Path, kind: Any) -> Any:
+def read_note(path: Path, kind: Any) -> Any:
+    """What `write_note` wrote; None where nothing is, or something else."""
     try:
         return kind(**json.loads(path.read_text()))
     except (FileNotFoundError, ValueError, TypeError):
         return None
 
 
-def _write_note(path: Path, note: Any) -> None:
+def write_note(path: Path, note: Any) -> None:
+    """Write a dataclass as JSON: all of it or nothing, whatever happens meanwhile."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(asdict(note)))
     os.replace(temporary, path)

@@ -7,9 +7,11 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from atoll.errors import UsageError
 from atoll.tensors.modules import Tensors, named_tensors
+from atoll.worker.correction import Correction
 from atoll.worker.given import finite_metrics, positive
 from atoll.worker.reporting import LOG
 
@@ -29,6 +31,10 @@ class Round(Protocol):
 
     def load_into(self, model: Model) -> Model:
         """Pull the global model into `model`, in place, and return it."""
+        ...
+
+    def correct(self, model: nn.Module, optimizer: Optimizer) -> Correction:
+        """Have the run's algorithm correct local training."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -89,6 +95,10 @@ class LocalRound:
         """The model as it is."""
         self._model = model
         return model
+
+    def correct(self, model: nn.Module, optimizer: Optimizer) -> Correction:
+        """Without a server nothing is corrected; steps are counted."""
+        return Correction(model).attach(optimizer)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Nothing is known without a server and before `load_into`; after it, copies of the model's tensors."""

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from atoll.codecs.update import codecs_of, encoded_layout
 from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused, VersionSkew
@@ -24,6 +25,7 @@ from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.connection import Connection
+from atoll.worker.controls import Controls
 from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, locked, remove_earlier
 from atoll.worker.reporting import LOG, Progress, progress, size
 from atoll.worker.stretches import Stretches
@@ -65,7 +67,7 @@ class Session(Connection):
         self._cleanup.callback(self.parts.close)
         try:
             if schema is not None:
-                schema.require_equal(self.schema, mine=f"worker {site}", theirs="the server")
+                schema.require_equal(self.schema.model, mine=f"worker {site}", theirs="the server")
             folder = folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))
             self.folder = folder / site / self.info.run
             self._cleanup.enter_context(locked(self.folder, site))
@@ -76,6 +78,9 @@ class Session(Connection):
             self.outbox = Outbox(self.folder, self.update_layout())
             self._cleanup.callback(self.outbox.close)
             self._stretches = Stretches(self.outbox.layout, self.layout, self.codecs)
+            self.controls: Controls | None = None
+            if self.schema.model != self.schema:
+                self.controls = self._cleanup.enter_context(contextlib.closing(Controls(self.folder, self.schema)))
             self.join(max_retries, sync_every=sync_every)
             remove_earlier(self.folder, site)
         except BaseException:
@@ -165,6 +170,7 @@ class Session(Connection):
         weight: float,
         steps: int,
         metrics: dict[str, float],
+        controls: update.Runs | None = None,
         max_retries: int | None = None,
     ) -> update.Formed:
         """Form the update of this ticket and send it; its parts are on their way while the later ones are formed.
@@ -172,16 +178,16 @@ class Session(Connection):
         Raises:
             TicketClosed, UpdateRefused: as `send`.
         """
-        parts = self.outbox.layout.parts
-        if len(parts) == 1:
-            formed = self.form(ticket, tensors, weight=weight, steps=steps, metrics=metrics)
+        how: dict[str, Any] = {"weight": weight, "steps": steps, "metrics": metrics, "controls": controls}
+        if len(self.outbox.layout.parts) == 1:
+            formed = self.form(ticket, tensors, **how)
             self.send(max_retries)
             return formed
         self._tell_submitting(ticket.round)
         with progress(f"{self.site}: submitting", self.outbox.layout.nbytes) as bar:
             path_of = functools.partial(_part_path, ticket.ticket)
             with self.parts.pushing(path_of, self.outbox.fd, on_bytes=bar.add) as pushing:
-                formed = self.form(ticket, tensors, weight=weight, steps=steps, metrics=metrics, on_part=pushing.add)
+                formed = self.form(ticket, tensors, on_part=pushing.add, **how)
             self._complete(bar, pushing.sent, pushing.error, max_retries)
         return formed
 
@@ -193,6 +199,7 @@ class Session(Connection):
         weight: float,
         steps: int,
         metrics: dict[str, float],
+        controls: update.Runs | None = None,
         on_part: Callable[[Part, bytes], None] | None = None,
     ) -> update.Formed:
         """Write the update of this ticket into the outbox; from here on it survives this process."""
@@ -202,7 +209,9 @@ class Session(Connection):
                 "Upgrade Atoll to the same version on both sides.",
             )
         self.outbox.clear()
-        formed = update.form_update(self.outbox, self.base, tensors, self.codecs, on_part, self._stretches)
+        formed = update.form_update(self.outbox, self.base, tensors, self.codecs, on_part, self._stretches, controls)
+        if self.controls is not None:
+            self.controls.belongs_to(ticket.ticket)
         self.outbox.seal(
             OutboxNote(
                 run=self.info.run,
@@ -376,6 +385,8 @@ class Session(Connection):
         ):
             return False
         LOG.info("%s: the server fell back to version %d; submitting again", self.site, ticket.base_version)
+        if self.controls is not None and self.controls.note.pending == note.ticket:
+            self.controls.belongs_to(ticket.ticket)
         self.outbox.seal(replace(note, ticket=ticket.ticket, sent=False))
         try:
             self.send()

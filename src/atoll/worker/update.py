@@ -20,9 +20,12 @@ from atoll.tensors.chunks import CHUNK_ELEMENTS, assign_run_, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES, Part, chunks
 from atoll.tensors.modules import Tensors
-from atoll.tensors.schema import PARAMS
+from atoll.tensors.schema import CONTROL, PARAMS
 from atoll.worker.files import BaseFile, Outbox
 from atoll.worker.stretches import Stretch, Stretches
+
+Runs = Callable[[str, int, int], Tensor]
+"""(name, start, stop) → those elements of a tensor, in a row."""
 
 _BUFFER_BYTES = CHUNK_ELEMENTS * 8
 """Encoded, hashed and written at a time: one run of the widest dtype."""
@@ -46,6 +49,7 @@ def form_update(
     codecs: Mapping[str, Codec],
     on_part: Callable[[Part, bytes], None] | None = None,
     stretches: Stretches | None = None,
+    controls: Runs | None = None,
 ) -> Formed:
     """Write the update of `tensors` against `base` into the outbox.
 
@@ -56,8 +60,10 @@ def form_update(
         codecs: by name, all that the layout uses.
         on_part: told of each part, with its BLAKE3, as soon as it is in the outbox.
         stretches: of these layouts and codecs; who forms more than one update keeps them.
+        controls: Δc_i, where the layout has controls.
     """
     former = _Former(outbox, base, tensors, codecs, stretches or Stretches(outbox.layout, base.layout, codecs))
+    former.controls = controls
     with torch.no_grad(), alone():
         digests = []
         for part in outbox.layout.parts:
@@ -68,6 +74,8 @@ def form_update(
 
 
 class _Former:
+    controls: Runs | None = None
+
     def __init__(
         self, outbox: Outbox, base: BaseFile, tensors: Tensors, codecs: Mapping[str, Codec], stretches: Stretches
     ) -> None:
@@ -96,6 +104,10 @@ class _Former:
 
     def _encode(self, stretch: Stretch, target: Tensor) -> None:
         spec, codec = stretch.spec, self.codecs[stretch.codec]
+        if spec.group == CONTROL:
+            assert self.controls is not None
+            codec.encode_(self.controls(*stretch.runs[0]), target, spec.dtype)
+            return
         runs = [run_of(self.tensors[name], start, stop) for name, start, stop in stretch.runs]
         if spec.group != PARAMS:
             codec.encode_(runs[0], target, spec.dtype)
@@ -138,6 +150,8 @@ def rebase_(tensors: Tensors, old: BaseFile, new: BaseFile) -> None:
         for part in new.layout.parts:
             for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
                 spec = piece.segment.spec
+                if spec.name not in tensors:
+                    continue
                 dtype = torch_dtype(spec.dtype)
                 head = new.run(piece, start, stop, scratch_new, dtype)
                 if spec.group == PARAMS:
@@ -171,10 +185,12 @@ def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -
 
 
 def load_(tensors: Tensors, base: BaseFile) -> None:
-    """Copy the base file into the tensors, in place."""
+    """Copy what the base file has of the tensors into them, in place."""
     scratch = bytearray(CHUNK_ELEMENTS * _WIDEST_BYTES)
     with torch.no_grad():
         for part in base.layout.parts:
             for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
                 spec = piece.segment.spec
+                if spec.name not in tensors:
+                    continue
                 assign_run_(tensors[spec.name], start, base.run(piece, start, stop, scratch, torch_dtype(spec.dtype)))

@@ -1,0 +1,227 @@
+"""What a run's algorithm adds to local training: hooks on the user's own optimizer, for one round.
+
+    with round.correct(model, optimizer):
+        train()                               # plain training, whatever the algorithm
+    round.submit(model)
+
+FedProx changes the gradient before a step, SCAFFOLD the parameters behind it. FedAvg changes nothing. Steps are counted
+and learning rates read where they happen: under gradient accumulation, with a schedule, or in a framework's loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atoll.errors import UsageError
+from atoll.tensors.chunks import run_of
+from atoll.tensors.schema import CONTROL_PREFIX
+from atoll.worker.controls import Controls
+
+Runs = Callable[[str, int, int], Tensor]
+"""(name, start, stop) → those elements of a tensor, in a row, on the CPU."""
+
+
+class Correction:
+    """Local training without a correction; the others build on it.
+
+    Args:
+        model: that is trained; its parameters are known by name.
+
+    Attributes:
+        steps: optimizer steps so far.
+        rates: Σ η over them.
+    """
+
+    def __init__(self, model: nn.Module | Mapping[str, Tensor]) -> None:
+        named = model.named_parameters() if isinstance(model, nn.Module) else model.items()
+        self.parameters = dict(named)
+        self.steps, self.rates = 0, 0.0
+        self._optimizer: Optimizer | None = None
+        self._handles: list[Any] = []
+        self._rate = 0.0
+        self._under_way = False
+
+    def attach(self, optimizer: Optimizer) -> Correction:
+        """Follow the steps of `optimizer`, until `close`.
+
+        Raises:
+            UsageError: it follows another one already.
+        """
+        if self._optimizer is not None:
+            raise UsageError(
+                "A round has one optimizer, and this is the second.", "Put all parameters into one optimizer."
+            )
+        self._optimizer = optimizer
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda *_: self._before()),
+            optimizer.register_step_post_hook(lambda *_: self._after()),
+        ]
+        return self
+
+    def close(self) -> None:
+        """Let go of the optimizer. Idempotent."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+    def __enter__(self) -> Correction:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def controls(self) -> Runs | None:
+        """Δc_i of what was trained; None for algorithms without controls."""
+        return None
+
+    def _before(self) -> None:
+        self._rate = self._learning_rate()
+        self._under_way = True
+        with torch.no_grad():
+            self.correct_gradients_()
+
+    def _after(self) -> None:
+        self._under_way = False
+        with torch.no_grad():
+            self.correct_parameters_(self._rate)
+        self.steps, self.rates = self.steps + 1, self.rates + self._rate
+
+    def _learning_rate(self) -> float:
+        """η of the step that is about to happen; of the first group where nothing depends on it."""
+        assert self._optimizer is not None
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def correct_gradients_(self) -> None:
+        """Before a step."""
+
+    def correct_parameters_(self, rate: float) -> None:
+        """Behind a step with the learning rate `rate`."""
+
+
+class Proximal(Correction):
+    """FedProx (arXiv 1812.06127): g ← g + μ·(w − w_t). Holds one copy of the trainable parameters, beside them.
+
+    Args:
+        mu: μ.
+    """
+
+    def __init__(self, model: nn.Module | Mapping[str, Tensor], mu: float) -> None:
+        super().__init__(model)
+        self._mu = mu
+        self._start = {name: value.detach().clone() for name, value in self.parameters.items() if value.requires_grad}
+
+    def correct_gradients_(self) -> None:
+        for name, start in self._start.items():
+            parameter = self.parameters[name]
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter.detach() - start, alpha=self._mu)
+
+
+class Scaffold(Correction):
+    """SCAFFOLD (arXiv 1910.06378, option II): y ← y − η·(c − c_i) behind each step.
+
+    Holds c − c_i, one copy of the trainable parameters, beside them.
+
+    Args:
+        base: runs of the version that was pulled: of x by a parameter's name, of c by its control's.
+        controls: c_i.
+    """
+
+    def __init__(self, model: nn.Module | Mapping[str, Tensor], base: Runs, controls: Controls) -> None:
+        super().__init__(model)
+        self._base, self._controls = base, controls
+        self._trainable = {name for name, value in self.parameters.items() if value.requires_grad}
+        self._offsets: dict[str, Tensor] = {}  # c − c_i
+        for name in self._trainable:
+            value, control = self.parameters[name], CONTROL_PREFIX + name
+            offset = base(control, 0, value.numel()) - controls.read(control, 0, value.numel())
+            self._offsets[name] = offset.view(value.shape).to(value.device)
+
+    def correct_parameters_(self, rate: float) -> None:
+        for name, offset in self._offsets.items():
+            self.parameters[name].sub_(offset.to(self.parameters[name].dtype), alpha=rate)
+
+    def controls(self) -> Runs:
+        """Δc_i = (x − y_i) / Σ η − c, as the update is formed; c_i⁺ is written on the way.
+
+        Raises:
+            UsageError: there was no step, or one that did not end, or none with a learning rate.
+        """
+        self.require_steps()
+        self._controls.begin()
+
+        def run(control: str, start: int, stop: int) -> Tensor:
+            name = control.removeprefix(CONTROL_PREFIX)
+            mine, value = self._controls.read(control, start, stop), self.parameters.get(name)
+            if name not in self._trainable or value is None:
+                delta = torch.zeros_like(mine)  # it was not trained: c_i stays
+            else:
+                x, y = self._base(name, start, stop), run_of(value.detach(), start, stop).cpu()
+                moved = (x.to(mine.dtype) - y.to(mine.dtype)).div_(self.rates)
+                delta = moved.sub_(self._base(control, start, stop))
+            self._controls.write(control, start, mine + delta)
+            return delta
+
+        return run
+
+    def require_steps(self) -> None:
+        """Refuse what has no Δc_i."""
+        if self._under_way:
+            raise UsageError(
+                "An optimizer step began and did not end: its correction is missing.",
+                "Let optimizer.step() return before the round is submitted.",
+            )
+        if not self.steps:
+            raise UsageError(
+                "SCAFFOLD saw no optimizer step in this round.",
+                "Call round.correct(model, optimizer) before training, with the optimizer that trains.",
+            )
+        if not self.rates > 0:
+            raise UsageError(
+                f"The learning rates of this round's {self.steps} steps sum up to {self.rates:g}.",
+                "SCAFFOLD divides by the sum: at least one step needs a learning rate above zero.",
+            )
+
+    def _learning_rate(self) -> float:
+        assert self._optimizer is not None
+        rates = {float(group["lr"]) for group in self._optimizer.param_groups}
+        if len(rates) > 1:
+            raise UsageError(
+                f"The optimizer has the learning rates {', '.join(f'{rate:g}' for rate in sorted(rates))}.",
+                "SCAFFOLD needs one for all parameter groups.",
+            )
+        (rate,) = rates
+        if not (math.isfinite(rate) and rate >= 0):
+            raise UsageError(f"The learning rate is {rate:g}.", "SCAFFOLD needs one that is finite and not negative.")
+        return rate
+
+
+def correction_for(
+    local: Mapping[str, Any], model: nn.Module | Mapping[str, Tensor], base: Runs, controls: Controls | None
+) -> Correction:
+    """What the run's algorithm asks for.
+
+    Args:
+        local: as the server said it when this worker joined.
+        controls: c_i, in runs that have controls.
+
+    Raises:
+        UsageError: this version of Atoll does not know it.
+    """
+    kind = local.get("correction", "none")
+    if kind == "none":
+        return Correction(model)
+    if kind == "fedprox":
+        return Proximal(model, float(local["mu"]))
+    if kind == "scaffold" and controls is not None:
+        return Scaffold(model, base, controls)
+    raise UsageError(f"The run corrects local training by {kind!r}, which this worker does not know.", "Upgrade Atoll.")

@@ -1,0 +1,240 @@
+"""SCAFFOLD over the real path, against the paper's algorithm written down plainly."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import atoll
+from atoll.errors import UsageError
+from atoll.worker.controls import Controls
+from atoll.worker.correction import Correction, Proximal
+
+ETA, STEPS, ROUNDS = 0.1, 3, 3
+TARGETS = {"a": 1.0, "b": -3.0}  # each site's loss is (w − target)²/2, so its gradient is w − target
+
+
+def reference(rounds: int, eta_g: float = 1.0) -> tuple[float, float, dict[str, float]]:
+    """Algorithm 1, option II: x, c and every c_i after so many rounds of both sites."""
+    x, c, own = 0.0, 0.0, dict.fromkeys(TARGETS, 0.0)
+    for _ in range(rounds):
+        models, deltas = [], []
+        for site, target in TARGETS.items():
+            y = x
+            for _ in range(STEPS):
+                y -= ETA * ((y - target) - own[site] + c)
+            plus = own[site] - c + (x - y) / (STEPS * ETA)
+            models.append(y)
+            deltas.append(plus - own[site])
+            own[site] = plus
+        x -= eta_g * sum(x - y for y in models) / len(models)
+        c += sum(deltas) / len(TARGETS)
+    return x, c, own
+
+
+class One(nn.Module):
+    """One weight that is trained, one that is frozen, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("count", torch.zeros(1))
+
+
+def train(model: One, optimizer: torch.optim.Optimizer, target: float, steps: int = STEPS) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ((model.w - target) ** 2 / 2).sum().backward()
+        optimizer.step()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    options = {"algorithm": "scaffold", "num_workers": 2, "min_workers": 2, "rounds": ROUNDS, "min_free_bytes": 0}
+    with atoll.Server(One(), port=0, state_dir=tmp_path / "state", **options) as server:
+        yield server
+
+
+def rounds_of(server: atoll.Server, folder: Path, count: int, **options: Any) -> dict[str, Any]:
+    """Both sites take part in so many rounds, in turn; what their workers know at the end."""
+    workers = {site: atoll.join(server.url, site=site, folder=folder / site) for site in TARGETS}
+    loops = {site: iter(worker) for site, worker in workers.items()}
+    for _ in range(count):
+        for site, target in TARGETS.items():
+            round_, model = next(loops[site]), One()
+            round_.load_into(model)
+            optimizer = torch.optim.SGD([model.w], lr=ETA)
+            round_.correct(model, optimizer)
+            train(model, optimizer, target)
+            round_.submit(model)
+    return {"workers": workers, "loops": loops}
+
+
+def leave(known: dict[str, Any]) -> None:
+    for worker in known["workers"].values():
+        worker.leave()
+
+
+def test_three_rounds_are_those_of_the_paper(server: atoll.Server, tmp_path: Path) -> None:
+    known = rounds_of(server, tmp_path, ROUNDS)
+    for loop in known["loops"].values():
+        assert next(loop, None) is None
+    x, c, own = reference(ROUNDS)
+    for site, worker in known["workers"].items():
+        assert worker.load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
+        session = worker._session
+        assert session.base.elements("atoll.control.w", 0, 1).item() == pytest.approx(c, rel=1e-5)
+        session.controls.settle(session.outcome)
+        assert session.controls.read("atoll.control.w", 0, 1).item() == pytest.approx(own[site], rel=1e-5)
+        assert session.controls.read("atoll.control.frozen", 0, 2).tolist() == [0.0, 0.0]
+    leave(known)
+    assert server.wait(60)
+    with safe_open(server.exports / "model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == {"w", "frozen", "count"}  # what people open has no controls
+        assert file.get_tensor("w").item() == pytest.approx(x, rel=1e-5)
+
+
+@pytest.mark.covers("S2")
+def test_controls_outlive_the_worker(server: atoll.Server, tmp_path: Path) -> None:
+    leave(rounds_of(server, tmp_path, 1))
+    leave(rounds_of(server, tmp_path, 1))
+    known = rounds_of(server, tmp_path, 1)
+    x, _, own = reference(3)
+    for loop in known["loops"].values():
+        assert next(loop, None) is None
+    assert known["workers"]["b"].load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
+    for site, worker in known["workers"].items():
+        worker._session.controls.settle(worker._session.outcome)
+        assert worker._session.controls.read("atoll.control.w", 0, 1).item() == pytest.approx(own[site], rel=1e-5)
+    leave(known)
+
+
+def test_a_refused_update_leaves_the_control_as_it_was(tmp_path: Path) -> None:
+    options = {"algorithm": "scaffold", "num_workers": 1, "rounds": 2, "min_free_bytes": 0}
+    with atoll.Server(One(), port=0, state_dir=tmp_path / "state", **options) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
+            for number, round_ in enumerate(worker):
+                model = round_.load_into(One())
+                optimizer = torch.optim.SGD([model.w], lr=ETA)
+                with round_.correct(model, optimizer):
+                    train(model, optimizer, 1.0, steps=1)
+                if number == 0:
+                    with torch.no_grad():
+                        model.w.fill_(float("nan"))
+                round_.submit(model)
+                if number == 1:
+                    # the first attempt is forgotten: x = 0, y = 0.1, Δc = c⁺ = (0 − 0.1)/0.1 = −1
+                    assert worker._session.controls.read("atoll.control.w", 0, 1).item() == 0.0
+            worker._session.controls.settle(worker._session.outcome)
+            values = worker._session.controls.read("atoll.control.w", 0, 1)
+        assert server.status().refused == 1
+    assert values.item() != 0.0
+    assert torch.isfinite(values).all()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda round_, model: None, "without its correction"),
+        (lambda round_, model: round_.correct(model, torch.optim.SGD([model.w], lr=ETA)), "no optimizer step"),
+        (lambda round_, model: with_rate(round_, model, 0.0), "sum up to 0"),
+        (lambda round_, model: with_rate(round_, model, -0.1), "not negative"),
+        (lambda round_, model: with_rate(round_, model, float("inf")), "finite"),
+        (lambda round_, model: unequal(round_, model), "learning rates 0.1, 0.2"),
+    ],
+)
+def test_what_scaffold_cannot_use_is_refused_with_a_remedy(
+    server: atoll.Server, tmp_path: Path, spoil: Any, words: str
+) -> None:
+    worker = atoll.join(server.url, site="a", folder=tmp_path / "a")
+    other = atoll.join(server.url, site="b", folder=tmp_path / "b")
+    round_ = next(iter(worker))
+    model = round_.load_into(One())
+
+    def take_part() -> None:
+        spoil(round_, model)
+        round_.submit(model)
+
+    with pytest.raises(UsageError, match=words):
+        take_part()
+    worker.leave()
+    other.leave()
+
+
+def with_rate(round_: Any, model: One, rate: float) -> None:
+    optimizer = torch.optim.SGD([model.w], lr=ETA)
+    optimizer.param_groups[0]["lr"] = rate
+    round_.correct(model, optimizer)
+    train(model, optimizer, 1.0, steps=1)
+
+
+def unequal(round_: Any, model: One) -> None:
+    optimizer = torch.optim.SGD([{"params": [model.w], "lr": 0.1}, {"params": [model.frozen], "lr": 0.2}])
+    round_.correct(model, optimizer)
+    train(model, optimizer, 1.0, steps=1)
+
+
+def test_a_schedule_is_followed(server: atoll.Server, tmp_path: Path) -> None:
+    """Rates 0, 0.1, 0.2: Δc = (x − y)/0.3; the warm-up step without a rate does no harm."""
+    workers = [atoll.join(server.url, site=site, folder=tmp_path / site) for site in TARGETS]
+    round_ = next(iter(workers[0]))
+    model = round_.load_into(One())
+    optimizer = torch.optim.SGD([model.w], lr=0.0)
+    correction = round_.correct(model, optimizer)
+    for rate in (0.0, 0.1, 0.2):
+        optimizer.param_groups[0]["lr"] = rate
+        train(model, optimizer, 1.0, steps=1)
+    assert (correction.steps, correction.rates) == (3, pytest.approx(0.3))
+    y = 1 - 0.9 * 0.8
+    assert correction.controls()("atoll.control.w", 0, 1).item() == pytest.approx(-y / 0.3)
+    for worker in workers:
+        worker.leave()
+
+
+def test_fedprox_pulls_towards_the_global_model() -> None:
+    """w_t = 2; g = w − 1, μ = 0.5, η = 0.1: 2 → 2 − 0.1·1 = 1.9 → 1.9 − 0.1·(0.9 + 0.5·(1.9 − 2)) = 1.815."""
+    model = One()
+    with torch.no_grad():
+        model.w.fill_(2.0)
+    optimizer = torch.optim.SGD([model.w], lr=0.1)
+    with Proximal(model, mu=0.5).attach(optimizer) as correction:
+        train(model, optimizer, 1.0, steps=2)
+    assert model.w.item() == pytest.approx(1.815)
+    assert correction.steps == 2
+    train(model, optimizer, 1.0, steps=1)  # let go: plain again, 1.815 − 0.1·0.815
+    assert model.w.item() == pytest.approx(1.7335)
+    assert correction.steps == 2
+
+
+def test_one_optimizer_a_round() -> None:
+    model = One()
+    correction = Correction(model).attach(torch.optim.SGD([model.w], lr=0.1))
+    with pytest.raises(UsageError, match="the second"):
+        correction.attach(torch.optim.SGD([model.w], lr=0.1))
+
+
+def test_a_file_that_is_new_holds_no_control(tmp_path: Path) -> None:
+    """Guards against a note that outlives its files."""
+    from atoll.tensors.modules import schema_of
+
+    schema = schema_of(One()).with_controls()
+    controls = Controls(tmp_path, schema)
+    controls.begin()
+    controls.write("atoll.control.w", 0, torch.tensor([5.0]))
+    controls.belongs_to(7)
+    controls.note = type(controls.note)(current=1)
+    controls._write(controls.note)
+    controls.close()
+    again = Controls(tmp_path, schema)
+    assert again.read("atoll.control.w", 0, 1).item() == 5.0
+    again.close()
+    for path in tmp_path.glob("control-*.bin"):
+        path.unlink()
+    fresh = Controls(tmp_path, schema)
+    assert fresh.read("atoll.control.w", 0, 1).item() == 0.0
+    fresh.close()
