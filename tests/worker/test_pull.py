@@ -47,10 +47,10 @@ def test_a_resumed_pull_fills_the_model_too(server: atoll.Server, tmp_path: Path
 
 @pytest.mark.covers("F3")
 def test_a_note_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against `_write_note` that writes into the note itself."""
+    """Guards against `write_note` that writes into the note itself."""
     path = tmp_path / "base.json"
     note = BaseNote("run", 0, 1, "0" * 64, [], True)
-    files._write_note(path, note)
+    files.write_note(path, note)
 
     def half(self: Path, text: str, *_: object, **__: object) -> int:
         with open(self, "w") as file:
@@ -59,8 +59,8 @@ def test_a_note_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Path, "write_text", half)
     with pytest.raises(OSError, match="No space left"):
-        files._write_note(path, BaseNote("run", 0, 2, "1" * 64, [], True))
-    assert files._read_note(path, BaseNote) == note
+        files.write_note(path, BaseNote("run", 0, 2, "1" * 64, [], True))
+    assert files.read_note(path, BaseNote) == note
 
 
 @pytest.mark.covers("F31")
