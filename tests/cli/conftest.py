@@ -31,7 +31,6 @@ RUN = messages.RunInfo(
     heartbeat_interval_s=30,
     heartbeat_timeout_s=120,
     idle_timeout_s=60,
-    epoch=1,
 )
 
 WORKER = messages.WorkerStatus(

@@ -81,6 +81,20 @@ def test_a_round_is_not_submitted_against_a_base_that_is_not_its_own(
             round_.submit(model)
 
 
+@pytest.mark.covers("F42")
+def test_a_server_that_went_back_is_noticed_and_said(
+    server: atoll.Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server is at version 0; the worker has trained from version 5 of the same run, which no journal knows now."""
+    session, ticket, tensors = pulled(server, tmp_path / "w")
+    note = session.base.note
+    assert note is not None
+    session.base.begin(replace(note, version=5, digest="0" * 64))
+    session.pull(ticket.base_version, ticket.base_digest, tensors)
+    assert "the server went back from version 5 to 0" in caplog.text
+    session.leave()
+
+
 @pytest.mark.covers("L10")
 def test_a_lost_lease_is_taken_anew_once_however_many_notice(server: atoll.Server, tmp_path: Path) -> None:
     """Guards against `rejoin` without the comparison: heartbeat and transfers would void each

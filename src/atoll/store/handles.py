@@ -30,14 +30,6 @@ class VersionDraft:
     def state_fd(self) -> int | None:
         return self.state.fd if self.state else None
 
-    @property
-    def version_slot(self) -> int:
-        return self.slot.number
-
-    @property
-    def state_slot(self) -> int | None:
-        return self.state.number if self.state else None
-
     def abandon(self) -> None:
         """Give the slots back; nothing happens after a commit, or the second time."""
         if not self.ended:

@@ -21,7 +21,7 @@ class Members(Core):
 
     @property
     def epoch(self) -> int:
-        """Raised by every start and every fall back; workers notice when it changes."""
+        """Raised by every start and every fall back; shown in status."""
         return int(self.journal.value("SELECT epoch FROM meta"))
 
     @property

@@ -69,7 +69,6 @@ class RunInfo(Message):
     heartbeat_interval_s: float = Field(ge=0)
     heartbeat_timeout_s: float = Field(ge=0)
     idle_timeout_s: float = Field(gt=0)
-    epoch: Count
 
 
 class TensorEntry(Message):
@@ -126,8 +125,6 @@ class Joined(Message):
     """The answer to `Join`: the lease fences every later request of this process."""
 
     lease: str
-    epoch: Count
-    heads: list[Count] = Field(description="Version at the head of each fragment.")
 
 
 class Leave(Message):
@@ -151,8 +148,6 @@ class Heartbeat(Message):
 
 
 class HeartbeatReply(Message):
-    epoch: Count
-    heads: list[Count]
     durable_versions: list[Count | None] = Field(
         description="Of each fragment, the newest version that survives a power loss of the server; null: none yet."
     )
