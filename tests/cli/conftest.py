@@ -18,7 +18,6 @@ RUN = messages.RunInfo(
     run="r" * 32,
     name="canned",
     algorithm="fedavg",
-    local={},
     on_missed="reset",
     rounds=3,
     sync_every=0,

@@ -1,4 +1,4 @@
-"""Rebasing in a real DiLoCo loop: local steps are carried over to the version that the others moved on to."""
+"""A DiLoCo loop that missed a version: its local steps are carried over to it, or lost and named."""
 
 from pathlib import Path
 
@@ -41,5 +41,37 @@ def test_local_progress_is_carried_over_to_the_head_before_the_next_update(tmp_p
                 model.weight.sum().backward()
                 optimizer.step()
             assert diloco.finished
+            assert diloco._session is not None
+            assert diloco._session.outbox.note is not None
+            assert diloco._session.outbox.note.steps == 2  # those of the first update are not told again
     assert seen == [6.0, 5.0]
     assert model.weight.item() == 6.0
+
+
+@pytest.mark.covers("L25")
+def test_where_the_algorithm_says_reset_local_progress_is_lost_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As above, under FedAvg: steps 3 and 4 are lost, w ← θ1 = 7; after two more w = 5, θ2 = 7 − ½·2 = 6."""
+    start = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(start.weight, 8.0)
+    options = {"algorithm": "fedavg", "num_workers": 1, "rounds": 2, "port": 0}
+    with (
+        atoll.Server(start, **options, outer_lr=0.5, state_dir=tmp_path / "s") as server,
+        Proxy(server.port) as proxy,
+    ):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        seen: list[float] = []
+        with atoll.DiLoCo(
+            model, optimizer, server=proxy.url, site="a", folder=tmp_path / "w", sync_every=2, max_sync_retries=0
+        ) as diloco:
+            proxy.faults.append(Fault("POST .*/complete ", "down", at=BEFORE_HEADER, action="reset"))
+            for _ in range(6):
+                optimizer.zero_grad()
+                model.weight.sum().backward()
+                optimizer.step()
+                seen.append(model.weight.item())
+            assert diloco.finished
+    assert seen == [7.0, 6.0, 5.0, 7.0, 6.0, 6.0]
+    assert "the run moved on to version 1; 2 local steps since version 0 are lost" in caplog.text

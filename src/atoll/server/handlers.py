@@ -57,7 +57,6 @@ class Handlers:
             run=self.store.run.run_id,
             name=settings.name,
             algorithm=algorithm.name,
-            local=dict(algorithm.algorithm.local),
             on_missed=algorithm.algorithm.on_missed,
             rounds=settings.rounds,
             sync_every=algorithm.sync_every,

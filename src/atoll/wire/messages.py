@@ -6,7 +6,7 @@ numbers that the server issued; the schema is a document of its own.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -56,8 +56,9 @@ class RunInfo(Message):
     run: RunId = Field(description="Id of the run; changes when a state directory is begun anew.")
     name: str
     algorithm: str
-    local: dict[str, Any] = Field(description="How the algorithm corrects local training.")
-    on_missed: Literal["rebase", "reset"]
+    on_missed: Literal["rebase", "reset"] = Field(
+        description="Whether local steps of a missed round are carried over to the next version, or lost."
+    )
     rounds: Count = Field(description="Rounds of the run; 0: until it is stopped.")
     sync_every: Count = Field(description="Local steps between two synchronisations; 0: the worker decides.")
     schema_digest: Hex32
