@@ -24,7 +24,7 @@ from torch import Tensor
 
 from atoll.aggregation.crew import run_crew
 from atoll.aggregation.plan import Window
-from atoll.aggregation.scratch import Scratch, read_at, write_at
+from atoll.aggregation.scratch import Scratch, read_at
 from atoll.aggregation.state import MASTER, RUNS, Column, region_digest, tail_region
 from atoll.aggregation.tables import Tables
 from atoll.aggregation.updates import Updates, rows_at_once
@@ -34,6 +34,7 @@ from atoll.aggregation.wholes import Wholes
 from atoll.codecs.base import Codec
 from atoll.failpoints import failpoint
 from atoll.outer.rule import OuterRule, State, Stepper
+from atoll.posix import write_at
 from atoll.reducers.base import Reducer
 from atoll.reducers.maximum import Maximum
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype

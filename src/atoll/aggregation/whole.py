@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from atoll.aggregation.plan import Run, kind_of, window_of
-from atoll.aggregation.scratch import Scratch, read_at, write_at
+from atoll.aggregation.scratch import Scratch, read_at
 from atoll.aggregation.state import MASTER
 from atoll.aggregation.tables import Tables
 from atoll.aggregation.updates import Updates
 from atoll.aggregation.values import PassInputs, PassOutputs
 from atoll.failpoints import failpoint
 from atoll.outer.rule import OuterRule
+from atoll.posix import write_at
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import Segment

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from atoll.errors import DiskFull, StoreError
 from atoll.failpoints import failpoint
-from atoll.store.slots import READ_BYTES, disk_error, write_at
+from atoll.posix import write_at
+from atoll.store.slots import READ_BYTES, disk_error
 from atoll.store.versions import Versions
 
 
