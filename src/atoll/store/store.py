@@ -11,21 +11,23 @@ whole of it for the server: `open`, `shape`, `recover`, then the methods of its 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 from atoll.errors import StateLocked, StoreError
 from atoll.posix import Held, take_lock
 from atoll.store import recovery
-from atoll.store.exports import Exports
+from atoll.store.copies import write_copy
 from atoll.store.journal import Durability, Journal
 from atoll.store.rows import Recovered
 from atoll.store.slots import VERSION, FileShape, FragmentShapes
+from atoll.store.versions import Versions
 
 __all__ = ["FileShape", "FragmentShapes", "Recovered", "Store"]
 
 
-class Store(Exports):
+class Store(Versions):
     """The state of one run on disk. Synchronous and thread-safe; what moves bytes of files belongs in a pool thread."""
 
     _lock_fd: int
@@ -80,6 +82,32 @@ class Store(Exports):
             StateCorrupt: no version verifies; nothing was changed.
         """
         return recovery.recover(self)
+
+    def export(
+        self,
+        target: Path,
+        *,
+        fragment: int = 0,
+        version: int | None = None,
+        header: bytes | None = None,
+        ranges: Sequence[tuple[int, int]] | None = None,
+    ) -> Path:
+        """Write a version to `target`, replacing what is there in one step.
+
+        Args:
+            version: by default the head.
+            header: written first, in place of the slot's own bytes; then come `ranges` (offset, nbytes) of the slot, in
+                that order, some of them perhaps twice (tied tensors). By default the slot as it is.
+
+        Raises:
+            Gone: the version is not kept.
+            DiskFull: nothing is left behind.
+            SyncFailed: fsync failed; the server must end.
+        """
+        number = self.head(fragment).version if version is None else version
+        whole = [(0, self.shapes_of(fragment).version.nbytes)]
+        write_copy(self, target, fragment, number, header or b"", whole if ranges is None else ranges)
+        return target
 
     def close(self) -> None:
         """Let go of the directory; of a finished run only the journal, the last version and its outer state stay.
