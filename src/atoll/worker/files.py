@@ -199,7 +199,7 @@ class BaseFile(ScratchFile):
         """The file is about to hold something that is no version: no digest names it any more."""
         self._write_note(BaseNote(**{**asdict(note), "digest": "", "part_digests": []}))
 
-    def run(self, piece: Piece, start: int, stop: int, scratch: bytearray, dtype: torch.dtype) -> Tensor:
+    def elements(self, piece: Piece, start: int, stop: int, scratch: bytearray, dtype: torch.dtype) -> Tensor:
         """Elements [start, stop) of a piece's tensor, in `scratch`."""
         item = piece.segment.spec.item_bytes
         view = memoryview(scratch)[: (stop - start) * item]
