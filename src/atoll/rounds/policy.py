@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 
 @dataclass(frozen=True, slots=True)
 class AcceptedUpdate:
-    """An update that is in the journal. Its staleness is `RoundView.head_version` − `base_version`."""
+    """An update that is in the journal."""
 
     ticket: int
     site: str

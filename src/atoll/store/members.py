@@ -192,6 +192,15 @@ class Members(Core):
         )
         return [HistoryRow(*row) for row in reversed(found)]
 
+    def lost_versions(self, fragment: int = 0) -> tuple[int, ...]:
+        """Numbers below the head that stand for no version of the run: it fell back behind them."""
+        found = self.journal.rows(
+            "SELECT version FROM history WHERE lost AND fragment = ?1 "
+            "AND version < (SELECT heads.version FROM heads WHERE heads.fragment = ?1) ORDER BY version",
+            fragment,
+        )
+        return tuple(version for (version,) in found)
+
     def totals(self) -> Totals:
         """Counts over the whole run."""
         values = dict(self.journal.rows("SELECT name, value FROM counters"))

@@ -192,10 +192,7 @@ def _found(store: Versions, fell_back: str, warnings: tuple[str, ...]) -> Recove
     tickets = {ticket.ticket: ticket for ticket in _live(store)}
     for head in heads.values():
         tickets |= {ticket.ticket: ticket for ticket in store.tickets(head.fragment, head.version)}
-    lost = store.journal.rows(
-        "SELECT fragment, count(*) FROM history WHERE lost "
-        "AND version < (SELECT heads.version FROM heads WHERE heads.fragment = history.fragment) GROUP BY fragment"
-    )
+    lost = {fragment: len(numbers) for fragment in heads if (numbers := store.lost_versions(fragment))}
     started = store.journal.rows("SELECT fragment FROM rounds UNION SELECT fragment FROM history WHERE version > 0")
     return Recovered(
         members=store.members(),
@@ -206,7 +203,7 @@ def _found(store: Versions, fell_back: str, warnings: tuple[str, ...]) -> Recove
         next_ticket=store.journal.value("SELECT coalesce(max(ticket), 0) + 1 FROM tickets"),
         next_lease=store.journal.value("SELECT coalesce(max(lease), 0) + 1 FROM members"),
         finished=store.finished,
-        lost=dict(lost),
+        lost=lost,
         fell_back=fell_back,
         warnings=warnings,
     )

@@ -254,7 +254,7 @@ class WorkerStatus(Message):
     steps_per_s: float
     rounds: Count = Field(description="Updates of it that counted.")
     version: Count
-    staleness: Count
+    staleness: Count = Field(description="Rounds that the head is ahead of it.")
     bytes_up: Count
     bytes_down: Count
     retries: Count
