@@ -72,6 +72,12 @@ def test_where_the_algorithm_says_reset_local_progress_is_lost_and_named(
                 model.weight.sum().backward()
                 optimizer.step()
                 seen.append(model.weight.item())
+                diloco.report(loss=model.weight.item())
             assert diloco.finished
+            assert diloco._session is not None
+            assert diloco._session.outbox.note is not None
+            assert diloco._session.outbox.note.steps == 2  # neither those that counted nor those that were lost
+        # of the last report before the second and the sixth step
+        assert [row.metrics for row in server.status().history] == [{"loss": 7.0}, {"loss": 6.0}]
     assert seen == [7.0, 6.0, 5.0, 7.0, 6.0, 6.0]
     assert "the run moved on to version 1; 2 local steps since version 0 are lost" in caplog.text

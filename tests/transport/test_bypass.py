@@ -420,6 +420,30 @@ def test_a_reader_who_stands_still_is_broken_off(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_reader_who_once_fell_behind_may_be_idle_later() -> None:
+    """Guards against a look after the reader that goes on when all is written: it would find nothing moving."""
+
+    class Empty(asyncio.Transport):
+        aborted = False
+
+        def get_write_buffer_size(self) -> int:
+            return 0
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    async def main() -> None:
+        transport, front = Empty(), Bypass(asyncio.Protocol(), idle_timeout_s=0.01)
+        front.connection_made(transport)
+        front.pause_writing()
+        front.resume_writing()
+        await asyncio.sleep(0.1)
+        assert not transport.aborted
+        front.connection_lost(None)
+
+    asyncio.run(main())
+
+
 def test_revoked_bytes_are_not_sent(tmp_path: Path) -> None:
     host = Host(tmp_path, keep)
     host.file.write_bytes(bytes(64 * CHUNK_BYTES))

@@ -1,5 +1,7 @@
 """What the notes beside base and outbox say at the moments a process may die."""
 
+import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 import atoll
 from atoll.errors import UsageError
 from atoll.tensors.modules import named_tensors
-from atoll.wire import messages
+from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.files import Outbox
 from atoll.worker.session import Session
@@ -105,4 +107,43 @@ def test_a_lost_lease_is_taken_anew_once_however_many_notice(server: atoll.Serve
         session.rejoin(lost)
     assert session.reconnections == 1
     assert int(session.http.lease.split(":")[1]) == int(lost.split(":")[1]) + 1
+    session.leave()
+
+
+@pytest.mark.covers("L10")
+def test_two_threads_that_find_the_lease_lost_at_once_join_once(
+    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against `rejoin` without its lock: the second would see the old lease while the first still joins."""
+    session = Session(server.url, "a", folder=tmp_path / "w")
+    lost, join = session.http.lease, session._join
+    both = threading.Barrier(2)
+
+    def slow_join() -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # until the other one is here too, which it must not be
+        join()
+
+    monkeypatch.setattr(session, "_join", slow_join)
+    threads = [threading.Thread(target=session.rejoin, args=(lost,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert session.reconnections == 1
+    session.leave()
+
+
+@pytest.mark.covers("F3", "L10")
+def test_a_part_of_other_bytes_at_the_server_is_not_taken_for_ours(server: atoll.Server, tmp_path: Path) -> None:
+    """What an attempt before sent under the same ticket, and what has been formed anew since."""
+    session, ticket, tensors = pulled(server, tmp_path / "w")
+    session.form(ticket, tensors, weight=1.0, steps=1, metrics={})
+    note = session.outbox.note
+    assert note is not None
+    digests = [bytes.fromhex(text) for text in note.part_digests]
+    path = routes.PART.format(ticket=ticket.ticket, part=0)
+    session.parts.push(lambda _: path, session.outbox.fd, session.outbox.layout.parts, digests)
+    assert session.parts_at_server(ticket.ticket, note.part_digests) == {0}
+    assert session.parts_at_server(ticket.ticket, ["0" * 64]) == set()
     session.leave()
