@@ -8,6 +8,7 @@ from torch import nn
 
 import atoll
 from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
+from atoll.worker.session import Session
 
 
 @pytest.mark.covers("L25")
@@ -81,3 +82,39 @@ def test_where_the_algorithm_says_reset_local_progress_is_lost_and_named(
         assert [row.metrics for row in server.status().history] == [{"loss": 7.0}, {"loss": 6.0}]
     assert seen == [7.0, 6.0, 5.0, 7.0, 6.0, 6.0]
     assert "the run moved on to version 1; 2 local steps since version 0 are lost" in caplog.text
+
+
+def submit_two_steps(session: Session) -> None:
+    """8 → 6 in the round that is open."""
+    ticket = session.next_ticket(wait_s=5.0).ticket
+    assert ticket is not None
+    tensors = {"weight": torch.zeros(1, 1)}
+    session.pull(ticket.base_version, ticket.base_digest, tensors)
+    session.submit(ticket, {"weight": tensors["weight"] - 2.0}, weight=1.0, steps=2, metrics={})
+    session.leave()
+
+
+@pytest.mark.covers("F4", "L25")
+def test_who_is_restarted_after_its_acknowledgement_keeps_what_it_trains_meanwhile(tmp_path: Path) -> None:
+    """An earlier process of `a` has submitted u = 2 against θ0 = 8, and round 1 still waits for b's, 2 too: θ1 = 6.
+
+    The new process trains from 8 to 6 meanwhile, rebases to 6 + (6 − 8) = 4 and submits 2 more: θ2 = 4. Had it taken
+    the old update for one that was lost on the way, its base would have moved to 6, and both steps would be gone.
+    """
+    start = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(start.weight, 8.0)
+    options = {"algorithm": "diloco", "num_workers": 2, "rounds": 2, "sync_every": 2, "codec": "none", "port": 0}
+    with atoll.Server(start, **options, outer_lr=1.0, outer_momentum=0.0, state_dir=tmp_path / "s") as server:
+        b = Session(server.url, "b", folder=tmp_path / "w")
+        submit_two_steps(Session(server.url, "a", folder=tmp_path / "w"))
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
+            assert model.weight.item() == 8.0
+            submit_two_steps(b)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model.weight.sum().backward()
+                optimizer.step()
+            assert diloco.finished
+    assert model.weight.item() == 4.0

@@ -307,10 +307,10 @@ class Status(Message):
     fragments: list[FragmentStatus]
     workers: list[WorkerStatus]
     history: list[RoundSummary] = Field(description="The last rounds, oldest first.")
-    bytes_up: Count
-    bytes_down: Count
-    deaths: Count
-    refused: Count
+    bytes_up: Count = Field(description="Of updates that the server has received since it was started.")
+    bytes_down: Count = Field(description="Of versions that it has sent since.")
+    deaths: Count = Field(description="Workers that were declared dead, in the whole run.")
+    refused: Count = Field(description="Updates that were refused, in the whole run.")
     durability: str
     durable_version: Count | None = None
     warnings: list[str] = Field(default_factory=list)
