@@ -99,10 +99,10 @@ def test_an_accepted_update_cannot_be_written_any_more(store: Store) -> None:
 
 def test_what_became_of_the_ticket_before(store: Store) -> None:
     play_round(store, 0)
-    store.issue_ticket(3, "a", 0, 1)
-    before = store.last_ticket("a", 0, before=3)
+    before = store.last_ticket("a", 0)
     assert before is not None
     assert (before.ticket, before.state, before.version) == (1, "counted", 1)
+    store.issue_ticket(3, "a", 0, 1)
     last = store.last_ticket("a", 0)
     assert last is not None
     assert last.ticket == 3

@@ -6,7 +6,7 @@ hold `max_pins` further versions; beyond that the oldest is revoked, and its slo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from blake3 import blake3
@@ -225,11 +225,8 @@ class Versions(Tickets):
         row = self.head(fragment)
         return None if row.state_slot is None else self.pool(STATE, fragment)[row.state_slot].fd
 
-    def pin_version(self, fragment: int, version: int, on_revoke: Callable[[], None] | None = None) -> PinnedVersion:
-        """Hold a version for reading.
-
-        Args:
-            on_revoke: called from another thread when the holder should let go.
+    def pin_version(self, fragment: int, version: int) -> PinnedVersion:
+        """Hold a version for reading, until `release`, or until `revoked` is set.
 
         Raises:
             Gone: it is not kept, or was revoked.
@@ -237,7 +234,7 @@ class Versions(Tickets):
         with self.lock:
             row = self.version(fragment, version)
             pool = self.pool(VERSION, fragment)
-            pin = PinnedVersion(row, pool[row.slot], on_revoke, self._unpin)
+            pin = PinnedVersion(row, pool[row.slot], self._unpin)
             pool.hold(pin.slot, PULL)
             self.pins.append(pin)
         return pin
@@ -271,7 +268,7 @@ class Versions(Tickets):
                     self.drop_row(row)
             revoked = [pin for pin in self.pins if pin.row in old]
         for pin in revoked:
-            pin.revoke()
+            pin.revoked.set()
 
     def _kept(self, fragment: int) -> set[int | None]:
         return {*self._newest(fragment, self.keep_versions), self.durable_version(fragment)}
