@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.transport import bypass
 from atoll.transport.bypass import Bypass, Fill, bypass_of
 from atoll.transport.host import receive_part, serve_file
-from atoll.transport.sockets import Idle
+from atoll.transport.sockets import SLICE_S, Idle
 
 PATH = b"/v1/tickets/7/parts/3"
 
@@ -418,6 +419,24 @@ def test_a_reader_who_stands_still_is_broken_off(tmp_path: Path) -> None:
                     await asyncio.sleep(0.01)
 
     asyncio.run(main())
+
+
+def test_a_turn_ends_after_its_slice_however_much_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against one fast peer that keeps a pool thread for its whole part."""
+    ours, theirs = socket.socketpair()
+    front, room, now_s = Bypass(asyncio.Protocol()), memoryview(bytearray(40)), [0.0]
+    front._body_left = 100
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.sendall(bytes(100))
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: now_s[0])
+            fill = front._filler(ours)
+            assert fill(room) == 40
+            now_s[0] = SLICE_S
+            assert fill(room) == 0  # others have their turn, though there is more
+            assert front._filler(ours)(room) == 40
+    assert front._body_left == 20
 
 
 def test_a_reader_who_once_fell_behind_may_be_idle_later() -> None:
