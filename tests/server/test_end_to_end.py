@@ -104,6 +104,8 @@ def test_fedavg_takes_the_weighted_mean_and_the_result_loads_strictly(tmp_path: 
     assert [line["version"] for line in lines] == [1, 2]
     assert lines[0]["metrics"]["loss"] == pytest.approx(3.0)
     assert lines[0]["counts"] == {"loss": 2}
+    elements = sum(parameter.numel() for parameter in start.parameters())  # each has the mean pseudo-gradient −3
+    assert [line["grad_norm"] for line in lines] == [pytest.approx(3 * elements**0.5, rel=1e-5)] * 2
     assert lines[0]["workers"] == ["a", "b"]
 
 

@@ -185,7 +185,7 @@ class Members(Core):
     def history(self, limit: int | None = 100, fragment: int | None = None) -> list[HistoryRow]:
         """The last `limit` versions that were committed (None: all), oldest first, kept or not."""
         found = self.journal.rows(
-            "SELECT fragment, version, digest, extra_json, summary_json, created_at FROM history "
+            "SELECT fragment, version, digest, summary_json, created_at FROM history "
             "WHERE NOT lost AND (?1 IS NULL OR fragment = ?1) ORDER BY seq DESC LIMIT ?2",
             fragment,
             -1 if limit is None else limit,

@@ -19,9 +19,7 @@ from atoll.store.rows import VersionRow, now
 from atoll.store.slots import JOURNAL, PULL, READER, SPOOL, STATE, VERSION, WRITER, Slot
 from atoll.store.tickets import Tickets
 
-COLUMNS = (
-    "fragment, version, slot, state_slot, digest, part_digests, state_digests, extra_json, summary_json, created_at"
-)
+COLUMNS = "fragment, version, slot, state_slot, digest, part_digests, state_digests, summary_json, created_at"
 
 
 class Versions(Tickets):
@@ -60,7 +58,6 @@ class Versions(Tickets):
         digest: str,
         part_digests: Sequence[bytes],
         state_digests: Sequence[bytes] = (),
-        extra_json: str = "{}",
         summary_json: str = "{}",
         tickets: Sequence[int] = (),
     ) -> VersionRow:
@@ -89,7 +86,6 @@ class Versions(Tickets):
             digest,
             tuple(part_digests),
             tuple(state_digests),
-            extra_json,
             summary_json,
             now(),
         )
@@ -157,7 +153,7 @@ class Versions(Tickets):
 
     def _insert(self, row: VersionRow) -> None:
         self.journal.execute(
-            f"INSERT INTO versions ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            f"INSERT INTO versions ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             row.fragment,
             row.version,
             row.slot,
@@ -165,17 +161,14 @@ class Versions(Tickets):
             row.digest,
             b"".join(row.part_digests),
             b"".join(row.state_digests),
-            row.extra_json,
             row.summary_json,
             row.created_at,
         )
         self.journal.execute(
-            "INSERT INTO history (fragment, version, digest, extra_json, summary_json, created_at) "
-            "VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT INTO history (fragment, version, digest, summary_json, created_at) VALUES (?, ?, ?, ?, ?)",
             row.fragment,
             row.version,
             row.digest,
-            row.extra_json,
             row.summary_json,
             row.created_at,
         )

@@ -278,6 +278,9 @@ class RoundSummary(Message):
     metrics: dict[str, float] = Field(description="Mean by weight over those that reported the key.")
     counts: dict[str, Count] = Field(description="How many reported it.")
     seconds: float
+    grad_norm: float | None = Field(
+        None, description="L2 norm of what the round reduced its updates to, before the outer step; null: not finite."
+    )
     bytes_up: Count
 
 
