@@ -203,6 +203,7 @@ def test_status_names_whom_the_round_waits_for(tmp_path: Path) -> None:
             assert client.next_round(wait_s=0.0) is None
             waiting = status(server.url)
             assert "waits for 2 workers to join, 1 has" in waiting.fragments[0].reason
+            assert waiting.policy == "barrier"
             with atoll.Client(server.url, site="second", folder=tmp_path / "workers") as other:
                 other.register()
                 assert client.next_round() == 1

@@ -32,7 +32,7 @@ def status_of(run: Run) -> messages.Status:
         run=run.store.run.run_id,
         name=settings.name,
         algorithm=algorithm.name,
-        policy=type(run.state.rules.policy).__name__,
+        policy=str(run.state.rules.policy),
         protocol=routes.PROTOCOL,
         epoch=run.store.epoch,
         rounds=settings.rounds,

@@ -298,7 +298,7 @@ class Status(Message):
     run: str
     name: str
     algorithm: str
-    policy: str
+    policy: str = Field(description="What closes a round, in words.")
     protocol: int
     epoch: Count
     rounds: Count
