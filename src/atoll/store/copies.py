@@ -5,17 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
 
 from atoll.errors import DiskFull, StoreError
 from atoll.failpoints import failpoint
 from atoll.posix import write_at
-from atoll.store.slots import READ_BYTES, disk_error
+from atoll.store.slots import READ_BYTES, Ranges, disk_error
 from atoll.store.versions import Versions
-
-Ranges = Sequence[tuple[int, int]]
-"""(offset, nbytes) of a slot."""
 
 
 def write_copy(store: Versions, target: Path, fragment: int, version: int, header: bytes, ranges: Ranges) -> None:

@@ -105,8 +105,9 @@ class Store(Versions):
             SyncFailed: fsync failed; the server must end.
         """
         number = self.head(fragment).version if version is None else version
-        whole = [(0, self.shapes_of(fragment).version.nbytes)]
-        write_copy(self, target, fragment, number, header or b"", whole if ranges is None else ranges)
+        if ranges is None:
+            ranges = [(0, self.shapes_of(fragment).version.nbytes)]
+        write_copy(self, target, fragment, number, header or b"", tuple(ranges))
         return target
 
     def close(self) -> None:
