@@ -44,6 +44,24 @@ def test_a_site_that_is_refused_again_and_again_ends_with_the_reason(
         assert server.status().refused == MAX_REFUSALS  # of the run, not since this start
 
 
+@pytest.mark.covers("F31")
+def test_refusals_are_counted_anew_after_an_update_that_was_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three that are refused, a good one, and the same again: never five in a row."""
+    bad = iter([True, True, True, False] * 2)
+    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "s", algorithm="fedavg", rounds=2) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for round_ in worker:
+                model = round_.load_into(nn.Linear(2, 2))
+                if next(bad):
+                    with torch.no_grad():
+                        model.weight.fill_(float("nan"))
+                round_.submit(model)
+        assert server.status().refused == 6
+    assert "in a row" not in caplog.text
+
+
 @pytest.mark.covers("L20")
 def test_what_save_state_wrote_begins_another_run(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)

@@ -341,6 +341,15 @@ def test_a_round_freezes_with_accepted_tickets_of_its_own_only(store: Store) -> 
         write_version(store, 1, ())
 
 
+def test_a_round_is_frozen_in_the_order_it_was_given(store: Store) -> None:
+    """By site, as the machine decides: the order of the numbers may be another, and gives other bits."""
+    store.open_round(0, 0, ("a", "b"))
+    submit(store, 2, "a", 0)
+    submit(store, 1, "b", 0)
+    store.freeze(0, 0, (2, 1))
+    assert [row.tickets for row in store.rounds()] == [(2, 1)]
+
+
 def test_members_leases_fence(store: Store) -> None:
     store.put_member("a", 7, host="h", labels_json='{"gpu": "no"}')
     store.end_member("a", 1, "dead", "silent")  # an old lease

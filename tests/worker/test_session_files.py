@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import atoll
-from atoll.errors import UsageError
+from atoll.errors import LeaseLost, UsageError
 from atoll.tensors.modules import named_tensors
 from atoll.wire import messages, routes
 from atoll.worker import update
@@ -107,6 +107,22 @@ def test_a_lost_lease_is_taken_anew_once_however_many_notice(server: atoll.Serve
         session.rejoin(lost)
     assert session.reconnections == 1
     assert int(session.http.lease.split(":")[1]) == int(lost.split(":")[1]) + 1
+    session.leave()
+
+
+@pytest.mark.covers("L10", "F19")
+def test_a_request_that_is_late_under_an_old_lease_of_ones_own_ends_nobody(
+    server: atoll.Server, tmp_path: Path
+) -> None:
+    """Guards against taking it for that of a process whose place another one has taken: that would end this one."""
+    session = Session(server.url, "a", folder=tmp_path / "w")
+    old = session.http.lease
+    session.rejoin(old)
+    new, session.http.lease = session.http.lease, old
+    with pytest.raises(LeaseLost):
+        session.http.post(routes.HEARTBEAT, messages.Heartbeat(), messages.HeartbeatReply)
+    session.http.lease = new
+    session.http.post(routes.HEARTBEAT, messages.Heartbeat(), messages.HeartbeatReply)
     session.leave()
 
 
