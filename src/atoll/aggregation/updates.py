@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from atoll.aggregation.places import Place, Places
-from atoll.aggregation.plan import Window
 from atoll.aggregation.scratch import Scratch, read_at
 from atoll.aggregation.values import UpdateSource
+from atoll.aggregation.windows import Window
 from atoll.codecs.base import Codec
 from atoll.reducers.base import Reducer, normalised
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
@@ -53,7 +53,7 @@ class Updates:
             out: [n], in the window's dtype of accumulation.
             scratch: of at least n × `rows_at_once` elements.
         """
-        spec = window.runs[0].spec
+        spec = window.extents[0].spec
         reducer = self._reducers[spec.group] if spec.is_float else self._integers
         rows = self._rows(window, scratch)
         if reducer.needs_all:

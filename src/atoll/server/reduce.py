@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -60,13 +60,12 @@ def close_round(
             cancelled=cancelled,
             tables=plan.tables,
         )
-        summary = _summary(fragment, number, version, rows, time.monotonic() - begin)
+        summary = _summary(fragment, number, version, rows, time.monotonic() - begin, result.grad_norm)
         row = store.commit_version(
             draft,
             digest=result.digest,
             part_digests=result.part_digests,
             state_digests=result.state_digests,
-            extra_json=json.dumps({"grad_norm": result.grad_norm}),
             summary_json=summary.model_dump_json(),
             tickets=tickets,
         )
@@ -82,7 +81,7 @@ def close_round(
 
 
 def _summary(
-    fragment: int, number: int, version: int, rows: Sequence[TicketRow], seconds: float
+    fragment: int, number: int, version: int, rows: Sequence[TicketRow], seconds: float, grad_norm: float
 ) -> messages.RoundSummary:
     """Metrics are averaged by the updates' weights, per key over those that reported it."""
     means: dict[str, float] = {}
@@ -100,5 +99,6 @@ def _summary(
         metrics=means,
         counts=counts,
         seconds=seconds,
+        grad_norm=grad_norm if math.isfinite(grad_norm) else None,
         bytes_up=sum(row.bytes for row in rows),
     )

@@ -3,7 +3,7 @@
 `heads` decides which versions exist: one UPDATE of it is the commit. A version row above its head does not count.
 """
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = """
 CREATE TABLE meta (
@@ -96,7 +96,6 @@ CREATE TABLE versions (
     digest TEXT NOT NULL,
     part_digests BLOB NOT NULL,
     state_digests BLOB NOT NULL,
-    extra_json TEXT NOT NULL,
     summary_json TEXT NOT NULL,
     created_at TEXT NOT NULL,
     PRIMARY KEY (fragment, version),
@@ -115,7 +114,6 @@ CREATE TABLE history (
     fragment INTEGER NOT NULL,
     version INTEGER NOT NULL,
     digest TEXT NOT NULL,
-    extra_json TEXT NOT NULL,
     summary_json TEXT NOT NULL,
     created_at TEXT NOT NULL,
     lost INTEGER NOT NULL DEFAULT 0

@@ -139,10 +139,10 @@ def rebase_(tensors: Tensors, old: BaseFile, new: BaseFile) -> None:
             for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
                 spec = piece.segment.spec
                 dtype = torch_dtype(spec.dtype)
-                head = new.run(piece, start, stop, scratch_new, dtype)
+                head = new.elements(piece, start, stop, scratch_new, dtype)
                 if spec.group == PARAMS:
                     wide = accumulate_dtype(spec.dtype)
-                    base = old.run(piece, start, stop, scratch_old, dtype)
+                    base = old.elements(piece, start, stop, scratch_old, dtype)
                     local = run_of(tensors[spec.name], start, stop).cpu()
                     head = (head.to(wide) + (local.to(wide) - base.to(wide))).to(dtype)
                 assign_run_(tensors[spec.name], start, head)
@@ -159,7 +159,7 @@ def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -
                 if spec.group != PARAMS:
                     continue
                 wide = accumulate_dtype(spec.dtype)
-                values = base.run(piece, start, stop, scratch, torch_dtype(spec.dtype))
+                values = base.elements(piece, start, stop, scratch, torch_dtype(spec.dtype))
                 run = outbox.layout.piece(piece.segment, start, stop)
                 outbox.read_into(run.offset, memoryview(encoded)[: run.nbytes])
                 delta = torch.empty(stop - start, dtype=wide)
@@ -177,4 +177,5 @@ def load_(tensors: Tensors, base: BaseFile) -> None:
         for part in base.layout.parts:
             for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
                 spec = piece.segment.spec
-                assign_run_(tensors[spec.name], start, base.run(piece, start, stop, scratch, torch_dtype(spec.dtype)))
+                values = base.elements(piece, start, stop, scratch, torch_dtype(spec.dtype))
+                assign_run_(tensors[spec.name], start, values)
