@@ -189,7 +189,8 @@ def test_updates_of_one_round_may_lie_in_several_ways(tmp_path):
         world = World(folder, schema=schema, options={"lr": 1.0}, codec=codec)
         sources.append(world.sources()[site])
     inputs = PassInputs(world.version_layout, world.base, sources)
-    for order, tables in (((0, 1), None), ((1, 0), None), ((1, 0), Tables("chunk", CODECS, None))):
+    kept = Tables("chunk", CODECS, None)
+    for order, tables in (((0, 1), None), ((1, 0), None), ((1, 0), kept), ((0, 1), kept)):
         inputs = PassInputs(world.version_layout, world.base, [sources[index] for index in order])
         how = {"tables": tables, "chunk_elements": TILE}
         for _ in range(2):

@@ -18,7 +18,6 @@ RUN = messages.RunInfo(
     run="r" * 32,
     name="canned",
     algorithm="fedavg",
-    local={},
     on_missed="reset",
     rounds=3,
     sync_every=0,
@@ -31,7 +30,6 @@ RUN = messages.RunInfo(
     heartbeat_interval_s=30,
     heartbeat_timeout_s=120,
     idle_timeout_s=60,
-    epoch=1,
 )
 
 WORKER = messages.WorkerStatus(

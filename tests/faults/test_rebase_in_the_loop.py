@@ -1,4 +1,4 @@
-"""Rebasing in a real DiLoCo loop: local steps are carried over to the version that the others moved on to."""
+"""A DiLoCo loop that missed a version: its local steps are carried over to it, or lost and named."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from torch import nn
 
 import atoll
 from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
+from atoll.worker.session import Session
 
 
 @pytest.mark.covers("L25")
@@ -41,5 +42,79 @@ def test_local_progress_is_carried_over_to_the_head_before_the_next_update(tmp_p
                 model.weight.sum().backward()
                 optimizer.step()
             assert diloco.finished
+            assert diloco._session is not None
+            assert diloco._session.outbox.note is not None
+            assert diloco._session.outbox.note.steps == 2  # those of the first update are not told again
     assert seen == [6.0, 5.0]
     assert model.weight.item() == 6.0
+
+
+@pytest.mark.covers("L25")
+def test_where_the_algorithm_says_reset_local_progress_is_lost_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As above, under FedAvg: steps 3 and 4 are lost, w ← θ1 = 7; after two more w = 5, θ2 = 7 − ½·2 = 6."""
+    start = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(start.weight, 8.0)
+    options = {"algorithm": "fedavg", "num_workers": 1, "rounds": 2, "port": 0}
+    with (
+        atoll.Server(start, **options, outer_lr=0.5, state_dir=tmp_path / "s") as server,
+        Proxy(server.port) as proxy,
+    ):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        seen: list[float] = []
+        with atoll.DiLoCo(
+            model, optimizer, server=proxy.url, site="a", folder=tmp_path / "w", sync_every=2, max_sync_retries=0
+        ) as diloco:
+            proxy.faults.append(Fault("POST .*/complete ", "down", at=BEFORE_HEADER, action="reset"))
+            for _ in range(6):
+                optimizer.zero_grad()
+                model.weight.sum().backward()
+                optimizer.step()
+                seen.append(model.weight.item())
+                diloco.report(loss=model.weight.item())
+            assert diloco.finished
+            assert diloco._session is not None
+            assert diloco._session.outbox.note is not None
+            assert diloco._session.outbox.note.steps == 2  # neither those that counted nor those that were lost
+        # of the last report before the second and the sixth step
+        assert [row.metrics for row in server.status().history] == [{"loss": 7.0}, {"loss": 6.0}]
+    assert seen == [7.0, 6.0, 5.0, 7.0, 6.0, 6.0]
+    assert "the run moved on to version 1; 2 local steps since version 0 are lost" in caplog.text
+
+
+def submit_two_steps(session: Session) -> None:
+    """8 → 6 in the round that is open."""
+    ticket = session.next_ticket(wait_s=5.0).ticket
+    assert ticket is not None
+    tensors = {"weight": torch.zeros(1, 1)}
+    session.pull(ticket.base_version, ticket.base_digest, tensors)
+    session.submit(ticket, {"weight": tensors["weight"] - 2.0}, weight=1.0, steps=2, metrics={})
+    session.leave()
+
+
+@pytest.mark.covers("F4", "L25")
+def test_who_is_restarted_after_its_acknowledgement_keeps_what_it_trains_meanwhile(tmp_path: Path) -> None:
+    """An earlier process of `a` has submitted u = 2 against θ0 = 8, and round 1 still waits for b's, 2 too: θ1 = 6.
+
+    The new process trains from 8 to 6 meanwhile, rebases to 6 + (6 − 8) = 4 and submits 2 more: θ2 = 4. Had it taken
+    the old update for one that was lost on the way, its base would have moved to 6, and both steps would be gone.
+    """
+    start = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(start.weight, 8.0)
+    options = {"algorithm": "diloco", "num_workers": 2, "rounds": 2, "sync_every": 2, "codec": "none", "port": 0}
+    with atoll.Server(start, **options, outer_lr=1.0, outer_momentum=0.0, state_dir=tmp_path / "s") as server:
+        b = Session(server.url, "b", folder=tmp_path / "w")
+        submit_two_steps(Session(server.url, "a", folder=tmp_path / "w"))
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
+            assert model.weight.item() == 8.0
+            submit_two_steps(b)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model.weight.sum().backward()
+                optimizer.step()
+            assert diloco.finished
+    assert model.weight.item() == 4.0

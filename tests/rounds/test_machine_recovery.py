@@ -192,6 +192,7 @@ def test_rounds_are_counted_where_numbers_of_versions_were_lost() -> None:
         assert (state.rounds[0].phase, state.rounds[0].number) == ("open", number)
         for event in (TicketRequested("a", 1, 0), UpdateAccepted(ticket), VersionCommitted(0, version)):
             state, effects = machine.step(state, event, 1.0)
-        assert machine.restore(rules, machine.snapshot(state), 1.0)[0].rounds[0].done == number
+        again = machine.restore(rules, machine.snapshot(state), 1.0)[0]
+        assert (again.rounds[0].done, again.finished) == (number, number == 3)
     assert (state.finished, state.rounds[0].head, state.rounds[0].lost) == (True, 4, 1)
     assert RunFinished() in effects

@@ -45,6 +45,10 @@ def test_quorum_and_deadline(seen, now_s, decision):
     assert QuorumDeadline(quorum=2, deadline_s=30).decide(seen, now_s) == decision
 
 
+def test_a_policy_says_what_it_is():
+    assert (str(Barrier()), str(QuorumDeadline(2, 60.0))) == ("barrier", "quorum 2 after 60 s")
+
+
 @pytest.mark.parametrize(
     ("names", "text"),
     [

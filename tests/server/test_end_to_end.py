@@ -15,6 +15,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import AtollError, SchemaMismatch
+from atoll.testing.processes import free_port
 from atoll.worker.client import status
 
 
@@ -104,6 +105,8 @@ def test_fedavg_takes_the_weighted_mean_and_the_result_loads_strictly(tmp_path: 
     assert [line["version"] for line in lines] == [1, 2]
     assert lines[0]["metrics"]["loss"] == pytest.approx(3.0)
     assert lines[0]["counts"] == {"loss": 2}
+    elements = sum(parameter.numel() for parameter in start.parameters())  # each has the mean pseudo-gradient −3
+    assert [line["grad_norm"] for line in lines] == [pytest.approx(3 * elements**0.5, rel=1e-5)] * 2
     assert lines[0]["workers"] == ["a", "b"]
 
 
@@ -137,6 +140,29 @@ def test_diloco_synchronises_every_h_steps_around_any_loop(tmp_path: Path) -> No
     # the mean pseudo-gradient is (2 + 6) / 2 = 4; the outer step is 0.5 · 4 = 2; three rounds
     assert ends["a"] == ends["b"]
     assert ends["a"] == pytest.approx(begin - 6.0, abs=1e-5)
+
+
+@pytest.mark.covers("L1", "L11")
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_outer_momentum_goes_on_from_round_to_round(tmp_path: Path, restarted: bool) -> None:
+    """Nesterov, lr and μ ½, u = 2 twice: m = 2, θ1 = 8 − ½·(2 + ½·2) = 6.5; m = ½·2 + 2, θ2 = 6.5 − ½·(2 + ½·3)."""
+    start = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(start.weight, 8.0)
+    options: dict[str, Any] = {"algorithm": "diloco", "codec": "none", "outer_lr": 0.5, "outer_momentum": 0.5}
+    options |= {"port": free_port(), "rounds": 2, "state_dir": tmp_path / "state"}
+    server = atoll.Server(start, **options).start()
+    with atoll.Client(server.url, site="a", folder=tmp_path / "workers") as client:
+        for theta in (8.0, 6.5):
+            assert client.next_round() is not None
+            weight = client.pull()["weight"]
+            assert weight.item() == theta
+            client.submit({"weight": weight - 2.0})
+            if restarted:
+                server.stop()
+                server = atoll.Server(None, **options).start()
+        assert client.next_round() is None
+    server.run()
+    assert safetensors.torch.load_file(server.exports / "model.safetensors")["weight"].item() == 4.75
 
 
 @pytest.mark.covers("F30", "X3")
@@ -201,6 +227,7 @@ def test_status_names_whom_the_round_waits_for(tmp_path: Path) -> None:
             assert client.next_round(wait_s=0.0) is None
             waiting = status(server.url)
             assert "waits for 2 workers to join, 1 has" in waiting.fragments[0].reason
+            assert waiting.policy == "barrier"
             with atoll.Client(server.url, site="second", folder=tmp_path / "workers") as other:
                 other.register()
                 assert client.next_round() == 1

@@ -40,6 +40,36 @@ def test_a_site_that_is_refused_again_and_again_ends_with_the_reason(
         assert server.status().refused == MAX_REFUSALS
     said = [record.message for record in caplog.records if record.name == "atoll.server"]
     assert sum("a: update refused: weight holds NaN or Inf" in line for line in said) == MAX_REFUSALS
+    with atoll.Server(port=0, state_dir=tmp_path / "s", algorithm="fedavg", min_free_bytes=0) as server:
+        assert server.status().refused == MAX_REFUSALS  # of the run, not since this start
+
+
+@pytest.mark.covers("F31")
+def test_refusals_are_counted_anew_after_an_update_that_was_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three that are refused, a good one, and the same again: never five in a row."""
+    bad = iter([True, True, True, False] * 2)
+    with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "s", algorithm="fedavg", rounds=2) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for round_ in worker:
+                model = round_.load_into(nn.Linear(2, 2))
+                if next(bad):
+                    with torch.no_grad():
+                        model.weight.fill_(float("nan"))
+                round_.submit(model)
+        assert server.status().refused == 6
+    assert "in a row" not in caplog.text
+
+
+@pytest.mark.covers("L20")
+def test_what_save_state_wrote_begins_another_run(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    with atoll.Server(model, port=0, state_dir=tmp_path / "one") as server:
+        path = server.save_state(tmp_path / "saved.safetensors")
+    with atoll.Server.load_state(path, port=0, state_dir=tmp_path / "two") as server:
+        again = safetensors.torch.load_file(server.save_state(tmp_path / "again.safetensors"))
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def interrupted(url: str, folder: Path) -> None:

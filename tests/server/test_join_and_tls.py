@@ -8,7 +8,8 @@ import trustme
 from torch import nn
 
 import atoll
-from atoll.errors import ConfigError, SchemaMismatch
+from atoll.errors import AuthError, ConfigError, SchemaMismatch
+from atoll.server.auth import Gate
 from atoll.transport.client import Http
 from atoll.transport.tls import client_context, server_context
 from atoll.wire import messages, routes
@@ -37,3 +38,12 @@ def test_both_ends_speak_tls_1_3_only(tmp_path: Path) -> None:
     key.write_bytes(cert.private_key_pem.bytes())
     assert server_context(chain, key).minimum_version == ssl.TLSVersion.TLSv1_3
     assert client_context(None).minimum_version == ssl.TLSVersion.TLSv1_3
+
+
+@pytest.mark.covers("X2")
+@pytest.mark.parametrize("sent", [None, "", "Bearer", "Bearer ", "Bearer secre", "Bearer secret1", "Basic secret"])
+def test_nothing_but_the_whole_token_opens_the_gate(sent: str | None) -> None:
+    gate = Gate("secret")
+    with pytest.raises(AuthError):
+        gate.admit(sent)
+    assert gate.admit("Bearer secret").site is None

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import atoll
+from atoll.testing.processes import wait_until
 from atoll.wire import routes
 
 
@@ -36,6 +37,10 @@ def rest_of(raw: socket.socket, got: bytes) -> bytes:
     return got.partition(b"\r\n\r\n")[2]
 
 
+def wait_until_durable(server: atoll.Server, version: int) -> None:
+    wait_until(lambda: server.status().durable_version == version, f"version {version} to be durable")
+
+
 @pytest.mark.covers("P3")
 def test_a_stalled_reader_gets_its_own_version_or_is_cut_off(tmp_path: Path) -> None:
     """Readers stall in versions 0, 1 and 2; two may be pinned beyond those that are kept: the oldest is revoked."""
@@ -56,6 +61,8 @@ def test_a_stalled_reader_gets_its_own_version_or_is_cut_off(tmp_path: Path) -> 
                     path = routes.VERSION_DATA.format(fragment=0, version=number, digest=note["digest"])
                     readers.append(stalled_get(server, path))
                 client.submit({name: tensor + 1.0 for name, tensor in state.items()})
+                # a version that is kept because the next is not durable yet would take the place of a pull
+                wait_until_durable(server, number + 1)
             client.next_round()
             bodies = [rest_of(*reader) for reader in readers]
     for body, version in zip(bodies, versions, strict=True):

@@ -140,9 +140,10 @@ def slot_files(directory: Path) -> list[str]:
 
 def killed(directory: Path, failpoints: str, action: str) -> None:
     """Do `action` (an expression over `store_world` and `directory`) in a process that a failpoint kills."""
+    path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
     done = subprocess.run(
         [sys.executable, "-c", f"from store_world import *; directory = Path({str(directory)!r}); {action}"],
-        env={**os.environ, "ATOLL_FAILPOINTS": failpoints, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "ATOLL_FAILPOINTS": failpoints, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         capture_output=True,
         text=True,
         check=False,

@@ -220,7 +220,7 @@ def test_the_number_of_a_lost_version_is_not_used_again(tmp_path: Path) -> None:
         flip(path, 20)
         store, recovered = begin(tmp_path)
         assert (recovered.heads[0].version, recovered.lost) == (1, {})
-    assert store.next_version() == 4
+    assert (store.next_version(), store.lost_versions()) == (4, ())  # both are above the head
     store.open_round(0, 1, ("a", "b"))
     submit(store, 41, "a", 1)
     submit(store, 42, "b", 1)
@@ -231,7 +231,7 @@ def test_the_number_of_a_lost_version_is_not_used_again(tmp_path: Path) -> None:
     assert [row.version for row in store.versions()] == [1, 4]
     store.close()
     store, recovered = begin(tmp_path)
-    assert (recovered.heads[0].version, recovered.lost) == (4, {0: 2})
+    assert (recovered.heads[0].version, recovered.lost, store.lost_versions()) == (4, {0: 2}, (2, 3))
     assert [row.version for row in store.history()] == [0, 1, 4]
     assert store.next_version() == 5
     store.close()

@@ -1,5 +1,6 @@
 """What is on disk, and what is held, when the store says that something is durable."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def test_a_finished_run_that_fell_back_is_no_longer_finished(tmp_path: Path) -> 
     store.finish()
     path = store.pool(VERSION, 0)[store.head().slot].path
     store.journal.close()
-    store._directory_lock.release()
+    os.close(store._lock_fd)
     with path.open("r+b") as file:
         file.seek(20)
         file.write(b"?")

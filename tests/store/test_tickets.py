@@ -99,10 +99,10 @@ def test_an_accepted_update_cannot_be_written_any_more(store: Store) -> None:
 
 def test_what_became_of_the_ticket_before(store: Store) -> None:
     play_round(store, 0)
-    store.issue_ticket(3, "a", 0, 1)
-    before = store.last_ticket("a", 0, before=3)
+    before = store.last_ticket("a", 0)
     assert before is not None
     assert (before.ticket, before.state, before.version) == (1, "counted", 1)
+    store.issue_ticket(3, "a", 0, 1)
     last = store.last_ticket("a", 0)
     assert last is not None
     assert last.ticket == 3
@@ -339,6 +339,15 @@ def test_a_round_freezes_with_accepted_tickets_of_its_own_only(store: Store) -> 
         store.set_expected(0, 0, ("b",))
     with pytest.raises(StoreError, match="made of the tickets"):
         write_version(store, 1, ())
+
+
+def test_a_round_is_frozen_in_the_order_it_was_given(store: Store) -> None:
+    """By site, as the machine decides: the order of the numbers may be another, and gives other bits."""
+    store.open_round(0, 0, ("a", "b"))
+    submit(store, 2, "a", 0)
+    submit(store, 1, "b", 0)
+    store.freeze(0, 0, (2, 1))
+    assert [row.tickets for row in store.rounds()] == [(2, 1)]
 
 
 def test_members_leases_fence(store: Store) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
@@ -18,7 +19,7 @@ from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.transport import bypass
 from atoll.transport.bypass import Bypass, Fill, bypass_of
 from atoll.transport.host import receive_part, serve_file
-from atoll.transport.sockets import Idle
+from atoll.transport.sockets import SLICE_S, Idle
 
 PATH = b"/v1/tickets/7/parts/3"
 
@@ -416,6 +417,105 @@ def test_a_reader_who_stands_still_is_broken_off(tmp_path: Path) -> None:
                 await loop.sock_sendall(slow, head(b"GET", b"/file"))
                 while len(asyncio.all_tasks()) > 1:  # the connection's own task ends when it is broken off
                     await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_withholds_the_rest_of_a_refused_part_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bypass, "DISCARD_S", 0.05)
+    host = Host(tmp_path, refuse)
+    host.part_bytes = 5000
+
+    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(part(content_of(5000))[:2000])
+        assert (await answer(reader))[0] == 409
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+
+    run(host, story)
+
+
+class Plain(asyncio.Transport):
+    """A transport of which a test says what is left to be written; its socket is `sock`."""
+
+    sock: socket.socket
+    aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self.sock if name == "socket" else default
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_no_byte_of_a_body_is_sent_before_its_head(tmp_path: Path) -> None:
+    """The head goes through the transport, which may still hold it; the body goes past it."""
+    (tmp_path / "file").write_bytes(b"body")
+
+    class Told:
+        on_end: Callable[[], None]
+
+        def add(self, nbytes: int) -> int:
+            return nbytes
+
+    async def main() -> None:
+        transport, front = Plain(), Bypass(asyncio.Protocol())
+        transport.sock, theirs = socket.socketpair()
+        with transport.sock, theirs, ThreadPoolExecutor(1) as pool, (tmp_path / "file").open("rb") as file:
+            for sock in (transport.sock, theirs):
+                sock.setblocking(False)
+            front.connection_made(transport)
+            front.pause_writing()  # the head is not written yet
+            idle = cast(Idle, Told())
+            sending = asyncio.create_task(front.send(file.fileno(), 0, 4, pool, idle, lambda: False))
+            await asyncio.sleep(0.05)
+            with pytest.raises(BlockingIOError):
+                theirs.recv(1)
+            front.resume_writing()
+            assert await sending
+            assert theirs.recv(100) == b"body"
+            front.connection_lost(None)
+
+    asyncio.run(main())
+
+
+def test_a_turn_ends_after_its_slice_however_much_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against one fast peer that keeps a pool thread for its whole part."""
+    ours, theirs = socket.socketpair()
+    front, room, now_s = Bypass(asyncio.Protocol()), memoryview(bytearray(40)), [0.0]
+    front._body_left = 100
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.sendall(bytes(100))
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: now_s[0])
+            fill = front._filler(ours)
+            assert fill(room) == 40
+            now_s[0] = SLICE_S
+            assert fill(room) == 0  # others have their turn, though there is more
+            assert front._filler(ours)(room) == 40
+    assert front._body_left == 20
+
+
+def test_a_reader_who_once_fell_behind_may_be_idle_later() -> None:
+    """Guards against a look after the reader that goes on when all is written: it would find nothing moving."""
+
+    async def main() -> None:
+        transport, front = Plain(), Bypass(asyncio.Protocol(), idle_timeout_s=0.01)
+        front.connection_made(transport)
+        front.pause_writing()
+        front.resume_writing()
+        await asyncio.sleep(0.1)
+        assert not transport.aborted
+        front.connection_lost(None)
 
     asyncio.run(main())
 

@@ -88,7 +88,7 @@ def test_three_rounds_are_those_of_the_paper(server: atoll.Server, tmp_path: Pat
     for site, worker in known["workers"].items():
         assert worker.load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
         session = worker._session
-        assert session.base.elements("atoll.control.w", 0, 1).item() == pytest.approx(c, rel=1e-5)
+        assert session.base.values_of("atoll.control.w", 0, 1).item() == pytest.approx(c, rel=1e-5)
         session.controls.settle(session.outcome)
         assert session.controls.read("atoll.control.w", 0, 1).item() == pytest.approx(own[site], rel=1e-5)
         assert session.controls.read("atoll.control.frozen", 0, 2).tolist() == [0.0, 0.0]

@@ -1,5 +1,7 @@
 """What the notes beside base and outbox say at the moments a process may die."""
 
+import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import atoll
-from atoll.errors import UsageError
+from atoll.errors import LeaseLost, UsageError
 from atoll.tensors.modules import named_tensors
-from atoll.wire import messages
+from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.files import Outbox
 from atoll.worker.session import Session
@@ -81,6 +83,20 @@ def test_a_round_is_not_submitted_against_a_base_that_is_not_its_own(
             round_.submit(model)
 
 
+@pytest.mark.covers("F42")
+def test_a_server_that_went_back_is_noticed_and_said(
+    server: atoll.Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server is at version 0; the worker has trained from version 5 of the same run, which no journal knows now."""
+    session, ticket, tensors = pulled(server, tmp_path / "w")
+    note = session.base.note
+    assert note is not None
+    session.base.begin(replace(note, version=5, digest="0" * 64))
+    session.pull(ticket.base_version, ticket.base_digest, tensors)
+    assert "the server went back from version 5 to 0" in caplog.text
+    session.leave()
+
+
 @pytest.mark.covers("L10")
 def test_a_lost_lease_is_taken_anew_once_however_many_notice(server: atoll.Server, tmp_path: Path) -> None:
     """Guards against `rejoin` without the comparison: heartbeat and transfers would void each
@@ -91,4 +107,59 @@ def test_a_lost_lease_is_taken_anew_once_however_many_notice(server: atoll.Serve
         session.rejoin(lost)
     assert session.reconnections == 1
     assert int(session.http.lease.split(":")[1]) == int(lost.split(":")[1]) + 1
+    session.leave()
+
+
+@pytest.mark.covers("L10", "F19")
+def test_a_request_that_is_late_under_an_old_lease_of_ones_own_ends_nobody(
+    server: atoll.Server, tmp_path: Path
+) -> None:
+    """Guards against taking it for that of a process whose place another one has taken: that would end this one."""
+    session = Session(server.url, "a", folder=tmp_path / "w")
+    old = session.http.lease
+    session.rejoin(old)
+    new, session.http.lease = session.http.lease, old
+    with pytest.raises(LeaseLost):
+        session.http.post(routes.HEARTBEAT, messages.Heartbeat(), messages.HeartbeatReply)
+    session.http.lease = new
+    session.http.post(routes.HEARTBEAT, messages.Heartbeat(), messages.HeartbeatReply)
+    session.leave()
+
+
+@pytest.mark.covers("L10")
+def test_two_threads_that_find_the_lease_lost_at_once_join_once(
+    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against `rejoin` without its lock: the second would see the old lease while the first still joins."""
+    session = Session(server.url, "a", folder=tmp_path / "w")
+    lost, join = session.http.lease, session._join
+    both = threading.Barrier(2)
+
+    def slow_join() -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # until the other one is here too, which it must not be
+        join()
+
+    monkeypatch.setattr(session, "_join", slow_join)
+    threads = [threading.Thread(target=session.rejoin, args=(lost,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert session.reconnections == 1
+    session.leave()
+
+
+@pytest.mark.covers("F3", "L10")
+def test_a_part_of_other_bytes_at_the_server_is_not_taken_for_ours(server: atoll.Server, tmp_path: Path) -> None:
+    """What an attempt before sent under the same ticket, and what has been formed anew since."""
+    session, ticket, tensors = pulled(server, tmp_path / "w")
+    session.form(ticket, tensors, weight=1.0, steps=1, metrics={})
+    note = session.outbox.note
+    assert note is not None
+    digests = [bytes.fromhex(text) for text in note.part_digests]
+    path = routes.PART.format(ticket=ticket.ticket, part=0)
+    session.parts.push(lambda _: path, session.outbox.fd, session.outbox.layout.parts, digests)
+    assert session.parts_at_server(ticket.ticket, note.part_digests) == {0}
+    assert session.parts_at_server(ticket.ticket, ["0" * 64]) == set()
     session.leave()

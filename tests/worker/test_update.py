@@ -197,6 +197,15 @@ def test_rebase_carries_local_steps_over_to_the_new_head(tmp_path: Path) -> None
     assert fresh["w"].tolist() == [10.0, 20.0]
 
 
+def test_rebase_rounds_once_to_a_narrow_dtype(tmp_path: Path) -> None:
+    """bfloat16 holds 256 and 258, not 257: so 1 + (258 − 1) is 258, or 256 if the difference is rounded too."""
+    base = base_with(tmp_path, {"w": torch.tensor([1.0]).bfloat16()})
+    head = base_with(tmp_path, {"w": torch.tensor([1.0]).bfloat16()}, 1, "base-next")
+    local = {"w": torch.tensor([258.0]).bfloat16()}
+    rebase_(local, base, head)
+    assert local["w"].item() == 258.0
+
+
 @pytest.mark.covers("L25")
 def test_what_was_submitted_is_local_progress_only_once(tmp_path: Path) -> None:
     """A lost acknowledgement: the update of w = 1.5 counted, training went on to 1.75, the head moved to 9."""
@@ -252,7 +261,7 @@ def test_an_outbox_of_another_layout_is_scrap(tmp_path: Path) -> None:
 @pytest.mark.covers("X3")
 def test_a_second_process_of_a_site_is_told_who_is_there(tmp_path: Path) -> None:
     with locked(tmp_path / "clinic-a", "clinic-a"):
-        with pytest.raises(StateLocked, match=r"pid \d+.*clinic-a.*another site name"):
+        with pytest.raises(StateLocked, match=rf"'clinic-a' is taken: process {os.getpid()} on .*another site name"):
             with locked(tmp_path / "clinic-a", "clinic-a"):
                 pass
     with locked(tmp_path / "clinic-a", "clinic-a"):

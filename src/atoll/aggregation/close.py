@@ -24,17 +24,18 @@ from blake3 import blake3
 from torch import Tensor
 
 from atoll.aggregation.crew import run_crew
-from atoll.aggregation.plan import Window
-from atoll.aggregation.scratch import Scratch, read_at, write_at
+from atoll.aggregation.scratch import Scratch, read_at
 from atoll.aggregation.state import MASTER, RUNS, Column, region_digest, tail_region
 from atoll.aggregation.tables import Tables
 from atoll.aggregation.updates import Updates, rows_at_once
 from atoll.aggregation.values import PassInputs, PassOutputs, PassResult, UpdateSource
 from atoll.aggregation.whole import step_whole
 from atoll.aggregation.wholes import Wholes
+from atoll.aggregation.windows import Window
 from atoll.codecs.base import Codec
 from atoll.failpoints import failpoint
 from atoll.outer.rule import OuterRule, State, Stepper
+from atoll.posix import write_at
 from atoll.reducers.base import Reducer
 from atoll.reducers.maximum import Maximum
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
@@ -235,7 +236,7 @@ class _Member:
 
     def _columns(self, window: Window) -> dict[str, tuple[Column, int, torch.dtype]]:
         """key → (column, offset of the window's first element in the state file, dtype), for what is cut in runs."""
-        head = window.runs[0]
+        head = window.extents[0]
         return {
             key: (
                 (key, segment.spec.dtype),
@@ -249,8 +250,8 @@ class _Member:
     def _states(self, window: Window, split: Mapping[str, Sequence[Tensor]]) -> list[State]:
         wholes = self._shared.wholes
         return [
-            {key: runs[index] for key, runs in split.items()} | wholes.clones(run.spec.name)
-            for index, run in enumerate(window.runs)
+            {key: runs[index] for key, runs in split.items()} | wholes.clones(extent.spec.name)
+            for index, extent in enumerate(window.extents)
         ]
 
     def _keep(
@@ -261,13 +262,13 @@ class _Member:
         after: list[State],
     ) -> None:
         """Bring what the step returned into the scratch, and the wholes (once per tensor) to the pass."""
-        for index, run in enumerate(window.runs):
+        for index, extent in enumerate(window.extents):
             for key, value in after[index].items():
                 if key in split:
                     if before is None or value is not before[index][key]:
                         split[key][index].copy_(value)
-                elif run.start == 0:
-                    self._shared.wholes.set(run.spec.name, key, value)
+                elif extent.start == 0:
+                    self._shared.wholes.set(extent.spec.name, key, value)
 
     @staticmethod
     def _write(fd: int, view: memoryview, offset: int) -> None:

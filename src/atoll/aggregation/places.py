@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from atoll.aggregation.plan import Window
+from atoll.aggregation.windows import Window
 from atoll.codecs.base import Codec
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Piece
 
@@ -70,7 +70,7 @@ class Places:
         place = self._places.get(key)
         if place is None:
             place = self._place(window, leading)
-            if len(window.runs) > 1:
+            if len(window.extents) > 1:
                 self._places[key] = place
         return place
 
@@ -81,7 +81,7 @@ class Places:
         if reads is None:
             strips = self._strips(window, layout, self.of(window, leading))
             reads = list(_reads(strips, self._max_bytes))
-            if len(window.runs) > 1:
+            if len(window.extents) > 1:
                 self._reads[key] = reads
         return reads
 
@@ -128,8 +128,8 @@ class Places:
 
 
 def _pieces(window: Window, layout: Layout) -> Iterator[Piece]:
-    for run in window.runs:
-        yield layout.piece(layout.by_name[run.spec.name], run.start, run.stop)
+    for extent in window.extents:
+        yield layout.piece(layout.by_name[extent.spec.name], extent.start, extent.stop)
 
 
 def _reads(strips: Iterator[Strip], max_bytes: int) -> Iterator[list[Strip]]:

@@ -60,10 +60,3 @@ def read_at(fd: int, target: memoryview, offset: int) -> None:
                 "Something else truncated it; restart the server: it goes back to the version before.",
             )
         done += count
-
-
-def write_at(fd: int, source: memoryview, offset: int) -> None:
-    """Write all of `source` from the file's byte `offset` on."""
-    done = 0
-    while done < len(source):
-        done += os.pwritev(fd, [source[done:]], offset + done)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from atoll.aggregation.places import Places
-from atoll.aggregation.plan import Windows
 from atoll.aggregation.scratch import Scratch
 from atoll.aggregation.state import Entries, entries
+from atoll.aggregation.windows import Windows
 from atoll.codecs.base import Codec
 from atoll.outer.rule import Granularity
 from atoll.tensors.layout import Layout

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from atoll.aggregation.places import Place, Places
-from atoll.aggregation.plan import Window
 from atoll.aggregation.scratch import Scratch, read_at
 from atoll.aggregation.values import UpdateSource
+from atoll.aggregation.windows import Window
 from atoll.codecs.base import Codec
 from atoll.reducers.base import Reducer
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
@@ -55,7 +55,7 @@ class Updates:
             out: [n], in the window's dtype of accumulation.
             scratch: of at least n × `rows_at_once` elements.
         """
-        spec = window.runs[0].spec
+        spec = window.extents[0].spec
         if spec.is_float:
             reducer, weights = self._reducers[spec.group], self._weights[spec.group]
         else:

@@ -67,7 +67,7 @@ class PassResult:
         part_digests: BLAKE3 of each part of the version, as `state.version_regions`.
         state_digests: of the state file, as `state.state_regions`; empty where nothing is kept.
         digest: names the version (`Layout.update_digest`).
-        grad_norm: L2 norm of the reduced pseudo-gradient; six digits, a figure to be shown.
+        grad_norm: L2 norm of the reduced pseudo-gradient; six digits, to be shown; infinite where it overflows.
         seconds: wall time.
     """
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atoll.aggregation.plan import Run, kind_of, window_of
-from atoll.aggregation.scratch import Scratch, read_at, write_at
+from atoll.aggregation.scratch import Scratch, read_at
 from atoll.aggregation.state import MASTER
 from atoll.aggregation.tables import Tables
 from atoll.aggregation.updates import Updates
 from atoll.aggregation.values import PassInputs, PassOutputs
+from atoll.aggregation.windows import Extent, kind_of, window_of
 from atoll.failpoints import failpoint
 from atoll.outer.rule import OuterRule
+from atoll.posix import write_at
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import Segment
@@ -56,7 +57,7 @@ def step_whole(
         reduced = torch.empty(spec.numel, dtype=accumulate)
         for start in range(0, spec.numel, chunk_elements):
             stop = min(start + chunk_elements, spec.numel)
-            window = window_of([Run(segment, start, stop)], rule.granularity)
+            window = window_of([Extent(segment, start, stop)], rule.granularity)
             updates.reduce_(window, reduced[start:stop], scratch)
         squares += float(torch.dot(reduced, reduced))
         (after,) = stepper.step_([master], [reduced.view(spec.shape)], None if before is None else [before])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atoll.aggregation.scratch import read_at, write_at
+from atoll.aggregation.scratch import read_at
 from atoll.aggregation.state import WHOLES, merged
 from atoll.outer.rule import State
+from atoll.posix import write_at
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Layout

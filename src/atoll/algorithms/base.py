@@ -1,6 +1,6 @@
 """What an algorithm is: a small frozen value, one paper a page. No torch here.
 
-worker    w ← local training from w_v, corrected as `local` says;  u = w_v − w   (the pseudo-gradient)
+worker    w ← local training from w_v;  u = w_v − w   (the pseudo-gradient)
 server    g = reduce(u_1 … u_k)           per group of tensors, as `reduce` says
           w_{v+1} = outer step of w_v along g
 """
@@ -22,11 +22,11 @@ class Algorithm:
         outer: name of the outer optimizer (`registry.TABLES["outer"]`).
         outer_options: its keyword arguments.
         reduce: group → reducer, for floating point tensors; integers and flags always take `max`.
-        local: how a worker corrects local training; sent to it when it joins.
+        local: how a worker corrects local training: `correction` names it, the rest are its numbers.
         codec: how `params` travel unless the run file says otherwise.
-        on_missed: what a worker does that missed a round: `rebase` keeps its local steps, `reset` loses them.
+        on_missed: what a DiLoCo loop does that missed a round: `rebase` keeps its local steps, `reset` loses them and
+            says so. A federated loop begins every round anew.
         steps_driven: whether a round is `sync_every` local steps (else the worker's own script decides).
-        policy: what closes a round.
     """
 
     name: str
@@ -38,4 +38,3 @@ class Algorithm:
     codec: str = "none"
     on_missed: Literal["rebase", "reset"] = "reset"
     steps_driven: bool = False
-    policy: Literal["barrier"] = "barrier"

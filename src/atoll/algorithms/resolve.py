@@ -26,7 +26,7 @@ class ResolvedAlgorithm:
     """An algorithm with the run's own choices.
 
     Attributes:
-        algorithm: what does not change by settings: groups, local correction, policy, missed rounds.
+        algorithm: what does not change by settings: groups, and what becomes of missed rounds.
         outer: name or `module:attribute` of the outer optimizer.
         outer_options: its keyword arguments.
         reducer: name or `module:attribute` of what reduces `params`.

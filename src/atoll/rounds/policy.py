@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 
 @dataclass(frozen=True, slots=True)
 class AcceptedUpdate:
-    """An update that is in the journal. Its staleness is `RoundView.head_version` − `base_version`."""
+    """An update that is in the journal."""
 
     ticket: int
     site: str
@@ -63,7 +63,7 @@ class Wait:
 
 
 class Policy(Protocol):
-    """Decides over an open round. Pure: the same view and time give the same answer."""
+    """Decides over an open round. Pure: the same view and time give the same answer. `str()` is for people."""
 
     @property
     def quorum(self) -> int:
@@ -81,6 +81,9 @@ class Barrier:
 
     quorum: ClassVar[int] = 0
 
+    def __str__(self) -> str:
+        return "barrier"
+
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
         if len(view.expected) < view.floor:
             return Wait(f"{len(view.expected)} of {view.floor_name} {view.floor} alive: waits for another")
@@ -95,6 +98,9 @@ class QuorumDeadline:
 
     quorum: int
     deadline_s: float
+
+    def __str__(self) -> str:
+        return f"quorum {self.quorum} after {self.deadline_s:g} s"
 
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
         decision = Barrier().decide(view, now_s)

@@ -119,7 +119,6 @@ def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
         digest=plan.version.update_digest(digests),
         part_digests=tuple(digests),
         state_digests=(),
-        extra_json="{}",
         summary_json="",
         tickets=(),
     )

@@ -51,7 +51,7 @@ class Exports:
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
             temporary = self.folder / f".{METRICS}.tmp"
-            rows = [row for row in self._store.history(-1) if row.summary_json]
+            rows = [row for row in self._store.history(None) if row.summary_json]
             temporary.write_text("".join(_line(row.summary_json, row.created_at) for row in rows), encoding="utf-8")
             os.replace(temporary, self.folder / METRICS)
 

@@ -70,7 +70,6 @@ class Handlers:
             heartbeat_interval_s=settings.heartbeat_interval_s,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
             idle_timeout_s=settings.idle_timeout_s,
-            epoch=self.store.epoch,
         )
 
     async def get_schema(self) -> messages.SchemaMessage:
@@ -107,8 +106,6 @@ class Handlers:
         granted = [e for e in self.run.apply(ev.WorkerJoined(message.site)) if isinstance(e, fx.LeaseGranted)]
         return messages.Joined(
             lease=str(Lease(message.site, granted[0].lease, message.process)),
-            epoch=self.store.epoch,
-            heads=[round_.head for round_ in self.run.state.rounds],
         )
 
     def _require_fit(self, message: messages.Join, request: web.Request) -> None:
@@ -142,8 +139,6 @@ class Handlers:
         if presence is not None:
             presence.beat = message
         return messages.HeartbeatReply(
-            epoch=self.store.epoch,
-            heads=[round_.head for round_ in self.run.state.rounds],
             durable_versions=[self.store.durable_version(index) for index in range(len(self.run.state.rounds))],
             finished=self.run.state.finished,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ def close_round(
     draft = store.begin_version(fragment, version)
     frozen = store.round(fragment, base_version)
     population = frozen.population if frozen else 0
-    before = json.loads(base.row.extra_json).get("population", population)
+    before = json.loads(base.row.summary_json or "{}").get("population", population)
     try:
         result = run_pass(
             PassInputs(
@@ -64,13 +65,12 @@ def close_round(
             cancelled=cancelled,
             tables=plan.tables,
         )
-        summary = _summary(fragment, number, version, rows, time.monotonic() - begin)
+        summary = _summary(fragment, number, version, rows, time.monotonic() - begin, result.grad_norm, population)
         row = store.commit_version(
             draft,
             digest=result.digest,
             part_digests=result.part_digests,
             state_digests=result.state_digests,
-            extra_json=json.dumps({"grad_norm": result.grad_norm, "population": population}),
             summary_json=summary.model_dump_json(),
             tickets=tickets,
         )
@@ -86,7 +86,13 @@ def close_round(
 
 
 def _summary(
-    fragment: int, number: int, version: int, rows: Sequence[TicketRow], seconds: float
+    fragment: int,
+    number: int,
+    version: int,
+    rows: Sequence[TicketRow],
+    seconds: float,
+    grad_norm: float,
+    population: int,
 ) -> messages.RoundSummary:
     """Metrics are averaged by the updates' weights, per key over those that reported it."""
     means: dict[str, float] = {}
@@ -104,5 +110,7 @@ def _summary(
         metrics=means,
         counts=counts,
         seconds=seconds,
+        grad_norm=grad_norm if math.isfinite(grad_norm) else None,
         bytes_up=sum(row.bytes for row in rows),
+        population=population,
     )

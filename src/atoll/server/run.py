@@ -49,7 +49,9 @@ class Run:
         self.failed: AtollError | None = None
         self.ended = asyncio.Event()
         self.trouble: dict[int, str] = {}
-        self.deaths = self.refused = self.bytes_up = self.bytes_down = 0
+        totals = store.totals()
+        self.deaths, self.refused = totals.deaths, totals.refused
+        self.bytes_up = self.bytes_down = 0
         self.started_s = time.monotonic()
         self.io = ThreadPoolExecutor(max(8, 2 * plan.threads), thread_name_prefix="atoll-io", initializer=stay_alone)
         self.exports = Exports(plan, store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from atoll.rounds import machine
@@ -20,6 +21,7 @@ def status_of(run: Run) -> messages.Status:
     """The status of a run."""
     now_s = time.monotonic()
     settings, algorithm = run.settings, run.plan.algorithm
+    lost = run.store.lost_versions() if run.state.rounds[0].lost else ()
     assert run.store.run is not None
     history = [
         messages.RoundSummary.model_validate_json(row.summary_json)
@@ -30,7 +32,7 @@ def status_of(run: Run) -> messages.Status:
         run=run.store.run.run_id,
         name=settings.name,
         algorithm=algorithm.name,
-        policy=type(run.state.rules.policy).__name__,
+        policy=str(run.state.rules.policy),
         protocol=routes.PROTOCOL,
         epoch=run.store.epoch,
         rounds=settings.rounds,
@@ -40,7 +42,7 @@ def status_of(run: Run) -> messages.Status:
         codec=algorithm.codec,
         sync_every=algorithm.sync_every,
         fragments=[_fragment(run, index, now_s) for index in range(len(run.state.rounds))],
-        workers=[_worker(run, presence, now_s) for _, presence in sorted(run.roster.items())],
+        workers=[_worker(run, presence, now_s, lost) for _, presence in sorted(run.roster.items())],
         history=history,
         bytes_up=run.bytes_up,
         bytes_down=run.bytes_down,
@@ -74,9 +76,13 @@ def why(run: Run, index: int, now_s: float) -> str:
     return "; ".join(filter(None, [machine.why(run.state, index, now_s), silent]))
 
 
-def _worker(run: Run, presence: Presence, now_s: float) -> messages.WorkerStatus:
+def staleness(head: int, version: int, lost: Sequence[int]) -> int:
+    """Rounds between a version and the head; `lost` are numbers below the head that no round led to."""
+    return max(0, head - version - sum(number > version for number in lost))
+
+
+def _worker(run: Run, presence: Presence, now_s: float, lost: Sequence[int]) -> messages.WorkerStatus:
     beat = presence.beat
-    head = run.state.rounds[0].head
     version = max(beat.version, presence.base_version)
     return messages.WorkerStatus(
         site=presence.site,
@@ -90,7 +96,7 @@ def _worker(run: Run, presence: Presence, now_s: float) -> messages.WorkerStatus
         steps_per_s=beat.steps_per_s,
         rounds=presence.rounds,
         version=version,
-        staleness=max(0, head - version),
+        staleness=staleness(run.state.rounds[0].head, version, lost),
         bytes_up=presence.bytes_up,
         bytes_down=presence.bytes_down,
         retries=beat.retries,

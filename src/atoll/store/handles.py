@@ -30,14 +30,6 @@ class VersionDraft:
     def state_fd(self) -> int | None:
         return self.state.fd if self.state else None
 
-    @property
-    def version_slot(self) -> int:
-        return self.slot.number
-
-    @property
-    def state_slot(self) -> int | None:
-        return self.state.number if self.state else None
-
     def abandon(self) -> None:
         """Give the slots back; nothing happens after a commit, or the second time."""
         if not self.ended:
@@ -55,19 +47,12 @@ class PinnedVersion:
             reads this version and no other.
     """
 
-    def __init__(
-        self, row: VersionRow, slot: Slot, on_revoke: Callable[[], None] | None, drop: Callable[[PinnedVersion], None]
-    ):
+    def __init__(self, row: VersionRow, slot: Slot, drop: Callable[[PinnedVersion], None]) -> None:
         self.row, self.slot = row, slot
         self.fd = os.dup(slot.fd)
         self.revoked = threading.Event()
-        self._on_revoke, self._drop = on_revoke, drop
+        self._drop = drop
         self._close = weakref.finalize(self, os.close, self.fd)
-
-    def revoke(self) -> None:
-        self.revoked.set()
-        if self._on_revoke:
-            self._on_revoke()
 
     def release(self) -> None:
         """Let go; again does nothing."""

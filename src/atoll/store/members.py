@@ -21,7 +21,7 @@ class Members(Core):
 
     @property
     def epoch(self) -> int:
-        """Raised by every start and every fall back; workers notice when it changes."""
+        """Raised by every start and every fall back; shown in status."""
         return int(self.journal.value("SELECT epoch FROM meta"))
 
     @property
@@ -185,12 +185,21 @@ class Members(Core):
     def history(self, limit: int | None = 100, fragment: int | None = None) -> list[HistoryRow]:
         """The last `limit` versions that were committed (None: all), oldest first, kept or not."""
         found = self.journal.rows(
-            "SELECT fragment, version, digest, extra_json, summary_json, created_at FROM history "
+            "SELECT fragment, version, digest, summary_json, created_at FROM history "
             "WHERE NOT lost AND (?1 IS NULL OR fragment = ?1) ORDER BY seq DESC LIMIT ?2",
             fragment,
             -1 if limit is None else limit,
         )
         return [HistoryRow(*row) for row in reversed(found)]
+
+    def lost_versions(self, fragment: int = 0) -> tuple[int, ...]:
+        """Numbers below the head that stand for no version of the run: it fell back behind them."""
+        found = self.journal.rows(
+            "SELECT version FROM history WHERE lost AND fragment = ?1 "
+            "AND version < (SELECT heads.version FROM heads WHERE heads.fragment = ?1) ORDER BY version",
+            fragment,
+        )
+        return tuple(version for (version,) in found)
 
     def totals(self) -> Totals:
         """Counts over the whole run."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 from atoll.errors import StateCorrupt
 from atoll.failpoints import failpoint
 from atoll.store import audit
-from atoll.store.exports import Exports
+from atoll.store.copies import remove_half_written
 from atoll.store.journal import NEW_RUN
 from atoll.store.rows import PartRow, Recovered, TicketRow, VersionRow
 from atoll.store.slots import SPOOL, STATE, VERSION, Slot, is_slot_name, region_digest, verify
 from atoll.store.tickets import COLUMNS as TICKET_COLUMNS
 from atoll.store.tickets import to_ticket
+from atoll.store.versions import Versions
 
 
-def recover(store: Exports) -> Recovered:
+def recover(store: Versions) -> Recovered:
     """See `Store.recover`."""
     fell_back = []
     for fragment in _fragments(store):
@@ -30,16 +31,16 @@ def recover(store: Exports) -> Recovered:
         if store.journal.value("SELECT version FROM heads WHERE fragment = ?", fragment) is not None:
             with store.transaction():
                 store.drop_old(fragment)
-    store.remove_exports_under_way()
+    remove_half_written(store)
     _remove_files(store)
     return _found(store, " ".join(fell_back), tuple(warnings))
 
 
-def _fragments(store: Exports) -> list[int]:
+def _fragments(store: Versions) -> list[int]:
     return [fragment for kind, fragment in store.pools if kind == VERSION]
 
 
-def _recover_head(store: Exports, fragment: int) -> list[str]:
+def _recover_head(store: Versions, fragment: int) -> list[str]:
     """Make the newest version that verifies the head; returns what is to be said about it."""
     head = store.journal.value("SELECT version FROM heads WHERE fragment = ?", fragment)
     if head is None:
@@ -58,7 +59,7 @@ def _recover_head(store: Exports, fragment: int) -> list[str]:
     return [_fall_back(store, fragment, head, good.version)] if good.version < head else []
 
 
-def _adopt_older(store: Exports, row: VersionRow) -> None:
+def _adopt_older(store: Versions, row: VersionRow) -> None:
     """Keep an older version as far as its files are there; whoever pulls it checks its bytes."""
     with store.transaction():
         if store.pool(VERSION, row.fragment).adopt(row.slot) is None:
@@ -69,7 +70,7 @@ def _adopt_older(store: Exports, row: VersionRow) -> None:
             )
 
 
-def _verifies(store: Exports, row: VersionRow) -> bool:
+def _verifies(store: Versions, row: VersionRow) -> bool:
     shapes = store.shapes_of(row.fragment)
     version = store.pool(VERSION, row.fragment).adopt(row.slot)
     if version is None or not verify(version.fd, shapes.version, row.part_digests):
@@ -82,7 +83,7 @@ def _verifies(store: Exports, row: VersionRow) -> bool:
     return state is not None and verify(state.fd, shapes.state, row.state_digests)
 
 
-def _fall_back(store: Exports, fragment: int, head: int, version: int) -> str:
+def _fall_back(store: Versions, fragment: int, head: int, version: int) -> str:
     """Forget what came after `version`, in one transaction."""
     reason = f"version {head} of fragment {fragment} was lost, the run goes on from version {version}"
     with store.transaction():
@@ -116,7 +117,7 @@ def _fall_back(store: Exports, fragment: int, head: int, version: int) -> str:
     return f"{reason[0].upper()}{reason[1:]}: {len(lost)} updates have to be submitted again."
 
 
-def _expire(store: Exports, ticket: TicketRow, reason: str) -> None:
+def _expire(store: Versions, ticket: TicketRow, reason: str) -> None:
     """End a ticket whose slot no pool has adopted; its file is removed as one that nothing refers to."""
     store.end_tickets(
         [TicketRow(ticket.ticket, ticket.site, ticket.fragment, ticket.base_version, ticket.state)], "expired", reason
@@ -124,14 +125,14 @@ def _expire(store: Exports, ticket: TicketRow, reason: str) -> None:
     audit.append(store.journal, "expired", ticket=ticket.ticket, site=ticket.site, reason=reason)
 
 
-def _live(store: Exports) -> list[TicketRow]:
+def _live(store: Versions) -> list[TicketRow]:
     found = store.journal.rows(
         f"SELECT {TICKET_COLUMNS} FROM tickets WHERE state IN ('open', 'accepted') ORDER BY ticket"
     )
     return [to_ticket(row) for row in found]
 
 
-def _recover_spool(store: Exports, ticket: TicketRow) -> list[str]:
+def _recover_spool(store: Versions, ticket: TicketRow) -> list[str]:
     """Check what was received under a live ticket; returns what is to be said about it."""
     if ticket.slot is None:
         return []
@@ -159,7 +160,7 @@ def _recover_spool(store: Exports, ticket: TicketRow) -> list[str]:
     return [f"Ticket {ticket.ticket} of {ticket.site} has expired: {reason}; it is submitted again."]
 
 
-def _bad_parts(store: Exports, ticket: TicketRow, slot: Slot | None) -> list[int]:
+def _bad_parts(store: Versions, ticket: TicketRow, slot: Slot | None) -> list[int]:
     """Numbers of the recorded parts that are not what their digests say, and of those an accepted update lacks."""
     ranges = store.shapes_of(ticket.fragment).update_parts
     recorded = store.parts(ticket.ticket)
@@ -171,7 +172,7 @@ def _bad_parts(store: Exports, ticket: TicketRow, slot: Slot | None) -> list[int
     return sorted([part for part, row in recorded.items() if not good(row)] + missing)
 
 
-def _remove_files(store: Exports) -> None:
+def _remove_files(store: Versions) -> None:
     """Remove every slot that no row refers to."""
     columns = {VERSION: ("slot", "versions"), STATE: ("state_slot", "versions"), SPOOL: ("slot", "tickets")}
     for (kind, fragment), pool in store.pools.items():
@@ -185,16 +186,13 @@ def _remove_files(store: Exports) -> None:
             path.unlink()
 
 
-def _found(store: Exports, fell_back: str, warnings: tuple[str, ...]) -> Recovered:
+def _found(store: Versions, fell_back: str, warnings: tuple[str, ...]) -> Recovered:
     at = store.journal.rows("SELECT fragment, version FROM heads WHERE version IS NOT NULL ORDER BY fragment")
     heads = {fragment: store.version(fragment, version) for fragment, version in at}
     tickets = {ticket.ticket: ticket for ticket in _live(store)}
     for head in heads.values():
         tickets |= {ticket.ticket: ticket for ticket in store.tickets(head.fragment, head.version)}
-    lost = store.journal.rows(
-        "SELECT fragment, count(*) FROM history WHERE lost "
-        "AND version < (SELECT heads.version FROM heads WHERE heads.fragment = history.fragment) GROUP BY fragment"
-    )
+    lost = {fragment: len(numbers) for fragment in heads if (numbers := store.lost_versions(fragment))}
     started = store.journal.rows("SELECT fragment FROM rounds UNION SELECT fragment FROM history WHERE version > 0")
     return Recovered(
         members=store.members(),
@@ -205,7 +203,7 @@ def _found(store: Exports, fell_back: str, warnings: tuple[str, ...]) -> Recover
         next_ticket=store.journal.value("SELECT coalesce(max(ticket), 0) + 1 FROM tickets"),
         next_lease=store.journal.value("SELECT coalesce(max(lease), 0) + 1 FROM members"),
         finished=store.finished,
-        lost=dict(lost),
+        lost=lost,
         fell_back=fell_back,
         warnings=warnings,
     )

@@ -111,7 +111,6 @@ class VersionRow:
     digest: str
     part_digests: tuple[bytes, ...]
     state_digests: tuple[bytes, ...]
-    extra_json: str
     summary_json: str
     created_at: str
 
@@ -123,7 +122,6 @@ class HistoryRow:
     fragment: int
     version: int
     digest: str
-    extra_json: str
     summary_json: str
     created_at: str
 

@@ -23,6 +23,7 @@ from blake3 import blake3
 
 from atoll.errors import DiskFull, StoreError
 from atoll.failpoints import failpoint
+from atoll.posix import write_at
 from atoll.store.journal import FULL
 
 JOURNAL, WRITER, PULL, READER = "journal", "writer", "pull", "reader"
@@ -230,14 +231,6 @@ def region_digest(fd: int, ranges: Ranges) -> bytes:
             hasher.update(buffer[:count])
             offset += count
     return hasher.digest()
-
-
-def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of `data`."""
-    view = memoryview(data)
-    done = 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)
 
 
 def disk_error(error: OSError, path: Path) -> StoreError:

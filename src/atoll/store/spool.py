@@ -12,8 +12,9 @@ from contextlib import contextmanager
 
 from atoll.errors import AtollError, BadRequest, StoreError
 from atoll.failpoints import failpoint
+from atoll.posix import write_at
 from atoll.store.rows import PartRow
-from atoll.store.slots import READER, WRITER, Ranges, Slot, SlotPool, disk_error, write_at
+from atoll.store.slots import READER, WRITER, Ranges, Slot, SlotPool, disk_error
 
 
 class WriterCancelled(StoreError):

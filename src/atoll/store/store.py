@@ -10,24 +10,27 @@ whole of it for the server: `open`, `shape`, `recover`, then the methods of its 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from atoll.errors import StoreError
+from atoll.errors import StateLocked, StoreError
+from atoll.posix import Held, take_lock
 from atoll.store import recovery
-from atoll.store.exports import Exports
+from atoll.store.copies import write_copy
 from atoll.store.journal import Durability, Journal
-from atoll.store.lock import DirectoryLock
 from atoll.store.rows import Recovered
 from atoll.store.slots import VERSION, FileShape, FragmentShapes
+from atoll.store.versions import Versions
 
 __all__ = ["FileShape", "FragmentShapes", "Recovered", "Store"]
 
 
-class Store(Exports):
+class Store(Versions):
     """The state of one run on disk. Synchronous and thread-safe; what moves bytes of files belongs in a pool thread."""
 
-    _directory_lock: DirectoryLock
+    _lock_fd: int
 
     @classmethod
     def open(
@@ -50,14 +53,14 @@ class Store(Exports):
             (directory / "slots").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(f"{directory}: {error.strerror}.", "Give a state_dir that this user may write.") from error
-        lock = DirectoryLock(directory)
+        lock_fd = _own(directory)
         try:
             journal = Journal(directory / "journal.sqlite", durability)
         except BaseException:
-            lock.release()
+            os.close(lock_fd)
             raise
         store = cls(directory, journal, durability, keep_versions, max_pins)
-        store._directory_lock = lock
+        store._lock_fd = lock_fd
         try:
             with store.journal.transaction(synced=True):
                 store.journal.execute("UPDATE meta SET epoch = epoch + 1")
@@ -80,6 +83,33 @@ class Store(Exports):
         """
         return recovery.recover(self)
 
+    def export(
+        self,
+        target: Path,
+        *,
+        fragment: int = 0,
+        version: int | None = None,
+        header: bytes | None = None,
+        ranges: Sequence[tuple[int, int]] | None = None,
+    ) -> Path:
+        """Write a version to `target`, replacing what is there in one step.
+
+        Args:
+            version: by default the head.
+            header: written first, in place of the slot's own bytes; then come `ranges` (offset, nbytes) of the slot, in
+                that order, some of them perhaps twice (tied tensors). By default the slot as it is.
+
+        Raises:
+            Gone: the version is not kept.
+            DiskFull: nothing is left behind.
+            SyncFailed: fsync failed; the server must end.
+        """
+        number = self.head(fragment).version if version is None else version
+        if ranges is None:
+            ranges = [(0, self.shapes_of(fragment).version.nbytes)]
+        write_copy(self, target, fragment, number, header or b"", tuple(ranges))
+        return target
+
     def close(self) -> None:
         """Let go of the directory; of a finished run only the journal, the last version and its outer state stay.
 
@@ -99,7 +129,7 @@ class Store(Exports):
                     pool.trim()
                     pool.close()
                 self.journal.close()
-                self._directory_lock.release()
+                os.close(self._lock_fd)
 
     def _forget_all_but_heads(self) -> None:
         with self.transaction():
@@ -114,3 +144,17 @@ class Store(Exports):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _own(directory: Path) -> int:
+    """One server per state directory. The lock's file stays behind: removing it would be a race."""
+    path = directory / "lock"
+    try:
+        return take_lock(path)
+    except Held as holder:
+        raise StateLocked(
+            f"The state directory {directory} is in use by {holder}.",
+            "Stop that server, or give this one another state_dir.",
+        ) from None
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}.", "Give a state_dir that this user may write.") from error

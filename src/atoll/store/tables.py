@@ -97,7 +97,6 @@ CREATE TABLE versions (
     digest TEXT NOT NULL,
     part_digests BLOB NOT NULL,
     state_digests BLOB NOT NULL,
-    extra_json TEXT NOT NULL,
     summary_json TEXT NOT NULL,
     created_at TEXT NOT NULL,
     PRIMARY KEY (fragment, version),
@@ -116,7 +115,6 @@ CREATE TABLE history (
     fragment INTEGER NOT NULL,
     version INTEGER NOT NULL,
     digest TEXT NOT NULL,
-    extra_json TEXT NOT NULL,
     summary_json TEXT NOT NULL,
     created_at TEXT NOT NULL,
     lost INTEGER NOT NULL DEFAULT 0

@@ -50,14 +50,12 @@ class Tickets(Members):
             raise Gone(f"The run has no ticket {ticket}.", "Ask for a new one.")
         return to_ticket(row)
 
-    def last_ticket(self, site: str, fragment: int = 0, before: int | None = None) -> TicketRow | None:
-        """The newest ticket of a site; with `before`, the newest below that number: what became of the one before."""
+    def last_ticket(self, site: str, fragment: int = 0) -> TicketRow | None:
+        """The newest ticket of a site."""
         row = self.journal.row(
-            f"SELECT {COLUMNS} FROM tickets WHERE site = ? AND fragment = ? AND ticket < ? "
-            "ORDER BY ticket DESC LIMIT 1",
+            f"SELECT {COLUMNS} FROM tickets WHERE site = ? AND fragment = ? ORDER BY ticket DESC LIMIT 1",
             site,
             fragment,
-            2**62 if before is None else before,
         )
         return to_ticket(row) if row else None
 

@@ -6,7 +6,7 @@ hold `max_pins` further versions; beyond that the oldest is revoked, and its slo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from blake3 import blake3
@@ -19,9 +19,7 @@ from atoll.store.rows import VersionRow, now
 from atoll.store.slots import JOURNAL, PULL, READER, SPOOL, STATE, VERSION, WRITER, Slot
 from atoll.store.tickets import Tickets
 
-COLUMNS = (
-    "fragment, version, slot, state_slot, digest, part_digests, state_digests, extra_json, summary_json, created_at"
-)
+COLUMNS = "fragment, version, slot, state_slot, digest, part_digests, state_digests, summary_json, created_at"
 
 
 class Versions(Tickets):
@@ -60,7 +58,6 @@ class Versions(Tickets):
         digest: str,
         part_digests: Sequence[bytes],
         state_digests: Sequence[bytes] = (),
-        extra_json: str = "{}",
         summary_json: str = "{}",
         tickets: Sequence[int] = (),
     ) -> VersionRow:
@@ -89,7 +86,6 @@ class Versions(Tickets):
             digest,
             tuple(part_digests),
             tuple(state_digests),
-            extra_json,
             summary_json,
             now(),
         )
@@ -157,7 +153,7 @@ class Versions(Tickets):
 
     def _insert(self, row: VersionRow) -> None:
         self.journal.execute(
-            f"INSERT INTO versions ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            f"INSERT INTO versions ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             row.fragment,
             row.version,
             row.slot,
@@ -165,17 +161,14 @@ class Versions(Tickets):
             row.digest,
             b"".join(row.part_digests),
             b"".join(row.state_digests),
-            row.extra_json,
             row.summary_json,
             row.created_at,
         )
         self.journal.execute(
-            "INSERT INTO history (fragment, version, digest, extra_json, summary_json, created_at) "
-            "VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT INTO history (fragment, version, digest, summary_json, created_at) VALUES (?, ?, ?, ?, ?)",
             row.fragment,
             row.version,
             row.digest,
-            row.extra_json,
             row.summary_json,
             row.created_at,
         )
@@ -225,11 +218,8 @@ class Versions(Tickets):
         row = self.head(fragment)
         return None if row.state_slot is None else self.pool(STATE, fragment)[row.state_slot].fd
 
-    def pin_version(self, fragment: int, version: int, on_revoke: Callable[[], None] | None = None) -> PinnedVersion:
-        """Hold a version for reading.
-
-        Args:
-            on_revoke: called from another thread when the holder should let go.
+    def pin_version(self, fragment: int, version: int) -> PinnedVersion:
+        """Hold a version for reading, until `release`, or until `revoked` is set.
 
         Raises:
             Gone: it is not kept, or was revoked.
@@ -237,7 +227,7 @@ class Versions(Tickets):
         with self.lock:
             row = self.version(fragment, version)
             pool = self.pool(VERSION, fragment)
-            pin = PinnedVersion(row, pool[row.slot], on_revoke, self._unpin)
+            pin = PinnedVersion(row, pool[row.slot], self._unpin)
             pool.hold(pin.slot, PULL)
             self.pins.append(pin)
         return pin
@@ -271,7 +261,7 @@ class Versions(Tickets):
                     self.drop_row(row)
             revoked = [pin for pin in self.pins if pin.row in old]
         for pin in revoked:
-            pin.revoke()
+            pin.revoked.set()
 
     def _kept(self, fragment: int) -> set[int | None]:
         return {*self._newest(fragment, self.keep_versions), self.durable_version(fragment)}

@@ -20,7 +20,7 @@ from urllib3.util.wait import wait_for_read
 from atoll.tensors.chunks import CHUNK_BYTES
 
 SLICE_BYTES = 4 * CHUNK_BYTES
-"""Sent in one call; between two of them the progress is told and an abort is seen."""
+"""Sent in one call; between two of them the progress is told."""
 
 
 class Lane:

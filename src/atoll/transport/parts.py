@@ -17,7 +17,7 @@ from typing import Protocol
 
 from blake3 import blake3
 
-from atoll.errors import PartCorrupt, ServerUnreachable, TransferStalled, UsageError
+from atoll.errors import PartCorrupt, ServerUnreachable, TransferStalled
 from atoll.failpoints import failpoint
 from atoll.tensors.layout import Part
 from atoll.transport.client import Http, network_error, problem_of
@@ -101,7 +101,6 @@ class Parts:
         *,
         into: Memory | None = None,
         on_bytes: Callable[[int], None] | None = None,
-        abort: threading.Event | None = None,
     ) -> None:
         """Fetch parts of a version by byte range into every sink; one that arrives damaged is fetched again, alone.
 
@@ -140,7 +139,8 @@ class Parts:
                     sink.write(offset, run)
                 offset += len(run)
                 self._http.counters.add(down=len(run))
-                self._tell(len(run), on_bytes, abort)
+                if on_bytes:
+                    on_bytes(len(run))
             if hasher.digest() != digests[part.index]:
                 raise PartCorrupt(
                     f"Part {part.index} from {self._http.server} arrived damaged {PART_ATTEMPTS} times.",
@@ -158,7 +158,6 @@ class Parts:
         digests: Sequence[bytes],
         *,
         on_bytes: Callable[[int], None] | None = None,
-        abort: threading.Event | None = None,
     ) -> None:
         """Send parts of the file `fd`, each followed by its BLAKE3; one that arrives damaged is sent again, alone.
 
@@ -166,9 +165,7 @@ class Parts:
         """
         with _copy_of(fd) as file:
             self._spread(
-                lambda lane, part: self._send(
-                    lane, path_of(part.index), file, part, digests[part.index], on_bytes, abort
-                ),
+                lambda lane, part: self._send(lane, path_of(part.index), file, part, digests[part.index], on_bytes),
                 parts,
             )
 
@@ -185,7 +182,7 @@ class Parts:
 
             def send(part: Part, digest: bytes) -> bool:
                 return self._attempt(
-                    lambda lane, each: self._send(lane, path_of(each.index), file, each, digest, on_bytes, None),
+                    lambda lane, each: self._send(lane, path_of(each.index), file, each, digest, on_bytes),
                     part,
                     hands,
                 )
@@ -200,11 +197,11 @@ class Parts:
         part: Part,
         digest: bytes,
         on_bytes: Callable[[int], None] | None,
-        abort: threading.Event | None,
     ) -> None:
         def sent(count: int) -> None:
             self._http.counters.add(up=count)
-            self._tell(count, on_bytes, abort)
+            if on_bytes:
+                on_bytes(count)
 
         headers = self._http.headers({"Content-Type": "application/octet-stream"})
         with file.used() as fd:
@@ -212,12 +209,6 @@ class Parts:
         if status >= 300:
             raise problem_of(status, body)
         failpoint("push.part")
-
-    def _tell(self, count: int, on_bytes: Callable[[int], None] | None, abort: threading.Event | None) -> None:
-        if on_bytes:
-            on_bytes(count)
-        if abort is not None and abort.is_set():
-            raise UsageError("The transfer was aborted.")
 
     def _spread(self, work: Callable[[Lane, Part], None], parts: Sequence[Part]) -> None:
         """Run `work` for every part over the connections; the first lasting failure ends it, and is raised."""

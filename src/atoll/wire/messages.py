@@ -6,7 +6,7 @@ numbers that the server issued; the schema is a document of its own.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -56,8 +56,10 @@ class RunInfo(Message):
     run: RunId = Field(description="Id of the run; changes when a state directory is begun anew.")
     name: str
     algorithm: str
-    local: dict[str, Any] = Field(description="How the algorithm corrects local training.")
-    on_missed: Literal["rebase", "reset"]
+    local: dict[str, str | float] = Field(description="How the algorithm corrects local training.")
+    on_missed: Literal["rebase", "reset"] = Field(
+        description="Whether local steps of a missed round are carried over to the next version, or lost."
+    )
     rounds: Count = Field(description="Rounds of the run; 0: until it is stopped.")
     sync_every: Count = Field(description="Local steps between two synchronisations; 0: the worker decides.")
     schema_digest: Hex32
@@ -69,7 +71,6 @@ class RunInfo(Message):
     heartbeat_interval_s: float = Field(ge=0)
     heartbeat_timeout_s: float = Field(ge=0)
     idle_timeout_s: float = Field(gt=0)
-    epoch: Count
 
 
 class TensorEntry(Message):
@@ -126,8 +127,6 @@ class Joined(Message):
     """The answer to `Join`: the lease fences every later request of this process."""
 
     lease: str
-    epoch: Count
-    heads: list[Count] = Field(description="Version at the head of each fragment.")
 
 
 class Leave(Message):
@@ -151,8 +150,6 @@ class Heartbeat(Message):
 
 
 class HeartbeatReply(Message):
-    epoch: Count
-    heads: list[Count]
     durable_versions: list[Count | None] = Field(
         description="Of each fragment, the newest version that survives a power loss of the server; null: none yet."
     )
@@ -258,7 +255,7 @@ class WorkerStatus(Message):
     steps_per_s: float
     rounds: Count = Field(description="Updates of it that counted.")
     version: Count
-    staleness: Count
+    staleness: Count = Field(description="Rounds that the head is ahead of it.")
     bytes_up: Count
     bytes_down: Count
     retries: Count
@@ -282,7 +279,11 @@ class RoundSummary(Message):
     metrics: dict[str, float] = Field(description="Mean by weight over those that reported the key.")
     counts: dict[str, Count] = Field(description="How many reported it.")
     seconds: float
+    grad_norm: float | None = Field(
+        None, description="L2 norm of what the round reduced its updates to, before the outer step; null: not finite."
+    )
     bytes_up: Count
+    population: Count = Field(0, description="Workers that had ever joined when the round closed.")
 
 
 class FragmentStatus(Message):
@@ -299,7 +300,7 @@ class Status(Message):
     run: str
     name: str
     algorithm: str
-    policy: str
+    policy: str = Field(description="What closes a round, in words.")
     protocol: int
     epoch: Count
     rounds: Count
@@ -311,10 +312,10 @@ class Status(Message):
     fragments: list[FragmentStatus]
     workers: list[WorkerStatus]
     history: list[RoundSummary] = Field(description="The last rounds, oldest first.")
-    bytes_up: Count
-    bytes_down: Count
-    deaths: Count
-    refused: Count
+    bytes_up: Count = Field(description="Of updates that the server has received since it was started.")
+    bytes_down: Count = Field(description="Of versions that it has sent since.")
+    deaths: Count = Field(description="Workers that were declared dead, in the whole run.")
+    refused: Count = Field(description="Updates that were refused, in the whole run.")
     durability: str
     durable_version: Count | None = None
     warnings: list[str] = Field(default_factory=list)

@@ -142,7 +142,6 @@ class Connection:
         )
         joined = self.patiently(lambda: self.http.post(routes.WORKERS, message, messages.Joined), max_retries, "join")
         self.http.lease = joined.lease
-        self.epoch = joined.epoch
 
     def rejoin(self, lost: str) -> None:
         """Join again, once, however many threads find that `lost` is no longer valid."""

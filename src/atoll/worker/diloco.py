@@ -251,6 +251,9 @@ class DiLoCo:
         base = session.base.note
         assert base is not None
         if ticket.base_digest != base.digest:
+            if session.info.on_missed == "reset":
+                self._reset(session, ticket)
+                return
             self._rebase(ticket.base_version, ticket.base_digest)
         metrics = dict(self._pending_metrics) | finite_metrics(self._metrics() if self._metrics else {}, session.site)
         weight = self._weight() if callable(self._weight) else self._weight
@@ -303,6 +306,7 @@ class DiLoCo:
             LOG.info("%s: the update of round %d is in after all", session.site, note.round)
             session.advance_base()
             self._settled = note.ticket
+            self._base_step += note.steps
         else:
             session.outbox.clear()
         self._ticket = None
@@ -324,6 +328,18 @@ class DiLoCo:
         session.heartbeat = session.heartbeat.model_copy(update={"version": version, "state": "training"})
         self._since_sync, self._base_step, self._version = 0, self.step, version
 
+    def _reset(self, session: Session, ticket: messages.Ticket) -> None:
+        """The head moved while we were away, and this algorithm begins every round from it."""
+        lost, version = self.step - self._base_step, self._version
+        self._take(session, ticket.base_version, ticket.base_digest)
+        LOG.warning(
+            "%s: the run moved on to version %d; %d local steps since version %d are lost",
+            session.site,
+            self._version,
+            lost,
+            version,
+        )
+
     def _rebase(self, version: int, digest: str) -> None:
         """The head moved while we were away: carry local progress over to it."""
         session = self._session
@@ -335,6 +351,7 @@ class DiLoCo:
             session.base.replace_with(moved)
         finally:
             moved.close()
+        self._version = version
         LOG.info("%s: the run moved on to version %d; local steps were carried over", session.site, version)
 
     def _pull_head(self) -> None:

@@ -169,7 +169,7 @@ class FederatedRound:
         """
         self._require_base()
         session = self._session
-        self._correction = correction_for(session.info.local, model, session.base.elements, session.controls)
+        self._correction = correction_for(session.info.local, model, session.base.values_of, session.controls)
         return self._correction.attach(optimizer)
 
     @border

@@ -12,7 +12,6 @@ They lie in a folder for each run; `remove_earlier` removes those of runs that t
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import stat
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from atoll.errors import AtollError, DiskFull, StateLocked, StoreError
 from atoll.failpoints import failpoint
+from atoll.posix import Held, take_lock, write_at
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Layout, Part, Piece
@@ -104,9 +104,7 @@ class ScratchFile:
         try:
             failpoint("worker.write")
             with self._descriptor.used() as fd:
-                while data:
-                    done = os.pwrite(fd, data, offset)
-                    offset, data = offset + done, data[done:]
+                write_at(fd, data, offset)
         except OSError as error:
             raise StoreError(
                 f"{self.path} cannot be written ({error.strerror}).",
@@ -202,14 +200,14 @@ class BaseFile(ScratchFile):
         """The file is about to hold something that is no version: no digest names it any more."""
         self._write_note(BaseNote(**{**asdict(note), "digest": "", "part_digests": []}))
 
-    def run(self, piece: Piece, start: int, stop: int, scratch: bytearray, dtype: torch.dtype) -> Tensor:
+    def elements(self, piece: Piece, start: int, stop: int, scratch: bytearray, dtype: torch.dtype) -> Tensor:
         """Elements [start, stop) of a piece's tensor, in `scratch`."""
         item = piece.segment.spec.item_bytes
         view = memoryview(scratch)[: (stop - start) * item]
         self.read_into(self.layout.by_name[piece.segment.spec.name].offset + start * item, view)
         return torch.frombuffer(view, dtype=dtype)
 
-    def elements(self, name: str, start: int, stop: int) -> Tensor:
+    def values_of(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a tensor of the version, in new memory."""
         segment = self.layout.by_name[name]
         values = torch.empty(stop - start, dtype=torch_dtype(segment.spec.dtype))
@@ -275,8 +273,6 @@ def locked(folder: Path, site: str) -> Iterator[None]:
     while fd is None:
         fd = _lock(folder, site)
     try:
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
         yield
     finally:
         os.close(fd)
@@ -287,29 +283,19 @@ def _lock(folder: Path, site: str) -> int | None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / "lock"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return take_lock(path)
     except FileNotFoundError:
         return None
+    except Held as holder:
+        raise StateLocked(
+            f"The site {site!r} is taken: {holder} takes part as it, with the folder {str(folder)!r}.",
+            "Give this one another site name, or end the other.",
+        ) from None
     except OSError as error:
         raise StoreError(
             f"{path} cannot be opened ({error.strerror}).",
             "It has to be a plain file that this user may write; remove what is there, or set ATOLL_DIR elsewhere.",
         ) from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), path.stat()):
-            return fd
-    except FileNotFoundError:
-        pass
-    except OSError:
-        pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(fd)
-        raise StateLocked(
-            f"Another process (pid {pid}) already takes part as {site!r} with the folder {str(folder)!r}.",
-            "Give this one another site name, or end the other.",
-        ) from None
-    os.close(fd)
-    return None
 
 
 _OURS = {

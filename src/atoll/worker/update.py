@@ -153,10 +153,10 @@ def rebase_(tensors: Tensors, old: BaseFile, new: BaseFile) -> None:
                 if spec.name not in tensors:
                     continue
                 dtype = torch_dtype(spec.dtype)
-                head = new.run(piece, start, stop, scratch_new, dtype)
+                head = new.elements(piece, start, stop, scratch_new, dtype)
                 if spec.group == PARAMS:
                     wide = accumulate_dtype(spec.dtype)
-                    base = old.run(piece, start, stop, scratch_old, dtype)
+                    base = old.elements(piece, start, stop, scratch_old, dtype)
                     local = run_of(tensors[spec.name], start, stop).cpu()
                     head = (head.to(wide) + (local.to(wide) - base.to(wide))).to(dtype)
                 assign_run_(tensors[spec.name], start, head)
@@ -173,7 +173,7 @@ def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -
                 if spec.group != PARAMS:
                     continue
                 wide = accumulate_dtype(spec.dtype)
-                values = base.run(piece, start, stop, scratch, torch_dtype(spec.dtype))
+                values = base.elements(piece, start, stop, scratch, torch_dtype(spec.dtype))
                 run = outbox.layout.piece(piece.segment, start, stop)
                 outbox.read_into(run.offset, memoryview(encoded)[: run.nbytes])
                 delta = torch.empty(stop - start, dtype=wide)
@@ -193,4 +193,5 @@ def load_(tensors: Tensors, base: BaseFile) -> None:
                 spec = piece.segment.spec
                 if spec.name not in tensors:
                     continue
-                assign_run_(tensors[spec.name], start, base.run(piece, start, stop, scratch, torch_dtype(spec.dtype)))
+                values = base.elements(piece, start, stop, scratch, torch_dtype(spec.dtype))
+                assign_run_(tensors[spec.name], start, values)

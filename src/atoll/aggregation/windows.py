@@ -24,7 +24,7 @@ reduction is added; count: integers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Extent:
     """Elements [start, stop) of one tensor of the version."""
 
     segment: Segment
@@ -42,7 +42,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Runs that follow one another in the version file, from byte `offset` on.
+    """Extents that follow one another in the version file, from byte `offset` on.
 
     Attributes:
         kind, group, dtype: of all of them.
@@ -55,7 +55,7 @@ class Window:
     dtype: str
     offset: int
     numel: int
-    runs: tuple[Run, ...]
+    extents: tuple[Extent, ...]
     sizes: list[int]
 
 
@@ -70,17 +70,17 @@ def kind_of(spec: TensorSpec, granularity: Granularity) -> Kind:
     return "step" if granularity == "chunk" else "whole"
 
 
-def window_of(runs: Sequence[Run], granularity: Granularity) -> Window:
-    """The window of runs of one kind, group and dtype that follow one another."""
-    first, spec = runs[0], runs[0].spec
+def window_of(extents: Sequence[Extent], granularity: Granularity) -> Window:
+    """The window of extents of one kind, group and dtype that follow one another."""
+    first, spec = extents[0], extents[0].spec
     return Window(
         kind=kind_of(spec, granularity),
         group=spec.group,
         dtype=spec.dtype,
         offset=first.segment.offset + first.start * spec.item_bytes,
-        numel=sum(run.numel for run in runs),
-        runs=tuple(runs),
-        sizes=[run.numel for run in runs],
+        numel=sum(extent.numel for extent in extents),
+        extents=tuple(extents),
+        sizes=[extent.numel for extent in extents],
     )
 
 
@@ -106,11 +106,11 @@ class Windows:
                 yield entry
             else:  # cut here, so that no table grows with the size of a tensor
                 for start in range(entry.start, entry.stop, self.max_elements):
-                    run = Run(entry.segment, start, min(start + self.max_elements, entry.stop))
-                    yield window_of([run], self._granularity)
+                    extent = Extent(entry.segment, start, min(start + self.max_elements, entry.stop))
+                    yield window_of([extent], self._granularity)
 
     def _table(self, part: Part) -> Iterator[Window | Piece]:
-        held: list[Run] = []
+        held: list[Extent] = []
         room = self.max_elements
         alike: object = None
         for piece in part.pieces:
@@ -125,7 +125,7 @@ class Windows:
             elif piece.numel:
                 if not held:
                     room, alike = self.max_elements, now
-                held.append(Run(piece.segment, piece.start, piece.stop))
+                held.append(Extent(piece.segment, piece.start, piece.stop))
                 room -= needed
         if held:
             yield window_of(held, self._granularity)

@@ -1,0 +1,49 @@
+"""Two things that several rooms ask of the system: to write all of some bytes, and to own a file."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+
+class Held(Exception):
+    """Another process, or another part of this one, has the lock: `str()` says who, as the file does."""
+
+
+def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data` from the file's byte `offset` on."""
+    view = memoryview(data)
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
+
+
+def take_lock(path: Path) -> int:
+    """Own the file `path`, made where there is none; it then names this process. No link is followed.
+
+    Returns:
+        A descriptor: the lock ends when it is closed, and so with the process, however that ends.
+
+    Raises:
+        Held: somebody else has it.
+        FileNotFoundError: its folder is not there; or whoever had it removed the file at that moment.
+        OSError: it is no plain file, or may not be written.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(fd), path.stat()):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        os.ftruncate(fd, 0)
+        write_at(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    except BlockingIOError:
+        holder = os.pread(fd, 512, 0).decode(errors="replace").strip()
+        os.close(fd)
+        raise Held(holder or "another process") from None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
