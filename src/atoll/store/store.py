@@ -19,7 +19,7 @@ from atoll.store.exports import Exports
 from atoll.store.journal import Durability, Journal
 from atoll.store.lock import DirectoryLock
 from atoll.store.rows import Recovered
-from atoll.store.slots import VERSION, FileShape, FragmentShapes
+from atoll.store.slots import VERSION, FileShape, FragmentShapes, is_slot_name
 
 __all__ = ["FileShape", "FragmentShapes", "Recovered", "Store"]
 
@@ -43,7 +43,7 @@ class Store(Exports):
 
         Raises:
             StateLocked: another server has it.
-            StateCorrupt: its journal is damaged.
+            StateCorrupt: its journal is damaged, or is not there while slots are.
         """
         directory = Path(directory)
         try:
@@ -52,7 +52,8 @@ class Store(Exports):
             raise StoreError(f"{directory}: {error.strerror}.", "Give a state_dir that this user may write.") from error
         lock = DirectoryLock(directory)
         try:
-            journal = Journal(directory / "journal.sqlite", durability)
+            begin = not any(is_slot_name(path.name) for path in (directory / "slots").iterdir())
+            journal = Journal(directory / "journal.sqlite", durability, begin=begin)
         except BaseException:
             lock.release()
             raise
