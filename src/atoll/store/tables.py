@@ -3,7 +3,7 @@
 `heads` decides which versions exist: one UPDATE of it is the commit. A version row above its head does not count.
 """
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SCHEMA = """
 CREATE TABLE meta (
@@ -40,7 +40,8 @@ CREATE TABLE members (
     host TEXT NOT NULL,
     labels_json TEXT NOT NULL,
     detail TEXT NOT NULL,
-    rounds_counted INTEGER NOT NULL
+    rounds_counted INTEGER NOT NULL,
+    process TEXT NOT NULL
 ) STRICT;
 
 CREATE TABLE rounds (
