@@ -25,7 +25,6 @@ from atoll.server.begin import open_run
 from atoll.server.exports import export_ranges
 from atoll.server.run import Run
 from atoll.server.status import status_of
-from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.modules import Tensors
 from atoll.transport.bypass import Bypass
 from atoll.transport.door import Door, connections_within, raise_files_limit
@@ -38,6 +37,9 @@ T = TypeVar("T")
 PORTS_TO_TRY = 100
 GRACE_S = 30.0
 """After the last round, how long the server stays for workers that have not fetched the result yet."""
+READ_BYTES = 2**16
+"""Of a body that is held before anybody reads it; a part's reader takes more. Who sends bodies that nobody asked for
+costs no more than this."""
 
 
 class Server:
@@ -221,7 +223,7 @@ class Server:
             access_log=None,
             logger=HTTP_LOG,
             handler_cancellation=True,
-            read_bufsize=CHUNK_BYTES // 2,
+            read_bufsize=READ_BYTES,
             max_line_size=routes.HEADER_BYTES // 2,
             max_field_size=routes.HEADER_BYTES // 2,
             keepalive_timeout=75.0,

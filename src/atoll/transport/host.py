@@ -207,6 +207,7 @@ class _Body:
 async def _read(request: web.Request, body: _Body, pool: Executor, idle: Idle) -> None:
     """Receive through aiohttp."""
     loop = asyncio.get_running_loop()
+    request.content.set_read_chunk_size(CHUNK_BYTES // 2)
     held: list[bytes] = []
     held_bytes, left = 0, request.content_length or 0
     while not body.complete:
