@@ -7,6 +7,7 @@ the journal (which slot is held by whom) follows it through `after_commit` and `
 from __future__ import annotations
 
 import errno
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -58,6 +59,7 @@ class Journal:
         except BaseException:
             self._db.close()
             raise
+        self._file = path.stat()
         self.closed = False
 
     def _prepare(self, begin: bool) -> None:
@@ -183,7 +185,12 @@ class Journal:
         """Move what is in the write-ahead log into the database, beside whatever other threads do.
 
         It waits for the next call where no file can be opened.
+
+        Raises:
+            StoreError: the file is no longer there, or is another one: what is written to it nobody can find.
         """
+        if not self._is_there():
+            raise StoreError(f"{self.path} was removed or replaced while the server ran.", NEW_RUN)
         with self._translated():
             try:
                 with closing(sqlite3.connect(self.path)) as db:
@@ -191,6 +198,12 @@ class Journal:
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_CANTOPEN:
                     raise
+
+    def _is_there(self) -> bool:
+        try:
+            return os.path.samestat(self.path.stat(), self._file)
+        except FileNotFoundError:
+            return False
 
     @property
     def usable(self) -> bool:
