@@ -1,17 +1,22 @@
 """Who may join, and which TLS both ends speak."""
 
+import contextlib
 import os
+import re
 import socket
 import ssl
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
 from torch import nn
 
 import atoll
-from atoll.errors import ConfigError, SchemaMismatch
-from atoll.transport.client import Http
+from atoll.errors import ConfigError, SchemaMismatch, ServerUnreachable
+from atoll.transport.client import Http, network_error
 from atoll.transport.tls import client_context, read_token, server_context
 from atoll.wire import messages, routes
 
@@ -68,3 +73,64 @@ def test_a_token_that_no_header_can_carry_is_refused_where_it_is_read(
         read_token(path)
     monkeypatch.setenv("ATOLL_TOKEN", " secret\n")
     assert read_token(path) == "secret"
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@contextlib.contextmanager
+def served(folder: Path, cert: trustme.LeafCert | None) -> Iterator[int]:
+    """The port of a server, with TLS where it has a certificate."""
+    options: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 1}
+    if cert is not None:
+        cert.private_key_pem.write_to_path(folder / "key.pem")
+        (folder / "key.pem").chmod(0o600)
+        (folder / "cert.pem").write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
+        options |= {"tls_cert": folder / "cert.pem", "tls_key": folder / "key.pem"}
+    with atoll.Server(nn.Linear(2, 1), port=0, state_dir=folder / "s", **options) as server:
+        yield server.port
+
+
+def said_to(address: str, folder: Path, ca: trustme.CA) -> str:
+    ca.cert_pem.write_to_path(folder / "ca.pem")
+    http = Http(address, ca=str(folder / "ca.pem"))
+    with pytest.raises(ServerUnreachable) as refused:
+        http.get(routes.RUN, messages.RunInfo)
+    http.close()
+    return str(refused.value)
+
+
+@pytest.mark.covers("X3", "F38")
+@pytest.mark.parametrize(
+    ("name", "days", "said"),
+    [
+        ("localhost", -1, "certificate has expired.*has to be renewed at the server"),
+        ("elsewhere.org", 1, "ostname mismatch.*Use a name that is in its certificate"),
+    ],
+)
+def test_a_certificate_that_is_refused_comes_with_its_own_remedy(
+    tmp_path: Path, authority: trustme.CA, name: str, days: int, said: str
+) -> None:
+    cert = authority.issue_cert(name, not_after=datetime.now(UTC) + timedelta(days=days))
+    with served(tmp_path, cert) as port:
+        assert re.search(said, said_to(f"https://localhost:{port}", tmp_path, authority))
+
+
+@pytest.mark.covers("X3", "F38")
+def test_the_wrong_authority_and_the_wrong_scheme_are_told_apart(tmp_path: Path, authority: trustme.CA) -> None:
+    with served(tmp_path, authority.issue_cert("localhost")) as port:
+        assert "Set ATOLL_TLS_CA" in said_to(f"https://localhost:{port}", tmp_path, trustme.CA())
+        assert "wants https://" in said_to(f"http://localhost:{port}", tmp_path, authority)
+    (tmp_path / "plain").mkdir()
+    with served(tmp_path / "plain", None) as port:
+        assert "does not speak TLS. Write its address with http://" in said_to(
+            f"https://localhost:{port}", tmp_path, authority
+        )
+
+
+def test_a_tls_connection_that_ends_early_is_no_matter_of_certificates() -> None:
+    """What every worker sees when its server is killed."""
+    error = ssl.SSLEOFError(8, "EOF occurred in violation of protocol")
+    assert "does not answer (eof occurred in violation of protocol)" in str(network_error("https://here", 1.0, error))
