@@ -46,7 +46,7 @@ def begun(server: atoll.Server, lease: str, ticket: int, part: int) -> Iterator[
         yield raw
 
 
-@pytest.mark.covers("D1")
+@pytest.mark.covers("D1", "F37")
 def test_a_site_sends_only_so_many_parts_at_once(server: atoll.Server, tmp_path: Path) -> None:
     session = Session(server.url, "a", folder=tmp_path / "w")
     granted = session.next_ticket().ticket
