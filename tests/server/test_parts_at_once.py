@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import trustme
 from aiohttp import web
+from safetensors import safe_open
 from torch import nn
 
 import atoll
 from atoll.server.uploads import PARTS_PER_CONNECTION
+from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.modules import named_tensors
 from atoll.testing.processes import wait_until
 from atoll.transport import host
@@ -91,3 +94,64 @@ def test_little_is_held_of_a_body_that_nobody_reads(server: atoll.Server, monkey
         raw.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n".encode())
         assert raw.recv(100).startswith(b"HTTP/1.1 200 ")
     assert limits == [2**17]
+
+
+def test_only_so_many_transfers_move_large_runs() -> None:
+    runs = host.Runs()
+    with contextlib.ExitStack() as ends:
+        wide = [ends.enter_context(runs.taken()) for _ in range(host.WIDE)]
+        with runs.taken() as one_more:
+            assert (set(wide), one_more) == ({CHUNK_BYTES}, host.NARROW_BYTES)
+    with runs.taken() as later:
+        assert later == CHUNK_BYTES
+
+
+@pytest.mark.covers("D1")
+@pytest.mark.parametrize("wide", [0, 1])
+def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: int
+) -> None:
+    """And what is held for each of them keeps to it."""
+    monkeypatch.setattr(host, "WIDE", wide)
+    limits: set[int] = set()
+    receive = host.receive_part
+
+    async def spied(request: web.Request, *arguments: Any, **options: Any) -> bytes:
+        digest = await receive(request, *arguments, **options)
+        limits.add(request.content.get_read_buffer_limits()[1])
+        return digest
+
+    written: set[int] = set()
+    write = web.StreamResponse.write
+
+    async def spied_write(response: web.StreamResponse, data: memoryview) -> None:
+        written.add(len(data))
+        await write(response, data)
+
+    monkeypatch.setattr("atoll.server.uploads.receive_part", spied)
+    monkeypatch.setattr(web.StreamResponse, "write", spied_write)
+    authority = trustme.CA()
+    cert = authority.issue_cert("localhost")
+    cert.private_key_pem.write_to_path(tmp_path / "key.pem")
+    (tmp_path / "key.pem").chmod(0o600)
+    (tmp_path / "cert.pem").write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))
+    torch.manual_seed(0)
+    model = nn.Linear(1000, 1000)
+    options: dict[str, Any] = {"rounds": 1, "num_workers": 1, "part_bytes": 2**20 + 2**10, "connections": 1}
+    options |= {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem", "outer_lr": 1.0}
+    with atoll.Server(model, port=0, algorithm="fedavg", state_dir=tmp_path / "state", **options) as server:
+        with atoll.join(f"https://localhost:{server.port}", site="a", folder=tmp_path / "w") as worker:
+            for round_ in worker:
+                copy = nn.Linear(1000, 1000)
+                round_.load_into(copy)
+                assert torch.equal(copy.weight, model.weight)
+                with torch.no_grad():
+                    copy.weight.zero_()
+                round_.submit(copy)
+        server.run()
+        with safe_open(server.exports / "model.safetensors", "pt") as file:
+            assert file.get_tensor("weight").count_nonzero() == 0
+    assert max(written) == host.NARROW_BYTES
+    assert limits == ({CHUNK_BYTES} if wide else {2 * 2**16})
