@@ -23,15 +23,13 @@ from atoll.transport.bypass import Bypass, Fill, bypass_of
 from atoll.transport.sockets import Idle, break_off
 from atoll.wire.routes import DIGEST_BYTES
 
-RUN_BYTES = 2**20
-"""Through aiohttp at a time: asyncio and TLS copy what they are given."""
 FIRST_BYTES = 2**16
 """Of a body that goes past aiohttp: sent through it, so that the head of the answer is on its way before."""
 
-NARROW_BYTES = 2**17
+WIDE_BYTES, NARROW_BYTES = 2**20, 2**17
 """Written to aiohttp in one run. TLS keeps buffers of the largest run for as long as a connection lasts."""
 WIDE = 16
-"""Parts at a time that are received through aiohttp in runs of `CHUNK_BYTES`, and may hold a few of them; every further
+"""Parts at a time that are received through aiohttp in runs of `WIDE_BYTES`, and may hold a few of them; every further
 one comes in runs of `NARROW_BYTES`: memory hardly grows with the number of workers."""
 
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
@@ -76,7 +74,7 @@ class Runs:
             return
         self._wide += 1
         try:
-            yield CHUNK_BYTES
+            yield WIDE_BYTES
         finally:
             self._wide -= 1
 
