@@ -116,6 +116,40 @@ def test_a_state_directory_that_is_removed_is_named(
     assert not [record for record in caplog.records if record.name == "atoll.server" and record.exc_info]
 
 
+@pytest.mark.parametrize("what", ["slots", "journal.sqlite"])
+def test_what_is_removed_of_a_state_directory_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """Somebody clears the directory and lets it stand."""
+
+    def during(site: str, at: int) -> None:
+        if (site, at) == ("a", 1):
+            shutil.rmtree(tmp_path / "state" / "slots")
+            if what == "journal.sqlite":
+                for path in (tmp_path / "state").glob("journal.sqlite*"):
+                    path.unlink()
+                (tmp_path / "state" / "slots").mkdir()
+
+    with serving(tmp_path, save_every=1) as server:
+        Sites(server.url, tmp_path, during)
+        with pytest.raises(StoreError, match=f"{what} was removed while the server ran"):
+            server.run()
+    assert not [record for record in caplog.records if record.name == "atoll.server" and record.exc_info]
+
+
+@pytest.mark.covers("F25")
+def test_a_journal_that_fails_while_parts_arrive_ends_the_server(tmp_path: Path) -> None:
+    """Guards against a server that answers every part with 500, says nothing and never ends."""
+    with serving(tmp_path, num_workers=1) as server:
+
+        def during(site: str, at: int) -> None:
+            server._require_run().store.journal.value("PRAGMA query_only = ON")  # every change fails from here on
+
+        Sites(server.url, tmp_path, during, names=["a"])
+        with pytest.raises(StoreError, match="attempt to write a readonly database"):
+            server.run()
+
+
 @pytest.mark.covers("F25")
 def test_less_space_than_min_free_bytes_is_507_before_a_byte_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 import atoll
+from atoll.errors import LeaseLost, Superseded
 from atoll.store.slots import WRITER
 from atoll.tensors.modules import named_tensors
 from atoll.testing.processes import wait_until
+from atoll.transport.client import Http
 from atoll.wire import messages, routes
 from atoll.worker.session import Session
 
@@ -177,3 +179,33 @@ def test_a_part_that_is_sent_anew_ends_the_request_before(server: atoll.Server, 
     with contextlib.suppress(ConnectionResetError):  # long before idle_timeout_s
         assert older.recv(1) == b""
     older.close()
+
+
+@pytest.mark.covers("F19")
+def test_the_older_of_two_processes_does_not_take_the_place_back_after_a_restart(tmp_path: Path) -> None:
+    """A process that slept while another joined under its name, and wakes up to a server that was started again."""
+
+    def serve(port: int) -> atoll.Server:
+        return atoll.Server(nn.Linear(2, 1), port=port, algorithm="fedavg", num_workers=1, state_dir=tmp_path / "state")
+
+    def join(process: str) -> str:
+        message = messages.Join(protocol=routes.PROTOCOL, site="a", process=process)
+        return http.post(routes.WORKERS, message, messages.Joined).lease
+
+    def beat(lease: str) -> None:
+        http.lease = lease
+        http.post(routes.HEARTBEAT, messages.Heartbeat(), messages.HeartbeatReply)
+
+    with serve(0) as server:
+        http = Http(server.url)
+        older, newer = join("0" * 16), join("f" * 16)
+    with serve(server.port):
+        with pytest.raises(Superseded):
+            beat(older)
+        beat(newer)
+        unheard = join("f" * 16)  # granted, and the server dies before its answer is read
+    with serve(server.port):
+        with pytest.raises(LeaseLost):
+            beat(newer)
+        beat(unheard)
+    http.close()

@@ -1,17 +1,24 @@
 """Who may join, and which TLS both ends speak."""
 
+import contextlib
+import os
+import re
+import socket
 import ssl
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
 from torch import nn
 
 import atoll
-from atoll.errors import AuthError, ConfigError, SchemaMismatch
+from atoll.errors import AuthError, ConfigError, SchemaMismatch, ServerUnreachable
 from atoll.server.auth import Gate
-from atoll.transport.client import Http
-from atoll.transport.tls import client_context, server_context
+from atoll.transport.client import Http, network_error
+from atoll.transport.tls import client_context, read_token, server_context
 from atoll.wire import messages, routes
 
 
@@ -47,3 +54,93 @@ def test_nothing_but_the_whole_token_opens_the_gate(sent: str | None) -> None:
     with pytest.raises(AuthError):
         gate.admit(sent)
     assert gate.admit("Bearer secret").site is None
+
+
+@pytest.mark.covers("X2")
+def test_a_token_that_is_no_text_is_refused_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_TOKEN", "secret")
+    with atoll.Server(nn.Linear(2, 1), port=0, algorithm="fedavg", state_dir=tmp_path / "s") as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20.0) as raw:
+            raw.sendall(f"GET {routes.RUN} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer ".encode() + b"\xff\r\n\r\n")
+            assert raw.recv(100).startswith(b"HTTP/1.1 401 ")
+        http = Http(server.url, token="secret")
+        http.get(routes.RUN, messages.RunInfo)
+        http.close()
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("token", [b"two words", b"two\nlines", "tök".encode(), b"\xff"])
+def test_a_token_that_no_header_can_carry_is_refused_where_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: bytes
+) -> None:
+    path = tmp_path / "token"
+    path.touch(mode=0o600)
+    path.write_bytes(token)
+    with pytest.raises(ConfigError, match=r"token file .* one word"):
+        read_token(path)
+    monkeypatch.setenv("ATOLL_TOKEN", os.fsdecode(token))
+    with pytest.raises(ConfigError, match="ATOLL_TOKEN is not"):
+        read_token(path)
+    monkeypatch.setenv("ATOLL_TOKEN", " secret\n")
+    assert read_token(path) == "secret"
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@contextlib.contextmanager
+def served(folder: Path, cert: trustme.LeafCert | None) -> Iterator[int]:
+    """The port of a server, with TLS where it has a certificate."""
+    options: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 1}
+    if cert is not None:
+        cert.private_key_pem.write_to_path(folder / "key.pem")
+        (folder / "key.pem").chmod(0o600)
+        (folder / "cert.pem").write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
+        options |= {"tls_cert": folder / "cert.pem", "tls_key": folder / "key.pem"}
+    with atoll.Server(nn.Linear(2, 1), port=0, state_dir=folder / "s", **options) as server:
+        yield server.port
+
+
+def said_to(address: str, folder: Path, ca: trustme.CA) -> str:
+    ca.cert_pem.write_to_path(folder / "ca.pem")
+    http = Http(address, ca=str(folder / "ca.pem"))
+    with pytest.raises(ServerUnreachable) as refused:
+        http.get(routes.RUN, messages.RunInfo)
+    http.close()
+    return str(refused.value)
+
+
+@pytest.mark.covers("X3", "F38")
+@pytest.mark.parametrize(
+    ("name", "days", "said"),
+    [
+        ("localhost", -1, "certificate has expired.*has to be renewed at the server"),
+        ("elsewhere.org", 1, "ostname mismatch.*Use a name that is in its certificate"),
+    ],
+)
+def test_a_certificate_that_is_refused_comes_with_its_own_remedy(
+    tmp_path: Path, authority: trustme.CA, name: str, days: int, said: str
+) -> None:
+    cert = authority.issue_cert(name, not_after=datetime.now(UTC) + timedelta(days=days))
+    with served(tmp_path, cert) as port:
+        assert re.search(said, said_to(f"https://localhost:{port}", tmp_path, authority))
+
+
+@pytest.mark.covers("X3", "F38")
+def test_the_wrong_authority_and_the_wrong_scheme_are_told_apart(tmp_path: Path, authority: trustme.CA) -> None:
+    with served(tmp_path, authority.issue_cert("localhost")) as port:
+        assert "Set ATOLL_TLS_CA" in said_to(f"https://localhost:{port}", tmp_path, trustme.CA())
+        assert "wants https://" in said_to(f"http://localhost:{port}", tmp_path, authority)
+    (tmp_path / "plain").mkdir()
+    with served(tmp_path / "plain", None) as port:
+        assert "does not speak TLS. Write its address with http://" in said_to(
+            f"https://localhost:{port}", tmp_path, authority
+        )
+
+
+def test_a_tls_connection_that_ends_early_is_no_matter_of_certificates() -> None:
+    """What every worker sees when its server is killed."""
+    error = ssl.SSLEOFError(8, "EOF occurred in violation of protocol")
+    assert "does not answer (eof occurred in violation of protocol)" in str(network_error("https://here", 1.0, error))

@@ -1,5 +1,6 @@
 """After a restart the server awaits sites by its journal: it says which of them it has not heard of yet."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import nn
 import atoll
 from atoll.cli.status import COLUMNS, worker_row
 from atoll.cli.text import awaited
+from atoll.server import embed
+from atoll.tensors.modules import named_tensors
 from atoll.testing.processes import free_port
 from atoll.worker.session import Session
 
@@ -49,3 +52,25 @@ def test_a_site_that_is_silent_since_the_restart_is_told_apart(tmp_path: Path) -
         assert UNHEARD not in server.status().fragments[0].reason
         for session in sessions.values():
             session.leave()
+
+
+@pytest.mark.covers("X4")
+def test_the_end_says_for_whom_it_waits_and_who_never_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(embed, "GRACE_S", 0.5)
+    monkeypatch.setattr(embed, "GRACE_SAID_S", 0.0)
+    caplog.set_level(logging.INFO, "atoll.server")
+    model = nn.Linear(4, 3)
+    with atoll.Server(model, port=0, algorithm="fedavg", rounds=1, num_workers=1, state_dir=tmp_path / "s") as server:
+        vanished = Session(server.url, "vanished", folder=tmp_path / "w")
+        ticket = vanished.next_ticket().ticket
+        assert ticket is not None
+        tensors = named_tensors(model)[0]
+        vanished.pull(ticket.base_version, ticket.base_digest, tensors)
+        vanished.form(ticket, tensors, weight=1.0, steps=1, metrics={})
+        vanished.send()
+        server.run()
+    vanished.leave()
+    assert "waiting for vanished to take the result, 0.5 s at most" in caplog.text
+    assert "vanished did not take the result in 0.5 s" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sqlite3
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ from store_world import accept, begin, first, killed, play_round, send_part, sub
 from atoll import failpoints
 from atoll.errors import DiskFull, StateCorrupt, StateLocked, StoreError
 from atoll.store.journal import Journal
+from atoll.store.store import Store
 
 
 class Undone(Exception):
@@ -208,3 +210,42 @@ def test_tampering_with_the_audit_log_is_found(tmp_path: Path, tampering: str, e
     with pytest.raises(StateCorrupt, match=f"entry {entry}"):
         store.verify_audit()
     store.close()
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("how", ["emptied", "removed"])
+def test_a_lost_journal_does_not_begin_a_new_run_over_the_files_of_the_old_one(tmp_path: Path, how: str) -> None:
+    store = first(tmp_path)
+    play_round(store, 0)
+    store.close()
+    journal, files = tmp_path / "journal.sqlite", sorted((tmp_path / "slots").iterdir())
+    journal.write_bytes(b"") if how == "emptied" else journal.unlink()
+    for _ in range(2):  # the first refusal must not leave what the second start takes for a journal
+        with pytest.raises(StateCorrupt, match="missing or empty"):
+            begin(tmp_path)
+    assert files == sorted((tmp_path / "slots").iterdir())
+
+
+@pytest.mark.covers("X3")
+def test_a_journal_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "journal.sqlite").mkdir()
+    with pytest.raises(StoreError, match="unable to open database file"):
+        Store.open(tmp_path)
+    (tmp_path / "journal.sqlite").rmdir()
+    Store.open(tmp_path).close()  # the refusal has let go of the directory
+
+
+@pytest.mark.covers("F25")
+def test_a_log_that_cannot_be_put_away_for_want_of_descriptors_waits(journal: Journal) -> None:
+    with journal.transaction():
+        journal.count("x")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        journal.checkpoint()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    journal.checkpoint()
+    assert count(journal) == 1

@@ -131,6 +131,13 @@ def opened(path: Path, content: bytes) -> int:
     return os.open(path, os.O_RDWR)
 
 
+def becomes(fd: int, path: Path, content: bytes) -> None:
+    """The number is closed, and the next file that is opened has it; other threads' files do not come in between."""
+    other = opened(path, content)
+    os.dup2(other, fd)
+    os.close(other)
+
+
 def path_of(part: int) -> str:
     return f"/v1/tickets/1/parts/{part}"
 
@@ -154,12 +161,10 @@ def test_after_ctrl_c_nothing_is_sent_any_more(
     with ctrl_c_when(lambda: peer.accepted == 2):
         push(parts, fd)
     assert left_behind() == []
-    os.close(fd)
-    other = opened(tmp_path / "other.csv", SECRET)
-    assert other == fd
+    becomes(fd, tmp_path / "other.csv", SECRET)
     assert not any(SECRET in sent for sent in peer.all_received())
     assert peer.accepted == 2, "the parts in the queue were not begun"
-    os.close(other)
+    os.close(fd)
 
 
 @pytest.mark.parametrize("push", [push_all, push_while_written])
@@ -180,9 +185,7 @@ def test_a_second_ctrl_c_leaves_threads_that_send_the_outbox_alone(
     with ctrl_c_when(lambda: peer.accepted == 2):
         push(parts, fd)
     assert left_behind() != []
-    os.close(fd)
-    other = opened(tmp_path / "other.csv", SECRET)
-    assert other == fd
+    becomes(fd, tmp_path / "other.csv", SECRET)
     peer.go.set()  # what is on its way arrives; nobody answers, so it takes the end of the peer to end the wait
     wait_until(lambda: parts._http.counters.bytes_up >= 2 * PART_BYTES, "the rest of the two parts")
     monkeypatch.undo()
@@ -190,7 +193,7 @@ def test_a_second_ctrl_c_leaves_threads_that_send_the_outbox_alone(
     wait_until(lambda: not left_behind(), "the end of the threads")
     assert not any(SECRET in sent for sent in peer.received)
     assert peer.accepted == 2
-    os.close(other)
+    os.close(fd)
 
 
 def peer_ends(peer: StandingStill) -> None:

@@ -26,12 +26,12 @@ from atoll.tensors.alone import alone
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece
 from atoll.tensors.schema import PARAMS, TensorSpec
 
-ELEMENTS = 2**17
-"""Looked at in one go: 1 MiB of fp64."""
+ELEMENTS = 2**18
+"""Looked at in one go: 2 MiB of fp64."""
 
-HELD = 24
+HELD = 12
 """Scratches that parts hold between two turns of a thread, at most: 1 MiB each."""
-FREE = 16
+FREE = 12
 """Scratches that wait for the next part, at most."""
 
 _local = threading.local()

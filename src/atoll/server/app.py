@@ -14,10 +14,10 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import BaseModel, ValidationError
 
-from atoll.errors import AtollError, BadRequest, StoreError, SyncFailed
+from atoll.errors import AtollError, BadRequest, StoreError
 from atoll.server.auth import IDENTITY, Gate
 from atoll.server.handlers import Handlers
-from atoll.server.passing import directory_gone, no_more_files, passing
+from atoll.server.passing import directory_gone, journal_failed, no_more_files, passing
 from atoll.server.run import Run
 from atoll.transport.bypass import bypass_of
 from atoll.transport.sockets import break_off
@@ -145,7 +145,7 @@ def _guard(gate: Gate, run: Run) -> Any:
         except AtollError as error:
             if no_more_files(error):
                 return _come_back(error)
-            if isinstance(error, SyncFailed) or (isinstance(error, StoreError) and directory_gone(state_dir)):
+            if isinstance(error, StoreError) and (journal_failed(error) or directory_gone(state_dir)):
                 run.fail(error)
             return problem(error.code, error.message, error.remedy, error.retry_after_s)
         except web.HTTPNotFound:

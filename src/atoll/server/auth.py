@@ -53,7 +53,8 @@ class Gate:
         if self._token is None:
             return Identity()
         scheme, _, sent = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(sent.encode(), self._token):
+        # whoever sends bytes that are no text must not get further than who sends a wrong token
+        if scheme.lower() != "bearer" or not hmac.compare_digest(sent.encode(errors="surrogateescape"), self._token):
             raise AuthError(
                 "The request carries no valid token." if sent else "The server wants a token.",
                 "Set ATOLL_TOKEN, or ATOLL_TOKEN_FILE to a file of mode 0600 that holds it.",

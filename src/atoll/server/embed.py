@@ -35,10 +35,13 @@ LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
 
 PORTS_TO_TRY = 100
-READ_BUFFER_BYTES = 2**19
-"""What aiohttp gathers of a body, where it does the receiving (TLS), before it stops reading: twice as much."""
 GRACE_S = 30.0
 """After the last round, how long the server stays for workers that have not fetched the result yet."""
+GRACE_SAID_S = 1.0
+"""Workers that live take it sooner than that; from then on it is said who is awaited."""
+READ_BYTES = 2**16
+"""Of a body that is held before anybody reads it; a part's reader takes more. Who sends bodies that nobody asked for
+costs no more than this."""
 
 
 class Server:
@@ -222,7 +225,7 @@ class Server:
             access_log=None,
             logger=HTTP_LOG,
             handler_cancellation=True,
-            read_bufsize=READ_BUFFER_BYTES,
+            read_bufsize=READ_BYTES,
             max_line_size=routes.HEADER_BYTES // 2,
             max_field_size=routes.HEADER_BYTES // 2,
             keepalive_timeout=75.0,
@@ -276,10 +279,17 @@ class Server:
         """Stay until every worker has taken the result and left, for a while at most."""
         assert self._stopping is not None
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + GRACE_S
-        while loop.time() < until_s and not self._stopping.is_set():
-            if not any(member.alive for member in run.state.members.values()):
+        begin_s, said = loop.time(), False
+        while there := ", ".join(sorted(site for site, member in run.state.members.items() if member.alive)):
+            waited_s = loop.time() - begin_s
+            if self._stopping.is_set():
                 return
+            if waited_s >= GRACE_S:
+                LOG.warning("%s did not take the result in %g s; whoever needs it has the export", there, GRACE_S)
+                return
+            if not said and waited_s >= GRACE_SAID_S:
+                said = True
+                LOG.info("waiting for %s to take the result, %g s at most; Ctrl-C does not wait", there, GRACE_S)
             await run.changed(0.25)
 
 

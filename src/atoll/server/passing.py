@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sqlite3
 from pathlib import Path
 
 from atoll.errors import DiskFull, StoreError, SyncFailed
@@ -20,15 +21,23 @@ def no_more_files(error: BaseException) -> bool:
     return False
 
 
+def journal_failed(error: StoreError) -> bool:
+    """Whether an fsync failed, or SQLite for more than want of space: only a new start can tell what is left."""
+    return isinstance(error, SyncFailed) or (isinstance(error.__cause__, sqlite3.Error) and passing(error) is None)
+
+
 def directory_gone(state_dir: Path) -> StoreError | None:
-    """What to say of a failure where the state directory is no longer there: nothing else about it matters."""
-    if state_dir.exists():
-        return None
-    return StoreError(
-        f"The state directory {state_dir} was removed while the server ran.",
-        "Bring it back (its disk, or a copy) and start the server again: workers go on from there. Without it, a new "
-        "run can begin from the last export.",
-    )
+    """What to say of a failure where the state directory, or what it must hold, is gone: nothing else matters then."""
+    for path in (state_dir, state_dir / "slots", state_dir / "journal.sqlite"):
+        if not path.exists():
+            return StoreError(
+                f"The state directory {state_dir} was removed while the server ran."
+                if path == state_dir
+                else f"{path} was removed while the server ran.",
+                "Bring it back (its disk, or a copy) and start the server again: workers go on from there. Without it, "
+                "a new run can begin from the last export.",
+            )
+    return None
 
 
 def passing(error: BaseException) -> str | None:

@@ -69,6 +69,7 @@ class Run:
             self.roster[member.site] = Presence(
                 site=member.site,
                 host=member.host,
+                process=member.process,
                 joined_at=member.joined_at,
                 labels=json.loads(member.labels_json),
                 state=member.state,
@@ -163,7 +164,13 @@ class Run:
         match effect:
             case fx.LeaseGranted(site, lease):
                 presence = self.roster.setdefault(site, Presence(site))
-                store.put_member(site, lease, host=presence.host, labels_json=json.dumps(presence.labels))
+                store.put_member(
+                    site,
+                    lease,
+                    process=presence.process,
+                    host=presence.host,
+                    labels_json=json.dumps(presence.labels),
+                )
             case fx.LeaseEnded(site, lease, why, detail):
                 store.end_member(site, lease, _ENDINGS[why], detail)
             case fx.RoundOpened(fragment, base_version, expected):

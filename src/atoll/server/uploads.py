@@ -10,12 +10,15 @@ from aiohttp import web
 
 from atoll.aggregation.inspect import Inspection, PartStats
 from atoll.aggregation.scratch import read_at
-from atoll.errors import PartCorrupt
+from atoll.errors import Busy, PartCorrupt
 from atoll.server.run import Run
 from atoll.store.spool import PartWriter
 from atoll.tensors.layout import Part
 from atoll.transport.host import receive_part
 from atoll.transport.sockets import break_off
+
+PARTS_PER_CONNECTION = 4
+"""Of one site that may be on their way at once, for each connection it is to use: what broke off may still be here."""
 
 
 class Uploads:
@@ -24,7 +27,7 @@ class Uploads:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._inspection = Inspection(run.plan.update, run.plan.codecs)
-        self._under_way: dict[tuple[int, int], web.Request] = {}
+        self._under_way: dict[tuple[int, int], tuple[str, web.Request]] = {}
 
     @asynccontextmanager
     async def received(
@@ -37,11 +40,14 @@ class Uploads:
 
         Raises:
             PartCorrupt: it arrived damaged.
+            Busy: the site sends more at once than anybody has a reason to; each takes memory here.
         """
         key = (ticket, part.index)
         if key in self._under_way:
-            break_off(self._under_way[key])
-        self._under_way[key] = request
+            break_off(self._under_way[key][1])
+        else:
+            self._require_few(site)
+        self._under_way[key] = site, request
         try:
             spool = self._run.store.spool(ticket)
             writer: PartWriter = await asyncio.get_running_loop().run_in_executor(
@@ -52,8 +58,16 @@ class Uploads:
             finally:
                 writer.abandon()
         finally:
-            if self._under_way.get(key) is request:
+            if self._under_way.get(key) == (site, request):
                 del self._under_way[key]
+
+    def _require_few(self, site: str) -> None:
+        count = sum(sender == site for sender, _ in self._under_way.values())
+        most = PARTS_PER_CONNECTION * self._run.settings.connections
+        if count >= most:
+            busy = Busy(f"{site} has {count} parts on their way at once.", f"Send at most {most}.")
+            busy.retry_after_s = 1.0
+            raise busy
 
     async def _receive(self, request: web.Request, site: str, part: Part, writer: PartWriter, fd: int) -> PartStats:
         run = self._run

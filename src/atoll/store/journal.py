@@ -7,6 +7,7 @@ the journal (which slot is held by whom) follows it through `after_commit` and `
 from __future__ import annotations
 
 import errno
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -33,11 +34,15 @@ NEW_RUN = (
 class Journal:
     """See the module. Thread-safe; a transaction of one thread keeps all others out."""
 
-    def __init__(self, path: Path, durability: Durability) -> None:
+    def __init__(self, path: Path, durability: Durability, *, begin: bool = True) -> None:
         """Open the journal, and make it where there is none.
 
+        Args:
+            begin: whether it may be made; not beside files that only a journal can explain.
+
         Raises:
-            StateCorrupt: it is not a journal, or damaged, or of a newer Atoll.
+            StateCorrupt: it is not a journal, or damaged, or of a newer Atoll; or it is not there and may not be made.
+            StoreError: it cannot be opened.
         """
         self.path = path
         self.lock = threading.RLock()
@@ -46,21 +51,25 @@ class Journal:
         self._committed: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
         self._broken: SyncFailed | None = None
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        with self._translated():
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
             with self._translated():
-                self._prepare()
+                self._prepare(begin)
         except BaseException:
             self._db.close()
             raise
+        self._file = path.stat()
         self.closed = False
 
-    def _prepare(self) -> None:
+    def _prepare(self, begin: bool) -> None:
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version == 0 and not begin:
+            raise StateCorrupt(f"{self.path} is missing or empty, and files of its run lie beside it.", NEW_RUN)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute(f"PRAGMA synchronous = {self._level}")
         self._db.execute("PRAGMA foreign_keys = ON")
         self._db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version == 0:
             self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
         elif version != SCHEMA_VERSION:
@@ -173,9 +182,28 @@ class Journal:
         return self._broken
 
     def checkpoint(self) -> None:
-        """Move what is in the write-ahead log into the database, beside whatever other threads do."""
-        with closing(sqlite3.connect(self.path)) as db, self._translated():
-            db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        """Move what is in the write-ahead log into the database, beside whatever other threads do.
+
+        It waits for the next call where no file can be opened.
+
+        Raises:
+            StoreError: the file is no longer there, or is another one: what is written to it nobody can find.
+        """
+        if not self._is_there():
+            raise StoreError(f"{self.path} was removed or replaced while the server ran.", NEW_RUN)
+        with self._translated():
+            try:
+                with closing(sqlite3.connect(self.path)) as db:
+                    db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_CANTOPEN:
+                    raise
+
+    def _is_there(self) -> bool:
+        try:
+            return os.path.samestat(self.path.stat(), self._file)
+        except FileNotFoundError:
+            return False
 
     @property
     def usable(self) -> bool:

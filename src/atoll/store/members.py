@@ -51,19 +51,20 @@ class Members(Core):
             )
 
     def put_member(
-        self, site: str, lease: int, *, host: str = "", labels_json: str = "{}", joined_at: str = ""
+        self, site: str, lease: int, *, process: str = "", host: str = "", labels_json: str = "{}", joined_at: str = ""
     ) -> MemberRow:
         """`site` takes part under `lease`; earlier leases of it are void. `joined_at` is by default this moment."""
         with self.transaction():
             self.journal.execute(
-                "INSERT INTO members VALUES (?, ?, 'alive', ?, ?, ?, '', 0) ON CONFLICT (site) DO UPDATE SET "
+                "INSERT INTO members VALUES (?, ?, 'alive', ?, ?, ?, '', 0, ?) ON CONFLICT (site) DO UPDATE SET "
                 "lease = excluded.lease, state = 'alive', joined_at = excluded.joined_at, host = excluded.host, "
-                "labels_json = excluded.labels_json, detail = ''",
+                "labels_json = excluded.labels_json, detail = '', process = excluded.process",
                 site,
                 lease,
                 joined_at or now(),
                 host,
                 labels_json,
+                process,
             )
         return self.member(site)
 

@@ -27,7 +27,7 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class MemberRow:
-    """A site and its newest lease."""
+    """A site and its newest lease, held by `process`."""
 
     site: str
     lease: int
@@ -37,6 +37,7 @@ class MemberRow:
     labels_json: str
     detail: str
     rounds_counted: int
+    process: str
 
 
 @dataclass(frozen=True, slots=True)

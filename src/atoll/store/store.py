@@ -21,7 +21,7 @@ from atoll.store import recovery
 from atoll.store.copies import write_copy
 from atoll.store.journal import Durability, Journal
 from atoll.store.rows import Recovered
-from atoll.store.slots import VERSION, FileShape, FragmentShapes
+from atoll.store.slots import VERSION, FileShape, FragmentShapes, is_slot_name
 from atoll.store.versions import Versions
 
 __all__ = ["FileShape", "FragmentShapes", "Recovered", "Store"]
@@ -46,7 +46,7 @@ class Store(Versions):
 
         Raises:
             StateLocked: another server has it.
-            StateCorrupt: its journal is damaged.
+            StateCorrupt: its journal is damaged, or is not there while slots are.
         """
         directory = Path(directory)
         try:
@@ -55,7 +55,8 @@ class Store(Versions):
             raise StoreError(f"{directory}: {error.strerror}.", "Give a state_dir that this user may write.") from error
         lock_fd = _own(directory)
         try:
-            journal = Journal(directory / "journal.sqlite", durability)
+            begin = not any(is_slot_name(path.name) for path in (directory / "slots").iterdir())
+            journal = Journal(directory / "journal.sqlite", durability, begin=begin)
         except BaseException:
             os.close(lock_fd)
             raise

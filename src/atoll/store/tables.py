@@ -40,7 +40,8 @@ CREATE TABLE members (
     host TEXT NOT NULL,
     labels_json TEXT NOT NULL,
     detail TEXT NOT NULL,
-    rounds_counted INTEGER NOT NULL
+    rounds_counted INTEGER NOT NULL,
+    process TEXT NOT NULL
 ) STRICT;
 
 CREATE TABLE rounds (

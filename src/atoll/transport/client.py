@@ -6,7 +6,6 @@ Errors that the server names come back as the same classes; a network that fails
 
 from __future__ import annotations
 
-import ssl
 import threading
 from typing import TypeVar
 
@@ -153,12 +152,26 @@ def problem_of(status: int, body: bytes) -> AtollError:
     return error
 
 
+_NO_AUTHORITY = "Set ATOLL_TLS_CA to a PEM file with the authority of its certificate."
+_CERTIFICATES = {
+    "has expired": "Its certificate has to be renewed at the server; or look at the clock of this machine.",
+    "not yet valid": "Look at the clocks of this machine and of the server.",
+    "ostname mismatch": "Use a name that is in its certificate, or look whether this is the right server.",
+    "IP address mismatch": "Use a name that is in its certificate, or look whether this is the right server.",
+}
+"""Part of what OpenSSL says of a certificate that it refuses → what to do; else the authority is not known."""
+
+
 def network_error(server: str, timeout_s: float, error: Exception) -> AtollError:
     """What a failed connection means, in Atoll's words."""
-    if isinstance(error, (urllib3.exceptions.SSLError, ssl.SSLError)) or "CERTIFICATE_VERIFY_FAILED" in str(error):
+    text = str(error)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        remedy = next((remedy for part, remedy in _CERTIFICATES.items() if part in text), _NO_AUTHORITY)
+        return ServerUnreachable(f"{server} cannot prove who it is: {_plain(error)}.", remedy)
+    if "WRONG_VERSION_NUMBER" in text:
         return ServerUnreachable(
-            f"{server} cannot prove who it is: {error}.",
-            "Set ATOLL_TLS_CA to a PEM file with the authority of its certificate.",
+            f"{server} does not speak TLS.",
+            "Write its address with http:// if the network is your own, or give the server tls_cert and tls_key.",
         )
     if isinstance(error, (urllib3.exceptions.ReadTimeoutError, TimeoutError)) and not isinstance(
         error, urllib3.exceptions.ConnectTimeoutError
@@ -166,7 +179,8 @@ def network_error(server: str, timeout_s: float, error: Exception) -> AtollError
         return TransferStalled(f"{server} moved no byte for {timeout_s:g} s.", "Look at the network between the two.")
     return ServerUnreachable(
         f"{server} does not answer ({_plain(error)}).",
-        "Look whether the server runs and whether the address is right.",
+        "Look whether the server runs and whether the address is right."
+        + (" One with TLS wants https://." if server.startswith("http://") and "Remote end closed" in text else ""),
     )
 
 

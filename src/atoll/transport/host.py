@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from typing import Protocol
 
 from aiohttp import web
@@ -24,6 +25,12 @@ from atoll.wire.routes import DIGEST_BYTES
 
 FIRST_BYTES = 2**16
 """Of a body that goes past aiohttp: sent through it, so that the head of the answer is on its way before."""
+
+WIDE_BYTES, NARROW_BYTES = 2**20, 2**17
+"""Written to aiohttp in one run. TLS keeps buffers of the largest run for as long as a connection lasts."""
+WIDE = 16
+"""Parts at a time that are received through aiohttp in runs of `WIDE_BYTES`, and may hold a few of them; every further
+one comes in runs of `NARROW_BYTES`: memory hardly grows with the number of workers."""
 
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
@@ -51,6 +58,28 @@ def parse_range(header: str | None, nbytes: int) -> tuple[int, int] | None:
     if start >= nbytes or start >= stop:
         raise RangeNotSatisfiable
     return start, stop
+
+
+class Runs:
+    """How large the runs of a part may be, by how many are being received."""
+
+    def __init__(self) -> None:
+        self._wide = 0
+
+    @contextmanager
+    def taken(self) -> Iterator[int]:
+        """Bytes of a run, for the part that is received in the block."""
+        if self._wide >= WIDE:
+            yield NARROW_BYTES
+            return
+        self._wide += 1
+        try:
+            yield WIDE_BYTES
+        finally:
+            self._wide -= 1
+
+
+_runs = Runs()
 
 
 async def serve_file(
@@ -131,11 +160,11 @@ async def _write(
 ) -> bool:
     """Send bytes [start, stop) through aiohttp; False, and the connection broken off, where they cannot be had."""
     loop = asyncio.get_running_loop()
-    scratch = memoryview(bytearray(min(CHUNK_BYTES, stop - start)))
+    scratch = memoryview(bytearray(min(NARROW_BYTES, stop - start)))
     while start < stop:
         data = _read_cached(fd, scratch[: stop - start], start)
         if data is None:
-            data = memoryview(await loop.run_in_executor(pool, os.pread, fd, min(CHUNK_BYTES, stop - start), start))
+            data = memoryview(await loop.run_in_executor(pool, os.pread, fd, min(NARROW_BYTES, stop - start), start))
         if revoked() or not data:
             break_off(request)
             return False
@@ -209,16 +238,18 @@ async def _read(request: web.Request, body: _Body, pool: Executor, idle: Idle) -
     loop = asyncio.get_running_loop()
     held: list[bytes] = []
     held_bytes, left = 0, request.content_length or 0
-    while not body.complete:
-        data, _ = await request.content.readchunk()  # as it came; readany would copy runs together
-        if not data:
-            raise BadRequest("The body ended before the part did.", "Send the part again.")
-        left -= idle.add(len(data))
-        held.append(data)
-        held_bytes += len(data)
-        if held_bytes >= CHUNK_BYTES or left == 0:
-            await loop.run_in_executor(pool, body.take, _copier(held))
-            held, held_bytes = [], 0
+    with _runs.taken() as run_bytes:
+        request.content.set_read_chunk_size(run_bytes // 2)
+        while not body.complete:
+            data, _ = await request.content.readchunk()  # as it came; readany would copy runs together
+            if not data:
+                raise BadRequest("The body ended before the part did.", "Send the part again.")
+            left -= idle.add(len(data))
+            held.append(data)
+            held_bytes += len(data)
+            if held_bytes >= run_bytes or left == 0:
+                await loop.run_in_executor(pool, body.take, _copier(held))
+                held, held_bytes = [], 0
 
 
 def _copier(chunks: list[bytes]) -> Fill:

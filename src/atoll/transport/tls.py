@@ -74,14 +74,22 @@ def read_token(path: Path | None) -> str | None:
     """The bearer token: from ATOLL_TOKEN, else from the file.
 
     Raises:
-        ConfigError: the file is missing, empty, or others can read it.
+        ConfigError: the file is missing, empty, or others can read it; or what it holds cannot be sent in a header.
     """
-    if token := os.environ.get("ATOLL_TOKEN"):
-        return token
+    if token := os.environ.get("ATOLL_TOKEN", "").strip():
+        return _require_sendable(token, "ATOLL_TOKEN")
     if path is None:
         return None
     require_private(path, "The token file")
-    token = path.read_text(encoding="utf-8").strip()
+    token = path.read_text(encoding="utf-8", errors="replace").strip()
     if not token:
         raise ConfigError(f"The token file {str(path)!r} is empty.", "Write the token into it, in one line.")
+    return _require_sendable(token, f"The token file {str(path)!r}")
+
+
+def _require_sendable(token: str, where: str) -> str:
+    if not all("!" <= char <= "~" for char in token):
+        raise ConfigError(
+            f"{where} is not one word of ASCII characters.", "Make the token of letters and digits, in one line."
+        )
     return token

@@ -266,7 +266,7 @@ class DiLoCo:
             metrics=metrics,
             max_retries=self._max_retries,
         )
-        if formed.norm == 0.0:
+        if formed.is_zero:
             LOG.warning(
                 "%s: the pseudo-gradient is all zero after %d steps. Does the optimizer hold this model's parameters, "
                 "and is its learning rate above zero?",

@@ -6,7 +6,6 @@ as raw values. Memory is a few fixed scratches, whatever the model's size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -35,11 +34,11 @@ _WIDEST_BYTES = 8
 
 @dataclass(frozen=True)
 class Formed:
-    """What is in the outbox: the digests that name it, and the L2 norm of the pseudo-gradient before encoding."""
+    """What is in the outbox: the digests that name it, and whether the pseudo-gradient was zero everywhere."""
 
     part_digests: list[bytes]
     digest: str
-    norm: float
+    is_zero: bool
 
 
 def form_update(
@@ -70,7 +69,7 @@ def form_update(
             digests.append(former.part(part))
             if on_part is not None:
                 on_part(part, digests[-1])
-    return Formed(digests, outbox.layout.update_digest(digests), math.sqrt(former.sum_squares))
+    return Formed(digests, outbox.layout.update_digest(digests), former.is_zero)
 
 
 class _Former:
@@ -83,7 +82,7 @@ class _Former:
         self.buffer = torch.zeros(_BUFFER_BYTES + ALIGN_BYTES, dtype=torch.uint8)
         self.view = bytes_of(self.buffer)
         self.scratch = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)
-        self.sum_squares = 0.0
+        self.is_zero = True
 
     def part(self, part: Part) -> bytes:
         """Encode one part; returns its BLAKE3."""
@@ -119,7 +118,7 @@ class _Former:
         delta = memory.view(dtype).to(device, wide)
         for place, run in zip(torch.split(delta, list(stretch.sizes))[::2], runs, strict=True):
             place.sub_(run.to(device, wide))
-        self.sum_squares += float(torch.dot(delta, delta))
+        self.is_zero = self.is_zero and not bool(delta.any())  # mostly seen in the first stretch
         if not as_it_is:
             codec.encode_(delta, target, spec.dtype)
 

@@ -1,0 +1,157 @@
+"""What a faulty site can make the server hold: so many parts at once, and little of what nobody asked for."""
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trustme
+from aiohttp import web
+from safetensors import safe_open
+from torch import nn
+
+import atoll
+from atoll.server.uploads import PARTS_PER_CONNECTION
+from atoll.tensors.chunks import CHUNK_BYTES
+from atoll.tensors.modules import named_tensors
+from atoll.testing.processes import wait_until
+from atoll.transport import host
+from atoll.transport.client import Http
+from atoll.wire import messages, routes
+from atoll.worker.session import Session
+
+PART_BYTES = 2**16
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"num_workers": 1, "part_bytes": PART_BYTES, "min_free_bytes": 0, "connections": 1}
+    with atoll.Server(
+        nn.Linear(300, 300), port=0, algorithm="fedavg", state_dir=tmp_path / "state", **options
+    ) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def begun(server: atoll.Server, lease: str, ticket: int, part: int) -> Iterator[socket.socket]:
+    """A part of which one byte is sent."""
+    path = routes.PART.format(ticket=ticket, part=part)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20.0) as raw:
+        raw.sendall(
+            f"PUT {path} HTTP/1.1\r\nHost: x\r\n{routes.LEASE_HEADER}: {lease}\r\n"
+            f"Content-Length: {PART_BYTES + routes.DIGEST_BYTES}\r\n\r\nx".encode()
+        )
+        yield raw
+
+
+@pytest.mark.covers("D1", "F37")
+def test_a_site_sends_only_so_many_parts_at_once(server: atoll.Server, tmp_path: Path) -> None:
+    session = Session(server.url, "a", folder=tmp_path / "w")
+    granted = session.next_ticket().ticket
+    assert granted is not None
+    lease, ticket = session.http.lease, granted.ticket
+    with contextlib.ExitStack() as ends:
+        first = [ends.enter_context(begun(server, lease, ticket, part)) for part in range(PARTS_PER_CONNECTION)]
+        wait_until(lambda: server.status().bytes_up == len(first), "their first bytes")
+        with begun(server, lease, ticket, PARTS_PER_CONNECTION) as refused:
+            told = refused.recv(2**16)
+        assert told.startswith(b"HTTP/1.1 429 ")
+        assert "a has 4 parts on their way" in json.loads(told.partition(b"\r\n\r\n")[2])["message"]
+        ends.enter_context(begun(server, lease, ticket, 0))  # again: it takes the place of the one before
+        with contextlib.suppress(ConnectionResetError):
+            assert first[0].recv(1) == b""
+        wait_until(lambda: server.status().bytes_up == len(first) + 1, "its first byte")
+    # nothing of it is in the way of an update
+    tensors = named_tensors(nn.Linear(300, 300))[0]
+    session.pull(granted.base_version, granted.base_digest, tensors)
+    session.form(granted, tensors, weight=1.0, steps=1, metrics={})
+    session.send()
+    wait_until(lambda: server.status().fragments[0].version == 1, "the round")
+    session.leave()
+
+
+@pytest.mark.covers("D1")
+def test_little_is_held_of_a_body_that_nobody_reads(server: atoll.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against buffers that are large for every request, since those of parts under TLS have to be."""
+    limits: list[int] = []
+    serve = host.serve_file
+
+    async def spied(request: web.Request, *arguments: Any, **options: Any) -> web.StreamResponse:
+        limits.append(request.content.get_read_buffer_limits()[1])
+        return await serve(request, *arguments, **options)
+
+    monkeypatch.setattr("atoll.server.handlers.serve_file", spied)
+    http = Http(server.url)
+    manifest = http.get(routes.MANIFEST.format(fragment=0, version=0), messages.Manifest)
+    http.close()
+    path = routes.VERSION_DATA.format(fragment=0, version=0, digest=manifest.digest)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20.0) as raw:
+        raw.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n".encode())
+        assert raw.recv(100).startswith(b"HTTP/1.1 200 ")
+    assert limits == [2**17]
+
+
+def test_only_so_many_transfers_move_large_runs() -> None:
+    runs = host.Runs()
+    with contextlib.ExitStack() as ends:
+        wide = [ends.enter_context(runs.taken()) for _ in range(host.WIDE)]
+        with runs.taken() as one_more:
+            assert (set(wide), one_more) == ({CHUNK_BYTES}, host.NARROW_BYTES)
+    with runs.taken() as later:
+        assert later == CHUNK_BYTES
+
+
+@pytest.mark.covers("D1")
+@pytest.mark.parametrize("wide", [0, 1])
+def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: int
+) -> None:
+    """And what is held for each of them keeps to it."""
+    monkeypatch.setattr(host, "WIDE", wide)
+    limits: set[int] = set()
+    receive = host.receive_part
+
+    async def spied(request: web.Request, *arguments: Any, **options: Any) -> bytes:
+        digest = await receive(request, *arguments, **options)
+        limits.add(request.content.get_read_buffer_limits()[1])
+        return digest
+
+    written: set[int] = set()
+    write = web.StreamResponse.write
+
+    async def spied_write(response: web.StreamResponse, data: memoryview) -> None:
+        written.add(len(data))
+        await write(response, data)
+
+    monkeypatch.setattr("atoll.server.uploads.receive_part", spied)
+    monkeypatch.setattr(web.StreamResponse, "write", spied_write)
+    authority = trustme.CA()
+    cert = authority.issue_cert("localhost")
+    cert.private_key_pem.write_to_path(tmp_path / "key.pem")
+    (tmp_path / "key.pem").chmod(0o600)
+    (tmp_path / "cert.pem").write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))
+    torch.manual_seed(0)
+    model = nn.Linear(1000, 1000)
+    options: dict[str, Any] = {"rounds": 1, "num_workers": 1, "part_bytes": 2**20 + 2**10, "connections": 1}
+    options |= {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem", "outer_lr": 1.0}
+    with atoll.Server(model, port=0, algorithm="fedavg", state_dir=tmp_path / "state", **options) as server:
+        with atoll.join(f"https://localhost:{server.port}", site="a", folder=tmp_path / "w") as worker:
+            for round_ in worker:
+                copy = nn.Linear(1000, 1000)
+                round_.load_into(copy)
+                assert torch.equal(copy.weight, model.weight)
+                with torch.no_grad():
+                    copy.weight.zero_()
+                round_.submit(copy)
+        server.run()
+        with safe_open(server.exports / "model.safetensors", "pt") as file:
+            assert file.get_tensor("weight").count_nonzero() == 0
+    assert max(written) == host.NARROW_BYTES
+    assert limits == ({CHUNK_BYTES} if wide else {2 * 2**16})
