@@ -51,7 +51,18 @@ os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "clinic-a"
 """
 )
 
-AROUND = {"diloco": (DILOCO, END), "fedavg": (FEDAVG, END), "federated": (FEDAVG, END)}
+CORRECTED = (
+    SERVE.format(algorithm="scaffold")
+    + """
+def train(model, optimizer):
+    model(torch.randn(3, 4)).square().mean().backward()
+    optimizer.step()
+data = dataset
+os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "clinic-a"
+"""
+)
+
+AROUND = {"diloco": (DILOCO, END), "fedavg": (FEDAVG, END), "federated": (FEDAVG, END), "corrected": (CORRECTED, END)}
 """Name in `<!-- run: name -->` → what stands for the reader's own code before a block, and what is checked after
 it.
 """

@@ -14,6 +14,7 @@ from atoll.reducers.maximum import Maximum
 from atoll.reducers.mean import WeightedMean
 from atoll.reducers.median import Median
 from atoll.reducers.order import network, select
+from atoll.reducers.share import Share
 from atoll.reducers.trimmed import TrimmedMean
 from atoll.testing.reducers import ReducerContract
 
@@ -72,6 +73,14 @@ def test_the_clipped_mean_by_hand():
     # C = 4: (1·1 + 3·8·(4/8)) / 4, weights 1 and 3
     assert reduced(ClippedMean(4.0), [1.0, 8.0], norms=[1.0, 8.0], weights=[1.0, 3.0]) == pytest.approx(13 / 4)
     assert ClippedMean(4.0).weigh([1.0, 1.0], [0.0, 8.0]) == [0.5, 0.25]  # nothing to divide by, nothing to clip
+
+
+def test_the_share_of_a_population_by_hand():
+    # two of ten take part: (3 + 4) / 10, whatever their weights
+    assert reduced(Share(10), [3.0, 4.0], weights=[1.0, 9.0]) == pytest.approx(0.7)
+    assert reduced(Share(), [3.0, 4.0]) == 3.5  # nobody else has ever joined
+    with pytest.raises(UsageError):
+        Share(3).weigh([1.0, math.nan], [1.0, 1.0])
 
 
 @pytest.mark.parametrize("k", range(1, 12))

@@ -66,12 +66,7 @@ def rounds_of(server: atoll.Server, folder: Path, count: int, **options: Any) ->
     loops = {site: iter(worker) for site, worker in workers.items()}
     for _ in range(count):
         for site, target in TARGETS.items():
-            round_, model = next(loops[site]), One()
-            round_.load_into(model)
-            optimizer = torch.optim.SGD([model.w], lr=ETA)
-            round_.correct(model, optimizer)
-            train(model, optimizer, target)
-            round_.submit(model)
+            step(loops[site], target)
     return {"workers": workers, "loops": loops}
 
 
@@ -97,6 +92,35 @@ def test_three_rounds_are_those_of_the_paper(server: atoll.Server, tmp_path: Pat
     with safe_open(server.exports / "model.safetensors", framework="pt") as file:
         assert set(file.keys()) == {"w", "frozen", "count"}  # what people open has no controls
         assert file.get_tensor("w").item() == pytest.approx(x, rel=1e-5)
+
+
+def test_a_third_site_that_joins_rescales_c(server: atoll.Server, tmp_path: Path) -> None:
+    """c is the mean of all c_i; the newcomer's is 0, so c shrinks to 2/3 before the round's Δ/3 are added."""
+    known = rounds_of(server, tmp_path, 1)
+    late = atoll.join(server.url, site="c", folder=tmp_path / "c")
+    for site, target in TARGETS.items():  # the round that opened without it
+        step(known["loops"][site], target)
+    _, c_before, own = reference(2)
+    # N = 3 when round 2 closed: c = 2/3·c₁ + (Δa + Δb)/3, which is the mean of all three c_i
+    loops = {**known["loops"], "c": iter(late)}
+    for site, target in {**TARGETS, "c": 5.0}.items():
+        round_ = step(loops[site], target)
+        base = round_._session.base.values_of("atoll.control.w", 0, 1).item()
+        assert base == pytest.approx((own["a"] + own["b"] + 0.0) / 3, rel=1e-5)
+    assert c_before == pytest.approx((own["a"] + own["b"]) / 2)  # as it would have been with two
+    leave(known)
+    late.leave()
+
+
+def step(loop: Any, target: float) -> Any:
+    """One round of one site."""
+    round_, model = next(loop), One()
+    round_.load_into(model)
+    optimizer = torch.optim.SGD([model.w], lr=ETA)
+    round_.correct(model, optimizer)
+    train(model, optimizer, target)
+    round_.submit(model)
+    return round_
 
 
 @pytest.mark.covers("S2")
