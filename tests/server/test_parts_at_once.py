@@ -16,7 +16,6 @@ from torch import nn
 
 import atoll
 from atoll.server.uploads import PARTS_PER_CONNECTION
-from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.modules import named_tensors
 from atoll.testing.processes import wait_until
 from atoll.transport import host
@@ -101,9 +100,9 @@ def test_only_so_many_transfers_move_large_runs() -> None:
     with contextlib.ExitStack() as ends:
         wide = [ends.enter_context(runs.taken()) for _ in range(host.WIDE)]
         with runs.taken() as one_more:
-            assert (set(wide), one_more) == ({CHUNK_BYTES}, host.NARROW_BYTES)
+            assert (set(wide), one_more) == ({host.WIDE_BYTES}, host.NARROW_BYTES)
     with runs.taken() as later:
-        assert later == CHUNK_BYTES
+        assert later == host.WIDE_BYTES
 
 
 @pytest.mark.covers("D1")
@@ -154,4 +153,4 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
         with safe_open(server.exports / "model.safetensors", "pt") as file:
             assert file.get_tensor("weight").count_nonzero() == 0
     assert max(written) == host.NARROW_BYTES
-    assert limits == ({CHUNK_BYTES} if wide else {2 * 2**16})
+    assert limits == ({host.WIDE_BYTES} if wide else {2 * 2**16})

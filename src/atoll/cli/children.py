@@ -58,19 +58,19 @@ class Children:
         """
         file = log.open("wb") if log is not None else None
         try:
-            process = subprocess.Popen(
-                [sys.executable, *argv],
-                env=dict(environment),
-                stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if piped else file,
-                stderr=file if piped else subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=END_WITH_PARENT,
-            )
+            with _uninterrupted():  # else Ctrl-C may leave a process that nobody knows
+                process = self.processes[name] = subprocess.Popen(
+                    [sys.executable, *argv],
+                    env=dict(environment),
+                    stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if piped else file,
+                    stderr=file if piped else subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=END_WITH_PARENT,
+                )
         finally:
             if file is not None:
                 file.close()
-        self.processes[name] = process
         return process
 
     def __enter__(self) -> Children:
@@ -111,6 +111,21 @@ def _end_with_parent() -> None:
 
 END_WITH_PARENT = _end_with_parent if _LIBC is not None else None
 """`preexec_fn` of a child that gets SIGTERM when this process is killed; None where only Linux could do it."""
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Signals that would unwind the program do so at the end of the block."""
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda which, _: came.append(which)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 @contextlib.contextmanager
