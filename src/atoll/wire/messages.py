@@ -56,7 +56,9 @@ class RunInfo(Message):
     run: RunId = Field(description="Id of the run; changes when a state directory is begun anew.")
     name: str
     algorithm: str
-    local: dict[str, str | float] = Field(description="How the algorithm corrects local training.")
+    local: dict[str, str | float] = Field(
+        default_factory=dict, description="How the algorithm corrects local training."
+    )
     on_missed: Literal["rebase", "reset"] = Field(
         description="Whether local steps of a missed round are carried over to the next version, or lost."
     )
