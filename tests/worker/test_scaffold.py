@@ -97,9 +97,10 @@ def test_three_rounds_are_those_of_the_paper(server: atoll.Server, tmp_path: Pat
 def test_a_third_site_that_joins_rescales_c(server: atoll.Server, tmp_path: Path) -> None:
     """c is the mean of all c_i; the newcomer's is 0, so c shrinks to 2/3 before the round's Δ/3 are added."""
     known = rounds_of(server, tmp_path, 1)
+    second = next(known["loops"]["a"])  # the round is open, for two
     late = atoll.join(server.url, site="c", folder=tmp_path / "c")
-    for site, target in TARGETS.items():  # the round that opened without it
-        step(known["loops"][site], target)
+    take_part(second, TARGETS["a"])
+    step(known["loops"]["b"], TARGETS["b"])
     _, c_before, own = reference(2)
     # N = 3 when round 2 closed: c = 2/3·c₁ + (Δa + Δb)/3, which is the mean of all three c_i
     loops = {**known["loops"], "c": iter(late)}
@@ -114,13 +115,17 @@ def test_a_third_site_that_joins_rescales_c(server: atoll.Server, tmp_path: Path
 
 def step(loop: Any, target: float) -> Any:
     """One round of one site."""
-    round_, model = next(loop), One()
-    round_.load_into(model)
+    round_ = next(loop)
+    take_part(round_, target)
+    return round_
+
+
+def take_part(round_: Any, target: float) -> None:
+    model = round_.load_into(One())
     optimizer = torch.optim.SGD([model.w], lr=ETA)
     round_.correct(model, optimizer)
     train(model, optimizer, target)
     round_.submit(model)
-    return round_
 
 
 @pytest.mark.covers("S2")
