@@ -1,4 +1,4 @@
-"""Two things that several rooms ask of the system: to write all of some bytes, and to own a file."""
+"""What several rooms ask of the system: to read or write all of some bytes, and to own a file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,20 @@ from pathlib import Path
 
 class Held(Exception):
     """Another process, or another part of this one, has the lock: `str()` says who, as the file does."""
+
+
+def read_at(fd: int, memory: memoryview, offset: int) -> None:
+    """Fill `memory` from the file's byte `offset` on.
+
+    Raises:
+        EOFError: the file ends before.
+    """
+    done = 0
+    while done < len(memory):
+        count = os.preadv(fd, [memory[done:]], offset + done)
+        if not count:
+            raise EOFError(f"it ends at byte {offset + done}")
+        done += count
 
 
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:

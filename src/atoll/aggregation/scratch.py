@@ -5,11 +5,10 @@ No mmap: it counts the page cache as the process's own memory, and a truncated f
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
+from atoll import posix
 from atoll.errors import StateCorrupt
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.layout import ALIGN_BYTES
@@ -51,12 +50,10 @@ def read_at(fd: int, target: memoryview, offset: int) -> None:
     Raises:
         StateCorrupt: the file ends before.
     """
-    done = 0
-    while done < len(target):
-        count = os.preadv(fd, [target[done:]], offset + done)
-        if count == 0:
-            raise StateCorrupt(
-                f"A file of the state directory ends before byte {offset + len(target)}, which it should have.",
-                "Something else truncated it; restart the server: it goes back to the version before.",
-            )
-        done += count
+    try:
+        posix.read_at(fd, target, offset)
+    except EOFError:
+        raise StateCorrupt(
+            f"A file of the state directory ends before byte {offset + len(target)}, which it should have.",
+            "Something else truncated it; restart the server: it goes back to the version before.",
+        ) from None

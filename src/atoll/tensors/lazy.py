@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import StoreError, UsageError
+from atoll.posix import read_at
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.header import read_header
@@ -164,7 +165,10 @@ class LazyState(Mapping[str, Tensor]):
             raise
 
         def read(offset: int, memory: memoryview) -> None:
-            read_fully(fd, offset, memory, str(path))
+            try:
+                read_at(fd, memory, offset)
+            except EOFError as error:
+                raise StoreError(f"{path} was cut off: {error}, before the tensor that is read does.") from None
 
         def give_back() -> None:
             os.close(fd)
@@ -246,16 +250,3 @@ def release(tree: Any) -> None:
     elif isinstance(tree, list | tuple):
         for value in tree:
             release(value)
-
-
-def read_fully(fd: int, offset: int, memory: memoryview, what: str) -> None:
-    """Fill `memory` from a file.
-
-    Raises:
-        StoreError: it ends before that.
-    """
-    while memory:
-        count = os.preadv(fd, [memory], offset)
-        if not count:
-            raise StoreError(f"{what} ends at byte {offset}, before the tensor that is read does.")
-        offset, memory = offset + count, memory[count:]

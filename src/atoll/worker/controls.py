@@ -10,11 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from atoll.tensors.chunks import bytes_of
-from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import file_layout
 from atoll.tensors.schema import CONTROL, Schema
 from atoll.wire import messages
@@ -58,11 +56,7 @@ class Controls:
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of c_i of the control `name`."""
-        segment = self._segments[name]
-        values = torch.empty(stop - start, dtype=torch_dtype(segment.spec.dtype))
-        offset = segment.offset + start * segment.spec.item_bytes
-        self._files[self.note.current].read_into(offset, bytes_of(values))
-        return values
+        return self._files[self.note.current].values(self._segments[name], start, stop)
 
     def begin(self) -> None:
         """What follows is written for an update that is being formed; an earlier one is forgotten."""

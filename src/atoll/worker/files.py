@@ -27,10 +27,10 @@ from torch import Tensor
 
 from atoll.errors import AtollError, DiskFull, StateLocked, StoreError
 from atoll.failpoints import failpoint
-from atoll.posix import Held, take_lock, write_at
+from atoll.posix import Held, read_at, take_lock, write_at
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.dtypes import torch_dtype
-from atoll.tensors.layout import Layout, Part, Piece
+from atoll.tensors.layout import Layout, Part, Piece, Segment
 from atoll.transport.descriptor import Descriptor
 from atoll.worker.reporting import LOG, size
 
@@ -112,11 +112,21 @@ class ScratchFile:
             ) from error
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        while target:
-            done = os.preadv(self.fd, [target], offset)
-            if done == 0:
-                raise EOFError(f"{self.path} ends at {offset}")
-            offset, target = offset + done, target[done:]
+        """Fill `target` from the file's byte `offset` on.
+
+        Raises:
+            EOFError: the file ends before.
+        """
+        try:
+            read_at(self.fd, target, offset)
+        except EOFError as error:
+            raise EOFError(f"{self.path}: {error}") from None
+
+    def values(self, segment: Segment, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the tensor that lies at `segment` of the file as it is, in new memory."""
+        values = torch.empty(stop - start, dtype=torch_dtype(segment.spec.dtype))
+        self.read_into(segment.offset + start * segment.spec.item_bytes, bytes_of(values))
+        return values
 
     def read_scattered(self, offset: int, targets: Sequence[memoryview]) -> None:
         """Read what follows `offset` into one target after the other; at most 1,024."""
@@ -209,10 +219,7 @@ class BaseFile(ScratchFile):
 
     def values_of(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a tensor of the version, in new memory."""
-        segment = self.layout.by_name[name]
-        values = torch.empty(stop - start, dtype=torch_dtype(segment.spec.dtype))
-        self.read_into(segment.offset + start * segment.spec.item_bytes, bytes_of(values))
-        return values
+        return self.values(self.layout.by_name[name], start, stop)
 
     def replace_with(self, other: BaseFile) -> None:
         """Become `other`, which must be complete: its file and note take the place of these."""
