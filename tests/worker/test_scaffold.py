@@ -60,7 +60,7 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
         yield server
 
 
-def rounds_of(server: atoll.Server, folder: Path, count: int, **options: Any) -> dict[str, Any]:
+def rounds_of(server: atoll.Server, folder: Path, count: int) -> dict[str, Any]:
     """Both sites take part in so many rounds, in turn; what their workers know at the end."""
     workers = {site: atoll.join(server.url, site=site, folder=folder / site) for site in TARGETS}
     loops = {site: iter(worker) for site, worker in workers.items()}
@@ -238,6 +238,36 @@ def test_fedprox_pulls_towards_the_global_model() -> None:
     train(model, optimizer, 1.0, steps=1)  # let go: plain again, 1.815 − 0.1·0.815
     assert model.w.item() == pytest.approx(1.7335)
     assert correction.steps == 2
+
+
+def test_a_round_is_corrected_once(server: atoll.Server, tmp_path: Path) -> None:
+    """Guards against hooks of an earlier call that go on: each step was corrected twice."""
+    workers = [atoll.join(server.url, site=site, folder=tmp_path / site) for site in TARGETS]
+    round_ = next(iter(workers[0]))
+    model = round_.load_into(One())
+    optimizer = torch.optim.SGD([model.w], lr=ETA)
+    round_.correct(model, optimizer)
+    with pytest.raises(UsageError, match="the second"):
+        round_.correct(model, optimizer)
+    for worker in workers:
+        worker.leave()
+
+
+def test_what_is_pending_is_forgotten_only_when_the_next_update_is_formed(server: atoll.Server, tmp_path: Path) -> None:
+    """A server that fell back may need the outbox once more, and with it what c_i becomes."""
+    known = rounds_of(server, tmp_path, 1)
+    round_ = next(known["loops"]["a"])
+    model = round_.load_into(One())
+    optimizer = torch.optim.SGD([model.w], lr=ETA)
+    correction = round_.correct(model, optimizer)
+    train(model, optimizer, TARGETS["a"])
+    controls = known["workers"]["a"]._session.controls
+    controls.belongs_to(99)
+    correction.controls()
+    assert controls.note.pending == 99
+    round_.submit(model)
+    assert controls.note.pending == round_._ticket.ticket
+    leave(known)
 
 
 def test_one_optimizer_a_round() -> None:

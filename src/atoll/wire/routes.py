@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 PROTOCOL = 1
 """Raised when a peer of the version before could not follow. Both sides name theirs when a worker joins."""
 
@@ -32,3 +34,8 @@ DIGEST_BYTES = 32
 
 LONG_POLL_S = 20.0
 """The longest a request for a ticket waits before it answers "wait"; below the idle timeout of common proxies."""
+
+
+def parts_of(ticket: int) -> Callable[[int], str]:
+    """Number of a part → its path, under a ticket."""
+    return lambda part: PART.format(ticket=ticket, part=part)

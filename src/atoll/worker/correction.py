@@ -11,7 +11,7 @@ and learning rates read where they happen: under gradient accumulation, with a s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -23,9 +23,7 @@ from atoll.errors import UsageError
 from atoll.tensors.chunks import run_of
 from atoll.tensors.schema import CONTROL_PREFIX
 from atoll.worker.controls import Controls
-
-Runs = Callable[[str, int, int], Tensor]
-"""(name, start, stop) → those elements of a tensor, in a row, on the CPU."""
+from atoll.worker.update import Runs
 
 
 class Correction:
@@ -39,9 +37,8 @@ class Correction:
         rates: Σ η over them.
     """
 
-    def __init__(self, model: nn.Module | Mapping[str, Tensor]) -> None:
-        named = model.named_parameters() if isinstance(model, nn.Module) else model.items()
-        self.parameters = dict(named)
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = dict(model.named_parameters())
         self.steps, self.rates = 0, 0.0
         self._optimizer: Optimizer | None = None
         self._handles: list[Any] = []
@@ -114,7 +111,7 @@ class Proximal(Correction):
         mu: μ.
     """
 
-    def __init__(self, model: nn.Module | Mapping[str, Tensor], mu: float) -> None:
+    def __init__(self, model: nn.Module, mu: float) -> None:
         super().__init__(model)
         self._mu = mu
         self._start = {name: value.detach().clone() for name, value in self.parameters.items() if value.requires_grad}
@@ -136,7 +133,7 @@ class Scaffold(Correction):
         controls: c_i.
     """
 
-    def __init__(self, model: nn.Module | Mapping[str, Tensor], base: Runs, controls: Controls) -> None:
+    def __init__(self, model: nn.Module, base: Runs, controls: Controls) -> None:
         super().__init__(model)
         self._base, self._controls = base, controls
         self._trainable = {name for name, value in self.parameters.items() if value.requires_grad}
@@ -144,11 +141,11 @@ class Scaffold(Correction):
         for name in self._trainable:
             value, control = self.parameters[name], CONTROL_PREFIX + name
             offset = base(control, 0, value.numel()) - controls.read(control, 0, value.numel())
-            self._offsets[name] = offset.view(value.shape).to(value.device)
+            self._offsets[name] = offset.view(value.shape).to(value.device, value.dtype)
 
     def correct_parameters_(self, rate: float) -> None:
         for name, offset in self._offsets.items():
-            self.parameters[name].sub_(offset.to(self.parameters[name].dtype), alpha=rate)
+            self.parameters[name].sub_(offset, alpha=rate)
 
     def controls(self) -> Runs:
         """Δc_i = (x − y_i) / Σ η − c, as the update is formed; c_i⁺ is written on the way.
@@ -156,8 +153,7 @@ class Scaffold(Correction):
         Raises:
             UsageError: there was no step, or one that did not end, or none with a learning rate.
         """
-        self.require_steps()
-        self._controls.begin()
+        self._require_steps()
 
         def run(control: str, start: int, stop: int) -> Tensor:
             name = control.removeprefix(CONTROL_PREFIX)
@@ -173,7 +169,7 @@ class Scaffold(Correction):
 
         return run
 
-    def require_steps(self) -> None:
+    def _require_steps(self) -> None:
         """Refuse what has no Δc_i."""
         if self._under_way:
             raise UsageError(
@@ -205,9 +201,7 @@ class Scaffold(Correction):
         return rate
 
 
-def correction_for(
-    local: Mapping[str, Any], model: nn.Module | Mapping[str, Tensor], base: Runs, controls: Controls | None
-) -> Correction:
+def correction_for(local: Mapping[str, Any], model: nn.Module, base: Runs, controls: Controls | None) -> Correction:
     """What the run's algorithm asks for.
 
     Args:

@@ -104,8 +104,6 @@ class Worker:
             if reply.ticket is None:
                 LOG.info("%s: the run is finished at version %d", self.site, reply.head_version)
                 return
-            if self._session.controls is not None:
-                self._session.controls.settle(self._session.outcome)
             round_ = FederatedRound(self._session, reply.ticket)
             yield round_
             if not round_.done:
@@ -165,11 +163,12 @@ class FederatedRound:
             What counts the steps; a context manager, too, that lets go of the optimizer at its end.
 
         Raises:
-            UsageError: the global model was never pulled.
+            UsageError: the global model was never pulled, or the round is corrected already.
         """
         self._require_base()
         session = self._session
-        self._correction = correction_for(session.info.local, model, session.base.values_of, session.controls)
+        if self._correction is None:
+            self._correction = correction_for(session.info.local, model, session.base.values_of, session.controls)
         return self._correction.attach(optimizer)
 
     @border

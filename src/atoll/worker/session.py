@@ -7,7 +7,6 @@ The two loops that users see, `federated.py` and `diloco.py`, stand on it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -185,8 +184,7 @@ class Session(Connection):
             return formed
         self._tell_submitting(ticket.round)
         with progress(f"{self.site}: submitting", self.outbox.layout.nbytes) as bar:
-            path_of = functools.partial(_part_path, ticket.ticket)
-            with self.parts.pushing(path_of, self.outbox.fd, on_bytes=bar.add) as pushing:
+            with self.parts.pushing(routes.parts_of(ticket.ticket), self.outbox.fd, on_bytes=bar.add) as pushing:
                 formed = self.form(ticket, tensors, on_part=pushing.add, **how)
             self._complete(bar, pushing.sent, pushing.error, max_retries)
         return formed
@@ -209,6 +207,8 @@ class Session(Connection):
                 "Upgrade Atoll to the same version on both sides.",
             )
         self.outbox.clear()
+        if self.controls is not None:
+            self.controls.begin()
         formed = update.form_update(self.outbox, self.base, tensors, self.codecs, on_part, self._stretches, controls)
         if self.controls is not None:
             self.controls.belongs_to(ticket.ticket)
@@ -273,9 +273,7 @@ class Session(Connection):
                 has = self.parts_at_server(note.ticket, note.part_digests)
             parts = [part for part in self.outbox.layout.parts if part.index not in has]
             bar.resume()
-            self.parts.push(
-                functools.partial(_part_path, note.ticket), self.outbox.fd, parts, digests, on_bytes=bar.add
-            )
+            self.parts.push(routes.parts_of(note.ticket), self.outbox.fd, parts, digests, on_bytes=bar.add)
             return self.http.post(routes.COMPLETE.format(ticket=note.ticket), complete, messages.Receipt)
 
         for conflicts in range(MAX_CONFLICTS + 1):
@@ -367,6 +365,8 @@ class Session(Connection):
         while True:
             reply = self.next_ticket(wait_s=wait_s, max_retries=max_retries)
             if reply.ticket is None or not self._resubmit(reply.ticket, reply.previous):
+                if reply.ticket is not None and self.controls is not None:
+                    self.controls.settle(self.outcome)
                 return reply
 
     def _resubmit(self, ticket: messages.Ticket, previous: messages.Outcome | None) -> bool:
@@ -394,7 +394,3 @@ class Session(Connection):
             LOG.warning("%s: %s", self.site, error)
             self.outbox.clear()
         return True
-
-
-def _part_path(ticket: int, part: int) -> str:
-    return routes.PART.format(ticket=ticket, part=part)

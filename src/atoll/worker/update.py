@@ -24,7 +24,7 @@ from atoll.worker.files import BaseFile, Outbox
 from atoll.worker.stretches import Stretch, Stretches
 
 Runs = Callable[[str, int, int], Tensor]
-"""(name, start, stop) → those elements of a tensor, in a row."""
+"""(name, start, stop) → those elements of a tensor, in a row, on the CPU."""
 
 _BUFFER_BYTES = CHUNK_ELEMENTS * 8
 """Encoded, hashed and written at a time: one run of the widest dtype."""
