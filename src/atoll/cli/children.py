@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -117,23 +117,25 @@ END_WITH_PARENT = _end_with_parent if _LIBC is not None else None
 def _uninterrupted() -> Iterator[None]:
     """Signals that would unwind the program do so at the end of the block."""
     came: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda which, _: came.append(which)) for number in numbers}
     try:
-        yield
+        with _handled_by(lambda number, _: came.append(number)):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         if came:
             signal.raise_signal(came[0])
 
 
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def _undisturbed() -> contextlib.AbstractContextManager[None]:
     """A second Ctrl-C must not leave half of the processes running."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    return _handled_by(signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
+    """Within, SIGINT and SIGTERM come to `handler`."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

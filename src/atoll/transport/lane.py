@@ -18,9 +18,6 @@ from urllib3.util.wait import wait_for_read
 
 from atoll.tensors.chunks import CHUNK_BYTES
 
-SLICE_BYTES = 4 * CHUNK_BYTES
-"""Sent in one call; between two of them the progress is told."""
-
 
 class Lane:
     """A connection that one thread uses at a time, and that lasts for many parts; another thread may cut it.
@@ -78,8 +75,8 @@ class Lane:
             connection.putheader(name, value)
         try:
             connection.endheaders()
-            for offset in range(start, stop, SLICE_BYTES):
-                nbytes = min(SLICE_BYTES, stop - offset)
+            for offset in range(start, stop, CHUNK_BYTES):
+                nbytes = min(CHUNK_BYTES, stop - offset)
                 self._send(fd, offset, nbytes)
                 on_bytes(nbytes)
             connection.sock.sendall(trailer)
@@ -173,9 +170,7 @@ class Lane:
             raise ConnectionAbortedError("the transfer was cut off")
 
     def _send(self, fd: int, offset: int, nbytes: int) -> None:
-        view = memoryview(self._scratch)
-        for start in range(offset, offset + nbytes, CHUNK_BYTES):
-            count = os.preadv(fd, [view[: min(CHUNK_BYTES, offset + nbytes - start)]], start)
-            run = view[:count]
-            while run:  # not sendall, whose timeout is one for all of the run
-                run = run[self._connection.sock.send(run) :]
+        run = memoryview(self._scratch)[:nbytes]
+        run = run[: os.preadv(fd, [run], offset)]
+        while run:  # not sendall, whose timeout is one for all of the run
+            run = run[self._connection.sock.send(run) :]
