@@ -1,6 +1,6 @@
 """What an algorithm is: a small frozen value, one paper a page. No torch here.
 
-worker    w ← local training from w_v;  u = w_v − w   (the pseudo-gradient)
+worker    w ← local training from w_v, corrected as `local` says;  u = w_v − w   (the pseudo-gradient)
 server    g = reduce(u_1 … u_k)           per group of tensors, as `reduce` says
           w_{v+1} = outer step of w_v along g
 """

@@ -13,7 +13,6 @@ next ones; and there is no correction of the first steps' bias.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,8 +42,12 @@ class Yogi(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step along every gradient."""
+    def step(self, closure: Any = None) -> Any:
+        """One step along every gradient; returns what `closure` does, which computes them anew."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for x in group["params"]:
@@ -60,3 +63,4 @@ class Yogi(Optimizer):
                 squared = g * g
                 v.addcmul_(squared, torch.sign(v - squared), value=-(1 - beta2))
                 x.addcdiv_(m, v.sqrt().add_(group["eps"]), value=-group["lr"])
+        return loss

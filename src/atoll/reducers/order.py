@@ -4,7 +4,7 @@ K. E. Batcher: Sorting networks and their applications. AFIPS 1968 (odd-even mer
 
 A network is a fixed list of comparators (i, j): row i ← min, row j ← max of both. Each is two vector instructions a
 register over rows that stay in a core's cache, which beats sorting k numbers at a time. Comparators that no wanted
-rank depends on are left out: the median of ten rows needs 26 of 31.
+rank depends on are left out: the median of ten rows needs 29 of 32.
 """
 
 from __future__ import annotations

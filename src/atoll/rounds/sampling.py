@@ -32,9 +32,8 @@ class Sampling:
 
     def draw(self, sites: Collection[str], fragment: int, base_version: int, at_least: int = 1) -> list[str]:
         """The sites of the round that starts from `base_version`, sorted; `at_least` so many, where there are."""
-        count = max(
-            self.minimum, at_least, math.ceil(self.fraction * len(sites) - 1e-9)
-        )  # 0.1 · 30 is 3.0000000000000004
+        share = math.ceil(self.fraction * len(sites) - 1e-9)  # 0.1 · 30 is 3.0000000000000004
+        count = max(self.minimum, at_least, share)
 
         def rank(site: str) -> bytes:
             return blake3(f"{self.seed}/{fragment}/{base_version}/{site}".encode()).digest()
