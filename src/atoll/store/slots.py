@@ -76,12 +76,17 @@ class FragmentShapes:
 
 @dataclass(eq=False)
 class Slot:
-    """One file. `fd` stays open as long as the slot object lives, so that it never means another file."""
+    """One file. `fd` stays open as long as the slot object lives, so that it never means another file.
+
+    Attributes:
+        one_writes: held while it is written: the kernel lets one write at a time, and lets the others spin.
+    """
 
     number: int
     path: Path
     fd: int
     holds: Counter[str] = field(default_factory=Counter)
+    one_writes: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.close = weakref.finalize(self, os.close, self.fd)

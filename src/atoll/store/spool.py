@@ -76,7 +76,8 @@ class PartWriter:
             )
         try:
             failpoint("spool.write")
-            write_at(self._spool.fd, data, self._offset + self.written)
+            with self._spool.slot.one_writes:
+                write_at(self._spool.fd, data, self._offset + self.written)
         except OSError as error:
             raise disk_error(error, self._spool.slot.path) from error
         self.written += len(data)

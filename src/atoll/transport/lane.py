@@ -86,13 +86,17 @@ class Lane:
         return self._answer()
 
     def get(
-        self, path: str, headers: Mapping[str, str], room: Callable[[int], memoryview | None] = lambda _: None
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        room: Callable[[memoryview], memoryview] = lambda scratch: scratch,
     ) -> tuple[int, bytes, Iterator[memoryview]]:
         """GET a path; returns status, the body of an answer that is not 2xx, and the runs of one that is.
 
         Args:
-            room: asked before every run for memory that takes at most so many bytes of it; what it gives is filled.
-                None: a scratch that all such runs share, so that each is gone when the next is asked for.
+            room: asked before every run for the memory to fill, of at most as many bytes as the scratch that it is
+                given: that one, some of it, or another. All runs share the scratch, so that what is in it is gone when
+                the next run is asked for.
         """
         connection = self._ready()
         connection.request("GET", path, headers=dict(headers))
@@ -102,12 +106,11 @@ class Lane:
         return response.status, b"", self._runs(response, room)
 
     def _runs(
-        self, response: http.client.HTTPResponse, room: Callable[[int], memoryview | None]
+        self, response: http.client.HTTPResponse, room: Callable[[memoryview], memoryview]
     ) -> Iterator[memoryview]:
         scratch = memoryview(self._scratch)
         while (left := response.length or 0) > 0:
-            wanted, filled = min(left, CHUNK_BYTES), 0
-            run = room(wanted) or scratch[:wanted]
+            run, filled = room(scratch[:left]), 0
             while filled < len(run):  # whole runs, so that they end at borders of elements
                 self._require_whole()  # what had arrived before the cut is not handed out after it
                 count = response.readinto(run[filled:])

@@ -26,8 +26,13 @@ from atoll.transport.descriptor import Descriptor
 from atoll.transport.lane import Lane
 
 PART_ATTEMPTS = 4
+PULLED_AT_ONCE = 4
+"""Parts that follow each other and are asked for in one request, at most: each request costs the server 1 ms."""
 
 _NETWORK_ERRORS = (OSError, http.client.HTTPException)
+
+Work = Callable[[Lane, list[Part]], None]
+"""Moves parts over a connection, and takes from the list what has arrived."""
 
 
 class Sink(Protocol):
@@ -116,21 +121,37 @@ class Parts:
             TransferStalled, ServerUnreachable: the network; parts that are complete stay written.
         """
 
-        def fetch(lane: Lane, part: Part) -> None:
-            hasher, offset, received = blake3(), part.start, False  # whether the run is where it belongs
+        def fetch(lane: Lane, todo: list[Part]) -> None:
+            first, last = todo[0], todo[-1]
+            offset, received = first.start, False  # whether the run is where it belongs
 
-            def room(nbytes: int) -> memoryview | None:
+            def room(scratch: memoryview) -> memoryview:
                 nonlocal received
-                memory = into.room(offset, nbytes) if into is not None else None
+                most = min(len(scratch), todo[0].stop - offset)
+                memory = into.room(offset, most) if into is not None else None
                 received = memory is not None
-                return memory
+                return scratch[:most] if memory is None else memory
 
-            asked = self._http.headers({"Range": f"bytes={part.start}-{part.stop - 1}"})
+            asked = self._http.headers({"Range": f"bytes={first.start}-{last.stop - 1}"})
             status, body, runs = lane.get(path, asked, room)
             if status >= 300:
                 raise problem_of(status, body)
             if status != 206:
                 raise TransferStalled(f"{self._http.server} sends whole files only.", "A proxy drops the Range header.")
+            hasher = blake3()
+
+            def end_part() -> None:
+                nonlocal hasher
+                part = todo[0]
+                if hasher.digest() != digests[part.index]:
+                    raise PartCorrupt(
+                        f"Part {part.index} from {self._http.server} arrived damaged {PART_ATTEMPTS} times.",
+                        "Look at the network.",
+                    )
+                failpoint("pull.part")
+                del todo[0]
+                hasher = blake3()
+
             for run in runs:
                 hasher.update(run)
                 if into is not None and not received:
@@ -141,14 +162,12 @@ class Parts:
                 self._http.counters.add(down=len(run))
                 if on_bytes:
                     on_bytes(len(run))
-            if hasher.digest() != digests[part.index]:
-                raise PartCorrupt(
-                    f"Part {part.index} from {self._http.server} arrived damaged {PART_ATTEMPTS} times.",
-                    "Look at the network.",
-                )
-            failpoint("pull.part")
+                if offset == todo[0].stop:
+                    end_part()
+            if todo:  # less came than was asked for
+                end_part()
 
-        self._spread(fetch, parts)
+        self._spread(fetch, self._runs(parts))
 
     def push(
         self,
@@ -165,8 +184,8 @@ class Parts:
         """
         with _copy_of(fd) as file:
             self._spread(
-                lambda lane, part: self._send(lane, path_of(part.index), file, part, digests[part.index], on_bytes),
-                parts,
+                lambda lane, todo: self._send(lane, path_of, file, todo, digests[todo[0].index], on_bytes),
+                [[part] for part in parts],
             )
 
     @contextmanager
@@ -182,8 +201,8 @@ class Parts:
 
             def send(part: Part, digest: bytes) -> bool:
                 return self._attempt(
-                    lambda lane, each: self._send(lane, path_of(each.index), file, each, digest, on_bytes),
-                    part,
+                    lambda lane, todo: self._send(lane, path_of, file, todo, digest, on_bytes),
+                    [part],
                     hands,
                 )
 
@@ -192,9 +211,9 @@ class Parts:
     def _send(
         self,
         lane: Lane,
-        path: str,
+        path_of: Callable[[int], str],
         file: Descriptor,
-        part: Part,
+        todo: list[Part],
         digest: bytes,
         on_bytes: Callable[[int], None] | None,
     ) -> None:
@@ -203,21 +222,34 @@ class Parts:
             if on_bytes:
                 on_bytes(count)
 
+        (part,) = todo
         headers = self._http.headers({"Content-Type": "application/octet-stream"})
         with file.used() as fd:
-            status, body = lane.put(path, headers, fd, part.start, part.stop, digest, sent)
+            status, body = lane.put(path_of(part.index), headers, fd, part.start, part.stop, digest, sent)
         if status >= 300:
             raise problem_of(status, body)
         failpoint("push.part")
+        todo.clear()
 
-    def _spread(self, work: Callable[[Lane, Part], None], parts: Sequence[Part]) -> None:
-        """Run `work` for every part over the connections; the first lasting failure ends it, and is raised."""
-        with crew(max(1, min(self._connections, len(parts)))) as hands:
-            if len(parts) <= 1:
-                for part in parts:
-                    self._attempt(work, part, hands)
+    def _runs(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """Parts that follow each other in the file, together; so few that every connection has its turn twice."""
+        most = max(1, min(PULLED_AT_ONCE, len(parts) // (2 * self._connections)))
+        runs: list[list[Part]] = []
+        for part in parts:
+            if runs and runs[-1][-1].stop == part.start and len(runs[-1]) < most:
+                runs[-1].append(part)
+            else:
+                runs.append([part])
+        return runs
+
+    def _spread(self, work: Work, runs: Sequence[list[Part]]) -> None:
+        """Run `work` for all parts over the connections; the first lasting failure ends it, and is raised."""
+        with crew(max(1, min(self._connections, len(runs)))) as hands:
+            if len(runs) <= 1:
+                for todo in runs:
+                    self._attempt(work, todo, hands)
                 return
-            futures: list[Future[bool]] = [hands.submit(self._attempt, work, part, hands) for part in parts]
+            futures: list[Future[bool]] = [hands.submit(self._attempt, work, todo, hands) for todo in runs]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             errors = [error for future in done if (error := future.exception())]
             if errors:
@@ -227,25 +259,25 @@ class Parts:
         if errors:
             raise errors[0]
 
-    def _attempt(self, work: Callable[[Lane, Part], None], part: Part, hands: Crew) -> bool:
-        """Do one part, with a few attempts; False, and not done, where another one has failed for good."""
-        for number in range(1, PART_ATTEMPTS + 1):
-            if hands.ended.is_set():
-                break
+    def _attempt(self, work: Work, todo: list[Part], hands: Crew) -> bool:
+        """Do these parts, with a few attempts for each; False, and not all done, where another has failed for good."""
+        failures = 0
+        while todo and not hands.ended.is_set():
+            left = len(todo)
             try:
-                self._once(work, part, hands)
-                return True
+                self._once(work, todo, hands)
             except (PartCorrupt, ServerUnreachable, TransferStalled):
                 self._http.counters.add(retries=1)
-                if number == PART_ATTEMPTS:
+                failures = failures + 1 if len(todo) == left else 1
+                if failures == PART_ATTEMPTS:
                     hands.ended.set()
                     raise
             except BaseException:
                 hands.ended.set()
                 raise
-        return False
+        return not todo
 
-    def _once(self, work: Callable[[Lane, Part], None], part: Part, hands: Crew) -> None:
+    def _once(self, work: Work, todo: list[Part], hands: Crew) -> None:
         """One attempt on a connection, which is kept only if all went well: else its state is not known."""
         with self._lock:
             lane = self._idle.pop() if self._idle else None
@@ -253,7 +285,7 @@ class Parts:
             lane = Lane(self._http.host, self._http.port, self._http.secure, self._idle_timeout_s)
         try:
             with hands.using(lane):
-                work(lane, part)
+                work(lane, todo)
         except _NETWORK_ERRORS as error:
             lane.close()
             raise network_error(self._http.server, self._idle_timeout_s, error) from error

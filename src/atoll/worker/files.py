@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -77,6 +78,7 @@ class ScratchFile:
         self.path = path
         self.nbytes = nbytes
         self._descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        self._one_writes = threading.Lock()  # the kernel lets one write at a time, and lets the others spin
         try:
             self.is_new = os.fstat(self.fd).st_size != nbytes
             if self.is_new:
@@ -103,7 +105,7 @@ class ScratchFile:
         """
         try:
             failpoint("worker.write")
-            with self._descriptor.used() as fd:
+            with self._descriptor.used() as fd, self._one_writes:
                 write_at(fd, data, offset)
         except OSError as error:
             raise StoreError(
