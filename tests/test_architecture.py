@@ -20,7 +20,7 @@ LAYERS: list[set[str]] = [
     {"registry"},
     {"config"},
     {"tensors"},
-    {"codecs", "outer", "reducers", "algorithms"},
+    {"codecs", "filters", "outer", "reducers", "algorithms"},
     {"rounds"},
     {"wire"},
     {"store", "aggregation", "transport"},

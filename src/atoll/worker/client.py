@@ -8,12 +8,14 @@ with atoll.Client("http://host:8512", site="clinic-a") as client:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from torch import Tensor, nn
 
 from atoll.errors import UsageError
+from atoll.filters.base import Filter
 from atoll.tensors.modules import Tensors
 from atoll.transport.client import Http
 from atoll.transport.tls import read_token
@@ -32,6 +34,7 @@ class Client:
         site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
         folder: where the base and outbox files lie.
         labels: anything to be shown in status.
+        filters: that every update passes through, in this order, before any byte of it leaves.
 
     Nothing is sent before it is needed: `status` works without registering.
     """
@@ -44,11 +47,13 @@ class Client:
         *,
         folder: str | Path | None = None,
         labels: dict[str, str] | None = None,
+        filters: Sequence[Filter] = (),
     ) -> None:
         self._server = server
         self._site = require_site(site or default_site())
         self._folder = Path(folder) if folder else None
         self._labels = labels
+        self._filters = filters
         self._session: Session | None = None
         self._round: FederatedRound | None = None
 
@@ -65,7 +70,12 @@ class Client:
         """Take part; the other requests do it when they have to."""
         if self._session is None:
             self._session = Session(
-                self._server, self._site, folder=self._folder, labels=self._labels, max_retries=START_RETRIES
+                self._server,
+                self._site,
+                folder=self._folder,
+                labels=self._labels,
+                filters=self._filters,
+                max_retries=START_RETRIES,
             )
             self._session.resume_outbox()
         return self

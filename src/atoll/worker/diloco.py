@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
+from atoll.filters.base import Filter
 from atoll.tensors.modules import named_tensors, schema_of
 from atoll.wire import messages
 from atoll.worker import update
@@ -49,6 +50,7 @@ class DiLoCo:
         metrics: asked at every synchronisation; finite numbers by name, averaged over the workers.
         folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
         labels: anything to be shown in status.
+        filters: that every update of this site passes through, in this order, before any byte of it leaves.
         max_sync_retries: attempts before a synchronisation with a lost server is skipped.
     """
 
@@ -65,6 +67,7 @@ class DiLoCo:
         metrics: Callable[[], dict[str, float]] | None = None,
         folder: str | Path | None = None,
         labels: dict[str, str] | None = None,
+        filters: Sequence[Filter] = (),
         max_sync_retries: int = SYNC_RETRIES,
     ) -> None:
         if sync_every is not None and sync_every < 1:
@@ -76,7 +79,7 @@ class DiLoCo:
         self._site = site
         self._given_sync_every = sync_every
         self._weight, self._metrics = weight, metrics
-        self._folder, self._labels = Path(folder) if folder else None, labels
+        self._folder, self._labels, self._filters = Path(folder) if folder else None, labels, filters
         self._max_retries = max_sync_retries
         self._session: Session | None = None
         self._hook: Any = None
@@ -123,6 +126,7 @@ class DiLoCo:
             schema=schema_of(self.model),
             sync_every=self._given_sync_every,
             labels=self._labels,
+            filters=self._filters,
             max_retries=START_RETRIES,
         )
         self._session = session

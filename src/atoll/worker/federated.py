@@ -7,7 +7,7 @@ script runs alone: one round, plain local training.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
+from atoll.filters.base import Filter
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.modules import Tensors, fits, named_tensors, schema_of
 from atoll.wire import messages
@@ -251,6 +252,7 @@ def join(
     *,
     folder: str | Path | None = None,
     labels: dict[str, str] | None = None,
+    filters: Sequence[Filter] = (),
 ) -> Worker | LocalWorker:
     """Take part in a federated run; use it as a context manager and iterate over its rounds.
 
@@ -259,6 +261,7 @@ def join(
         site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
         folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
         labels: anything to be shown in status.
+        filters: that every update of this site passes through, in this order, before any byte of it leaves.
 
     Returns:
         A `Worker`; where there is no server a `LocalWorker`, which has one round.
@@ -273,7 +276,8 @@ def join(
         LOG.info("%s", ALONE)
         return LocalWorker()
     site = require_site(site or default_site())
-    session = Session(server, site, folder=Path(folder) if folder else None, labels=labels, max_retries=START_RETRIES)
+    where = Path(folder) if folder else None
+    session = Session(server, site, folder=where, labels=labels, filters=filters, max_retries=START_RETRIES)
     LOG.info("%s: joined run %s (%s) at %s", site, session.info.name, session.info.algorithm, session.http.server)
     return Worker(session)
 

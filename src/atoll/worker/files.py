@@ -26,7 +26,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from atoll.errors import AtollError, DiskFull, StateLocked, StoreError
+from atoll.errors import AtollError, DiskFull, StateLocked, StoreError, VersionSkew
 from atoll.failpoints import failpoint
 from atoll.posix import Held, read_at, take_lock, write_at
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
@@ -252,6 +252,19 @@ class Outbox(ScratchFile):
     def is_damaged(self) -> bool:
         """Whether it is not what its note says. The note survives what the bytes may not: they are written behind."""
         return self.note is not None and bool(self.differing(self.layout.parts, self.note.part_digests))
+
+    def begin(self, layout_digest: str) -> None:
+        """An update of this layout is about to be formed: what is in the file counts no more.
+
+        Raises:
+            VersionSkew: the file is laid out in another way.
+        """
+        if layout_digest != self.layout.digest:
+            raise VersionSkew(
+                "The server lays the update out in another way than this worker.",
+                "Upgrade Atoll to the same version on both sides.",
+            )
+        self.clear()
 
     def seal(self, note: OutboxNote) -> None:
         """The update is complete: from here on it survives this process."""

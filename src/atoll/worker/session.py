@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from atoll.codecs.update import codecs_of, encoded_layout
-from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused, VersionSkew
+from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused
 from atoll.failpoints import failpoint
+from atoll.filters.base import About, Filter
 from atoll.tensors.chunks import Scatter
 from atoll.tensors.layout import Layout, Part, version_layout
 from atoll.tensors.modules import Tensors
@@ -26,6 +27,7 @@ from atoll.worker import update
 from atoll.worker.connection import Connection
 from atoll.worker.controls import Controls
 from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, locked, remove_earlier
+from atoll.worker.filtering import Filtered, require_filters
 from atoll.worker.reporting import LOG, Progress, progress, size
 from atoll.worker.stretches import Stretches
 
@@ -46,6 +48,7 @@ class Session(Connection):
         schema: of its model, where it has one already; compared before it joins.
         sync_every: its own H, where it has one; refused where the run's differs.
         labels: shown in status.
+        filters: that its updates pass through before they leave.
         max_retries: attempts after which a lost server is given up; None: never.
     """
 
@@ -58,6 +61,7 @@ class Session(Connection):
         schema: Schema | None = None,
         sync_every: int | None = None,
         labels: dict[str, str] | None = None,
+        filters: Sequence[Filter] = (),
         max_retries: int | None = None,
     ) -> None:
         super().__init__(server, site, labels=labels, max_retries=max_retries)
@@ -80,6 +84,7 @@ class Session(Connection):
             self.controls: Controls | None = None
             if self.schema.model != self.schema:
                 self.controls = self._cleanup.enter_context(contextlib.closing(Controls(self.folder, self.schema)))
+            self.filters = require_filters(filters, has_controls=self.controls is not None)
             self.join(max_retries, sync_every=sync_every)
             remove_earlier(self.folder, site)
         except BaseException:
@@ -201,15 +206,14 @@ class Session(Connection):
         on_part: Callable[[Part, bytes], None] | None = None,
     ) -> update.Formed:
         """Write the update of this ticket into the outbox; from here on it survives this process."""
-        if ticket.layout_digest != self.outbox.layout.digest:
-            raise VersionSkew(
-                "The server lays the update out in another way than this worker.",
-                "Upgrade Atoll to the same version on both sides.",
-            )
-        self.outbox.clear()
+        self.outbox.begin(ticket.layout_digest)
         if self.controls is not None:
             self.controls.begin()
-        formed = update.form_update(self.outbox, self.base, tensors, self.codecs, on_part, self._stretches, controls)
+        about = About(self.site, ticket.round, ticket.base_version, weight, steps, metrics)
+        filtered = Filtered(self.filters, self.base, tensors, about) if self.filters else None
+        formed = update.form_update(
+            self.outbox, self.base, tensors, self.codecs, on_part, self._stretches, controls, filtered
+        )
         if self.controls is not None:
             self.controls.belongs_to(ticket.ticket)
         self.outbox.seal(

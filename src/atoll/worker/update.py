@@ -21,6 +21,7 @@ from atoll.tensors.layout import ALIGN_BYTES, Part, chunks
 from atoll.tensors.modules import Tensors
 from atoll.tensors.schema import CONTROL, PARAMS
 from atoll.worker.files import BaseFile, Outbox
+from atoll.worker.filtering import Filtered
 from atoll.worker.stretches import Stretch, Stretches
 
 Runs = Callable[[str, int, int], Tensor]
@@ -49,6 +50,7 @@ def form_update(
     on_part: Callable[[Part, bytes], None] | None = None,
     stretches: Stretches | None = None,
     controls: Runs | None = None,
+    filtered: Filtered | None = None,
 ) -> Formed:
     """Write the update of `tensors` against `base` into the outbox.
 
@@ -60,9 +62,10 @@ def form_update(
         on_part: told of each part, with its BLAKE3, as soon as it is in the outbox.
         stretches: of these layouts and codecs; who forms more than one update keeps them.
         controls: Δc_i, where the layout has controls.
+        filtered: what leaves in place of `tensors`, where the site has filters.
     """
     former = _Former(outbox, base, tensors, codecs, stretches or Stretches(outbox.layout, base.layout, codecs))
-    former.controls = controls
+    former.controls, former.filtered = controls, filtered
     with torch.no_grad(), alone():
         digests = []
         for part in outbox.layout.parts:
@@ -74,6 +77,7 @@ def form_update(
 
 class _Former:
     controls: Runs | None = None
+    filtered: Filtered | None = None
 
     def __init__(
         self, outbox: Outbox, base: BaseFile, tensors: Tensors, codecs: Mapping[str, Codec], stretches: Stretches
@@ -107,6 +111,9 @@ class _Former:
             assert self.controls is not None
             codec.encode_(self.controls(*stretch.runs[0]), target, spec.dtype)
             return
+        if self.filtered is not None:
+            self._encode_filtered(self.filtered, stretch, target)
+            return
         runs = [run_of(self.tensors[name], start, stop) for name, start, stop in stretch.runs]
         if spec.group != PARAMS:
             codec.encode_(runs[0], target, spec.dtype)
@@ -121,6 +128,17 @@ class _Former:
         self.is_zero = self.is_zero and not bool(delta.any())  # mostly seen in the first stretch
         if not as_it_is:
             codec.encode_(delta, target, spec.dtype)
+
+    def _encode_filtered(self, filtered: Filtered, stretch: Stretch, target: Tensor) -> None:
+        spec, codec = stretch.spec, self.codecs[stretch.codec]
+        if spec.group != PARAMS:
+            codec.encode_(filtered.value(*stretch.runs[0]), target, spec.dtype)
+            return
+        delta = torch.zeros(stretch.numel, dtype=accumulate_dtype(spec.dtype))
+        for place, run in zip(torch.split(delta, list(stretch.sizes))[::2], stretch.runs, strict=True):
+            place.copy_(filtered.change(*run))
+        self.is_zero = self.is_zero and not bool(delta.any())
+        codec.encode_(delta, target, spec.dtype)
 
     def _read_base(self, stretch: Stretch, view: memoryview) -> None:
         """Fill `view` with what the version has of a stretch, and zeros in the padding."""

@@ -1,0 +1,11 @@
+"""What a site does to its update before any byte of it leaves.
+
+atoll.join(server, site, filters=[Drop("head.*"), NormClip(1.0, noise=0.5)])
+"""
+
+from atoll.filters.base import About, Filter, Outgoing
+from atoll.filters.cast import Cast
+from atoll.filters.drop import Drop
+from atoll.filters.norm_clip import NormClip
+
+__all__ = ["About", "Cast", "Drop", "Filter", "NormClip", "Outgoing"]

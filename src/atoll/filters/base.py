@@ -1,0 +1,100 @@
+"""The filter contract: a site changes its own update on its way into the outbox, a run of elements at a time.
+
+What filters see is the change: version − local, of `params` (the pseudo-gradient) and of float buffers alike, in fp32
+or wider, on the CPU. A run has at most `CHUNK_ELEMENTS`; no tensor of the model is held as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from atoll.tensors.chunks import CHUNK_ELEMENTS
+from atoll.tensors.schema import TensorSpec
+
+
+@dataclass(frozen=True)
+class About:
+    """What is known of an update besides its values.
+
+    Attributes:
+        site: whose it is.
+        round: counts from 1.
+        version: it was trained from.
+        weight: of the update.
+        steps: local optimizer steps; 0 where nobody said.
+        metrics: that travel with it.
+    """
+
+    site: str
+    round: int
+    version: int
+    weight: float
+    steps: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """The update that is about to leave, for a filter that has to look at all of it first.
+
+    Attributes:
+        about: its metadata.
+        tensors: by name, those that the filters before this one keep.
+        changes: (name, start, stop) → those elements of version − local [stop − start], behind the filters before.
+    """
+
+    about: About
+    tensors: Mapping[str, TensorSpec]
+    changes: Callable[[str, int, int], Tensor] = field(repr=False)
+
+    def runs(self) -> Iterator[tuple[str, int, Tensor]]:
+        """(name, first element, values) of all float tensors, in file order, one run at a time."""
+        for name, spec in self.tensors.items():
+            if spec.is_float:
+                for start in range(0, spec.numel, CHUNK_ELEMENTS):
+                    yield name, start, self.changes(name, start, min(start + CHUNK_ELEMENTS, spec.numel))
+
+    def tensor(self, name: str) -> Tensor:
+        """All of one tensor's change, in its shape and in new memory.
+
+        Raises:
+            KeyError: no float tensor has this name.
+        """
+        spec = self.tensors[name]
+        if not spec.is_float:
+            raise KeyError(name)
+        starts = range(0, spec.numel, CHUNK_ELEMENTS)
+        runs = [self.changes(name, start, min(start + CHUNK_ELEMENTS, spec.numel)) for start in starts]
+        return torch.cat(runs).view(spec.shape) if runs else torch.zeros(spec.shape)
+
+
+class Filter:
+    """Leaves an update as it is; others override what they need."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def begin(self, update: Outgoing) -> None:
+        """A round's update is about to leave; called once for each, before `keeps` and `apply`.
+
+        A filter that needs to know the whole first looks at `update.runs()`: one pass more over the update.
+        """
+
+    def keeps(self, spec: TensorSpec) -> bool:
+        """Whether this tensor is sent; else the server gets no change of it: it stays as the version has it."""
+        return True
+
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        """What to send in place of `values` [n], elements from `start` on of the change of `name`.
+
+        May be called more than once for the same elements, and from several threads; it gives the same each time.
+        Integer tensors are not asked for.
+
+        Returns:
+            [n], of the dtype of `values`; those may be changed in place and returned.
+        """
+        return values

@@ -1,0 +1,115 @@
+"""Filters of one site, over the real path: what the server gets, and what happens when one fails."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import atoll
+from atoll.errors import UsageError
+from atoll.filters import Drop, Filter, NormClip
+
+
+def serving(folder: Path, model: nn.Module, **settings: object) -> atoll.Server:
+    return atoll.Server(
+        model, rounds=1, port=0, min_free_bytes=0, state_dir=folder / "state", **({"algorithm": "fedavg"} | settings)
+    )
+
+
+def zero_linear() -> nn.Linear:
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+def become_(model: nn.Linear, weight: list[float], bias: float) -> nn.Linear:
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([weight]))
+        model.bias.fill_(bias)
+    return model
+
+
+@pytest.mark.covers("T8")
+def test_each_site_has_its_own_filters(tmp_path: Path) -> None:
+    """a drops its bias, b scales its update of norm √(6² + 8²) = 10 down to 5; the mean is of what is left."""
+    filters = {"a": [Drop("bias")], "b": [NormClip(5.0)]}
+    becomes = {"a": ([1.0, 1.0], 7.0), "b": ([6.0, 8.0], 0.0)}
+
+    def take_part(site: str) -> None:
+        model = zero_linear()
+        with atoll.join(server.url, site, folder=tmp_path / "w", filters=filters[site]) as worker:
+            for round_ in worker:
+                round_.load_into(model)
+                round_.submit(become_(model, *becomes[site]))
+
+    with serving(tmp_path, zero_linear(), num_workers=2) as server:
+        threads = [threading.Thread(target=take_part, args=(site,)) for site in filters]
+        for thread in threads:
+            thread.start()
+        assert server.wait(60)
+        for thread in threads:
+            thread.join()
+        result = load_file(server.exports / "model.safetensors")
+    assert result["weight"].tolist() == [[2.0, 2.5]]  # (1 + 3) / 2, (1 + 4) / 2
+    assert result["bias"].tolist() == [0.0]
+
+
+@pytest.mark.covers("T8", "X3")
+def test_the_round_goes_on_without_a_site_whose_filter_fails(tmp_path: Path) -> None:
+    class Broken(Filter):
+        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+            raise KeyError("salt")
+
+    with serving(tmp_path, zero_linear(), num_workers=2) as server:
+        good = atoll.Client(server.url, site="a", folder=tmp_path / "w").register()
+        bad = atoll.Client(server.url, site="b", folder=tmp_path / "w", filters=[Broken()]).register()
+        for client in (good, bad):
+            assert client.next_round() == 1
+            client.pull()
+        good.submit(become_(nn.Linear(2, 1), [1.0, 2.0], 3.0))
+        with pytest.raises(UsageError, match=r"Broken\(\) failed at '(weight|bias)': KeyError: 'salt'") as caught:
+            bad.submit(become_(nn.Linear(2, 1), [9.0, 9.0], 9.0))
+        bad.close(caught.value)
+        assert good.next_round() is None
+        good.close()
+        assert server.wait(60)
+        result = load_file(server.exports / "model.safetensors")
+    assert (result["weight"].tolist(), result["bias"].tolist()) == ([[1.0, 2.0]], [3.0])
+
+
+@pytest.mark.covers("T8")
+def test_diloco_has_filters_too(tmp_path: Path) -> None:
+    """The gradient of x·w + b is x = (3, 4) and 1, which is dropped: a step of 1 moves w by −(3, 4), clipped to half.
+
+    The outer step is SGD with a rate of 1.
+    """
+    model = zero_linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    settings = {"algorithm": "diloco", "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
+    with serving(tmp_path, zero_linear(), num_workers=1, sync_every=1, **settings) as server:
+        with atoll.DiLoCo(
+            model,
+            optimizer,
+            server=server.url,
+            site="a",
+            folder=tmp_path / "w",
+            filters=[Drop("bias"), NormClip(2.5)],
+        ):
+            model(torch.tensor([[3.0, 4.0]])).sum().backward()
+            optimizer.step()
+        assert server.wait(60)
+        result = load_file(server.exports / "model.safetensors")
+    assert (result["weight"].tolist(), result["bias"].tolist()) == ([[-1.5, -2.0]], [0.0])
+
+
+def test_a_scaffold_run_refuses_a_site_with_filters(tmp_path: Path) -> None:
+    with serving(tmp_path, zero_linear(), num_workers=1, algorithm="scaffold") as server:
+        with pytest.raises(UsageError, match="controls would leave"):
+            atoll.join(server.url, "a", folder=tmp_path / "w", filters=[Drop("bias")])

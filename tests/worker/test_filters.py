@@ -1,0 +1,241 @@
+"""Filters: what leaves a site is what they made of its change, for every element, a run at a time."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from blake3 import blake3
+from test_update import CODECS, base_with, raw_layout, read
+from torch import Tensor
+
+from atoll.errors import UsageError
+from atoll.filters import About, Cast, Drop, Filter, NormClip, Outgoing
+from atoll.tensors.chunks import CHUNK_ELEMENTS
+from atoll.tensors.schema import BUFFERS, TensorSpec
+from atoll.worker.files import Outbox
+from atoll.worker.filtering import Filtered, require_filters
+from atoll.worker.update import form_update
+
+START = {"w": torch.zeros(2), "head": torch.ones(2), "bn.running_mean": torch.tensor([0.0]), "n": torch.tensor(7)}
+LOCAL = {
+    "w": torch.tensor([3.0, 4.0]),
+    "head": torch.ones(2),
+    "bn.running_mean": torch.tensor([12.0]),
+    "n": torch.tensor(9),
+}
+ABOUT = About("a", round=3, version=2, weight=5.0, steps=4, metrics={"loss": 0.5})
+
+
+def sent(
+    folder: Path,
+    filters: list[Filter],
+    start: dict[str, Tensor] = START,
+    local: dict[str, Tensor] = LOCAL,
+    codec: str = "none",
+    about: About = ABOUT,
+) -> dict[str, Tensor]:
+    """What lies in the outbox, by name; `digest` is that of the whole update."""
+    base = base_with(folder, start)
+    layout = raw_layout(start, codec)
+    outbox = Outbox(folder, layout)
+    filtered = Filtered(filters, base, local, about) if filters else None
+    formed = form_update(outbox, base, local, CODECS, filtered=filtered)
+    found = {name: read(outbox, layout, name, tensor.dtype) for name, tensor in start.items() if codec == "none"}
+    return found | {"digest": torch.frombuffer(bytearray(bytes.fromhex(formed.digest)), dtype=torch.uint8)}
+
+
+@pytest.mark.covers("T8")
+def test_what_is_dropped_stays_as_the_version_has_it(tmp_path: Path) -> None:
+    found = sent(tmp_path, [Drop("w", "*.running_mean", "n")], local=LOCAL | {"head": torch.tensor([0.5, 1.0])})
+    assert found["w"].tolist() == [0.0, 0.0]  # no change
+    assert found["head"].tolist() == [0.5, 0.0]  # 1 − ½, 1 − 1
+    assert (found["bn.running_mean"].item(), found["n"].item()) == (0.0, 7)  # buffers travel as values
+
+
+@pytest.mark.covers("T8")
+def test_the_norm_counts_parameters_and_float_buffers(tmp_path: Path) -> None:
+    """√(3² + 4² + 12²) = 13, so everything is scaled by 6.5 / 13."""
+    found = sent(tmp_path, [NormClip(6.5)])
+    assert found["w"].tolist() == [-1.5, -2.0]
+    assert (found["bn.running_mean"].item(), found["n"].item()) == (6.0, 9)
+
+
+def test_a_short_update_is_not_made_longer(tmp_path: Path) -> None:
+    assert sent(tmp_path, [NormClip(13.5)])["w"].tolist() == [-3.0, -4.0]
+
+
+@pytest.mark.covers("T8")
+def test_a_filter_sees_what_those_before_it_left(tmp_path: Path) -> None:
+    """Without the buffer the norm is 5."""
+    assert sent(tmp_path, [Drop("bn.*"), NormClip(2.5)])["w"].tolist() == [-1.5, -2.0]
+    assert sent(tmp_path, [NormClip(6.5), Drop("bn.*")])["w"].tolist() == [
+        -1.5,
+        -2.0,
+    ]  # of 13: the buffer still counted
+
+
+def test_cast_rounds_and_keeps_the_dtype(tmp_path: Path) -> None:
+    """bfloat16 has 8 bits of significand: 1 + 2⁻⁹ becomes 1."""
+    found = sent(tmp_path, [Cast("bf16")], local=LOCAL | {"w": torch.tensor([-1.0 - 2.0**-9, 0.0])})
+    assert found["w"].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.covers("T8")
+@pytest.mark.parametrize("codec", ["none", "bf16"])
+def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str) -> None:
+    """Over small neighbours that are formed together, a tensor of several runs, and every kind of dtype."""
+    generator = torch.Generator().manual_seed(0)
+    start: dict[str, Tensor] = {f"s{index}": torch.randn(index + 1, generator=generator) for index in range(20)}
+    start["large"] = torch.randn(2 * CHUNK_ELEMENTS + 5, generator=generator)
+    start["half"] = torch.randn(7, generator=generator).half()
+    start["double"] = torch.randn(7, generator=generator).double()
+    start["x.running_var"] = torch.rand(9, generator=generator)
+    start["x.count"], start["scalar"] = torch.tensor(3), torch.tensor(1.5)
+    local = {name: value + 1 for name, value in start.items()}
+    folders = [tmp_path / name for name in ("plain", "filtered")]
+    for folder in folders:
+        folder.mkdir()
+    plain = sent(folders[0], [], start, local, codec)
+    filtered = sent(folders[1], [Filter()], start, local, codec)
+    assert plain.keys() == filtered.keys()
+    assert [name for name in plain if not torch.equal(plain[name], filtered[name])] == []
+
+
+@pytest.mark.covers("T8")
+def test_every_element_passes_once_and_few_at_a_time(tmp_path: Path) -> None:
+    class Spy(Filter):
+        def __init__(self) -> None:
+            self.seen: list[tuple[str, int, int]] = []
+
+        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+            self.seen.append((name, start, len(values)))
+            return values
+
+    numel = 2 * CHUNK_ELEMENTS + 5
+    spy = Spy()
+    sent(tmp_path, [spy], {"w": torch.zeros(numel)}, {"w": torch.ones(numel)})
+    assert spy.seen == [("w", 0, CHUNK_ELEMENTS), ("w", CHUNK_ELEMENTS, CHUNK_ELEMENTS), ("w", 2 * CHUNK_ELEMENTS, 5)]
+
+
+@pytest.mark.covers("T8")
+def test_a_filter_may_ask_for_the_whole_and_its_metadata(tmp_path: Path) -> None:
+    class Curious(Filter):
+        def begin(self, update: Outgoing) -> None:
+            self.about, self.names = update.about, list(update.tensors)
+            self.head, self.w = update.tensor("head"), update.tensor("w")
+            self.runs = [(name, start, values.tolist()) for name, start, values in update.runs()]
+
+    curious = Curious()
+    sent(tmp_path, [Drop("n"), curious])
+    assert curious.about == ABOUT
+    assert sorted(curious.names) == ["bn.running_mean", "head", "w"]
+    assert (curious.w.tolist(), curious.head.tolist()) == ([-3.0, -4.0], [0.0, 0.0])
+    assert sorted(curious.runs) == [("bn.running_mean", 0, [-12.0]), ("head", 0, [0.0, 0.0]), ("w", 0, [-3.0, -4.0])]
+
+
+def test_noise_has_its_size_and_is_another_in_every_place_and_round(tmp_path: Path) -> None:
+    """z·C = 2 · 1.5 = 3; the standard deviation of 200,000 draws is within 1 % of it (6 standard errors)."""
+    numel = 200_000
+    start = {"v": torch.zeros(numel), "w": torch.zeros(numel)}
+    seed = blake3(b"seed").digest()
+    found = []
+    for number in (1, 1, 2):
+        folder = tmp_path / f"{len(found)}"
+        folder.mkdir()
+        about = About("a", number, 0, 1.0, 1, {})
+        found.append(sent(folder, [NormClip(1.5, noise=2.0, seed=seed)], start, start, about=about))
+    first, again, second = found
+    assert first["v"].std().item() == pytest.approx(3.0, rel=0.01)
+    assert abs(first["v"].mean().item()) < 6 * 3 / math.sqrt(numel)
+    assert torch.equal(first["v"], again["v"])
+    assert not torch.equal(first["v"], second["v"])
+    assert not torch.equal(first["v"], first["w"])
+
+
+def test_two_filters_without_a_seed_have_noise_of_their_own(tmp_path: Path) -> None:
+    found = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        found.append(sent(tmp_path / name, [NormClip(1.0, noise=1.0)])["w"])
+    assert not torch.equal(*found)
+
+
+class Shorter(Filter):
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        return values[1:]
+
+
+class Wider(Filter):
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        return values.double()
+
+
+class Forgetful(Filter):
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        return None  # type: ignore[return-value]
+
+
+class Broken(Filter):
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        raise ZeroDivisionError("by zero")
+
+
+@pytest.mark.covers("T8")
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (Shorter, r"Shorter\(\) made torch.float32 \[1\] where 'w' had torch.float32 \[2\]"),
+        (Wider, r"Wider.* made torch.float64"),
+        (Forgetful, r"Forgetful.* made NoneType"),
+        (Broken, r"Broken\(\) failed at 'w': ZeroDivisionError: by zero"),
+    ],
+)
+def test_a_filter_that_does_not_keep_to_its_contract_is_named(tmp_path: Path, kind: type[Filter], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        sent(tmp_path, [kind()])
+
+
+def test_a_pattern_that_is_nobodys_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"no tensor of the model is called 'haed'.*nothing was sent.*Did you mean 'head'"
+    ):
+        sent(tmp_path, [Drop("haed")])
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Drop(), "names no tensor"),
+        (lambda: Cast("fp8"), "casts to bf16 and fp16"),
+        (lambda: NormClip(0.0), "not a positive number"),
+        (lambda: NormClip(math.nan), "not a positive number"),
+        (lambda: NormClip(1.0, noise=-1.0), "at least 0"),
+    ],
+    ids=["drop", "cast", "zero", "nan", "noise"],
+)
+def test_wrong_options_are_refused_where_they_are_given(make, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        make()
+
+
+def test_what_is_no_filter_and_runs_with_controls_are_refused() -> None:
+    with pytest.raises(UsageError, match="is not a filter"):
+        require_filters([lambda values: values], has_controls=False)  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="controls would leave"):
+        require_filters([Drop("w")], has_controls=True)
+    assert require_filters([], has_controls=True) == ()
+
+
+def test_integers_are_kept_or_not_and_never_asked_for(tmp_path: Path) -> None:
+    class OnlyFloats(Filter):
+        def keeps(self, spec: TensorSpec) -> bool:
+            return spec.group != BUFFERS
+
+        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+            assert values.is_floating_point()
+            return values
+
+    assert sent(tmp_path, [OnlyFloats()])["n"].item() == 7
