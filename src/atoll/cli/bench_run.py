@@ -9,7 +9,7 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,14 @@ def measure(bench: Bench, say: Callable[[str], None]) -> dict[str, Any]:
                 return _Conductor(bench, folder, children, peaks, say).conduct()
         finally:
             peaks.close()
+
+
+def steady(rounds: Sequence[float]) -> Sequence[float]:
+    """Of figures by round those behind the first two, which write into files that are new; all where there are no more.
+
+    The second one also waits for what the first has left to be written to the disk.
+    """
+    return rounds[2:] or rounds[1:] or rounds
 
 
 def _require_space(bench: Bench, folder: Path) -> None:
@@ -191,16 +199,15 @@ class _Conductor:
         # a round is over when the last worker holds the ticket of the next one; all processes read the same clock
         opened = [max(mine[number]["opened_s"] for mine in times) for number in range(rounds + 1)]
         rounds_s = [after - before for before, after in itertools.pairwise(opened)]
-        steady = rounds_s[1:] or rounds_s
 
         def phase(key: str) -> float:
             values = [max(mine[number][key] for mine in times) for number in range(rounds)]
-            return round(float(statistics.median(values[1:] or values)), 4)
+            return round(float(statistics.median(steady(values))), 4)
 
         close = [opened[n + 1] - max(mine[n]["submitted_s"] for mine in times) for n in range(rounds)]
         settings = asdict(self.bench) | {"folder": str(self.bench.folder or tempfile.gettempdir())}
         return {
-            "steady_round_s": round(statistics.median(steady), 4),
+            "steady_round_s": round(statistics.median(steady(rounds_s)), 4),
             "rounds_s": [round(seconds, 4) for seconds in rounds_s],
             "server_peak_anon_mb": round(self.peaks.peak_mb(server.process.pid), 1),
             "worker_peak_anon_mb": round(max(self.peaks.peak_mb(worker.process.pid) for worker in workers), 1),
@@ -215,7 +222,7 @@ class _Conductor:
                 "pull_s": phase("pull_s"),
                 "train_s": phase("train_s"),
                 "submit_s": phase("submit_s"),
-                "close_s": round(statistics.median(close[1:] or close), 4),
+                "close_s": round(statistics.median(steady(close)), 4),
             },
             "settings": settings,
         }
