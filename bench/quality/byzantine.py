@@ -9,6 +9,7 @@ within two points of the run without the hostile sites, for every attack that it
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from torch.func import functional_call
 
 import atoll
 from atoll.cli.demo_data import Images, digits
+from atoll.errors import UpdateRefused
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -106,7 +108,7 @@ def accuracy(model: nn.Module, state: State, test: Images) -> float:
 
 
 def run(folder: Path, reducer: str, attack: str | None, rounds: int, seed: int) -> list[float]:
-    """One training; accuracy of the global model behind every round.
+    """One training; accuracy of the global model behind every round. One that diverges stays at its last accuracy.
 
     Args:
         attack: of the last two sites; None: they do not take part.
@@ -121,22 +123,25 @@ def run(folder: Path, reducer: str, attack: str | None, rounds: int, seed: int) 
     settings |= {"reducer": reducer, "reducer_options": REDUCERS[reducer], "max_update_norm": 0.0}
     with atoll.Server(model, **settings, state_dir=folder / "state") as server:
         clients = [atoll.Client(server.url, site=f"site-{i}", folder=folder / "w").register() for i in range(count)]
-        for _ in range(rounds):
-            for index, client in enumerate(clients):
+        try:
+            for number, (index, client) in itertools.product(range(rounds), enumerate(clients)):
                 client.next_round()
                 start = client.pull()
-                if index == 0:
+                if len(found) == number:
                     found.append(accuracy(model, start, test))
                 becomes = train(model, start, sites[index], generators[index])
                 if index >= SITES - HOSTILE:
                     assert attack is not None
                     becomes = ATTACKS[attack](start, becomes, generators[index])
                 client.submit(becomes, weight=len(sites[index][1]))
+            for client in clients:
+                client.next_round()
+            server.wait(60)
+            found.append(accuracy(model, load_file(server.exports / "model.safetensors"), test))
+        except UpdateRefused:  # NaN or Inf: nothing comes of it any more
+            found += [found[-1]] * (rounds + 1 - len(found))
         for client in clients:
-            client.next_round()
             client.close()
-        server.wait(60)
-        found.append(accuracy(model, load_file(server.exports / "model.safetensors"), test))
     return found
 
 

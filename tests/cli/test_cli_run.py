@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+import atoll
+
 ATOLL = [sys.executable, "-m", "atoll.cli.main"]
 
 
@@ -123,6 +125,24 @@ def test_a_stopped_server_says_that_it_can_go_on(atoll_command, serve, number: s
     again = serve()
     again.process.terminate()
     assert again.end() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_stopped_behind_the_end_of_its_run_says_so(
+    atoll_command, serve, tmp_path, number: signal.Signals
+) -> None:
+    """A worker that has not asked again is waited for; whoever does not want to wait has a finished run."""
+    atoll_command("init", "mine")
+    served = serve("--rounds", "1", "--num-workers", "1", "--min-workers", "1")
+    client = atoll.Client(served.url, site="a", folder=tmp_path / "w")
+    client.next_round()
+    client.submit(client.pull())
+    served.until("finished at version 1")
+    served.process.send_signal(number)
+    assert served.end() == 0
+    assert "gets it when the same command is started again" in served.lines[-1]
+    client.close()
 
 
 @pytest.mark.slow

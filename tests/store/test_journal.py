@@ -76,6 +76,19 @@ def test_threads_take_turns(journal: Journal) -> None:
     assert count(journal) == 200
 
 
+def test_a_lock_of_another_program_is_told_with_its_remedy(journal: Journal) -> None:
+    journal.row("PRAGMA busy_timeout = 0")
+    other = sqlite3.connect(journal.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError, match=r"locked by another program.*Close what writes to it"):
+        with journal.transaction():
+            journal.count("x")
+    other.close()
+    with journal.transaction():
+        journal.count("x")
+    assert count(journal) == 1
+
+
 def test_the_log_is_emptied_while_a_transaction_is_open(journal: Journal) -> None:
     with journal.transaction():
         journal.count("x")

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from atoll.cli import bench, demo, export, init, server, status, worker
+from atoll.cli import audit, bench, demo, export, init, server, status, worker
 from atoll.cli.children import Terminated
 from atoll.errors import AtollError
 
@@ -25,6 +25,7 @@ app.command("server", context_settings=server.CONTEXT)(server.command)
 app.command("worker", context_settings=worker.CONTEXT)(worker.command)
 app.command("status")(status.command)
 app.command("export")(export.command)
+app.command("audit")(audit.command)
 app.command("init")(init.command)
 app.command("demo")(demo.command)
 app.add_typer(bench.app, name="bench")

@@ -7,7 +7,7 @@ what `verify` returns) can show later that nothing before it was changed.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Protocol
 
 from blake3 import blake3
 
@@ -41,7 +41,13 @@ def entries(journal: Journal, limit: int) -> list[AuditRow]:
     return [AuditRow(*row) for row in reversed(found)]
 
 
-def verify(journal: Journal) -> tuple[int, str]:
+class Rows(Protocol):
+    """What a log is read from: the server's journal, or a reader of its own."""
+
+    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]: ...
+
+
+def verify(journal: Rows) -> tuple[int, str]:
     """Number of entries and the last hash.
 
     Raises:

@@ -23,6 +23,9 @@ Durability = Literal["process", "power"]
 FULL = {errno.ENOSPC, errno.EDQUOT}
 _FSYNC = {sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC}
 _CORRUPT = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+BUSY_S = 5.0
+"""How long a lock of another program is waited for."""
 LOG_PAGES = 16_000
 """Of 4 KiB: the most the write-ahead log grows to where nobody calls `checkpoint`, which is after every round."""
 
@@ -52,7 +55,7 @@ class Journal:
         self._undo: list[Callable[[], None]] = []
         self._broken: SyncFailed | None = None
         with self._translated():
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(path, BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             with self._translated():
                 self._prepare(begin)
@@ -236,6 +239,11 @@ class Journal:
             return self.sync_failed(str(self.path), OSError(errno.EIO, str(error)))
         if code & 0xFF in _CORRUPT:
             return StateCorrupt(f"{self.path} is damaged: {error}.", NEW_RUN)
+        if code & 0xFF in _BUSY:
+            return StoreError(
+                f"{self.path} was locked by another program for {BUSY_S:g} s.",
+                "Close what writes to it, a sqlite3 shell or a backup, and start the server again: nothing is lost.",
+            )
         return StoreError(f"{self.path}: {error}.")
 
 

@@ -1,0 +1,65 @@
+"""`atoll audit`: who submitted what, what was decided, which version came of it; whether it was changed since."""
+
+from __future__ import annotations
+
+import json as json_module
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from atoll.errors import StateCorrupt, UsageError
+
+
+class _Reader:
+    """Reads a journal beside the server that writes it: it takes no lock and changes nothing."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        return self._db.execute(sql, values).fetchall()
+
+
+def command(
+    state_dir: Annotated[Path, typer.Argument(help="State directory of a server, whether it runs or not.")],
+    last: Annotated[int, typer.Option(min=0, help="Entries to show.")] = 20,
+    json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Check the audit log and show its last entries. Note the last hash elsewhere: it stands for all before it."""
+    count, digest, entries = read(state_dir, last)
+    if json:
+        found = [{"seq": seq, "at": at, "what": what} | json_module.loads(detail) for seq, at, what, detail in entries]
+        print(json_module.dumps({"entries": count, "last_hash": digest, "last": found}, indent=2))
+        return
+    for seq, at, what, detail in entries:
+        told = ", ".join(f"{key} {value}" for key, value in json_module.loads(detail).items())
+        print(f"{seq:>6}  {at}  {what:<10} {told}")
+    print(f"{count} entries, unbroken; the last hash is {digest}")
+
+
+def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str, str]]]:
+    """(entries in all, the last hash, (number, time, what, detail as JSON) of the last ones).
+
+    Raises:
+        UsageError: no run was begun there.
+        StateCorrupt: an entry was changed or removed; or the journal is damaged.
+    """
+    from atoll.store import audit
+
+    path = state_dir / "journal.sqlite"
+    if not path.exists():
+        raise UsageError(f"{str(state_dir)!r} holds no run.", "Name the state_dir of the run file.")
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            db.execute("BEGIN")  # one view of it, while the server writes on
+            reader = _Reader(db)
+            count, digest = audit.verify(reader)
+            entries = reader.rows(
+                "SELECT seq, at, what, detail_json FROM audit WHERE seq > ? ORDER BY seq", count - last
+            )
+            return count, digest, [(int(seq), str(at), str(what), str(text)) for seq, at, what, text in entries]
+    except sqlite3.Error as error:
+        raise StateCorrupt(f"{path} cannot be read: {error}.", "Compare the directory with a backup.") from error
