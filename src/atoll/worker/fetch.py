@@ -22,7 +22,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atoll.errors import AtollError, AuthError, Busy, Gone, PartCorrupt, SchemaMismatch, ServerUnreachable, UsageError
+from atoll.errors import (
+    AtollError,
+    AuthError,
+    BadRequest,
+    Busy,
+    Gone,
+    PartCorrupt,
+    SchemaMismatch,
+    ServerUnreachable,
+    TransferStalled,
+    UsageError,
+)
 from atoll.posix import read_at, write_at
 from atoll.tensors.chunks import Scatter
 from atoll.tensors.dtypes import dtype_name, torch_dtype
@@ -268,8 +279,8 @@ class _Fetching:
                 "What a process published ends with it: look whether it runs, and publish again; or let a server keep "
                 "it, with publish(..., server=...).",
             )
-        if isinstance(error, PartCorrupt):
-            return PartCorrupt(f"Reference {ref.name} cannot be fetched: {error.message}", error.remedy)
+        if isinstance(error, PartCorrupt | BadRequest | TransferStalled) and ref.name not in error.message:
+            return type(error)(f"Reference {ref.name} cannot be fetched: {error.message}", error.remedy)
         return error
 
 
