@@ -118,6 +118,7 @@ def publish(
     expires_s: float = EXPIRES_S,
     server: str | None = None,
     abort: Abort | None = None,
+    idle_timeout_s: float = IDLE_TIMEOUT_S,
 ) -> TensorRef:
     """Put tensors under a reference, from which `atoll.fetch` gets them in another process.
 
@@ -132,6 +133,7 @@ def publish(
         server: address of an Atoll server that is to keep it, for processes that cannot reach this one. By default
             this process serves it, on loopback; `Publisher` does so on another address.
         abort: an event that ends the upload to a server.
+        idle_timeout_s: an upload that moves no byte for so long is given up.
 
     Returns:
         The reference. Whoever has it can fetch the tensors; nobody else can.
@@ -152,7 +154,7 @@ def publish(
         if inline:
             require_inline(extent.nbytes)
         http = Http(server, token=read_token(token_file()), ca=os.environ.get("ATOLL_TLS_CA"))
-        parts = Parts(http, CONNECTIONS, IDLE_TIMEOUT_S)
+        parts = Parts(http, CONNECTIONS, idle_timeout_s)
         try:
             opening = messages.ObjectOpen(
                 head_bytes=extent.head_bytes,
