@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -28,16 +29,21 @@ AT_ONCE = 64
 SCRATCH_BYTES = 2**18
 
 
-class ObjectHandlers:
-    """The operations on objects. Needs `run`, and `require_space`, which refuses while the disk is nearly full."""
+class ObjectHandlers(ABC):
+    """The operations on objects of the server that serves `run`."""
 
     run: Run
 
     def __init__(self) -> None:
         self._arriving: dict[tuple[str, int], _Arrival] = {}
 
+    @abstractmethod
     def require_space(self) -> None:
-        raise NotImplementedError
+        """Refuse what takes disk while little of it is left.
+
+        Raises:
+            DiskFull: it can be asked for again later.
+        """
 
     async def open_object(self, message: messages.ObjectOpen) -> messages.ObjectOpened:
         extent = Extent(message.head_bytes, message.nbytes, message.part_bytes)

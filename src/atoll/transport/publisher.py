@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +48,7 @@ class Served:
     """An object of this process.
 
     Attributes:
+        inline: whether its bytes go with its manifest.
         until_s: monotonic, when it expires.
         readers: requests that read `fd` at this moment; on the host's loop alone.
         gone: it is served no more.
@@ -55,6 +56,7 @@ class Served:
 
     sealed: str
     manifest: Manifest
+    inline: bool
     fd: int
     until_s: float
     digest: str
@@ -133,13 +135,11 @@ class ObjectHost:
         fd = nameless(self._folder)
         try:
             extent, digests = written(tree, fd, part_bytes)
-            data = bytearray(extent.nbytes) if inline else None
-            if data is not None:
+            if inline:
                 require_inline(extent.nbytes)
-                read_at(fd, memoryview(data), 0)
-            manifest = Manifest(extent, tuple(digests), None if data is None else bytes(data))
+            manifest = Manifest(extent, tuple(digests))
             secret, object_id, digest = new_id(), new_id(), extent.digest(digests)
-            served = Served(seal(secret), manifest, fd, time.monotonic() + expires_s, digest)
+            served = Served(seal(secret), manifest, inline, fd, time.monotonic() + expires_s, digest)
             self._on_loop(lambda: self._begin(object_id, served, expires_s))
         except BaseException:
             os.close(fd)
@@ -202,7 +202,13 @@ class ObjectHost:
         return served
 
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
-        message = self._find(request).manifest.message()
+        served = self._find(request)
+        manifest = served.manifest
+        if served.inline:
+            data = bytearray(manifest.extent.nbytes)
+            read_at(served.fd, memoryview(data), 0)
+            manifest = replace(manifest, inline=bytes(data))
+        message = manifest.message()
         return web.Response(body=message.model_dump_json().encode(), content_type="application/json")
 
     async def _data(self, request: web.Request) -> web.StreamResponse:

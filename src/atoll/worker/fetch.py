@@ -126,8 +126,9 @@ class _Fetching:
     ) -> None:
         self._parts.close()
         self._http.close()
-        if isinstance(error, AtollError):
-            raise self._named(error) from error
+        named = self._named(error) if isinstance(error, AtollError) else error
+        if named is not None and named is not error:
+            raise named from error
 
     def begin(self, optional: bool) -> bool:
         """Get manifest and head; False where it is not there, and need not be."""
