@@ -8,7 +8,20 @@ import pytest
 
 import atoll
 
-PUBLIC = ["AtollError", "Client", "DiLoCo", "Server", "Settings", "__version__", "join"]
+PUBLIC = [
+    "AtollError",
+    "Client",
+    "DiLoCo",
+    "Publisher",
+    "Server",
+    "Settings",
+    "TensorRef",
+    "__version__",
+    "fetch",
+    "join",
+    "publish",
+    "withdraw",
+]
 
 
 def test_exactly_these_names_are_public() -> None:

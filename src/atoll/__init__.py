@@ -7,6 +7,9 @@
         for round in worker:                   # the global model, pulled in place; then train and submit
             ...
 
+    ref = atoll.publish({"w": tensor})         # in one process
+    state = atoll.fetch(ref)                   # in another
+
 Importing this module is cheap: each name below brings what it needs when it is first used.
 """
 
@@ -19,20 +22,41 @@ if TYPE_CHECKING:
     from atoll.config import Settings
     from atoll.errors import AtollError
     from atoll.server.embed import Server
+    from atoll.tensors.reference import TensorRef
     from atoll.worker.client import Client
     from atoll.worker.diloco import DiLoCo
     from atoll.worker.federated import join
+    from atoll.worker.fetch import fetch
+    from atoll.worker.publish import Publisher, publish, withdraw
 
-__all__ = ["AtollError", "Client", "DiLoCo", "Server", "Settings", "__version__", "join"]
+__all__ = [
+    "AtollError",
+    "Client",
+    "DiLoCo",
+    "Publisher",
+    "Server",
+    "Settings",
+    "TensorRef",
+    "__version__",
+    "fetch",
+    "join",
+    "publish",
+    "withdraw",
+]
 
 _HOMES = {
     "AtollError": "atoll.errors:AtollError",
     "Client": "atoll.worker.client:Client",
     "DiLoCo": "atoll.worker.diloco:DiLoCo",
+    "Publisher": "atoll.worker.publish:Publisher",
     "Server": "atoll.server.embed:Server",
     "Settings": "atoll.config:Settings",
+    "TensorRef": "atoll.tensors.reference:TensorRef",
     "__version__": "atoll._version:VERSION",
+    "fetch": "atoll.worker.fetch:fetch",
     "join": "atoll.worker.federated:join",
+    "publish": "atoll.worker.publish:publish",
+    "withdraw": "atoll.worker.publish:withdraw",
 }
 
 

@@ -101,6 +101,12 @@ class Settings(BaseModel):
     )
     keep_versions: int = Field(2, ge=1, description="Versions kept for slow readers.")
     max_pins: int = Field(4, ge=1, description="Further versions that slow pulls may hold; then the oldest is revoked.")
+    objects_max_bytes: int = Field(
+        64 * 2**30, ge=0, description="The most bytes of published objects that the server keeps at a time; 0: none."
+    )
+    objects_expire_s: float = Field(
+        86400.0, gt=0, description="The longest that the server keeps a published object, whatever its publisher asks."
+    )
     min_free_bytes: int = Field(256 * 2**20, ge=0, description="Refuse uploads (507) when less disk than this is free.")
     threads: int = Field(0, ge=0, description="Threads of the aggregation; 0: one per core, at most 8.")
 

@@ -18,7 +18,8 @@
     │   └── BadRequest         it did not understand what we said
     ├── TransferError          the network between the two
     │   ├── ServerUnreachable  nobody answers
-    │   └── TransferStalled    no byte moved for the idle timeout
+    │   ├── TransferStalled    no byte moved for the idle timeout
+    │   └── TransferAborted    whoever started it told it to stop
     ├── StoreError             this machine's disk
     │   ├── DiskFull
     │   ├── StateLocked        another process owns the directory
@@ -127,6 +128,10 @@ class ServerUnreachable(TransferError):
 
 class TransferStalled(TransferError):
     code = "stalled"
+
+
+class TransferAborted(TransferError):
+    code = "aborted"
 
 
 class StoreError(AtollError):

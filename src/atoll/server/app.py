@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import re
@@ -20,9 +19,10 @@ from atoll.server.handlers import Handlers
 from atoll.server.passing import directory_gone, journal_failed, no_more_files, passing
 from atoll.server.run import Run
 from atoll.transport.bypass import bypass_of
+from atoll.transport.host import problem
 from atoll.transport.sockets import break_off
 from atoll.wire import messages, routes
-from atoll.wire.operations import OPERATIONS, STATUS_OF, Operation, openapi
+from atoll.wire.operations import OPERATIONS, Operation, openapi
 
 LOG = logging.getLogger("atoll.server")
 HTTP_LOG = logging.getLogger("atoll.server.http")
@@ -74,10 +74,10 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], run: Run
 
     async def handle(request: web.Request) -> web.StreamResponse:
         arguments: dict[str, Any] = {
-            name: _number(name, text) for name, text in request.match_info.items() if name != "digest"
+            name: _READERS.get(name, _number)(name, text) for name, text in request.match_info.items()
         }
-        if "digest" in request.match_info:
-            arguments["digest"] = _digest(request.match_info["digest"])
+        if operation.secret:
+            arguments["secret"] = _hex("the secret", request.headers.get(routes.SECRET_HEADER, ""), 32)
         if operation.lease:
             arguments["lease"] = run.require_lease(request.headers.get(routes.LEASE_HEADER))
         if takes_message:
@@ -126,20 +126,28 @@ def _number(name: str, text: str) -> int:
     return int(text)
 
 
-def _digest(text: str) -> str:
-    if not re.fullmatch("[0-9a-f]{64}", text):
-        raise BadRequest(f"{text[:80]!r} is not a digest.", "It has 64 hexadecimal digits.")
+def _hex(name: str, text: str, digits: int) -> str:
+    if len(text) != digits or not re.fullmatch("[0-9a-f]+", text):
+        shown = "" if name == "the secret" else f" {text[:80]!r},"
+        raise BadRequest(f"{name} is{shown} not what this server has issued.", f"It has {digits} hexadecimal digits.")
     return text
+
+
+_READERS: dict[str, Callable[[str, str], Any]] = {
+    "digest": lambda name, text: _hex(name, text, 64),
+    "object": lambda name, text: _hex(name, text, 32),
+}
+"""Parameters of a path that are no numbers."""
 
 
 def _guard(gate: Gate, run: Run) -> Any:
     state_dir = run.settings.state_dir
-    open_paths = {operation.path for operation in OPERATIONS if operation.open}
+    open_names = {operation.name for operation in OPERATIONS if operation.open}
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if request.path not in open_paths:
+            if request.match_info.route.name not in open_names:
                 request[IDENTITY] = gate.admit(request.headers.get("Authorization"))
             return await handler(request)
         except AtollError as error:
@@ -186,17 +194,3 @@ def _guard(gate: Gate, run: Run) -> Any:
 def _come_back(error: Exception) -> web.Response:
     LOG.error("%s", passing(error))
     return problem("busy", "The server has too many files open.", "It takes requests again when there are fewer.", 2.0)
-
-
-def problem(code: str, message: str, remedy: str = "", retry_after_s: float | None = None) -> web.Response:
-    """An answer that names what went wrong."""
-    body = messages.Problem(code=code, message=message, remedy=remedy, retry_after_s=retry_after_s)
-    headers = {"Retry-After": str(max(1, round(retry_after_s)))} if retry_after_s is not None else {}
-    if code == "auth":
-        headers["WWW-Authenticate"] = "Bearer"
-    return web.Response(
-        status=STATUS_OF.get(code, 500),
-        body=json.dumps(body.model_dump()).encode(),
-        content_type="application/json",
-        headers=headers,
-    )

@@ -26,6 +26,7 @@ from atoll.rounds import events as ev
 from atoll.rounds import machine
 from atoll.server.auth import IDENTITY
 from atoll.server.metrics import prometheus
+from atoll.server.objects import ObjectHandlers
 from atoll.server.roster import Lease, Presence, now_text
 from atoll.server.run import Run
 from atoll.server.status import status_of, why
@@ -40,10 +41,11 @@ REFUSALS = 5
 """In a row, after which a site is sent away: it would train and be refused for ever."""
 
 
-class Handlers:
+class Handlers(ObjectHandlers):
     """The operations on one run."""
 
     def __init__(self, run: Run) -> None:
+        super().__init__()
         self.run, self.store, self.plan = run, run.store, run.plan
         self._uploads = Uploads(run)
 
@@ -226,7 +228,7 @@ class Handlers:
             )
         self._require_open(lease, ticket)
         require_length(request, layout.parts[part].nbytes)
-        self._require_space()
+        self.require_space()
         async with self._uploads.received(request, lease.site, ticket, layout.parts[part]) as (writer, stats):
             self._require_open(lease, ticket)
             if stats.bad is not None:
@@ -243,7 +245,8 @@ class Handlers:
         elif refusal is not None:
             raise TicketClosed(refusal, "Ask for the next ticket.")
 
-    def _require_space(self) -> None:
+    def require_space(self) -> None:
+        """Refuse what takes disk while little of it is left."""
         free = self.store.free_bytes()
         if free < self.plan.settings.min_free_bytes:
             error = DiskFull(

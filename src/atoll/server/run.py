@@ -24,6 +24,7 @@ from atoll.server.plan import Plan
 from atoll.server.reduce import close_round
 from atoll.server.restore import snapshot_of
 from atoll.server.roster import Lease, Presence
+from atoll.store.objects import ObjectStore
 from atoll.store.rows import MemberState, Recovered, TicketRow, VersionRow
 from atoll.store.store import Store
 from atoll.tensors.alone import stay_alone
@@ -55,6 +56,12 @@ class Run:
         self.started_s = time.monotonic()
         self.io = ThreadPoolExecutor(max(8, 2 * plan.threads), thread_name_prefix="atoll-io", initializer=stay_alone)
         self.exports = Exports(plan, store)
+        self.objects = ObjectStore(
+            self.settings.state_dir / "objects",
+            max_bytes=self.settings.objects_max_bytes,
+            max_expires_s=self.settings.objects_expire_s,
+            idle_timeout_s=self.settings.idle_timeout_s,
+        )
         self._changed = asyncio.Event()
         self._cancelled = threading.Event()
         self._untold: list[ev.Event] = []
@@ -104,6 +111,7 @@ class Run:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.io.shutdown(wait=True)
+        self.objects.close()
         self.store.close()
 
     def fail(self, error: AtollError) -> None:
@@ -350,6 +358,7 @@ class Run:
             deadline_s = machine.next_deadline_s(self.state)
             pause_s = 1.0 if deadline_s is None else min(1.0, max(0.01, deadline_s - time.monotonic()))
             await asyncio.sleep(pause_s)
+            self.objects.sweep()
             with contextlib.suppress(DiskFull):
                 self.apply(ev.TimePassed())
 

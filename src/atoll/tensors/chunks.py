@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atoll.tensors.dtypes import NOT_IN_NUMPY
 from atoll.tensors.layout import Layout
 from atoll.tensors.modules import Tensors
 
@@ -26,9 +27,6 @@ ROOM_BYTES = 2**18
 
 CHUNK_ELEMENTS = 2**18
 """What a pass over a tensor holds at a time: 1 MiB of fp32, a multiple of the tile."""
-
-
-_NOT_IN_NUMPY = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
 def run_of(tensor: Tensor, start: int, stop: int) -> Tensor:
@@ -77,7 +75,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, without a copy."""
     if not tensor.numel():
         return memoryview(b"")
-    if tensor.dtype in _NOT_IN_NUMPY:
+    if tensor.dtype in NOT_IN_NUMPY:
         tensor = tensor.view(-1).view(torch.uint8)
     array: Any = tensor.detach().numpy()
     return memoryview(array.reshape(-1).view(np.uint8))

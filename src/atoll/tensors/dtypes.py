@@ -25,6 +25,9 @@ TORCH: dict[str, torch.dtype] = {
 }
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH.items()}
 
+NOT_IN_NUMPY = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
+"""Those that no NumPy array can have."""
+
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a safetensors dtype name."""

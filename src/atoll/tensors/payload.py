@@ -7,6 +7,7 @@
 
 The receiver gets the identical structure back: dicts in their order, tuples and lists, ints and floats, torch where
 there was torch and NumPy where there was NumPy. A tensor that occurs twice travels once, and is one tensor there, too.
+A `TensorRef` travels as it is: nothing is pulled on the way.
 The skeleton is plain JSON: it is read with checks at every step, and builds nothing but what is listed here.
 """
 
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor
 
 from atoll.errors import BadRequest, UsageError
-from atoll.tensors.dtypes import NAMES
+from atoll.tensors.dtypes import NAMES, NOT_IN_NUMPY
+from atoll.tensors.reference import TensorRef
 
 Plain = Any
 """What JSON has: None, bool, int, float, str, list, dict."""
@@ -102,11 +104,13 @@ class _Packer:
             return {"$": "scalar", "index": self._array(np.asarray(value), path)}
         if type(value) in (bytes, bytearray):
             return {"$": type(value).__name__, "base64": base64.b64encode(value).decode()}
+        if isinstance(value, TensorRef):
+            return {"$": "ref", "text": str(value)}
         if type(value) in (list, tuple) or isinstance(value, Mapping):
             return self._container(value, path)
         raise UsageError(
             f"{path} is a {_name(value)}, which cannot travel.",
-            "A payload holds dicts, lists, tuples, tensors, arrays, numbers, strings, bytes and None.",
+            "A payload holds dicts, lists, tuples, tensors, arrays, references, numbers, strings, bytes and None.",
         )
 
     def _container(self, value: Any, path: str) -> Plain:
@@ -210,6 +214,11 @@ class _Unpacker:
             except (binascii.Error, ValueError) as error:
                 raise BadRequest(f"{path} is no base64 ({error}).") from None
             return data if kind == "bytes" else bytearray(data)
+        if kind == "ref":
+            try:
+                return TensorRef.parse(_only(node, "text", str, path))
+            except UsageError as error:
+                raise BadRequest(f"{path} is no reference.", error.remedy) from None
         raise BadRequest(
             f"{path} is of the unknown kind {kind!r}.", "The other side may have a newer version of Atoll."
         )
@@ -235,6 +244,8 @@ class _Unpacker:
         if kind == "tensor" or not isinstance(value, Tensor):
             return value
         if index not in self._arrays:
+            if value.dtype in NOT_IN_NUMPY:
+                raise BadRequest(f"The payload says that tensor {index}, of {value.dtype}, is an array.")
             self._arrays[index] = value.numpy()
         array = self._arrays[index]
         return array if kind == "array" else array[()]

@@ -73,7 +73,7 @@ class Http:
         self.server = f"{url.scheme}://{url.host}:{self.port}"
         self.secure = client_context(ca) if url.scheme == "https" else None
         self.counters = Counters()
-        self.lease = ""
+        self.lease = self.secret = ""
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         secure = {"ssl_context": self.secure} if self.secure else {}
         self._pool = urllib3.connection_from_url(self.server, maxsize=4, retries=False, **secure)
@@ -82,9 +82,10 @@ class Http:
         self._pool.close()
 
     def headers(self, more: dict[str, str] | None = None) -> dict[str, str]:
-        """Who asks: the token and the lease, and what else is given."""
+        """Who asks: the token, the lease or the secret of an object, and what else is given."""
         lease = {routes.LEASE_HEADER: self.lease} if self.lease else {}
-        return {**self._headers, **lease, **(more or {})}
+        secret = {routes.SECRET_HEADER: self.secret} if self.secret else {}
+        return {**self._headers, **lease, **secret, **(more or {})}
 
     def get(self, path: str, reply: type[Reply]) -> Reply:
         """GET a typed message."""
@@ -100,6 +101,10 @@ class Http:
         """POST a message whose answer has no body."""
         body = message.model_dump_json(exclude_defaults=True).encode()
         self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
+
+    def delete(self, path: str, *, timeout_s: float = 30.0) -> None:
+        """DELETE what is at a path."""
+        self._request("DELETE", path, timeout_s=timeout_s)
 
     def _request(
         self,

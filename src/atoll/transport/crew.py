@@ -57,13 +57,17 @@ class Crew:
         wait([future for future in self._futures if not future.cancelled()])
         self._pool.shutdown()
 
-    def cut(self) -> None:
-        """End at once: no part is begun, those on their way break off; returns when every thread has ended."""
+    def break_off(self) -> None:
+        """No part is begun, those on their way break off; from any thread, and without waiting for them."""
         self.ended.set()
         with self._lock:
             self._cut = True
             for lane in self._lanes:
                 lane.cut()
+
+    def cut(self) -> None:
+        """End at once: no part is begun, those on their way break off; returns when every thread has ended."""
+        self.break_off()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.wait()
 

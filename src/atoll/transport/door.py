@@ -38,6 +38,11 @@ def raise_files_limit() -> int:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return files_limit()
+
+
+def files_limit() -> int:
+    """How many files this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_FILES if soft == resource.RLIM_INFINITY else soft
 

@@ -8,6 +8,7 @@ queue pages, and a slot may be rewritten once its last reader is done, while its
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from atoll.errors import BadRequest
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.transport.bypass import Bypass, Fill, bypass_of
 from atoll.transport.sockets import Idle, break_off
+from atoll.wire import messages
+from atoll.wire.operations import STATUS_OF
 from atoll.wire.routes import DIGEST_BYTES
 
 FIRST_BYTES = 2**16
@@ -285,3 +288,17 @@ def _read_cached(fd: int, scratch: memoryview, offset: int) -> memoryview | None
     except OSError:  # not cached (EAGAIN), or a file system that cannot say
         return None
     return scratch[:done] if done else None
+
+
+def problem(code: str, message: str, remedy: str = "", retry_after_s: float | None = None) -> web.Response:
+    """An answer that names what went wrong."""
+    body = messages.Problem(code=code, message=message, remedy=remedy, retry_after_s=retry_after_s)
+    headers = {"Retry-After": str(max(1, round(retry_after_s)))} if retry_after_s is not None else {}
+    if code == "auth":
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.Response(
+        status=STATUS_OF.get(code, 500),
+        body=json.dumps(body.model_dump()).encode(),
+        content_type="application/json",
+        headers=headers,
+    )

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from blake3 import blake3
 
-from atoll.errors import PartCorrupt, ServerUnreachable, TransferStalled
+from atoll.errors import BadRequest, PartCorrupt, ServerUnreachable, TransferAborted, TransferStalled
 from atoll.failpoints import failpoint
 from atoll.tensors.layout import Part
 from atoll.transport.client import Http, network_error, problem_of
@@ -89,13 +89,46 @@ class Parts:
     def __init__(self, http: Http, connections: int, idle_timeout_s: float) -> None:
         self._http, self._connections, self._idle_timeout_s = http, connections, idle_timeout_s
         self._idle: list[Lane] = []
+        self._crews: set[Crew] = set()
+        self._broken = False
         self._lock = threading.Lock()
+
+    def break_off(self) -> None:
+        """From another thread: what is on its way ends with `TransferAborted`, and so does all that comes later."""
+        with self._lock:
+            self._broken = True
+            crews = list(self._crews)
+        for hands in crews:
+            hands.break_off()
 
     def close(self) -> None:
         with self._lock:
             lanes, self._idle = self._idle, []
         for lane in lanes:
             lane.close()
+
+    def read(self, path: str, most_bytes: int) -> bytearray:
+        """GET a message that may be long, over a connection for parts.
+
+        Raises:
+            BadRequest: it has more than `most_bytes`; no more of it was read.
+            TransferStalled, ServerUnreachable: the network.
+        """
+        held = bytearray()
+
+        def fetch(lane: Lane, todo: list[Part]) -> None:
+            held.clear()
+            status, body, runs = lane.get(path, self._http.headers())
+            if status >= 300:
+                raise problem_of(status, body)
+            for run in runs:
+                if len(held) + len(run) > most_bytes:
+                    raise BadRequest(f"{self._http.server} sends a message of more than {most_bytes} bytes.")
+                held.extend(run)
+            todo.clear()
+
+        self._spread(fetch, [[Part(0, 0, 0, ())]])
+        return held
 
     def pull(
         self,
@@ -106,18 +139,20 @@ class Parts:
         *,
         into: Memory | None = None,
         on_bytes: Callable[[int], None] | None = None,
+        on_part: Callable[[Part], None] | None = None,
     ) -> None:
-        """Fetch parts of a version by byte range into every sink; one that arrives damaged is fetched again, alone.
+        """Fetch parts of a file by byte range into every sink; one that arrives damaged is fetched again, alone.
 
         Args:
-            path: of the version's bytes; it carries the digest, so it never means anything else.
-            digests: BLAKE3 of every part of the version, by index.
+            path: of the bytes of a version or an object; it never means anything else.
+            digests: BLAKE3 of every part of it, by index.
             parts: those wanted.
             sinks: each gets the same bytes at their file offsets, whole elements at a time.
             into: gets them too, before the others, and large runs without a copy.
+            on_part: told of every part that is whole, from several threads.
 
         Raises:
-            Gone: the server no longer keeps the version; ask for the head again.
+            Gone: the server no longer keeps it; of a version, ask for the head again.
             TransferStalled, ServerUnreachable: the network; parts that are complete stay written.
         """
 
@@ -150,6 +185,8 @@ class Parts:
                     )
                 failpoint("pull.part")
                 del todo[0]
+                if on_part:
+                    on_part(part)
                 hasher = blake3()
 
             for run in runs:
@@ -244,7 +281,7 @@ class Parts:
 
     def _spread(self, work: Work, runs: Sequence[list[Part]]) -> None:
         """Run `work` for all parts over the connections; the first lasting failure ends it, and is raised."""
-        with crew(max(1, min(self._connections, len(runs)))) as hands:
+        with crew(max(1, min(self._connections, len(runs)))) as hands, self._breakable(hands):
             if len(runs) <= 1:
                 for todo in runs:
                     self._attempt(work, todo, hands)
@@ -258,6 +295,24 @@ class Parts:
                     future.cancel()
         if errors:
             raise errors[0]
+
+    @contextmanager
+    def _breakable(self, hands: Crew) -> Iterator[None]:
+        """Within, `break_off` ends this crew; left so, it is an error, for parts are missing."""
+        with self._lock:
+            self._crews.add(hands)
+            if self._broken:
+                hands.break_off()
+        try:
+            yield
+        except (ServerUnreachable, TransferStalled):
+            if not self._broken:
+                raise
+        finally:
+            with self._lock:
+                self._crews.discard(hands)
+        if self._broken:
+            raise TransferAborted(f"The transfer with {self._http.server} was told to stop.")
 
     def _attempt(self, work: Work, todo: list[Part], hands: Crew) -> bool:
         """Do these parts, with a few attempts for each; False, and not all done, where another has failed for good."""

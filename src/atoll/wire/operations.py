@@ -50,6 +50,7 @@ class Operation:
         lease: whether the `Atoll-Lease` header is needed.
         problems: codes that it may answer with, besides those every operation may.
         open: whether it is answered without a token.
+        secret: whether the `Atoll-Secret` header of an object is needed.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Operation:
     lease: bool = False
     problems: tuple[str, ...] = ()
     open: bool = False
+    secret: bool = False
 
 
 _LEASED = ("lease_lost", "superseded")
@@ -151,6 +153,63 @@ OPERATIONS: tuple[Operation, ...] = (
         reply=bytes,
         problems=("gone", "range"),
     ),
+    Operation(
+        "open_object",
+        "POST",
+        routes.OBJECTS,
+        "Keep an object for those who have its secret: its parts come next.",
+        request=messages.ObjectOpen,
+        reply=messages.ObjectOpened,
+        problems=("busy", "disk_full"),
+    ),
+    Operation(
+        "put_object_part",
+        "PUT",
+        routes.OBJECT_PART,
+        "One part of an object: its bytes, then their BLAKE3 (32 bytes). Content-Length is exact.",
+        request=bytes,
+        reply=messages.ObjectPartReceipt,
+        secret=True,
+        problems=("gone", "conflict", "part_corrupt", "busy", "disk_full", "too_large"),
+    ),
+    Operation(
+        "complete_object",
+        "POST",
+        routes.OBJECT_COMPLETE,
+        "All parts are there: the object can be pulled. The same request may be repeated.",
+        request=messages.ObjectComplete,
+        secret=True,
+        problems=("gone", "conflict", "disk_full"),
+    ),
+    Operation(
+        "get_object",
+        "GET",
+        routes.OBJECT,
+        "The manifest of an object: its sizes and the digests of its parts.",
+        reply=messages.ObjectManifest,
+        open=True,
+        secret=True,
+        problems=("gone", "conflict"),
+    ),
+    Operation(
+        "get_object_data",
+        "GET",
+        routes.OBJECT_DATA,
+        "An object as a safetensors file; honours Range, If-Range and If-None-Match with the digest as ETag.",
+        reply=bytes,
+        open=True,
+        secret=True,
+        problems=("gone", "conflict", "range"),
+    ),
+    Operation(
+        "remove_object",
+        "DELETE",
+        routes.OBJECT,
+        "Keep an object no longer; who pulls it is broken off.",
+        open=True,
+        secret=True,
+        problems=("gone",),
+    ),
     Operation("get_status", "GET", routes.STATUS, "All there is to know at this moment.", reply=messages.Status),
     Operation("get_metrics", "GET", routes.METRICS, "Prometheus metrics.", reply=str),
     Operation("get_health", "GET", routes.HEALTH, "Whether the server serves.", reply=str, open=True),
@@ -158,6 +217,12 @@ OPERATIONS: tuple[Operation, ...] = (
 )
 
 COMMON_PROBLEMS = ("bad_request", "auth")
+
+_HEX = {
+    "digest": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+    "object": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
+}
+"""Parameters of a path that are no numbers."""
 
 
 def openapi(version: str) -> dict[str, Any]:
@@ -193,21 +258,15 @@ def _is_message(kind: Any) -> bool:
 def _describe(operation: Operation) -> dict[str, Any]:
     parameters: list[dict[str, Any]] = []
     for name in re.findall(r"{(\w+)}", operation.path):
-        schema = (
-            {"type": "string", "pattern": "^[0-9a-f]{64}$"}
-            if name == "digest"
-            else {"type": "integer", "minimum": 0, "maximum": messages.NUMBER_BELOW - 1}
-        )
+        number = {"type": "integer", "minimum": 0, "maximum": messages.NUMBER_BELOW - 1}
+        schema = _HEX.get(name, number)
         parameters.append({"name": name, "in": "path", "required": True, "schema": schema})
-    if operation.lease:
-        parameters.append(
-            {
-                "name": routes.LEASE_HEADER,
-                "in": "header",
-                "required": True,
-                "schema": {"type": "string", "pattern": messages.LEASE_PATTERN},
-            }
-        )
+    for needed, header, header_schema in (
+        (operation.lease, routes.LEASE_HEADER, {"type": "string", "pattern": messages.LEASE_PATTERN}),
+        (operation.secret, routes.SECRET_HEADER, _HEX["object"]),
+    ):
+        if needed:
+            parameters.append({"name": header, "in": "header", "required": True, "schema": header_schema})
     described: dict[str, Any] = {
         "operationId": operation.name,
         "summary": operation.summary,

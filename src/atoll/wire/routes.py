@@ -18,12 +18,19 @@ PART = "/v1/tickets/{ticket}/parts/{part}"
 COMPLETE = "/v1/tickets/{ticket}/complete"
 MANIFEST = "/v1/fragments/{fragment}/versions/{version}"
 VERSION_DATA = "/v1/fragments/{fragment}/versions/{version}/{digest}"
+OBJECTS = "/v1/objects"
+OBJECT = "/v1/objects/{object}"
+OBJECT_PART = "/v1/objects/{object}/parts/{part}"
+OBJECT_COMPLETE = "/v1/objects/{object}/complete"
+OBJECT_DATA = "/v1/objects/{object}/data"
 STATUS = "/v1/status"
 OPENAPI = "/openapi.json"
 METRICS = "/metrics"
 HEALTH = "/healthz"
 
 LEASE_HEADER = "Atoll-Lease"
+SECRET_HEADER = "Atoll-Secret"
+"""Of an object's reference: whoever sends it may pull the object, and needs no token."""
 
 CONTROL_BODY_BYTES = 64 * 2**10
 """The most a control message may have; more is refused before it is read."""
@@ -32,6 +39,12 @@ HEADER_BYTES = 16 * 2**10
 DIGEST_BYTES = 32
 """A part's body is its bytes, then their BLAKE3."""
 
+MANIFEST_BYTES = 32 * 2**20
+"""The most that the manifest of an object may have; who pulls one reads no more."""
+
+INLINE_BYTES = 16 * 2**20
+"""The most that an object may have which travels within its manifest."""
+
 LONG_POLL_S = 20.0
 """The longest a request for a ticket waits before it answers "wait"; below the idle timeout of common proxies."""
 
@@ -39,3 +52,8 @@ LONG_POLL_S = 20.0
 def parts_of(ticket: int) -> Callable[[int], str]:
     """Number of a part → its path, under a ticket."""
     return lambda part: PART.format(ticket=ticket, part=part)
+
+
+def parts_of_object(object_id: str) -> Callable[[int], str]:
+    """Number of a part → its path, under an object."""
+    return lambda part: OBJECT_PART.format(object=object_id, part=part)

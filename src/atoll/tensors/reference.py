@@ -1,0 +1,93 @@
+"""References: where an object can be pulled from, what it must be, and the secret that opens it.
+
+    atoll-ref://HOST:PORT/OBJECT?expires=SECONDS#SECRET.DIGEST        atoll-refs:// where TLS is spoken
+
+A reference is a key: whoever has it can pull the object, nobody else can. So `str` gives all of it, to be sent, and
+`repr` and error messages leave the secret out.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from atoll.errors import UsageError
+
+_TEXT = re.compile(
+    r"atoll-(?P<scheme>refs?)://(?P<host>\[[0-9a-fA-F:.]{2,45}\]|[0-9A-Za-z](?:[0-9A-Za-z._-]{0,251}[0-9A-Za-z])?)"
+    r":(?P<port>[1-9][0-9]{0,4})/(?P<object>[0-9a-f]{32})\?expires=(?P<expires>[0-9]{1,12})"
+    r"#(?P<secret>[0-9a-f]{32})\.(?P<digest>[0-9a-f]{64})"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A handle from which an object can be pulled: `atoll.fetch(ref)`. Travels inside payloads, and as text in JSON.
+
+    Attributes:
+        host, port: who serves the object; an IPv6 address without brackets.
+        secure: whether it speaks TLS.
+        object: id of the object there, 32 hex digits.
+        secret: shown with every request, 32 hex digits.
+        digest: of the object's bytes: what is pulled is checked against it.
+        expires_at: seconds since 1970 by the publisher's clock, for people; who serves it decides.
+    """
+
+    host: str
+    port: int
+    secure: bool
+    object: str
+    secret: str = field(repr=False)
+    digest: str
+    expires_at: int
+
+    def __post_init__(self) -> None:
+        if not _TEXT.fullmatch(str(self)) or self.port > 65535:
+            raise UsageError("A TensorRef was made of parts that no reference has.", "Take one from atoll.publish.")
+
+    @classmethod
+    def parse(cls, text: str) -> TensorRef:
+        """The reference that `str` wrote.
+
+        Raises:
+            UsageError: it is none.
+        """
+        match = _TEXT.fullmatch(text) if isinstance(text, str) and len(text) <= 512 else None
+        if match is None:
+            raise UsageError(
+                "The text is no reference to tensors.",
+                "Pass on str(ref) of what atoll.publish gave: atoll-ref://HOST:PORT/OBJECT?expires=…#SECRET.DIGEST.",
+            )
+        return cls(
+            match["host"].strip("[]"),
+            int(match["port"]),
+            match["scheme"] == "refs",
+            match["object"],
+            match["secret"],
+            match["digest"],
+            int(match["expires"]),
+        )
+
+    @property
+    def server(self) -> str:
+        """Address of who serves it: http://host:port."""
+        return f"{'https' if self.secure else 'http'}://{self._place}"
+
+    @property
+    def name(self) -> str:
+        """What messages call it: no secret in it."""
+        return f"{self.object[:8]} at {self._place}"
+
+    @property
+    def expires(self) -> str:
+        """When it expires, for people."""
+        return datetime.fromtimestamp(min(self.expires_at, 2**37), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+    def __str__(self) -> str:
+        scheme = "atoll-refs" if self.secure else "atoll-ref"
+        return f"{scheme}://{self._place}/{self.object}?expires={self.expires_at}#{self.secret}.{self.digest}"
+
+    @property
+    def _place(self) -> str:
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"

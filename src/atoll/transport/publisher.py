@@ -1,0 +1,367 @@
+"""Serves objects from this process: to whoever can reach it and has a reference.
+
+Each object is a file without a name, so that nothing is left of it however the process ends. It is written once, when
+it is published, and read by byte range: no receiver waits for another, and one that stands still costs a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from atoll.errors import AtollError, ConfigError, DiskFull, Gone, PortInUse, StoreError, UsageError
+from atoll.posix import read_at
+from atoll.tensors.objects import write_object
+from atoll.tensors.reference import TensorRef
+from atoll.transport.bypass import Bypass
+from atoll.transport.door import Door, connections_within, files_limit
+from atoll.transport.host import problem, serve_file
+from atoll.transport.sockets import break_off
+from atoll.transport.tls import is_loopback, server_context
+from atoll.wire import routes
+from atoll.wire.objects import Manifest, new_id, require_secret, seal
+
+LOG = logging.getLogger("atoll.objects")
+
+T = TypeVar("T")
+
+THREADS = 4
+"""They move bytes of all receivers in turn; each holds one chunk."""
+LONGEST_S = 10 * 365 * 86400.0
+
+
+@dataclass(eq=False)
+class Served:
+    """An object of this process.
+
+    Attributes:
+        inline: whether its bytes go with its manifest.
+        until_s: monotonic, when it expires.
+        readers: requests that read `fd` at this moment; on the host's loop alone.
+        gone: it is served no more.
+    """
+
+    sealed: str
+    manifest: Manifest
+    inline: bool
+    fd: int
+    until_s: float
+    digest: str
+    readers: int = 0
+    gone: threading.Event = field(default_factory=threading.Event)
+
+    def close_if_unread(self) -> None:
+        if self.gone.is_set() and not self.readers and self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class ObjectHost:
+    """The objects of one process, and the thread that serves them.
+
+    Args:
+        host, port: to listen on; port 0 takes any free one.
+        name: under which others reach this machine; by default `host`.
+        tls_cert, tls_key: PEM files; needed where others can reach `host`, unless `insecure`.
+        idle_timeout_s: a receiver that takes no byte for so long is broken off.
+        folder: where the bytes lie; by default that of temporary files.
+
+    Raises:
+        ConfigError: the address needs TLS, or is not this machine's. PortInUse: somebody else has the port.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        name: str | None,
+        tls_cert: Path | None,
+        tls_key: Path | None,
+        insecure: bool,
+        idle_timeout_s: float,
+        folder: Path | None,
+    ) -> None:
+        if (tls_cert is None) != (tls_key is None):
+            raise ConfigError("Only one of tls_cert and tls_key is given.", "Give both, or neither.")
+        if tls_cert is None and not is_loopback(host) and not insecure:
+            raise ConfigError(
+                f"Objects would be published on {host}, which others can reach, without TLS.",
+                "Give tls_cert and tls_key, or publish on 127.0.0.1 or through the server (server=), or say "
+                "insecure=True if the network is your own.",
+            )
+        self._context = server_context(tls_cert, tls_key) if tls_cert and tls_key else None
+        self._folder, self._idle_timeout_s = folder, idle_timeout_s
+        self._objects: dict[str, Served] = {}
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="atoll-objects")
+        self._stopping = asyncio.Event()
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._listener = _listen(host, port)
+        address = self._listener.getsockname()
+        self.port: int = address[1]
+        self.name = name or (socket.gethostname() if host in ("0.0.0.0", "::") else host)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._main, name="atoll-objects", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+
+    # -- what a publisher does
+
+    def publish(self, tree: Any, *, part_bytes: int, inline: bool, expires_s: float) -> TensorRef:
+        """Write a tree to disk and serve it; nothing of it is referred to afterwards.
+
+        Raises:
+            UsageError: something in it cannot travel, or too much to be inline; or the host is closed.
+            DiskFull, StoreError: the disk's.
+        """
+        fd = nameless(self._folder)
+        try:
+            extent, digests = written(tree, fd, part_bytes)
+            if inline:
+                require_inline(extent.nbytes)
+            manifest = Manifest(extent, tuple(digests))
+            secret, object_id, digest = new_id(), new_id(), extent.digest(digests)
+            served = Served(seal(secret), manifest, inline, fd, time.monotonic() + expires_s, digest)
+            self._on_loop(lambda: self._begin(object_id, served, expires_s))
+        except BaseException:
+            os.close(fd)
+            raise
+        expires_at = int(time.time() + expires_s)
+        return TensorRef(self.name, self.port, self._context is not None, object_id, secret, digest, expires_at)
+
+    def withdraw(self, ref: TensorRef) -> bool:
+        """Serve an object no more; who pulls it is broken off. False where it is none of this host's."""
+
+        def work() -> bool:
+            served = self._objects.get(ref.object)
+            if served is None:
+                return False
+            require_secret(ref.secret, served.sealed, ref.object)
+            self._drop(ref.object)
+            return True
+
+        return self._on_loop(work)
+
+    def close(self) -> None:
+        """Serve nothing any more, and give the disk back. Idempotent."""
+        with self._lock:
+            done, self._closed = self._closed, True
+        if not done:
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
+
+    def _on_loop(self, work: Callable[[], T]) -> T:
+        async def call() -> T:
+            return work()
+
+        with self._lock:  # so that it is not closed in between
+            if self._closed:
+                raise UsageError("The publisher is closed.", "Make a new one.")
+            future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+        return future.result(timeout=30.0)
+
+    # -- on the loop
+
+    def _begin(self, object_id: str, served: Served, expires_s: float) -> None:
+        self._objects[object_id] = served
+        self._loop.call_later(min(expires_s, LONGEST_S), self._drop, object_id)
+
+    def _drop(self, object_id: str) -> None:
+        served = self._objects.pop(object_id, None)
+        if served is not None:
+            served.gone.set()
+            served.close_if_unread()
+
+    def _find(self, request: web.Request) -> Served:
+        object_id = request.match_info["object"]
+        served = self._objects.get(object_id)
+        if served is None or served.until_s <= time.monotonic():
+            raise Gone(
+                f"Object {object_id[:8]} is not published here: it has expired, was withdrawn, or never was.",
+                "Publish it again, with a longer expires_s if it is fetched late.",
+            )
+        require_secret(request.headers.get(routes.SECRET_HEADER), served.sealed, object_id)
+        return served
+
+    async def _manifest(self, request: web.Request) -> web.StreamResponse:
+        served = self._find(request)
+        manifest = served.manifest
+        if served.inline:
+            data = bytearray(manifest.extent.nbytes)
+            read_at(served.fd, memoryview(data), 0)
+            manifest = replace(manifest, inline=bytes(data))
+        message = manifest.message()
+        return web.Response(body=message.model_dump_json().encode(), content_type="application/json")
+
+    async def _data(self, request: web.Request) -> web.StreamResponse:
+        served = self._find(request)
+        served.readers += 1
+        try:
+            return await serve_file(
+                request,
+                served.fd,
+                served.manifest.extent.nbytes,
+                served.digest,
+                pool=self._pool,
+                idle_timeout_s=self._idle_timeout_s,
+                revoked=served.gone.is_set,
+                on_bytes=lambda _: None,
+            )
+        finally:
+            served.readers -= 1
+            served.close_if_unread()
+
+    async def _remove(self, request: web.Request) -> web.StreamResponse:
+        self._find(request)
+        self._drop(request.match_info["object"])
+        return web.Response(status=204)
+
+    # -- the thread
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ready.set()
+            self._listener.close()
+            self._pool.shutdown(wait=True)
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard])
+        app.router.add_get(routes.OBJECT, self._manifest)
+        app.router.add_get(routes.OBJECT_DATA, self._data)
+        app.router.add_delete(routes.OBJECT, self._remove)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=LOG,
+            handler_cancellation=True,
+            read_bufsize=2**16,
+            max_line_size=routes.HEADER_BYTES // 2,
+            max_field_size=routes.HEADER_BYTES // 2,
+            shutdown_timeout=0.5,
+        )
+        await runner.setup()
+        protocol = runner.server
+        assert protocol is not None
+        direct, idle_timeout_s = self._context is None, self._idle_timeout_s
+        door = Door(
+            self._listener,
+            lambda: Bypass(protocol(), direct=direct, idle_timeout_s=idle_timeout_s),
+            self._context,
+            connections_within(files_limit()),
+        )
+        door.open()
+        self._ready.set()
+        try:
+            await self._stopping.wait()
+        finally:
+            for object_id in list(self._objects):
+                self._drop(object_id)
+            await door.close()
+            await runner.cleanup()
+
+
+@web.middleware
+async def _guard(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except AtollError as error:
+        return problem(error.code, error.message, error.remedy, error.retry_after_s)
+    except web.HTTPException as error:
+        return problem("not_found" if error.status == 404 else "method", "Only published objects are served here.")
+    except ConnectionError as error:
+        LOG.debug("%s %s: %s", request.method, request.path, error)
+        break_off(request)
+        return web.Response()  # to nobody
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"host {host!r} is not known: {error.strerror}.", "Give an address of this machine."
+        ) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+        return listener
+    except OSError as error:
+        listener.close()
+        raise PortInUse(
+            f"Objects cannot be published on {host}, port {port}: {error.strerror}.",
+            "Give an address of this machine and a free port; port 0 takes any.",
+        ) from error
+
+
+def nameless(folder: Path | None) -> int:
+    """A new file without a name, which is gone when its last descriptor is closed, however the process ends.
+
+    Raises:
+        StoreError: the folder takes none.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix="atoll-") as file:
+            return os.dup(file.fileno())
+    except OSError as error:
+        raise StoreError(
+            f"No file can be made in {folder or tempfile.gettempdir()}: {error.strerror}.",
+            "Give a folder that can be written to; TMPDIR decides where files lie by default.",
+        ) from error
+
+
+def written(tree: Any, fd: int, part_bytes: int) -> Any:
+    """As `write_object`, with the disk's errors as Atoll's."""
+    try:
+        return write_object(tree, fd, part_bytes)
+    except OSError as error:
+        raise disk_error(error) from error
+
+
+def disk_error(error: OSError) -> StoreError:
+    """What an error of a temporary file means."""
+    where = "the folder of temporary files"
+    remedy = "Make space, or give another folder; TMPDIR decides where files lie by default."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(f"The disk of {where} is full.", remedy)
+    return StoreError(f"A file in {where} failed: {error.strerror}.", remedy)
+
+
+def require_inline(nbytes: int) -> None:
+    """Refuse to send within a manifest what is too large for one.
+
+    Raises:
+        UsageError: it is.
+    """
+    if nbytes > routes.INLINE_BYTES:
+        raise UsageError(
+            f"The object has {nbytes} bytes, too many to travel inline (chunk_bytes = 0).",
+            f"At most {routes.INLINE_BYTES}; leave chunk_bytes out for a larger one.",
+        )

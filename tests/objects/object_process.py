@@ -1,0 +1,127 @@
+"""One end of a reference as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from object_world import TREES, differences, model
+
+import atoll
+from atoll.tensors.lazy import resolve
+from atoll.testing.processes import wait_until
+from atoll.transport import parts
+
+
+class File:
+    """An abort event that another process sets, by making a file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def is_set(self) -> bool:
+        return self._path.exists()
+
+
+def anonymous_kb() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def grown_mb(work: Any) -> float:
+    """By how much anonymous memory grew meanwhile, at most, in MiB."""
+    before, peak, done = anonymous_kb(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            peak[0] = max(peak[0], anonymous_kb() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    work()
+    done.set()
+    thread.join()
+    return peak[0] / 1024
+
+
+def across(mb: int) -> torch.Tensor:
+    return torch.arange(mb * 2**18, dtype=torch.int32).reshape(1024, -1).t()  # not contiguous
+
+
+def publish(what: str, **options: Any) -> None:
+    tree = model() if what == "model" else TREES[what]()
+    print(atoll.publish(tree, **options), flush=True)
+    if "server" not in options:
+        signal.pause()
+
+
+def hold_still(go: str) -> None:
+    """Let every connection stand still once it has a part of the tensors, until the file `go` is there."""
+    reached = threading.Event()
+
+    def hold(_: str) -> None:
+        if reached.is_set():  # the first part is that of the head
+            Path(f"{go}.reached").touch()
+            wait_until(Path(go).exists, go)
+        reached.set()
+
+    parts.failpoint = hold  # type: ignore[attr-defined]
+
+
+def fetch(ref: str, how: str = "memory", what: str = "flat", abort: str = "", hold: str = "", **options: Any) -> None:
+    if hold:
+        hold_still(hold)
+    if abort:
+        options["abort"] = File(abort)
+    if how == "into":
+        target = model()
+        with torch.no_grad():
+            for tensor in target.state_dict().values():
+                tensor.zero_()
+        assert atoll.fetch(ref, into=target, **options) is target
+        wrong = differences(dict(model().state_dict()), dict(target.state_dict()))
+    else:
+        came = atoll.fetch(ref, to_disk=how == "disk", **options)
+        if came is None:
+            print("none")
+            return
+        expected = TREES[what]()
+        if how == "disk":  # lazily it is torch that comes
+            came, expected = resolve(came), {key: torch.as_tensor(value) for key, value in expected.items()}
+        wrong = differences(expected, came)
+    print(wrong or "same")
+
+
+def measure(mb: int) -> None:
+    tensor = across(mb)
+    held: dict[str, Any] = {}
+    publishing = grown_mb(lambda: held.update(ref=atoll.publish({"w": tensor}, chunk_bytes=16 * 2**20)))
+    ref = str(held["ref"])
+    print(json.dumps({"publish": publishing, "ref": ref}), flush=True)
+    signal.pause()
+
+
+def measure_fetch(ref: str, mb: int) -> None:
+    held: dict[str, Any] = {}
+    grown = grown_mb(lambda: held.update(state=atoll.fetch(ref, to_disk=True)))
+    target = torch.zeros(mb * 256, 1024, dtype=torch.int32)
+    target.add_(1)  # its pages are there before
+    into = grown_mb(lambda: atoll.fetch(ref, into={"w": target}))
+    assert torch.equal(target, across(mb))
+    print(json.dumps({"disk": grown, "into": into}), flush=True)
+
+
+try:
+    {"publish": publish, "fetch": fetch, "measure": measure, "measure_fetch": measure_fetch}[sys.argv[1]](
+        **json.loads(sys.argv[2])
+    )
+except atoll.AtollError as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+    sys.stdout.flush()
+    os._exit(error.exit_code)
