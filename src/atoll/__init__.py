@@ -19,16 +19,19 @@ if TYPE_CHECKING:
     from atoll.config import Settings
     from atoll.errors import AtollError
     from atoll.server.embed import Server
+    from atoll.worker.by_hand import FedProx, Scaffold
     from atoll.worker.client import Client
     from atoll.worker.diloco import DiLoCo
     from atoll.worker.federated import join
 
-__all__ = ["AtollError", "Client", "DiLoCo", "Server", "Settings", "__version__", "join"]
+__all__ = ["AtollError", "Client", "DiLoCo", "FedProx", "Scaffold", "Server", "Settings", "__version__", "join"]
 
 _HOMES = {
     "AtollError": "atoll.errors:AtollError",
     "Client": "atoll.worker.client:Client",
     "DiLoCo": "atoll.worker.diloco:DiLoCo",
+    "FedProx": "atoll.worker.by_hand:FedProx",
+    "Scaffold": "atoll.worker.by_hand:Scaffold",
     "Server": "atoll.server.embed:Server",
     "Settings": "atoll.config:Settings",
     "__version__": "atoll._version:VERSION",

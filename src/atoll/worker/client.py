@@ -8,10 +8,12 @@ with atoll.Client("http://host:8512", site="clinic-a") as client:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from atoll.errors import UsageError
 from atoll.tensors.modules import Tensors
@@ -20,6 +22,7 @@ from atoll.transport.tls import read_token
 from atoll.wire import messages, routes
 from atoll.worker.border import border
 from atoll.worker.connection import START_RETRIES, default_site, require_site, token_file
+from atoll.worker.correction import Correction
 from atoll.worker.federated import FederatedRound
 from atoll.worker.session import Session
 
@@ -88,6 +91,21 @@ class Client:
         return dict(model.state_dict()) if isinstance(model, nn.Module) else model
 
     @border
+    def correct(self, model: nn.Module, optimizer: Optimizer) -> Correction:
+        """Have the run's algorithm correct local training; a context manager that lets go of the optimizer."""
+        return self._current().correct(model, optimizer)
+
+    @border
+    def global_controls(self) -> dict[str, Tensor]:
+        """SCAFFOLD's c, by parameter's name, of the version that was pulled; empty in runs without controls."""
+        return self._current().global_controls()
+
+    @border
+    def own_controls(self) -> dict[str, Tensor]:
+        """SCAFFOLD's c_i, this site's, likewise."""
+        return self._current().own_controls()
+
+    @border
     def submit(
         self,
         model: nn.Module | Tensors,
@@ -95,9 +113,12 @@ class Client:
         weight: float = 1.0,
         metrics: dict[str, float] | None = None,
         steps: int = 0,
+        control_difference: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Submit what the model has become; returns when the server has it in its journal."""
-        self._current().submit(model, weight=weight, metrics=metrics, steps=steps)
+        self._current().submit(
+            model, weight=weight, metrics=metrics, steps=steps, control_difference=control_difference
+        )
 
     @border
     def status(self) -> messages.Status:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from atoll.errors import UsageError
 from atoll.tensors.chunks import run_of
 from atoll.tensors.schema import CONTROL_PREFIX
-from atoll.worker.controls import Controls
+from atoll.worker.controls import OwnControls
 from atoll.worker.update import Runs
 
 
@@ -133,7 +133,7 @@ class Scaffold(Correction):
         controls: c_i.
     """
 
-    def __init__(self, model: nn.Module, base: Runs, controls: Controls) -> None:
+    def __init__(self, model: nn.Module, base: Runs, controls: OwnControls) -> None:
         super().__init__(model)
         self._base, self._controls = base, controls
         self._trainable = {name for name, value in self.parameters.items() if value.requires_grad}
@@ -201,7 +201,7 @@ class Scaffold(Correction):
         return rate
 
 
-def correction_for(local: Mapping[str, Any], model: nn.Module, base: Runs, controls: Controls | None) -> Correction:
+def correction_for(local: Mapping[str, Any], model: nn.Module, base: Runs, controls: OwnControls | None) -> Correction:
     """What the run's algorithm asks for.
 
     Args:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -37,6 +38,14 @@ class Round(Protocol):
         """Have the run's algorithm correct local training."""
         ...
 
+    def global_controls(self) -> dict[str, Tensor]:
+        """SCAFFOLD's c by parameter's name; empty in runs without controls."""
+        ...
+
+    def own_controls(self) -> dict[str, Tensor]:
+        """SCAFFOLD's c_i, this site's, likewise."""
+        ...
+
     def state_dict(self) -> dict[str, Tensor]:
         """The global model as new tensors, by name."""
         ...
@@ -48,6 +57,7 @@ class Round(Protocol):
         weight: float = 1.0,
         metrics: dict[str, float] | None = None,
         steps: int = 0,
+        control_difference: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Submit what `model` has become in this round."""
         ...
@@ -100,6 +110,18 @@ class LocalRound:
         """Without a server nothing is corrected; steps are counted."""
         return Correction(model).attach(optimizer)
 
+    def global_controls(self) -> dict[str, Tensor]:
+        """Zeros after `load_into`, so that a loop written for SCAFFOLD trains plainly."""
+        return self._zeros()
+
+    def own_controls(self) -> dict[str, Tensor]:
+        """Zeros, likewise."""
+        return self._zeros()
+
+    def _zeros(self) -> dict[str, Tensor]:
+        named = self._model.named_parameters() if isinstance(self._model, nn.Module) else ()
+        return {name: torch.zeros(value.shape) for name, value in named if value.is_floating_point()}
+
     def state_dict(self) -> dict[str, Tensor]:
         """Nothing is known without a server and before `load_into`; after it, copies of the model's tensors."""
         if self._model is None:
@@ -113,6 +135,7 @@ class LocalRound:
         weight: float = 1.0,
         metrics: dict[str, float] | None = None,
         steps: int = 0,
+        control_difference: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Say what would have been submitted."""
         positive(weight)
