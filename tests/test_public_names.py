@@ -8,7 +8,21 @@ import pytest
 
 import atoll
 
-PUBLIC = ["AtollError", "Client", "DiLoCo", "FedProx", "Scaffold", "Server", "Settings", "__version__", "join"]
+PUBLIC = [
+    "AtollError",
+    "Client",
+    "DiLoCo",
+    "FedProx",
+    "Scaffold",
+    "Server",
+    "Settings",
+    "__version__",
+    "init",
+    "is_running",
+    "join",
+    "receive",
+    "send",
+]
 
 
 def test_exactly_these_names_are_public() -> None:

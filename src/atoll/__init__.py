@@ -23,8 +23,23 @@ if TYPE_CHECKING:
     from atoll.worker.client import Client
     from atoll.worker.diloco import DiLoCo
     from atoll.worker.federated import join
+    from atoll.worker.functional import init, is_running, receive, send
 
-__all__ = ["AtollError", "Client", "DiLoCo", "FedProx", "Scaffold", "Server", "Settings", "__version__", "join"]
+__all__ = [
+    "AtollError",
+    "Client",
+    "DiLoCo",
+    "FedProx",
+    "Scaffold",
+    "Server",
+    "Settings",
+    "__version__",
+    "init",
+    "is_running",
+    "join",
+    "receive",
+    "send",
+]
 
 _HOMES = {
     "AtollError": "atoll.errors:AtollError",
@@ -35,7 +50,11 @@ _HOMES = {
     "Server": "atoll.server.embed:Server",
     "Settings": "atoll.config:Settings",
     "__version__": "atoll._version:VERSION",
+    "init": "atoll.worker.functional:init",
+    "is_running": "atoll.worker.functional:is_running",
     "join": "atoll.worker.federated:join",
+    "receive": "atoll.worker.functional:receive",
+    "send": "atoll.worker.functional:send",
 }
 
 

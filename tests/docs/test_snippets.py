@@ -68,6 +68,7 @@ AROUND = {
     "federated": (FEDAVG, END),
     "corrected": (CORRECTED, END),
     "by_hand": (CORRECTED, END),
+    "functional": (FEDAVG, END),
 }
 """Name in `<!-- run: name -->` → what stands for the reader's own code before a block, and what is checked after
 it.

@@ -18,15 +18,18 @@ from atoll.errors import UsageError
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.schema import Schema
 
+Arrays = Mapping[str, Any]
+"""Name → tensor, numpy array, or anything with DLPack or `__array__`."""
+
 WITHOUT_NUMPY = frozenset({"BF16", "F8_E4M3", "F8_E5M2"})
 """dtypes that travel and that numpy does not know."""
 
 
 def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
     """The tensors as arrays that share their memory; those without a numpy dtype as fp32 copies."""
-    known = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+    unknown = {torch_dtype(name) for name in WITHOUT_NUMPY}
     return {
-        name: (tensor.float() if tensor.dtype in known else tensor).detach().cpu().numpy()
+        name: (tensor.float() if tensor.dtype in unknown else tensor).detach().cpu().numpy()
         for name, tensor in tensors.items()
     }
 
@@ -56,7 +59,7 @@ def as_tensor(name: str, value: object) -> Tensor:
     return _from_numpy(name, np.asarray(value))
 
 
-def as_tensors(given: Mapping[str, object], schema: Schema) -> dict[str, Tensor]:
+def as_tensors(given: Arrays, schema: Schema) -> dict[str, Tensor]:
     """A mapping of tensors and arrays as tensors only; fp32 becomes bf16 or an 8-bit float where the schema says so.
 
     Raises:
@@ -83,3 +86,13 @@ def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> Tensor:
         raise UsageError(
             f"{name!r} is an array of {array.dtype}, which does not travel.", "Convert it to one of numbers."
         ) from error
+
+
+def require_framework(name: str) -> None:
+    """Refuse what is neither torch nor numpy.
+
+    Raises:
+        UsageError: its name is in the message.
+    """
+    if name not in ("torch", "numpy"):
+        raise UsageError(f"The framework is {name!r}.", 'Ask for "torch" or "numpy"; others convert from these.')

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.errors import UsageError
-from atoll.tensors.arrays import as_tensor
+from atoll.tensors.arrays import Arrays, as_tensor
 from atoll.tensors.chunks import run_of
 from atoll.tensors.schema import CONTROL_PREFIX
 from atoll.worker.border import border
@@ -76,9 +76,7 @@ class Scaffold:
     """
 
     @border
-    def __init__(
-        self, model: nn.Module, global_controls: Mapping[str, Tensor], own_controls: Mapping[str, Tensor]
-    ) -> None:
+    def __init__(self, model: nn.Module, global_controls: Arrays, own_controls: Arrays) -> None:
         parameters = {name: value for name, value in model.named_parameters() if value.is_floating_point()}
         self._shapes = {name: tuple(value.shape) for name, value in parameters.items()}
         c = require_controls("global_controls", global_controls, self._shapes)

@@ -8,15 +8,15 @@ with atoll.Client("http://host:8512", site="clinic-a") as client:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.errors import UsageError
-from atoll.tensors.modules import Tensors
+from atoll.tensors.arrays import Arrays
 from atoll.transport.client import Http
 from atoll.transport.tls import read_token
 from atoll.wire import messages, routes
@@ -82,11 +82,13 @@ class Client:
         return self._round.number if self._round else None
 
     @border
-    def pull(self, into: nn.Module | dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The version that the round starts from: new tensors by name, or `into`'s own, filled in place."""
+    def pull(
+        self, into: nn.Module | dict[str, Tensor] | None = None, *, framework: Literal["torch", "numpy"] = "torch"
+    ) -> dict[str, Any]:
+        """The version that the round starts from: new tensors or arrays by name, or `into`'s own, filled in place."""
         round_ = self._current()
         if into is None:
-            return round_.state_dict()
+            return round_.state_dict(framework)
         model = round_.load_into(into)
         return dict(model.state_dict()) if isinstance(model, nn.Module) else model
 
@@ -108,12 +110,12 @@ class Client:
     @border
     def submit(
         self,
-        model: nn.Module | Tensors,
+        model: nn.Module | Arrays,
         *,
         weight: float = 1.0,
         metrics: dict[str, float] | None = None,
         steps: int = 0,
-        control_difference: Mapping[str, Tensor] | None = None,
+        control_difference: Arrays | None = None,
     ) -> None:
         """Submit what the model has become; returns when the server has it in its journal."""
         self._current().submit(

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
+from atoll.tensors.arrays import Arrays, as_tensors, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.modules import Tensors, fits, named_tensors, schema_of
 from atoll.tensors.schema import CONTROL, CONTROL_PREFIX
@@ -196,28 +199,41 @@ class FederatedRound:
             for name, shape in self._control_shapes().items()
         }
 
+    @overload
+    def state_dict(self, framework: Literal["torch"] = "torch") -> dict[str, Tensor]: ...
+
+    @overload
+    def state_dict(self, framework: Literal["numpy"]) -> dict[str, np.ndarray[Any, Any]]: ...
+
     @border
-    def state_dict(self) -> dict[str, Tensor]:
-        """The global model as new CPU tensors, by name, tied ones included."""
+    def state_dict(self, framework: str = "torch") -> dict[str, Any]:
+        """The global model by name, tied tensors included, in new memory.
+
+        Args:
+            framework: "torch" for CPU tensors, "numpy" for arrays; bf16 and 8-bit floats are fp32 there.
+        """
+        require_framework(framework)
         schema = self._session.schema.model
         owned = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in schema.tensors}
         self._session.pull(self._ticket.base_version, self._ticket.base_digest, owned)
-        return owned | {alias: owned[owner] for alias, owner in schema.aliases}
+        tensors = owned | {alias: owned[owner] for alias, owner in schema.aliases}
+        return to_numpy(tensors) if framework == "numpy" else tensors
 
     @border
     def submit(
         self,
-        model: nn.Module | Tensors,
+        model: nn.Module | Arrays,
         *,
         weight: float = 1.0,
         metrics: dict[str, float] | None = None,
         steps: int = 0,
-        control_difference: Mapping[str, Tensor] | None = None,
+        control_difference: Arrays | None = None,
     ) -> None:
         """Submit what `model` has become; returns when the server has it in its journal.
 
         Args:
-            model: a module or mapping with the run's schema; read, not changed.
+            model: a module with the run's schema, or a mapping name → tensor, numpy array, or anything with DLPack or
+                `__array__`; read, not changed.
             weight: samples, tokens, or any positive number; the mean is by weight.
             metrics: finite numbers by name; averaged by weight over the workers.
             steps: local optimizer steps in the round, for status; by default those that `correct` counted.
@@ -227,6 +243,7 @@ class FederatedRound:
         Raises:
             UsageError: the round was submitted before, or the global model was never pulled.
             SchemaMismatch: it is not the model of the run.
+            UsageError: an entry of the mapping is no array; it is named.
             UsageError: the weight is not a positive finite number; or the control difference is not what the run
                 needs, and what is wrong with it is named.
         """
@@ -234,7 +251,8 @@ class FederatedRound:
             raise UsageError(
                 f"Round {self.number} was submitted already.", "Submit once, then go on to the next round."
             )
-        tensors = _matching(self._session, model)
+        schema = self._session.schema.model
+        tensors = _matching(self._session, model if isinstance(model, nn.Module) else as_tensors(model, schema))
         self._require_base()
         if self._correction is not None:
             self._correction.close()
@@ -243,7 +261,7 @@ class FederatedRound:
         finite = finite_metrics(metrics or {}, self._session.site)
         if self._session.is_over(self._ticket):
             LOG.warning("%s: round %d is over, it does not count", self._session.site, self.number)
-            self.done = True
+            self._end()
             return
         try:
             self._session.submit(
@@ -258,9 +276,12 @@ class FederatedRound:
             self._session.refused(error)
         else:
             self._session.refusals = 0
-        self.done = True
+        self._end()
 
-    def _difference(self, given: Mapping[str, Tensor] | None, steps: int) -> Runs | None:
+    def _end(self) -> None:
+        self.done, self._correction = True, None  # which holds the model: nothing keeps it while others are awaited
+
+    def _difference(self, given: Arrays | None, steps: int) -> Runs | None:
         """Δc_i: what `correct` measured, or what a hand-written loop gives back; None in runs without controls."""
         info, own = self._session.info, self._session.controls
         if given is None:
