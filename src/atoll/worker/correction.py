@@ -37,6 +37,9 @@ class Correction:
         rates: Σ η over them.
     """
 
+    changes_training = False
+    """Whether a step with it is another one than without."""
+
     def __init__(self, model: nn.Module) -> None:
         self.parameters = dict(model.named_parameters())
         self.steps, self.rates = 0, 0.0
@@ -111,6 +114,8 @@ class Proximal(Correction):
         mu: μ.
     """
 
+    changes_training = True
+
     def __init__(self, model: nn.Module, mu: float) -> None:
         super().__init__(model)
         self._mu = mu
@@ -132,6 +137,8 @@ class Scaffold(Correction):
         base: runs of the version that was pulled: of x by a parameter's name, of c by its control's.
         controls: c_i.
     """
+
+    changes_training = True
 
     def __init__(self, model: nn.Module, base: Runs, controls: OwnControls) -> None:
         super().__init__(model)
