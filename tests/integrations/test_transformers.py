@@ -151,13 +151,18 @@ def test_a_diloco_run_is_joined_as_one(serve: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S16")
-def test_a_round_is_an_epoch_by_default_and_metrics_travel(serve: Any, tmp_path: Path) -> None:
+def test_a_round_is_an_epoch_by_default_and_metrics_travel(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An epoch is 3 steps. Evaluations at epochs measure the global model, as it was loaded just before."""
     server = serve("fedavg", rounds=2)
-    callback = AtollCallback(server.url, "a", folder=tmp_path / "a")
-    trainer = trainer_for(One(), 1.0, callback, tmp_path / "out", eval_strategy="epoch", eval_on_start=True)
+    monkeypatch.setenv("ATOLL_SERVER", server.url)  # as `atoll worker` starts a script
+    monkeypatch.setenv("ATOLL_SITE", "clinic-a")
+    monkeypatch.setenv("ATOLL_DIR", str(tmp_path / "files"))
+    trainer = trainer_for(One(), 1.0, AtollCallback(), tmp_path / "out", eval_strategy="epoch", eval_on_start=True)
     trainer.train()
     assert trainer.state.global_step == 6
+    assert [row.workers for row in server.status().history] == [["clinic-a"]] * 2
     first, second = (row.metrics for row in server.status().history)
     # before training w = 0, and the loss (0 − 1)²/2; after the first round w = x₁, by the reference's own steps
     x, velocity = 0.0, 0.0
@@ -189,11 +194,26 @@ def test_accumulated_gradients_are_one_step(serve: Any, tmp_path: Path) -> None:
     """Batches of 2, 2 to a step: 3 steps an epoch, 12 records."""
     server = serve("scaffold", rounds=1)
     callback = AtollCallback(server.url, "a", sync_every=3, folder=tmp_path / "a")
-    arguments = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    arguments = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}  # 12 records in 3 steps
     trainer = trainer_for(One(), 1.0, callback, tmp_path / "out", **arguments)
     trainer.train()
     assert trainer.state.global_step == 3
     assert server.status().history[0].weights == [12.0]
+
+
+@pytest.mark.parametrize(("weight", "shown"), [(2.5, 2.5), (lambda: 7, 7.0)], ids=["number", "function"])
+def test_a_weight_may_be_given(serve: Any, tmp_path: Path, weight: Any, shown: float) -> None:
+    server = serve("fedavg", rounds=1)
+    callback = AtollCallback(server.url, "a", sync_every=1, weight=weight, folder=tmp_path / "a")
+    trainer_for(One(), 1.0, callback, tmp_path / "out").train()
+    assert server.status().history[0].weights == [shown]
+
+
+def test_a_weight_of_zero_is_refused(serve: Any, tmp_path: Path) -> None:
+    callback = AtollCallback(serve("fedavg").url, "a", sync_every=1, weight=0.0, folder=tmp_path / "a")
+    with pytest.raises(UsageError, match="weight is 0"):
+        trainer_for(One(), 1.0, callback, tmp_path / "out").train()
+    callback.leave()
 
 
 def test_without_a_server_the_trainer_trains_as_it_would(tmp_path: Path) -> None:
@@ -217,6 +237,35 @@ def test_after_the_training_steps_are_plain_again(serve: Any, tmp_path: Path) ->
     assert [worker.state for worker in server.status().workers] == ["left"]
     assert not optimizer._optimizer_step_pre_hooks
     assert server.status().fragments[0].version == 0
+
+
+def test_a_run_that_is_over_gives_its_result_and_no_training(serve: Any, tmp_path: Path) -> None:
+    server = serve("fedavg", rounds=1)
+    with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:  # stays: the server waits for it
+        round_ = next(iter(worker))
+        round_.load_into(One())
+        round_.submit({"w": torch.full((1,), 5.0)})
+        assert server.wait(30)
+        model = One()
+        callback = AtollCallback(server.url, "b", folder=tmp_path / "b")
+        trainer = trainer_for(model, 1.0, callback, tmp_path / "out")
+        trainer.train()
+        assert callback.finished
+        assert model.w.item() == 5.0
+
+
+def test_the_server_hears_why_training_failed(serve: Any, tmp_path: Path) -> None:
+    class Failing(One):
+        def forward(self, target: torch.Tensor) -> dict[str, torch.Tensor]:
+            raise ValueError("no more records")
+
+    server = serve("fedavg")
+    callback = AtollCallback(server.url, "a", folder=tmp_path / "a")
+    trainer = trainer_for(Failing(), 1.0, callback, tmp_path / "out")
+    with pytest.raises(ValueError, match="no more records") as caught:
+        trainer.train()
+    callback.leave(caught.value)
+    assert [worker.error for worker in server.status().workers] == ["ValueError: no more records"]
 
 
 def test_another_model_is_refused_before_it_trains(serve: Any, tmp_path: Path) -> None:

@@ -108,9 +108,8 @@ class AtollCallback(TrainerCallback):
             share = 1.0 if self._weight is None else self._weight
             self._part = _Hooked(DiLoCo(module, optimizer, sync_every=self._sync_every, weight=share, **where))
         else:
-            samples = args.train_batch_size * args.gradient_accumulation_steps
-            self._part = _Rounds(module, optimizer, self._sync_every, self._weight or samples, where)
-            self._part.weight_per_step = self._weight is None
+            self._part = _Rounds(module, optimizer, self._sync_every, self._weight, where)
+            self._part.samples_per_step = args.train_batch_size * args.gradient_accumulation_steps
         atexit.register(_leave_at_exit, weakref.ref(self._part))
         self._part.begin(control, scaled=bool(args.fp16))
 
@@ -155,7 +154,7 @@ class _Rounds:
         module: nn.Module,
         optimizer: Optimizer,
         sync_every: int | None,
-        weight: float | Callable[[], float],
+        weight: float | Callable[[], float] | None,
         where: dict[str, Any],
     ) -> None:
         self._module, self._optimizer, self._sync_every, self._weight = module, optimizer, sync_every, weight
@@ -165,7 +164,7 @@ class _Rounds:
         self._round: Round | None = None
         self._correction: Correction | None = None
         self._metrics: dict[str, float] = {}
-        self.weight_per_step = False
+        self.samples_per_step = 1
         self.steps = self.rounds = 0
         self.finished = False
 
@@ -175,6 +174,9 @@ class _Rounds:
             self._next(control)
 
     def after_step(self, control: TrainerControl) -> None:
+        if self.finished:  # the run was over when the Trainer began, and it takes one step nevertheless
+            self._worker.load_into(self._module)
+            return
         self.steps += 1
         if self.steps == self._sync_every:
             self._end(control)
@@ -195,9 +197,8 @@ class _Rounds:
     def _end(self, control: TrainerControl) -> None:
         if self._round is None:
             return
-        weight = self._weight() if callable(self._weight) else self._weight
-        if self.weight_per_step:
-            weight *= self.steps
+        given = self._weight() if callable(self._weight) else self._weight
+        weight = self.samples_per_step * self.steps if given is None else given
         self._round.submit(self._module, weight=weight, metrics=self._metrics)
         self.steps, self._metrics = 0, {}
         self.rounds += 1
