@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 
 import atoll
@@ -199,6 +200,41 @@ def test_accumulated_gradients_are_one_step(serve: Any, tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.global_step == 3
     assert server.status().history[0].weights == [12.0]
+
+
+@pytest.mark.covers("S10", "S16")
+@pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
+def test_a_language_model_with_tied_weights_takes_part(tmp_path: Path, algorithm: str) -> None:
+    """Its head is its embedding, its optimizer the Trainer's own with two groups, its schedule linear."""
+    build = transformers.GPT2LMHeadModel
+    config = transformers.GPT2Config(
+        vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    start, model = build(config), build(config)
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
+    options: dict[str, Any] = {"algorithm": algorithm, "rounds": 2, "sync_every": 2, "min_free_bytes": 0}
+    with atoll.Server(start, port=0, state_dir=tmp_path / "state", **options) as server:
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path / "out"),
+            per_device_train_batch_size=4,
+            max_steps=20,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        callback = AtollCallback(server.url, "a", sync_every=2, folder=tmp_path / "a")
+        trainer = transformers.Trainer(model=model, args=args, train_dataset=rows, callbacks=[callback])
+        trainer.train()
+        assert server.wait(30)
+    assert trainer.state.global_step == 4
+    assert trainer.lr_scheduler.get_last_lr() == pytest.approx([5e-5 * 16 / 20] * 2)  # linear to 0 over max_steps
+    assert model.lm_head.weight is model.transformer.wte.weight
+    again = build(config)
+    again.load_state_dict(load_file(server.exports / "model.safetensors"))
+    for (name, value), other in zip(again.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+    assert not torch.equal(model.lm_head.weight, start.lm_head.weight)
 
 
 @pytest.mark.parametrize(("weight", "shown"), [(2.5, 2.5), (lambda: 7, 7.0)], ids=["number", "function"])

@@ -109,12 +109,22 @@ def test_two_rounds_by_hand_are_those_of_the_paper(serve: Any, tmp_path: Path, p
         workers[site].leave()
 
 
-@pytest.mark.covers("S12")
-def test_the_server_hears_the_step_count(serve: Any, tmp_path: Path) -> None:
-    server = serve(rounds=1)
+@pytest.mark.covers("S7", "S12")
+def test_the_update_carries_the_step_count_and_the_scripts_own_wins(serve: Any, tmp_path: Path) -> None:
+    server = serve(rounds=3)
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
-        with_the_helper(next(iter(worker)), 1.0)
+        rounds = iter(worker)
+        with_the_helper(next(rounds), 1.0)
         assert worker._session.outbox.note.steps == STEPS
+        with_the_round(next(rounds), 1.0)
+        assert worker._session.outbox.note.steps == STEPS
+        round_ = next(rounds)
+        model = round_.load_into(One())
+        optimizer = torch.optim.SGD([model.w], lr=ETA)
+        with round_.correct(model, optimizer):
+            train(model, optimizer, 1.0)
+        round_.submit(model, steps=70)
+        assert worker._session.outbox.note.steps == 70
 
 
 GOOD = {"w": torch.zeros(1), "frozen": torch.zeros(2)}
@@ -150,6 +160,7 @@ def test_a_malformed_difference_is_refused_by_name_and_the_round_goes_on(
     assert server.status().refused == 0
 
 
+@pytest.mark.covers("S7")
 def test_a_difference_without_steps_or_beside_correct_is_refused(serve: Any, tmp_path: Path) -> None:
     server = serve(rounds=1)
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
