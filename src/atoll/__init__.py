@@ -23,24 +23,32 @@ if TYPE_CHECKING:
     from atoll.errors import AtollError
     from atoll.server.embed import Server
     from atoll.tensors.reference import TensorRef
+    from atoll.worker.by_hand import FedProx, Scaffold
     from atoll.worker.client import Client
     from atoll.worker.diloco import DiLoCo
     from atoll.worker.federated import join
     from atoll.worker.fetch import fetch
+    from atoll.worker.functional import init, is_running, receive, send
     from atoll.worker.publish import Publisher, publish, withdraw
 
 __all__ = [
     "AtollError",
     "Client",
     "DiLoCo",
+    "FedProx",
     "Publisher",
+    "Scaffold",
     "Server",
     "Settings",
     "TensorRef",
     "__version__",
     "fetch",
+    "init",
+    "is_running",
     "join",
     "publish",
+    "receive",
+    "send",
     "withdraw",
 ]
 
@@ -48,14 +56,20 @@ _HOMES = {
     "AtollError": "atoll.errors:AtollError",
     "Client": "atoll.worker.client:Client",
     "DiLoCo": "atoll.worker.diloco:DiLoCo",
+    "FedProx": "atoll.worker.by_hand:FedProx",
     "Publisher": "atoll.worker.publish:Publisher",
+    "Scaffold": "atoll.worker.by_hand:Scaffold",
     "Server": "atoll.server.embed:Server",
     "Settings": "atoll.config:Settings",
     "TensorRef": "atoll.tensors.reference:TensorRef",
     "__version__": "atoll._version:VERSION",
     "fetch": "atoll.worker.fetch:fetch",
+    "init": "atoll.worker.functional:init",
+    "is_running": "atoll.worker.functional:is_running",
     "join": "atoll.worker.federated:join",
     "publish": "atoll.worker.publish:publish",
+    "receive": "atoll.worker.functional:receive",
+    "send": "atoll.worker.functional:send",
     "withdraw": "atoll.worker.publish:withdraw",
 }
 

@@ -68,10 +68,12 @@ def serve(tmp_path) -> Iterator[type[Served]]:
 
 @pytest.mark.slow
 @pytest.mark.covers("P6", "L12")
-@pytest.mark.parametrize("algorithm", ["fedavg", "diloco"])
-def test_what_init_writes_runs_as_it_is(atoll_command, serve, tmp_path, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "flags"), [("fedavg", []), ("fedavg", ["--algorithm", "scaffold"]), ("diloco", [])]
+)
+def test_what_init_writes_runs_as_it_is(atoll_command, serve, tmp_path, algorithm: str, flags: list[str]) -> None:
     atoll_command("init", "mine", "--algorithm", algorithm)
-    served = serve("--rounds", "3")
+    served = serve("--rounds", "3", *flags)
     workers = [
         subprocess.Popen(
             [*ATOLL, "worker", "--server", served.url, "--site", site, "--", sys.executable, "train.py"],

@@ -41,7 +41,7 @@ loss_of = lambda model, batch: model(batch).square().mean()
 FEDAVG = (
     SERVE.format(algorithm="fedavg")
     + """
-def train(model, data=None):
+def train(model, *rest):
     with torch.no_grad():
         model.bias += 1.0
     return 0.5
@@ -62,7 +62,14 @@ os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "clinic-a"
 """
 )
 
-AROUND = {"diloco": (DILOCO, END), "fedavg": (FEDAVG, END), "federated": (FEDAVG, END), "corrected": (CORRECTED, END)}
+AROUND = {
+    "diloco": (DILOCO, END),
+    "fedavg": (FEDAVG, END),
+    "federated": (FEDAVG, END),
+    "corrected": (CORRECTED, END),
+    "by_hand": (CORRECTED, END),
+    "functional": (FEDAVG, END),
+}
 """Name in `<!-- run: name -->` → what stands for the reader's own code before a block, and what is checked after
 it.
 """

@@ -11,17 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
-from atoll.tensors.modules import Tensors
+from atoll.tensors.arrays import Arrays
 from atoll.transport.client import Http
 from atoll.transport.tls import read_token
 from atoll.wire import messages, routes
 from atoll.worker.border import border
 from atoll.worker.connection import START_RETRIES, default_site, require_site, token_file
+from atoll.worker.correction import Correction
 from atoll.worker.federated import FederatedRound
 from atoll.worker.session import Session
 
@@ -89,25 +92,45 @@ class Client:
         return self._round.number if self._round else None
 
     @border
-    def pull(self, into: nn.Module | dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The version that the round starts from: new tensors by name, or `into`'s own, filled in place."""
+    def pull(
+        self, into: nn.Module | dict[str, Tensor] | None = None, *, framework: Literal["torch", "numpy"] = "torch"
+    ) -> dict[str, Any]:
+        """The version that the round starts from: new tensors or arrays by name, or `into`'s own, filled in place."""
         round_ = self._current()
         if into is None:
-            return round_.state_dict()
+            return round_.state_dict(framework)
         model = round_.load_into(into)
         return dict(model.state_dict()) if isinstance(model, nn.Module) else model
 
     @border
+    def correct(self, model: nn.Module, optimizer: Optimizer) -> Correction:
+        """Have the run's algorithm correct local training; a context manager that lets go of the optimizer."""
+        return self._current().correct(model, optimizer)
+
+    @border
+    def global_controls(self) -> dict[str, Tensor]:
+        """SCAFFOLD's c, by parameter's name, of the version that was pulled; empty in runs without controls."""
+        return self._current().global_controls()
+
+    @border
+    def own_controls(self) -> dict[str, Tensor]:
+        """SCAFFOLD's c_i, this site's, likewise."""
+        return self._current().own_controls()
+
+    @border
     def submit(
         self,
-        model: nn.Module | Tensors,
+        model: nn.Module | Arrays,
         *,
         weight: float = 1.0,
         metrics: dict[str, float] | None = None,
         steps: int = 0,
+        control_difference: Arrays | None = None,
     ) -> None:
         """Submit what the model has become; returns when the server has it in its journal."""
-        self._current().submit(model, weight=weight, metrics=metrics, steps=steps)
+        self._current().submit(
+            model, weight=weight, metrics=metrics, steps=steps, control_difference=control_difference
+        )
 
     @border
     def status(self) -> messages.Status:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 
@@ -17,6 +18,18 @@ from atoll.tensors.layout import file_layout
 from atoll.tensors.schema import CONTROL, Schema
 from atoll.wire import messages
 from atoll.worker.files import ScratchFile, read_note, write_note
+
+
+class OwnControls(Protocol):
+    """c_i, which is read, and c_i⁺, which is written: runs of each control by its name."""
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of c_i, in new memory."""
+        ...
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """c_i⁺ from element `start` on."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from atoll.errors import UsageError
 from atoll.tensors.chunks import run_of
 from atoll.tensors.schema import CONTROL_PREFIX
-from atoll.worker.controls import Controls
+from atoll.worker.controls import OwnControls
 from atoll.worker.update import Runs
 
 
@@ -36,6 +36,9 @@ class Correction:
         steps: optimizer steps so far.
         rates: Σ η over them.
     """
+
+    changes_training = False
+    """Whether a step with it is another one than without."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = dict(model.named_parameters())
@@ -111,6 +114,8 @@ class Proximal(Correction):
         mu: μ.
     """
 
+    changes_training = True
+
     def __init__(self, model: nn.Module, mu: float) -> None:
         super().__init__(model)
         self._mu = mu
@@ -133,7 +138,9 @@ class Scaffold(Correction):
         controls: c_i.
     """
 
-    def __init__(self, model: nn.Module, base: Runs, controls: Controls) -> None:
+    changes_training = True
+
+    def __init__(self, model: nn.Module, base: Runs, controls: OwnControls) -> None:
         super().__init__(model)
         self._base, self._controls = base, controls
         self._trainable = {name for name, value in self.parameters.items() if value.requires_grad}
@@ -201,7 +208,7 @@ class Scaffold(Correction):
         return rate
 
 
-def correction_for(local: Mapping[str, Any], model: nn.Module, base: Runs, controls: Controls | None) -> Correction:
+def correction_for(local: Mapping[str, Any], model: nn.Module, base: Runs, controls: OwnControls | None) -> Correction:
     """What the run's algorithm asks for.
 
     Args:

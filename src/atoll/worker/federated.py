@@ -6,27 +6,34 @@ script runs alone: one round, plain local training.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
 from atoll.filters.base import Filter
+from atoll.tensors.arrays import Arrays, as_tensors, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.modules import Tensors, fits, named_tensors, schema_of
+from atoll.tensors.schema import CONTROL, CONTROL_PREFIX
 from atoll.wire import messages
 from atoll.worker.border import border
+from atoll.worker.by_hand import difference_runs
 from atoll.worker.connection import START_RETRIES, default_site, require_site
 from atoll.worker.correction import Correction, correction_for
 from atoll.worker.given import finite_metrics, last_words, positive
 from atoll.worker.local import ALONE, LocalWorker, Model, Round
 from atoll.worker.reporting import LOG, ensure_lines, size
 from atoll.worker.session import Session
+from atoll.worker.update import Runs
 
 
 class Worker:
@@ -173,54 +180,89 @@ class FederatedRound:
         return self._correction.attach(optimizer)
 
     @border
-    def state_dict(self) -> dict[str, Tensor]:
-        """The global model as new CPU tensors, by name, tied ones included."""
+    def global_controls(self) -> dict[str, Tensor]:
+        """SCAFFOLD's c, parameter's name → new CPU tensor of its shape; empty in runs without controls.
+
+        Raises:
+            UsageError: the global model was never pulled.
+        """
+        self._require_base()
+        return self._controls_of(self._session.base.values_of)
+
+    @border
+    def own_controls(self) -> dict[str, Tensor]:
+        """SCAFFOLD's c_i, this site's, likewise; zeros until an update of it was counted."""
+        return self._controls_of(self._session.controls.read) if self._session.controls is not None else {}
+
+    def _controls_of(self, runs: Runs) -> dict[str, Tensor]:
+        return {
+            name: runs(CONTROL_PREFIX + name, 0, math.prod(shape)).reshape(shape)
+            for name, shape in self._control_shapes().items()
+        }
+
+    @overload
+    def state_dict(self, framework: Literal["torch"] = "torch") -> dict[str, Tensor]: ...
+
+    @overload
+    def state_dict(self, framework: Literal["numpy"]) -> dict[str, np.ndarray[Any, Any]]: ...
+
+    @border
+    def state_dict(self, framework: str = "torch") -> dict[str, Any]:
+        """The global model by name, tied tensors included, in new memory.
+
+        Args:
+            framework: "torch" for CPU tensors, "numpy" for arrays; bf16 and 8-bit floats are fp32 there.
+        """
+        require_framework(framework)
         schema = self._session.schema.model
         owned = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in schema.tensors}
         self._session.pull(self._ticket.base_version, self._ticket.base_digest, owned)
-        return owned | {alias: owned[owner] for alias, owner in schema.aliases}
+        tensors = owned | {alias: owned[owner] for alias, owner in schema.aliases}
+        return to_numpy(tensors) if framework == "numpy" else tensors
 
     @border
     def submit(
         self,
-        model: nn.Module | Tensors,
+        model: nn.Module | Arrays,
         *,
         weight: float = 1.0,
         metrics: dict[str, float] | None = None,
         steps: int = 0,
+        control_difference: Arrays | None = None,
     ) -> None:
         """Submit what `model` has become; returns when the server has it in its journal.
 
         Args:
-            model: a module or mapping with the run's schema; read, not changed.
+            model: a module with the run's schema, or a mapping name → tensor, numpy array, or anything with DLPack or
+                `__array__`; read, not changed.
             weight: samples, tokens, or any positive number; the mean is by weight.
             metrics: finite numbers by name; averaged by weight over the workers.
-            steps: local optimizer steps, for status.
+            steps: local optimizer steps in the round, for status; by default those that `correct` counted.
+            control_difference: Δc_i of a hand-written SCAFFOLD loop, parameter's name → tensor of its shape; `steps`
+                must be given with it.
 
         Raises:
             UsageError: the round was submitted before, or the global model was never pulled.
             SchemaMismatch: it is not the model of the run.
-            UsageError: the weight is not a positive finite number.
+            UsageError: an entry of the mapping is no array; it is named.
+            UsageError: the weight is not a positive finite number; or the control difference is not what the run
+                needs, and what is wrong with it is named.
         """
         if self.done:
             raise UsageError(
                 f"Round {self.number} was submitted already.", "Submit once, then go on to the next round."
             )
-        tensors = _matching(self._session, model)
+        schema = self._session.schema.model
+        tensors = _matching(self._session, model if isinstance(model, nn.Module) else as_tensors(model, schema))
         self._require_base()
-        correction, controls = self._correction, None
-        if correction is None and self._session.info.local.get("correction", "none") != "none":
-            raise UsageError(
-                f"Round {self.number} of {self._session.info.algorithm} was trained without its correction.",
-                "Call round.correct(model, optimizer) after round.load_into(model), before training.",
-            )
-        if correction is not None:
-            correction.close()
-            controls, steps = correction.controls(), steps or correction.steps
+        if self._correction is not None:
+            self._correction.close()
+            steps = steps or self._correction.steps
+        controls = self._difference(control_difference, steps)
         finite = finite_metrics(metrics or {}, self._session.site)
         if self._session.is_over(self._ticket):
             LOG.warning("%s: round %d is over, it does not count", self._session.site, self.number)
-            self.done = True
+            self._end()
             return
         try:
             self._session.submit(
@@ -235,7 +277,44 @@ class FederatedRound:
             self._session.refused(error)
         else:
             self._session.refusals = 0
-        self.done = True
+        self._end()
+
+    def _end(self) -> None:
+        self.done, self._correction = True, None  # which holds the model: nothing keeps it while others are awaited
+
+    def _difference(self, given: Arrays | None, steps: int) -> Runs | None:
+        """Δc_i: what `correct` measured, or what a hand-written loop gives back; None in runs without controls."""
+        info, own = self._session.info, self._session.controls
+        if given is None:
+            if self._correction is not None:
+                return self._correction.controls()
+            if info.local.get("correction", "none") == "none":
+                return None
+            by_hand = ", or submit the control_difference of a loop written by hand" if own is not None else ""
+            raise UsageError(
+                f"Round {self.number} of {info.algorithm} was trained without its correction.",
+                f"Call round.correct(model, optimizer) after round.load_into(model), before training{by_hand}.",
+            )
+        if own is None:
+            raise UsageError(
+                f"Round {self.number} of {info.algorithm} got a control_difference, and the run has no controls.",
+                "Leave it out: only SCAFFOLD has them.",
+            )
+        if self._correction is not None:
+            raise UsageError(
+                f"Round {self.number} got a control_difference, and round.correct has measured one already.",
+                "Use one of the two.",
+            )
+        if steps < 1:
+            raise UsageError(
+                f"Round {self.number} got a control_difference and steps={steps}.",
+                "Say with steps= how many optimizer steps it was measured over.",
+            )
+        return difference_runs(given, self._control_shapes(), own)
+
+    def _control_shapes(self) -> dict[str, tuple[int, ...]]:
+        specs = self._session.schema.tensors
+        return {spec.name.removeprefix(CONTROL_PREFIX): spec.shape for spec in specs if spec.group == CONTROL}
 
     def _require_base(self) -> None:
         if not self._session.base.holds(self._session.info.run, self._ticket.base_digest):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, overload
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.errors import UsageError
+from atoll.tensors.arrays import Arrays, require_framework, to_numpy
 from atoll.tensors.modules import Tensors, named_tensors
+from atoll.worker.border import border
 from atoll.worker.correction import Correction
 from atoll.worker.given import finite_metrics, positive
 from atoll.worker.reporting import LOG
@@ -37,17 +41,32 @@ class Round(Protocol):
         """Have the run's algorithm correct local training."""
         ...
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The global model as new tensors, by name."""
+    def global_controls(self) -> dict[str, Tensor]:
+        """SCAFFOLD's c by parameter's name; empty in runs without controls."""
+        ...
+
+    def own_controls(self) -> dict[str, Tensor]:
+        """SCAFFOLD's c_i, this site's, likewise."""
+        ...
+
+    @overload
+    def state_dict(self, framework: Literal["torch"] = "torch") -> dict[str, Tensor]: ...
+
+    @overload
+    def state_dict(self, framework: Literal["numpy"]) -> dict[str, np.ndarray[Any, Any]]: ...
+
+    def state_dict(self, framework: str = "torch") -> dict[str, Any]:
+        """The global model as new tensors, or arrays, by name."""
         ...
 
     def submit(
         self,
-        model: nn.Module | Tensors,
+        model: nn.Module | Arrays,
         *,
         weight: float = 1.0,
         metrics: dict[str, float] | None = None,
         steps: int = 0,
+        control_difference: Arrays | None = None,
     ) -> None:
         """Submit what `model` has become in this round."""
         ...
@@ -100,21 +119,47 @@ class LocalRound:
         """Without a server nothing is corrected; steps are counted."""
         return Correction(model).attach(optimizer)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def global_controls(self) -> dict[str, Tensor]:
+        """Zeros after `load_into`, so that a loop written for SCAFFOLD trains plainly."""
+        return self._zeros()
+
+    def own_controls(self) -> dict[str, Tensor]:
+        """Zeros, likewise."""
+        return self._zeros()
+
+    def _zeros(self) -> dict[str, Tensor]:
+        named = self._model.named_parameters() if isinstance(self._model, nn.Module) else ()
+        return {name: torch.zeros(value.shape) for name, value in named if value.is_floating_point()}
+
+    @overload
+    def state_dict(self, framework: Literal["torch"] = "torch") -> dict[str, Tensor]: ...
+
+    @overload
+    def state_dict(self, framework: Literal["numpy"]) -> dict[str, np.ndarray[Any, Any]]: ...
+
+    @border
+    def state_dict(self, framework: str = "torch") -> dict[str, Any]:
         """Nothing is known without a server and before `load_into`; after it, copies of the model's tensors."""
         if self._model is None:
-            raise UsageError("There is no global model without a server.", "Call round.load_into(model) first.")
-        return {name: tensor.clone() for name, tensor in named_tensors(self._model)[0].items()}
+            raise UsageError(
+                "There is no global model without a server.",
+                "Fill a model first: round.load_into(model), or atoll.receive(into=model).",
+            )
+        require_framework(framework)
+        tensors = {name: tensor.clone() for name, tensor in named_tensors(self._model)[0].items()}
+        return to_numpy(tensors) if framework == "numpy" else tensors
 
     def submit(
         self,
-        model: nn.Module | Tensors,
+        model: nn.Module | Arrays,
         *,
         weight: float = 1.0,
         metrics: dict[str, float] | None = None,
         steps: int = 0,
+        control_difference: Arrays | None = None,
     ) -> None:
         """Say what would have been submitted."""
         positive(weight)
         told = ", ".join(f"{key} {value:.4g}" for key, value in finite_metrics(metrics or {}, "alone").items())
+        self._model = None
         LOG.info("alone: trained without a server%s", f" ({told})" if told else "")

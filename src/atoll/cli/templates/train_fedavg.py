@@ -24,9 +24,8 @@ def load_data(site: str) -> tuple[Tensor, Tensor]:
     return patterns[labels] + 2.0 * torch.randn(512, 1, 8, 8, generator=own), labels
 
 
-def train(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> float:
     """A few epochs of plain PyTorch; returns the mean loss of the last one."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model.train()
     for _ in range(EPOCHS):
         losses = []
@@ -53,7 +52,9 @@ def main() -> None:
         for round in worker:
             round.load_into(model)
             before = accuracy(model, test_images, test_labels)
-            loss = train(model, train_images, train_labels)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            with round.correct(model, optimizer):  # FedProx and SCAFFOLD need it; for FedAvg it changes nothing
+                loss = train(model, optimizer, train_images, train_labels)
             print(
                 f"round {round.number}: accuracy {before:.3f} with the global model, local loss {loss:.3f}", flush=True
             )

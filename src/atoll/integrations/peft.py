@@ -1,0 +1,105 @@
+"""PEFT: the adapter alone travels, and what the run made of it opens with `PeftModel.from_pretrained`.
+
+    model = get_peft_model(base, LoraConfig(...))
+    travels = adapter(model)                   # the run's model: the server's, and every worker's
+    round.load_into(travels)                   # in place: model has it too
+
+The base model lies with every site and never travels; all sites must have the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from atoll.errors import UsageError
+
+try:
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+except ImportError as error:
+    raise UsageError("PEFT is not installed.", "pip install 'atoll[peft]'.") from error
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""What `PeftModel.from_pretrained` looks for in a folder."""
+
+
+def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
+    """The tensors of an adapter as a module of its own, under the names that PEFT saves them by.
+
+    Args:
+        model: from `get_peft_model`; its own parameters are in the result, so that what happens to one happens to both.
+        name: of the adapter; by default the active one.
+
+    Returns:
+        A module without a forward: for `atoll.Server`, `load_into`, `correct`, `submit`, `atoll.DiLoCo` and the Trainer
+        callback, wherever they take a model.
+
+    Raises:
+        UsageError: there is no such adapter, or a tensor of it is computed rather than held; it is named.
+    """
+    if not isinstance(model, PeftModel):
+        raise UsageError(f"adapter() got a {type(model).__name__}.", "Give what peft.get_peft_model returned.")
+    name = name or model.active_adapter
+    if name not in model.peft_config:
+        raise UsageError(f"The model has no adapter {name!r}.", f"It has {', '.join(map(repr, model.peft_config))}.")
+    live = model.state_dict(keep_vars=True)
+    held = {id(tensor) for tensor in live.values()}
+    root = nn.Module()
+    saved = get_peft_model_state_dict(model, state_dict=live, adapter_name=name, save_embedding_layers=False)
+    for path, tensor in saved.items():
+        if id(tensor) not in held:
+            raise UsageError(
+                f"{path!r} is computed when the adapter is saved, not held by the model.",
+                "Atoll trains adapters whose tensors are parameters: LoRA and its relatives.",
+            )
+        _place(root, path, tensor)
+    return root
+
+
+def export(weights: str | Path, config: PeftConfig, folder: str | Path) -> Path:
+    """Write `adapter_model.safetensors` and `adapter_config.json`, for `PeftModel.from_pretrained(base, folder)`.
+
+    Args:
+        weights: what the run exported of an `adapter`: `exports/model.safetensors`.
+        config: of the adapter: `model.peft_config["default"]`.
+        folder: made if need be.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UsageError: `weights` does not exist.
+    """
+    source, folder = Path(weights), Path(folder)
+    if not source.is_file():
+        raise UsageError(f"There is no file {str(source)!r}.", "Give the exports/model.safetensors of the run.")
+    folder.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(config)
+    config.inference_mode = True  # as PEFT saves it: who loads it to go on training says is_trainable=True
+    config.save_pretrained(str(folder))
+    temporary = folder / f".{WEIGHTS}.{secrets.token_hex(4)}.tmp"
+    try:
+        shutil.copyfile(source, temporary)
+        os.replace(temporary, folder / WEIGHTS)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return folder
+
+
+def _place(root: nn.Module, path: str, tensor: Tensor) -> None:
+    """Register a tensor under its dotted name, in modules that are made on the way."""
+    *parents, leaf = path.split(".")
+    module = root
+    for parent in parents:
+        if parent not in dict(module.named_children()):
+            module.add_module(parent, nn.Module())
+        module = module.get_submodule(parent)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(leaf, tensor)
+    else:
+        module.register_buffer(leaf, tensor)

@@ -1,0 +1,302 @@
+"""Hugging Face's Trainer as a worker: `Trainer(..., callbacks=[AtollCallback()])`.
+
+One `trainer.train()` spans all rounds of the run: the optimizer with its state, and the learning-rate schedule, go on
+from round to round; the global model is loaded into the parameters in place. The server chooses the algorithm:
+
+    FedAvg, FedProx, SCAFFOLD, …   submit, wait and load, every `sync_every` steps or at the end of each epoch
+    DiLoCo                         `atoll.DiLoCo` around the model and the Trainer's optimizer
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from atoll.errors import UsageError
+from atoll.worker.border import border
+from atoll.worker.connection import START_RETRIES, Connection, default_site
+from atoll.worker.correction import Correction
+from atoll.worker.diloco import DiLoCo
+from atoll.worker.federated import join
+from atoll.worker.given import finite_metrics
+from atoll.worker.local import Round
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise UsageError("Hugging Face transformers is not installed.", "pip install 'atoll[transformers]'.") from error
+
+_NO_METRICS = ("_runtime", "_per_second", "_time")
+"""Ends of what the Trainer logs beside a metric of an evaluation."""
+
+
+class AtollCallback(TrainerCallback):
+    """Makes a Trainer a worker of a run; without a server it trains as it would without this.
+
+    Args:
+        server: address, `http://host:8512`; by default `ATOLL_SERVER`.
+        site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
+        sync_every: optimizer steps of a round. By default an epoch; in a DiLoCo run that run's H, from which a given
+            value must not differ.
+        weight: this worker's share in the mean: a number, or a function asked once a round. By default the samples of
+            the round; in a DiLoCo run 1.
+        module: what travels, where it is not the Trainer's whole model: `atoll.integrations.peft.adapter(model)`.
+        folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
+        labels: anything to be shown in status.
+
+    Attributes:
+        rounds: that this worker has brought to their end.
+        finished: whether the run is over; then the Trainer stops, with the run's result in its model.
+    """
+
+    def __init__(
+        self,
+        server: str | None = None,
+        site: str | None = None,
+        *,
+        sync_every: int | None = None,
+        weight: float | Callable[[], float] | None = None,
+        module: nn.Module | None = None,
+        folder: str | Path | None = None,
+        labels: dict[str, str] | None = None,
+    ) -> None:
+        if sync_every is not None and sync_every < 1:
+            raise UsageError(f"sync_every is {sync_every}.", "Give the number of optimizer steps of a round.")
+        self._server, self._site, self._sync_every = server, site, sync_every
+        self._weight, self._module, self._folder, self._labels = weight, module, folder, labels
+        self._part: _Rounds | _Hooked | None = None
+
+    @property
+    def rounds(self) -> int:
+        return self._part.rounds if self._part else 0
+
+    @property
+    def finished(self) -> bool:
+        return self._part is not None and self._part.finished
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Stop taking part; for programs that go on after `trainer.train()` has failed. Idempotent."""
+        if self._part is not None:
+            self._part.leave(error)
+
+    @border
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Join the run and load the global model.
+
+        Raises:
+            UsageError: the Trainer runs in several processes, or in a way that hides its optimizer.
+            SchemaMismatch: the run trains another model.
+        """
+        _require_plain(args)
+        self.leave()
+        module = self._module if self._module is not None else kwargs["model"]
+        optimizer = _innermost(kwargs["optimizer"])
+        server = self._server or os.environ.get("ATOLL_SERVER")
+        site = self._site or default_site()
+        where: dict[str, Any] = {"server": server, "site": site, "folder": self._folder, "labels": self._labels}
+        if server and _is_step_driven(server, site):
+            share = 1.0 if self._weight is None else self._weight
+            self._part = _Hooked(DiLoCo(module, optimizer, sync_every=self._sync_every, weight=share, **where))
+        else:
+            self._part = _Rounds(module, optimizer, self._sync_every, self._weight, where)
+            self._part.samples_per_step = args.train_batch_size * args.gradient_accumulation_steps
+        atexit.register(_leave_at_exit, weakref.ref(self._part))
+        self._part.begin(control, scaled=bool(args.fp16))
+
+    @border
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count the step; at the end of a round submit, wait, and load."""
+        if self._part is not None:
+            self._part.after_step(control)
+
+    @border
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Where a round is an epoch: submit, wait, and load."""
+        if self._part is not None:
+            self._part.after_epoch(control)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Keep the loss and what evaluations measured for the next update."""
+        if self._part is not None:
+            self._part.report(_metrics_in(logs or {}))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop taking part."""
+        self.leave()
+
+
+class _Rounds:
+    """The rounds of a federated run, between the Trainer's steps."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        sync_every: int | None,
+        weight: float | Callable[[], float] | None,
+        where: dict[str, Any],
+    ) -> None:
+        self._module, self._optimizer, self._sync_every, self._weight = module, optimizer, sync_every, weight
+        self._worker = join(**where)
+        self._alone = where["server"] is None
+        self._following: Iterator[Round] = iter(self._worker)
+        self._round: Round | None = None
+        self._correction: Correction | None = None
+        self._metrics: dict[str, float] = {}
+        self.samples_per_step = 1
+        self.steps = self.rounds = 0
+        self.finished = False
+
+    def begin(self, control: TrainerControl, *, scaled: bool) -> None:
+        self._scaled = scaled
+        if not self._alone:
+            self._next(control)
+
+    def after_step(self, control: TrainerControl) -> None:
+        if self.finished:  # the run was over when the Trainer began, and it takes one step nevertheless
+            self._worker.load_into(self._module)
+            return
+        self.steps += 1
+        if self.steps == self._sync_every:
+            self._end(control)
+
+    def after_epoch(self, control: TrainerControl) -> None:
+        if self._sync_every is None and self.steps:
+            self._end(control)
+
+    def report(self, metrics: dict[str, float]) -> None:
+        self._metrics.update(metrics)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        self._round = None
+        if self._correction is not None:
+            self._correction.close()
+        self._worker.leave(error)
+
+    def _end(self, control: TrainerControl) -> None:
+        if self._round is None:
+            return
+        given = self._weight() if callable(self._weight) else self._weight
+        weight = self.samples_per_step * self.steps if given is None else given
+        self._round.submit(self._module, weight=weight, metrics=self._metrics)
+        self.steps, self._metrics = 0, {}
+        self.rounds += 1
+        self._next(control)
+
+    def _next(self, control: TrainerControl) -> None:
+        self._round = next(self._following, None)
+        if self._round is None:
+            self._worker.load_into(self._module)
+            self.finished = control.should_training_stop = True
+            return
+        self._round.load_into(self._module)
+        self._correction = self._round.correct(self._module, self._optimizer)
+        if self._scaled and self._correction.changes_training:
+            raise UsageError(
+                "The Trainer scales gradients (fp16), and this run's algorithm corrects local training.",
+                "Train in bf16 or fp32: a correction must not meet scaled gradients.",
+            )
+
+
+class _Hooked:
+    """A DiLoCo run: `atoll.DiLoCo` counts the optimizer's steps by itself."""
+
+    def __init__(self, diloco: DiLoCo) -> None:
+        self._diloco = diloco
+
+    @property
+    def rounds(self) -> int:
+        return self._diloco.rounds
+
+    @property
+    def finished(self) -> bool:
+        return self._diloco.finished
+
+    def begin(self, control: TrainerControl, *, scaled: bool) -> None:
+        self._diloco.start()
+        self.after_step(control)
+
+    def after_step(self, control: TrainerControl) -> None:
+        if self._diloco.finished:
+            control.should_training_stop = True
+
+    def after_epoch(self, control: TrainerControl) -> None:
+        """A round is counted in steps."""
+
+    def report(self, metrics: dict[str, float]) -> None:
+        self._diloco.report(**metrics)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        self._diloco.stop(error)
+
+
+def _is_step_driven(server: str, site: str) -> bool:
+    """Whether a round of the run is a number of steps; asked before this worker takes part."""
+    connection = Connection(server, site, labels=None, max_retries=START_RETRIES)
+    connection.http.close()
+    return connection.info.sync_every > 0
+
+
+def _require_plain(args: TrainingArguments) -> None:
+    """Refuse what this callback would see only a part of."""
+    if args.world_size > 1:
+        raise UsageError(
+            f"The Trainer runs in {args.world_size} processes, and each would be a worker of its own.",
+            "Start one process a site: without torchrun, or with --nproc-per-node 1.",
+        )
+    if args.deepspeed:
+        raise UsageError(
+            "The Trainer runs under DeepSpeed, which keeps parameters and steps to itself.",
+            "Train without it; a run of several sites does what its data parallelism would.",
+        )
+
+
+def _innermost(optimizer: Any) -> Optimizer:
+    """The optimizer that steps, without Accelerate's wrapper, whose hooks nobody calls."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"The Trainer's optimizer is a {type(optimizer).__name__}.", "Use one that is a torch.optim.Optimizer."
+        )
+    return optimizer
+
+
+def _metrics_in(logs: dict[str, Any]) -> dict[str, float]:
+    """The training loss and `eval_…`, where they are finite numbers; not how long something took."""
+    numbers = {
+        key: value
+        for key, value in logs.items()
+        if (key == "loss" or key.startswith("eval_"))
+        and not key.endswith(_NO_METRICS)
+        and isinstance(value, int | float)
+    }
+    return finite_metrics(numbers, "trainer")
+
+
+def _leave_at_exit(reference: weakref.ref[_Rounds | _Hooked]) -> None:
+    """Tell the server that this process ends, and by which error, where nobody caught it."""
+    part = reference()
+    if part is not None:
+        part.leave(getattr(sys, "last_value", None))

@@ -1,0 +1,98 @@
+"""Arrays of other libraries ↔ tensors: numpy as it is, anything else by DLPack or `__array__`.
+
+numpy has no bf16 and no 8-bit floats. What is given out as numpy is fp32 there, which holds each of their values
+exactly; what comes back as fp32 for such a tensor is rounded to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.dlpack
+from torch import Tensor
+
+from atoll.errors import UsageError
+from atoll.tensors.dtypes import torch_dtype
+from atoll.tensors.schema import Schema
+
+Arrays = Mapping[str, Any]
+"""Name → tensor, numpy array, or anything with DLPack or `__array__`."""
+
+WITHOUT_NUMPY = frozenset({"BF16", "F8_E4M3", "F8_E5M2"})
+"""dtypes that travel and that numpy does not know."""
+
+
+def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
+    """The tensors as arrays that share their memory; those without a numpy dtype as fp32 copies."""
+    unknown = {torch_dtype(name) for name in WITHOUT_NUMPY}
+    return {
+        name: (tensor.float() if tensor.dtype in unknown else tensor).detach().cpu().numpy()
+        for name, tensor in tensors.items()
+    }
+
+
+def as_tensor(name: str, value: object) -> Tensor:
+    """A tensor with the values of `value`, in its memory where that is possible.
+
+    Raises:
+        UsageError: it is no array, or one whose dtype torch does not know; `name` is in the message.
+    """
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
+        try:
+            return torch.utils.dlpack.from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            if not hasattr(value, "__array__"):
+                raise UsageError(
+                    f"{name!r} is a {type(value).__name__} that torch cannot take over: {error}.",
+                    "Convert it to numpy first.",
+                ) from error
+    if not hasattr(value, "__array__"):
+        raise UsageError(
+            f"{name!r} is a {type(value).__name__}: no tensor, and without DLPack and __array__.",
+            "Convert it to numpy, or leave it out of the mapping.",
+        )
+    return _from_numpy(name, np.asarray(value))
+
+
+def as_tensors(given: Arrays, schema: Schema) -> dict[str, Tensor]:
+    """A mapping of tensors and arrays as tensors only; fp32 becomes bf16 or an 8-bit float where the schema says so.
+
+    Raises:
+        UsageError: an entry is neither; it is named.
+    """
+    wanted = {spec.name: spec.dtype for spec in schema.tensors}
+    tensors = {}
+    for name, value in given.items():
+        tensor = as_tensor(name, value)
+        dtype = wanted.get(name)
+        if not isinstance(value, Tensor) and dtype in WITHOUT_NUMPY and tensor.dtype == torch.float32:
+            tensor = tensor.to(torch_dtype(dtype))
+        tensors[name] = tensor
+    return tensors
+
+
+def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> Tensor:
+    native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    if not native.flags.writeable or any(stride < 0 for stride in native.strides):
+        native = native.copy()  # torch warns of the one and refuses the other
+    try:
+        return torch.from_numpy(native)
+    except TypeError as error:
+        raise UsageError(
+            f"{name!r} is an array of {array.dtype}, which does not travel.", "Convert it to one of numbers."
+        ) from error
+
+
+def require_framework(name: str) -> None:
+    """Refuse what is neither torch nor numpy.
+
+    Raises:
+        UsageError: its name is in the message.
+    """
+    if name not in ("torch", "numpy"):
+        raise UsageError(f"The framework is {name!r}.", 'Ask for "torch" or "numpy"; others convert from these.')

@@ -1,0 +1,176 @@
+"""Adapters alone travel, and the run's result opens with PeftModel.from_pretrained."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from torch import nn
+
+import atoll
+from atoll.errors import SchemaMismatch, UsageError
+from atoll.integrations.peft import adapter, export
+from atoll.integrations.transformers import AtollCallback
+
+HALF_RANK = 2
+
+
+class Base(nn.Module):
+    """Two layers; the first gets an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> Any:
+        out = self.last(torch.relu(self.first(x)))
+        return out if target is None else {"loss": ((out - target) ** 2).mean(), "logits": out}
+
+
+def with_adapter(seed: int = 1, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=HALF_RANK, target_modules=["first"], **options)
+    return peft.get_peft_model(Base(), config)
+
+
+NAMES = {"base_model.model.first.lora_A.weight", "base_model.model.first.lora_B.weight"}
+
+
+def both(server: atoll.Server, work: Any) -> None:
+    """Two sites at once."""
+    threads = [threading.Thread(target=work, args=(server.url, site)) for site in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert server.wait(30)
+
+
+@pytest.mark.covers("S17")
+def test_two_workers_move_the_adapter_and_the_result_opens_with_peft(tmp_path: Path) -> None:
+    """One adds 1 to every adapter weight, the other 3: each round adds 2."""
+    start = adapter(with_adapter())
+    before = {name: value.clone() for name, value in start.state_dict().items()}
+    models = {"a": with_adapter(seed=7), "b": with_adapter(seed=8)}
+    options: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 2, "rounds": 2, "min_free_bytes": 0}
+
+    def site(url: str, name: str) -> None:
+        travels = adapter(models[name])
+        with atoll.join(url, site=name, folder=tmp_path / name) as worker:
+            for round_ in worker:
+                round_.load_into(travels)
+                with torch.no_grad():
+                    for parameter in models[name].parameters():
+                        if parameter.requires_grad:
+                            parameter += {"a": 1.0, "b": 3.0}[name]
+                round_.submit(travels)
+            worker.load_into(travels)
+
+    with atoll.Server(start, port=0, state_dir=tmp_path / "state", **options) as server:
+        both(server, site)
+        assert server.status().model_bytes == 4 * (HALF_RANK * 4 + 6 * HALF_RANK)  # fp32: A is r × 4, B is 6 × r
+    with safe_open(server.exports / "model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == NAMES
+    folder = export(server.exports / "model.safetensors", models["a"].peft_config["default"], tmp_path / "adapter")
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == HALF_RANK
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # PEFT only warns of tensors that are missing
+        opened = peft.PeftModel.from_pretrained(Base(), folder)
+    found = adapter(opened).state_dict()
+    for name, value in before.items():
+        assert torch.allclose(found[name], value + 4.0)
+    x = torch.randn(5, 4)
+    for model in models.values():
+        assert torch.equal(opened(x), model.eval()(x))
+        assert torch.equal(model.base_model.model.last.weight, Base().last.weight)
+    assert not models["a"].peft_config["default"].inference_mode  # export changed a copy
+
+
+def test_the_adapter_shares_the_models_parameters() -> None:
+    model = with_adapter(modules_to_save=["last"])
+    travels = adapter(model)
+    assert set(dict(travels.named_parameters())) == NAMES | {
+        "base_model.model.last.weight",
+        "base_model.model.last.bias",
+    }
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    assert {id(parameter) for parameter in travels.parameters()} == trained
+
+
+def test_an_adapter_is_chosen_by_name() -> None:
+    model = with_adapter()
+    model.add_adapter("other", peft.LoraConfig(r=3, target_modules=["last"]))
+    assert set(adapter(model).state_dict()) == NAMES
+    assert set(adapter(model, "other").state_dict()) == {name.replace("first", "last") for name in NAMES}
+    with pytest.raises(UsageError, match=r"no adapter 'third'. It has 'default', 'other'"):
+        adapter(model, "third")
+
+
+def test_what_has_no_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="got a Base"):
+        adapter(Base())
+    with pytest.raises(UsageError, match="no file"):
+        export(tmp_path / "none.safetensors", peft.LoraConfig(), tmp_path / "out")
+
+
+def test_a_whole_model_is_refused_by_a_run_of_adapters(tmp_path: Path) -> None:
+    with atoll.Server(adapter(with_adapter()), port=0, state_dir=tmp_path / "state", algorithm="fedavg") as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
+            round_ = next(iter(worker))
+            with pytest.raises(SchemaMismatch):
+                round_.load_into(with_adapter())
+
+
+@pytest.mark.slow
+@pytest.mark.covers("S17")
+@pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
+def test_the_trainer_callback_sends_the_adapter_alone(tmp_path: Path, algorithm: str) -> None:
+    models = {"a": with_adapter(seed=7), "b": with_adapter(seed=8)}
+    records = [{"x": torch.randn(4), "target": torch.ones(3)} for _ in range(8)]
+
+    def site(url: str, name: str) -> None:
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path / "out" / name),
+            per_device_train_batch_size=4,
+            learning_rate=1e-2,
+            max_steps=100,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+        )
+        callback = AtollCallback(url, name, sync_every=2, module=adapter(models[name]), folder=tmp_path / name)
+        transformers.Trainer(model=models[name], args=args, train_dataset=records, callbacks=[callback]).train()
+
+    options: dict[str, Any] = {"algorithm": algorithm, "num_workers": 2, "rounds": 3, "sync_every": 2}
+    start = adapter(with_adapter())
+    with atoll.Server(start, port=0, state_dir=tmp_path / "state", min_free_bytes=0, **options) as server:
+        both(server, site)
+    ends = [adapter(model).state_dict() for model in models.values()]
+    with safe_open(server.exports / "model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == NAMES
+        for name in NAMES:
+            assert torch.equal(ends[0][name], file.get_tensor(name))
+            assert torch.equal(ends[1][name], file.get_tensor(name))
+            assert not torch.equal(start.state_dict()[name], file.get_tensor(name))
+
+
+@pytest.mark.parametrize("package", ["peft", "transformers"])
+def test_a_package_that_is_missing_is_named_with_its_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[f"atoll.integrations.{package}"]
+    monkeypatch.setitem(sys.modules, package, None)  # importing it fails
+    with pytest.raises(UsageError, match=rf"pip install 'atoll\[{package}\]'"):
+        importlib.reload(module)

@@ -1,0 +1,346 @@
+"""Hugging Face's Trainer as a worker: one `train()` over many rounds, against the same arithmetic in Python."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+
+import atoll
+from atoll.errors import SchemaMismatch, UsageError
+from atoll.integrations.transformers import AtollCallback, _metrics_in
+
+TARGETS = {"a": 1.0, "b": -3.0}  # each site's loss is (w − target)²/2, so its gradient is w − target
+STEPS, ROUNDS, MOMENTUM, MU = 3, 3, 0.5, 0.3
+
+
+def rate(step: int) -> float:
+    """The schedule over all steps of the run; it must not begin anew with a round."""
+    return 0.1 / (1 + step)
+
+
+class One(nn.Module):
+    """One weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+
+    def forward(self, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": ((self.w - target) ** 2 / 2).mean(), "logits": self.w.expand(len(target), 1)}
+
+
+def trainer_for(
+    model: nn.Module, target: float, callback: AtollCallback, folder: Path, **arguments: Any
+) -> transformers.Trainer:
+    """Plain SGD with momentum, its rate after `rate`, 12 records of the site's target in batches of 4."""
+    common: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "max_steps": 1000,
+        "max_grad_norm": 0.0,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "label_names": ["target"],
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=MOMENTUM)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    return transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(**common | arguments),
+        train_dataset=[{"target": torch.tensor(target)}] * 12,
+        eval_dataset=[{"target": torch.tensor(target)}] * 4,
+        optimizers=(optimizer, schedule),
+        callbacks=[callback],
+    )
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., atoll.Server]]:
+    started: list[atoll.Server] = []
+
+    def start(algorithm: str, **options: Any) -> atoll.Server:
+        common: dict[str, Any] = {"num_workers": 1, "rounds": ROUNDS, "min_free_bytes": 0}
+        started.append(
+            atoll.Server(One(), port=0, state_dir=tmp_path / "state", algorithm=algorithm, **common | options).start()
+        )
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+def reference(algorithm: str) -> float:
+    """x after all rounds of both sites: momentum and schedule go on, only w is replaced."""
+    x, c = 0.0, 0.0
+    own, velocity = dict.fromkeys(TARGETS, 0.0), dict.fromkeys(TARGETS, 0.0)
+    for number in range(ROUNDS):
+        ends, deltas = [], []
+        for site, target in TARGETS.items():
+            y, rates = x, 0.0
+            for step in range(number * STEPS, (number + 1) * STEPS):
+                gradient = y - target + (MU * (y - x) if algorithm == "fedprox" else 0.0)
+                velocity[site] = MOMENTUM * velocity[site] + gradient
+                y -= rate(step) * velocity[site]
+                rates += rate(step)
+                if algorithm == "scaffold":
+                    y -= rate(step) * (c - own[site])
+            plus = own[site] - c + (x - y) / rates
+            ends.append(y)
+            deltas.append(plus - own[site])
+            own[site] = plus
+        x, c = sum(ends) / 2, c + sum(deltas) / 2
+    return x
+
+
+@pytest.mark.slow
+@pytest.mark.covers("S10", "S16")
+@pytest.mark.parametrize(
+    ("algorithm", "options"), [("fedavg", {}), ("fedprox", {"local_options": {"mu": MU}}), ("scaffold", {})]
+)
+def test_one_train_spans_the_run_and_keeps_momentum_and_schedule(
+    serve: Any, tmp_path: Path, algorithm: str, options: dict[str, Any]
+) -> None:
+    server = serve(algorithm, num_workers=2, **options)
+    models, trainers = {site: One() for site in TARGETS}, {}
+    for site, target in TARGETS.items():
+        callback = AtollCallback(server.url, site, sync_every=STEPS, folder=tmp_path / site)
+        trainers[site] = trainer_for(models[site], target, callback, tmp_path / "out" / site)
+    threads = [threading.Thread(target=trainer.train) for trainer in trainers.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert server.wait(30)
+    for site, model in models.items():
+        assert model.w.item() == pytest.approx(reference(algorithm), rel=1e-5)  # the result, at both
+        assert trainers[site].state.global_step == STEPS * ROUNDS  # the run's end is the Trainer's
+    assert [row.weights for row in server.status().history] == [[12.0, 12.0]] * ROUNDS  # 3 steps of 4 records
+
+
+@pytest.mark.covers("S16")
+def test_a_diloco_run_is_joined_as_one(serve: Any, tmp_path: Path) -> None:
+    """Outer SGD, lr 0.7, Nesterov 0.9: m ← 0.9·m + Δ, θ ← θ − 0.7·(Δ + 0.9·m); inner momentum and schedule go on."""
+    server = serve("diloco", sync_every=STEPS, codec="none", rounds=2)
+    model = One()
+    callback = AtollCallback(server.url, "a", folder=tmp_path / "a")
+    trainer = trainer_for(model, TARGETS["a"], callback, tmp_path / "out")
+    trainer.train()
+    theta, outer, velocity = 0.0, 0.0, 0.0
+    for number in range(2):
+        w = theta
+        for step in range(number * STEPS, (number + 1) * STEPS):
+            velocity = MOMENTUM * velocity + (w - TARGETS["a"])
+            w -= rate(step) * velocity
+        outer = 0.9 * outer + (theta - w)
+        theta -= 0.7 * ((theta - w) + 0.9 * outer)
+    assert model.w.item() == pytest.approx(theta, rel=1e-5)
+    assert (trainer.state.global_step, callback.rounds, callback.finished) == (2 * STEPS, 2, True)
+
+
+@pytest.mark.covers("S16")
+def test_a_round_is_an_epoch_by_default_and_metrics_travel(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An epoch is 3 steps. Evaluations at epochs measure the global model, as it was loaded just before."""
+    server = serve("fedavg", rounds=2)
+    monkeypatch.setenv("ATOLL_SERVER", server.url)  # as `atoll worker` starts a script
+    monkeypatch.setenv("ATOLL_SITE", "clinic-a")
+    monkeypatch.setenv("ATOLL_DIR", str(tmp_path / "files"))
+    trainer = trainer_for(One(), 1.0, AtollCallback(), tmp_path / "out", eval_strategy="epoch", eval_on_start=True)
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert [row.workers for row in server.status().history] == [["clinic-a"]] * 2
+    first, second = (row.metrics for row in server.status().history)
+    # before training w = 0, and the loss (0 − 1)²/2; after the first round w = x₁, by the reference's own steps
+    x, velocity = 0.0, 0.0
+    for step in range(3):
+        velocity = MOMENTUM * velocity + (x - 1.0)
+        x -= rate(step) * velocity
+    assert first["eval_loss"] == pytest.approx(0.5)
+    assert second["eval_loss"] == pytest.approx((x - 1.0) ** 2 / 2, rel=1e-4)
+    assert set(first) == set(second) == {"loss", "eval_loss"}
+
+
+def test_what_the_trainer_logs_beside_metrics_stays_here() -> None:
+    logs = {
+        "loss": 0.5,
+        "eval_loss": 0.25,
+        "eval_f1": float("nan"),
+        "eval_runtime": 3.0,
+        "eval_samples_per_second": 9.0,
+        "eval_model_preparation_time": 0.1,
+        "eval_name": "x",
+        "epoch": 1.0,
+        "grad_norm": 2.0,
+        "learning_rate": 0.1,
+    }
+    assert _metrics_in(logs) == {"loss": 0.5, "eval_loss": 0.25}
+
+
+def test_accumulated_gradients_are_one_step(serve: Any, tmp_path: Path) -> None:
+    """Batches of 2, 2 to a step: 3 steps an epoch, 12 records."""
+    server = serve("scaffold", rounds=1)
+    callback = AtollCallback(server.url, "a", sync_every=3, folder=tmp_path / "a")
+    arguments = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}  # 12 records in 3 steps
+    trainer = trainer_for(One(), 1.0, callback, tmp_path / "out", **arguments)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert server.status().history[0].weights == [12.0]
+
+
+@pytest.mark.covers("S10", "S16")
+@pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
+def test_a_language_model_with_tied_weights_takes_part(tmp_path: Path, algorithm: str) -> None:
+    """Its head is its embedding, its optimizer the Trainer's own with two groups, its schedule linear."""
+    build = transformers.GPT2LMHeadModel
+    config = transformers.GPT2Config(
+        vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    start, model = build(config), build(config)
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
+    options: dict[str, Any] = {"algorithm": algorithm, "rounds": 2, "sync_every": 2, "min_free_bytes": 0}
+    with atoll.Server(start, port=0, state_dir=tmp_path / "state", **options) as server:
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path / "out"),
+            per_device_train_batch_size=4,
+            max_steps=20,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        callback = AtollCallback(server.url, "a", sync_every=2, folder=tmp_path / "a")
+        trainer = transformers.Trainer(model=model, args=args, train_dataset=rows, callbacks=[callback])
+        trainer.train()
+        assert server.wait(30)
+    assert trainer.state.global_step == 4
+    assert trainer.lr_scheduler.get_last_lr() == pytest.approx([5e-5 * 16 / 20] * 2)  # linear to 0 over max_steps
+    assert model.lm_head.weight is model.transformer.wte.weight
+    again = build(config)
+    again.load_state_dict(load_file(server.exports / "model.safetensors"))
+    for (name, value), other in zip(again.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+    assert not torch.equal(model.lm_head.weight, start.lm_head.weight)
+
+
+@pytest.mark.parametrize(("weight", "shown"), [(2.5, 2.5), (lambda: 7, 7.0)], ids=["number", "function"])
+def test_a_weight_may_be_given(serve: Any, tmp_path: Path, weight: Any, shown: float) -> None:
+    server = serve("fedavg", rounds=1)
+    callback = AtollCallback(server.url, "a", sync_every=1, weight=weight, folder=tmp_path / "a")
+    trainer_for(One(), 1.0, callback, tmp_path / "out").train()
+    assert server.status().history[0].weights == [shown]
+
+
+def test_a_weight_of_zero_is_refused(serve: Any, tmp_path: Path) -> None:
+    callback = AtollCallback(serve("fedavg").url, "a", sync_every=1, weight=0.0, folder=tmp_path / "a")
+    with pytest.raises(UsageError, match="weight is 0"):
+        trainer_for(One(), 1.0, callback, tmp_path / "out").train()
+    callback.leave()
+
+
+def test_without_a_server_the_trainer_trains_as_it_would(tmp_path: Path) -> None:
+    with_it, without = One(), One()
+    trainer_for(with_it, 1.0, AtollCallback(sync_every=2), tmp_path / "with", max_steps=5).train()
+    plain = trainer_for(without, 1.0, AtollCallback(), tmp_path / "without", max_steps=5)
+    plain.remove_callback(AtollCallback)
+    plain.train()
+    assert torch.equal(with_it.w, without.w)
+
+
+def test_after_the_training_steps_are_plain_again(serve: Any, tmp_path: Path) -> None:
+    """Training ends in the middle of a round: the correction lets go of the optimizer, and the worker has left."""
+    server = serve("fedprox", local_options={"mu": 100.0})
+    model = One()
+    trainer = trainer_for(
+        model, 1.0, AtollCallback(server.url, "a", sync_every=3, folder=tmp_path / "a"), tmp_path / "out", max_steps=2
+    )
+    optimizer = trainer.optimizer
+    trainer.train()
+    assert [worker.state for worker in server.status().workers] == ["left"]
+    assert not optimizer._optimizer_step_pre_hooks
+    assert server.status().fragments[0].version == 0
+
+
+def test_a_run_that_is_over_gives_its_result_and_no_training(serve: Any, tmp_path: Path) -> None:
+    server = serve("fedavg", rounds=1)
+    with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:  # stays: the server waits for it
+        round_ = next(iter(worker))
+        round_.load_into(One())
+        round_.submit({"w": torch.full((1,), 5.0)})
+        assert server.wait(30)
+        model = One()
+        callback = AtollCallback(server.url, "b", folder=tmp_path / "b")
+        trainer = trainer_for(model, 1.0, callback, tmp_path / "out")
+        trainer.train()
+        assert callback.finished
+        assert model.w.item() == 5.0
+
+
+def test_the_server_hears_why_training_failed(serve: Any, tmp_path: Path) -> None:
+    class Failing(One):
+        def forward(self, target: torch.Tensor) -> dict[str, torch.Tensor]:
+            raise ValueError("no more records")
+
+    server = serve("fedavg")
+    callback = AtollCallback(server.url, "a", folder=tmp_path / "a")
+    trainer = trainer_for(Failing(), 1.0, callback, tmp_path / "out")
+    with pytest.raises(ValueError, match="no more records") as caught:
+        trainer.train()
+    callback.leave(caught.value)
+    assert [worker.error for worker in server.status().workers] == ["ValueError: no more records"]
+
+
+def test_another_model_is_refused_before_it_trains(serve: Any, tmp_path: Path) -> None:
+    server = serve("fedavg")
+    model = One()
+    model.extra = nn.Parameter(torch.zeros(2))
+    callback = AtollCallback(server.url, "a", folder=tmp_path / "a")
+    trainer = trainer_for(model, 1.0, callback, tmp_path / "out")
+    with pytest.raises(SchemaMismatch, match="extra"):
+        trainer.train()
+    callback.leave()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.covers("S9")
+@pytest.mark.parametrize(
+    ("arguments", "words"), [({"world_size": 4}, "runs in 4 processes"), ({"deepspeed": "ds.json"}, "DeepSpeed")]
+)
+def test_what_the_callback_would_see_a_part_of_is_refused(arguments: dict[str, Any], words: str) -> None:
+    args: Any = SimpleNamespace(**{"world_size": 1, "deepspeed": None, "fp16": False} | arguments)
+    with pytest.raises(UsageError, match=words):
+        AtollCallback().on_train_begin(args, Any, Any)  # type: ignore[arg-type]
+
+
+@pytest.mark.covers("S8")
+def test_scaled_gradients_are_refused_where_they_would_be_corrected(serve: Any, tmp_path: Path) -> None:
+    server = serve("fedprox")
+    callback = AtollCallback(server.url, "a", folder=tmp_path / "a")
+    model = One()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    args: Any = SimpleNamespace(
+        world_size=1, deepspeed=None, fp16=True, train_batch_size=4, gradient_accumulation_steps=1
+    )
+    control: Any = SimpleNamespace(should_training_stop=False)
+    with pytest.raises(UsageError, match="fp16"):
+        callback.on_train_begin(args, Any, control, model=model, optimizer=optimizer)  # type: ignore[arg-type]
+    callback.leave()
+
+
+def test_a_wrong_sync_every_is_refused() -> None:
+    with pytest.raises(UsageError, match="sync_every is 0"):
+        AtollCallback(sync_every=0)

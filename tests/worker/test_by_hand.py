@@ -1,0 +1,260 @@
+"""Loops written by hand: SCAFFOLD's control metadata read and given back by their names, over a real server."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.errors import UsageError
+
+ETA, STEPS = 0.1, 3
+TARGETS = {"a": 1.0, "b": -3.0}  # each site's loss is (w − target)²/2, so its gradient is w − target
+
+
+class One(nn.Module):
+    """One weight that is trained, and one that is frozen."""
+
+    def __init__(self, w: float = 0.0) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((1,), w))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+
+def train(model: One, optimizer: torch.optim.Optimizer, target: float, steps: int = STEPS) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ((model.w - target) ** 2 / 2).sum().backward()
+        optimizer.step()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., atoll.Server]]:
+    started: list[atoll.Server] = []
+
+    def start(**options: Any) -> atoll.Server:
+        common: dict[str, Any] = {"algorithm": "scaffold", "num_workers": 1, "rounds": 2, "min_free_bytes": 0}
+        started.append(atoll.Server(One(), port=0, state_dir=tmp_path / "state", **common | options).start())
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+def plainly(round_: Any, target: float) -> One:
+    """SCAFFOLD's worker without any helper: only what the round gives, and the paper's two lines."""
+    model = round_.load_into(One())
+    c, own = round_.global_controls()["w"], round_.own_controls()["w"]
+    x = model.w.detach().clone()
+    with torch.no_grad():
+        for _ in range(STEPS):
+            model.w -= ETA * ((model.w - target) - own + c)
+    plus = own - c + (x - model.w.detach()) / (STEPS * ETA)
+    round_.submit(model, control_difference={"w": plus - own, "frozen": torch.zeros(2)}, steps=STEPS)
+    return model
+
+
+def with_the_helper(round_: Any, target: float) -> One:
+    model = round_.load_into(One())
+    scaffold = atoll.Scaffold(model, round_.global_controls(), round_.own_controls())
+    optimizer = torch.optim.SGD([model.w], lr=ETA)
+    with scaffold.correct(optimizer):
+        train(model, optimizer, target)
+    difference = scaffold.finish()
+    assert scaffold.steps == STEPS
+    assert difference["frozen"].tolist() == [0.0, 0.0]
+    assert torch.equal(scaffold.own_controls["w"], round_.own_controls()["w"] + difference["w"])
+    round_.submit(model, control_difference=difference, steps=scaffold.steps)
+    return model
+
+
+def with_the_round(round_: Any, target: float) -> One:
+    model = round_.load_into(One())
+    optimizer = torch.optim.SGD([model.w], lr=ETA)
+    with round_.correct(model, optimizer):
+        train(model, optimizer, target)
+    round_.submit(model)
+    return model
+
+
+@pytest.mark.covers("S10", "S12")
+@pytest.mark.parametrize("part", [plainly, with_the_helper, with_the_round])
+def test_two_rounds_by_hand_are_those_of_the_paper(serve: Any, tmp_path: Path, part: Any) -> None:
+    """Algorithm 1, option II, in Python's own numbers; two sites, both take part in every round."""
+    server = serve(num_workers=2)
+    workers = {site: atoll.join(server.url, site=site, folder=tmp_path / site) for site in TARGETS}
+    loops = {site: iter(worker) for site, worker in workers.items()}
+    x, c, own = 0.0, 0.0, dict.fromkeys(TARGETS, 0.0)
+    for _ in range(2):
+        models, deltas = [], []
+        for site, target in TARGETS.items():
+            y = x
+            for _ in range(STEPS):
+                y -= ETA * ((y - target) - own[site] + c)
+            plus = own[site] - c + (x - y) / (STEPS * ETA)
+            models.append(y)
+            deltas.append(plus - own[site])
+            own[site] = plus
+            assert part(next(loops[site]), target).w.item() == pytest.approx(y, rel=1e-5)
+        x, c = sum(models) / 2, c + sum(deltas) / 2
+    for site, loop in loops.items():
+        assert next(loop, None) is None
+        assert workers[site].load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
+        assert workers[site]._session.base.values_of("atoll.control.w", 0, 1).item() == pytest.approx(c, rel=1e-5)
+        workers[site].leave()
+
+
+@pytest.mark.covers("S7", "S12")
+def test_the_update_carries_the_step_count_and_the_scripts_own_wins(serve: Any, tmp_path: Path) -> None:
+    server = serve(rounds=3)
+    with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
+        rounds = iter(worker)
+        with_the_helper(next(rounds), 1.0)
+        assert worker._session.outbox.note.steps == STEPS
+        with_the_round(next(rounds), 1.0)
+        assert worker._session.outbox.note.steps == STEPS
+        round_ = next(rounds)
+        model = round_.load_into(One())
+        optimizer = torch.optim.SGD([model.w], lr=ETA)
+        with round_.correct(model, optimizer):
+            train(model, optimizer, 1.0)
+        round_.submit(model, steps=70)
+        assert worker._session.outbox.note.steps == 70
+
+
+GOOD = {"w": torch.zeros(1), "frozen": torch.zeros(2)}
+
+
+@pytest.mark.covers("S12")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([torch.zeros(1)], "control_difference is a list"),
+        ({"w": torch.zeros(1)}, "control_difference lacks 'frozen'"),
+        ({**GOOD, "v": torch.zeros(1)}, "control_difference has 'v', which is no parameter"),
+        ({**GOOD, "w": torch.zeros(3)}, r"control_difference\['w'\] has the shape \[3\], the parameter \[1\]"),
+        ({**GOOD, "w": torch.zeros(1, dtype=torch.int64)}, r"control_difference\['w'\] is torch.int64"),
+        ({**GOOD, "w": torch.tensor([float("nan")])}, r"control_difference\['w'\] holds NaN or Inf"),
+        ({**GOOD, "w": "zero"}, r"control_difference\['w'\].? is a str: no tensor"),
+        (None, "trained without its correction"),
+    ],
+    ids=["list", "missing", "unknown", "shape", "integers", "nan", "text", "none"],
+)
+def test_a_malformed_difference_is_refused_by_name_and_the_round_goes_on(
+    serve: Any, tmp_path: Path, given: Any, words: str
+) -> None:
+    server = serve(rounds=1)
+    with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
+        round_ = next(iter(worker))
+        model = round_.load_into(One())
+        with pytest.raises(UsageError, match=words):
+            round_.submit(model, control_difference=given, steps=1)
+        round_.submit(model, control_difference={name: value.numpy() for name, value in GOOD.items()}, steps=1)
+        assert round_.done
+    assert server.wait(30)
+    assert server.status().refused == 0
+
+
+@pytest.mark.covers("S7")
+def test_a_difference_without_steps_or_beside_correct_is_refused(serve: Any, tmp_path: Path) -> None:
+    server = serve(rounds=1)
+    with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
+        round_ = next(iter(worker))
+        model = round_.load_into(One())
+        with pytest.raises(UsageError, match="steps=0"):
+            round_.submit(model, control_difference=GOOD)
+        round_.correct(model, torch.optim.SGD([model.w], lr=ETA))
+        with pytest.raises(UsageError, match="measured one already"):
+            round_.submit(model, control_difference=GOOD, steps=1)
+
+
+def test_a_run_without_controls_has_none_and_refuses_a_difference(serve: Any, tmp_path: Path) -> None:
+    server = serve(algorithm="fedavg")
+    with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
+        round_ = next(iter(worker))
+        model = round_.load_into(One())
+        assert round_.global_controls() == round_.own_controls() == {}
+        with pytest.raises(UsageError, match="the run has no controls"):
+            round_.submit(model, control_difference=GOOD, steps=1)
+        with pytest.raises(UsageError, match="global_controls lacks 'w'"):
+            atoll.Scaffold(model, round_.global_controls(), round_.own_controls())
+
+
+def test_the_controls_given_out_are_copies(serve: Any, tmp_path: Path) -> None:
+    server = serve()
+    with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
+        loop = iter(worker)
+        with_the_round(next(loop), 1.0)
+        round_ = next(loop)
+        round_.load_into(One())
+        first = round_.global_controls()["w"], round_.own_controls()["w"]
+        # Δc = (0 − y)/(K·η) with y = 1 − 0.9³ = 0.271; N = 1, so c = c_i = −0.271/0.3
+        assert [value.item() for value in first] == [pytest.approx(-0.271 / 0.3)] * 2
+        for value in first:
+            value.fill_(7.0)
+        assert round_.global_controls()["w"].item() == pytest.approx(-0.271 / 0.3)
+        assert round_.own_controls()["w"].item() == pytest.approx(-0.271 / 0.3)
+
+
+def test_alone_a_loop_written_for_scaffold_trains_plainly() -> None:
+    """Rate 0.1 towards 1, three steps: w = 1 − 0.9³."""
+    with atoll.join() as worker:
+        for round_ in worker:
+            assert with_the_helper(round_, 1.0).w.item() == pytest.approx(1 - 0.9**3)
+
+
+def test_a_client_can_do_it_all(serve: Any, tmp_path: Path) -> None:
+    server = serve(rounds=2)
+    with atoll.Client(server.url, site="a", folder=tmp_path / "a") as client:
+        assert client.next_round() == 1
+        model = One()
+        client.pull(model)
+        optimizer = torch.optim.SGD([model.w], lr=ETA)
+        with client.correct(model, optimizer):
+            train(model, optimizer, 1.0)
+        client.submit(model)
+        assert client.next_round() == 2
+        client.pull(model)
+        assert client.global_controls()["w"].item() == pytest.approx(-0.271 / 0.3)
+        assert client.own_controls()["w"].item() == pytest.approx(-0.271 / 0.3)
+        client.submit(model, control_difference=GOOD, steps=1)
+    assert server.wait(30)
+
+
+def test_fedprox_by_hand_pulls_towards_where_it_began() -> None:
+    """w_t = 2; g = w − 1, μ = 0.5, η = 0.1: 2 → 1.9 → 1.9 − 0.1·(0.9 + 0.5·(1.9 − 2)) = 1.815; then plain again."""
+    model = One(2.0)
+    optimizer = torch.optim.SGD([model.w], lr=0.1)
+    prox = atoll.FedProx(model, mu=0.5)
+    prox.correct(optimizer)
+    train(model, optimizer, 1.0, steps=2)
+    prox.finish()
+    assert model.w.item() == pytest.approx(1.815)
+    train(model, optimizer, 1.0, steps=1)
+    assert model.w.item() == pytest.approx(1.815 - 0.1 * 0.815)
+    assert prox.steps == 2
+    with pytest.raises(UsageError, match="mu is -1"):
+        atoll.FedProx(model, mu=-1)
+
+
+def test_scaffold_takes_arrays_and_refuses_a_round_without_steps() -> None:
+    """c = 0.5, c_i = 0.2, η = 0.1, target 1: y = 0 + 0.1·1 − 0.1·0.3 = 0.07; Δc = (0 − 0.07)/0.1 − 0.5 = −1.2."""
+    model = One()
+    c = {"w": np.array([0.5], dtype=np.float32), "frozen": np.zeros(2, dtype=np.float32)}
+    own = {"w": np.array([0.2], dtype=np.float32), "frozen": np.zeros(2, dtype=np.float32)}
+    scaffold = atoll.Scaffold(model, c, own)
+    with pytest.raises(UsageError, match="no optimizer step"):
+        scaffold.finish()
+    optimizer = torch.optim.SGD([model.w], lr=ETA)
+    scaffold = atoll.Scaffold(model, c, own)
+    scaffold.correct(optimizer)
+    train(model, optimizer, 1.0, steps=1)
+    assert model.w.item() == pytest.approx(0.07)
+    assert scaffold.finish()["w"].item() == pytest.approx(-1.2)
+    assert scaffold.own_controls["w"].item() == pytest.approx(-1.0)
+    assert c["w"].item() == pytest.approx(0.5)

@@ -1,0 +1,206 @@
+"""`atoll.init`, `is_running`, `receive`, `send`: the loop over rounds as functions."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.errors import UsageError
+from atoll.worker import functional
+
+ROUNDS = 2
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    options: dict[str, Any] = {"algorithm": "fedavg", "rounds": ROUNDS, "min_free_bytes": 0}
+    with atoll.Server(ones(), port=0, state_dir=tmp_path / "state", **options) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(functional, "_part", None)
+    yield
+    if functional._part is not None:
+        functional._part.leave()
+
+
+def ones() -> nn.Linear:
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    return model
+
+
+@pytest.mark.covers("P15")
+def test_the_loop_runs_every_round_with_settings_from_the_environment(
+    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each round adds 1 to what was received: 1, then 2, then 3 in the end."""
+    monkeypatch.setenv("ATOLL_SERVER", server.url)
+    monkeypatch.setenv("ATOLL_SITE", "clinic-a")
+    monkeypatch.setenv("ATOLL_DIR", str(tmp_path / "files"))
+    atoll.init()
+    seen = []
+    while atoll.is_running():
+        assert atoll.is_running()  # asking does not take a round
+        received = atoll.receive()
+        assert received is not None
+        assert atoll.receive() is received
+        seen.append((received.number, received.params["weight"][0, 0].item()))
+        atoll.send({name: value + 1 for name, value in received.params.items()}, weight=3, metrics={"loss": 0.5})
+    assert seen == [(1, 1.0), (2, 2.0)]
+    assert atoll.receive() is None
+    assert server.wait(30)
+    status = server.status()
+    assert [(row.workers, row.weights, row.metrics) for row in status.history] == [
+        (["clinic-a"], [3.0], {"loss": 0.5})
+    ] * ROUNDS
+    assert [worker.state for worker in status.workers] == ["left"]  # the loop's end is the run's
+    assert (tmp_path / "files" / "clinic-a").is_dir()
+
+
+@pytest.mark.covers("P15", "P6")
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_what_was_sent_and_received_is_forgotten_unless_told(
+    server: atoll.Server, tmp_path: Path, clear_cache: bool
+) -> None:
+    atoll.init(server.url, "a", folder=tmp_path / "a")
+    received = atoll.receive()
+    assert received is not None
+    model = ones()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    received.correct(model, optimizer)
+    pulled, sent = weakref.ref(received.params["weight"]), weakref.ref(model.weight)
+    atoll.send(model, clear_cache=clear_cache)
+    del model, optimizer
+    gc.collect()
+    assert (pulled() is None) == clear_cache
+    assert (sent() is None) == clear_cache
+    assert (received.params == {}) == clear_cache
+
+
+@pytest.mark.covers("P15")
+def test_an_error_keeps_the_round_so_that_it_can_be_sent_again(server: atoll.Server, tmp_path: Path) -> None:
+    atoll.init(server.url, "a", folder=tmp_path / "a")
+    received = atoll.receive()
+    assert received is not None
+    with pytest.raises(UsageError, match="'weight' is a str"):
+        atoll.send({**received.params, "weight": "ones"})
+    atoll.send(received.params)
+    assert atoll.is_running()
+    with pytest.raises(UsageError, match=r"atoll\.receive\(\) first"):
+        atoll.send(ones())
+
+
+def test_numpy_goes_through_and_a_model_is_filled_in_place(server: atoll.Server, tmp_path: Path) -> None:
+    atoll.init(server.url, "a", folder=tmp_path / "a")
+    received = atoll.receive(framework="numpy")
+    assert received is not None
+    assert {type(value) for value in received.params.values()} == {np.ndarray}
+    atoll.send({name: value * 3 for name, value in received.params.items()})
+    model = nn.Linear(3, 2)
+    address = model.weight.data_ptr()
+    again = atoll.receive(into=model)
+    assert again is not None
+    assert again.params == {}
+    assert model.weight.data_ptr() == address
+    assert model.weight.unique().tolist() == [3.0]
+
+
+def test_calls_out_of_order_say_what_to_call(server: atoll.Server, tmp_path: Path) -> None:
+    for call in (atoll.is_running, atoll.receive, lambda: atoll.send(ones())):
+        with pytest.raises(UsageError, match=r"atoll\.init\(\) first"):
+            call()
+    atoll.init(server.url, "a", folder=tmp_path / "a")
+    with pytest.raises(UsageError, match="twice"):
+        atoll.init(server.url, "a", folder=tmp_path / "a")
+    with pytest.raises(UsageError, match="'jax'"):
+        atoll.receive(framework="jax")  # type: ignore[arg-type]
+
+
+@pytest.mark.covers("P15")
+def test_without_a_server_there_is_one_round() -> None:
+    atoll.init()
+    model, rounds = ones(), 0
+    while atoll.is_running():
+        received = atoll.receive(into=model)
+        assert received is not None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with received.correct(model, optimizer):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        atoll.send(model, metrics={"loss": 1.0})
+        rounds += 1
+    assert rounds == 1
+    # the gradient of a weight is its input, 1
+    assert model.weight.unique().tolist() == pytest.approx([0.9])
+
+
+def test_alone_there_are_no_tensors_to_give() -> None:
+    atoll.init()
+    with pytest.raises(UsageError, match="no global model without a server"):
+        atoll.receive()
+
+
+SCRIPT = """
+import atoll
+
+atoll.init()
+while atoll.is_running():
+    received = atoll.receive(framework="numpy")
+    print("round", received.number, flush=True)
+    atoll.send({name: value + 1 for name, value in received.params.items()})
+    LAST
+"""
+
+
+def as_command(url: str, folder: Path, last: str = "") -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(textwrap.dedent(SCRIPT).replace("LAST", last))
+    worker = [sys.executable, "-m", "atoll.cli.main", "worker", "--server", url, "--site", "clinic-a"]
+    return subprocess.run(
+        [*worker, "--", sys.executable, "train.py"],
+        cwd=folder,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P6", "P15")
+def test_a_script_runs_under_atoll_worker(server: atoll.Server, tmp_path: Path) -> None:
+    done = as_command(server.url, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["round", "1", "round", "2"]
+    assert server.wait(30)
+    final = atoll.Server.load_state(server.exports / "model.safetensors", port=0, state_dir=tmp_path / "next")
+    with final, atoll.Client(final.url, site="x", folder=tmp_path / "x") as client:
+        client.next_round()
+        assert client.pull()["weight"].unique().tolist() == [3.0]
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P15")
+def test_a_script_that_fails_tells_the_server_why(server: atoll.Server, tmp_path: Path) -> None:
+    done = as_command(server.url, tmp_path, "raise ValueError('no more records')")
+    assert done.returncode == 1
+    (worker,) = server.status().workers
+    assert worker.error == "ValueError: no more records"
