@@ -13,6 +13,7 @@ from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
 from atoll.errors import ConfigError
 from atoll.server.model import initial_model, is_known, schema_for, write_version
+from atoll.server.persistor import Persistor
 from atoll.server.plan import Plan, cpu_capability, torch_build
 from atoll.server.roster import now_text
 from atoll.store.rows import Recovered, RunRow
@@ -26,8 +27,14 @@ FROZEN_SETTINGS = ("algorithm", "codec", "part_bytes")
 """What cannot change between two starts of one run, beside the outer optimizer: files on disk hang on it."""
 
 
-def open_run(settings: Settings, given: nn.Module | Tensors | None) -> tuple[Plan, Store, Recovered]:
+def open_run(
+    settings: Settings, given: nn.Module | Tensors | None, persistor: Persistor | None = None
+) -> tuple[Plan, Store, Recovered]:
     """Begin a run in its state directory, or find the one that is there as its journal has it.
+
+    Args:
+        given: the initial model; else that of the persistor, else that of the settings.
+        persistor: asked for the initial model where the run begins.
 
     Raises:
         ConfigError: the model or a setting cannot be used, or is not the one that the run was begun with.
@@ -41,10 +48,14 @@ def open_run(settings: Settings, given: nn.Module | Tensors | None) -> tuple[Pla
         max_pins=settings.max_pins,
     )
     try:
+        if persistor is not None and given is None and not store.run:
+            given = persistor.load()
         plan = _take_up(settings, given, store.run, store) if store.run else _create(settings, given, store)
         store.shape([plan.shapes()])
         recovered = store.recover()
         if not recovered.heads:
+            if persistor is not None and given is None:
+                given = persistor.load()  # the run was begun, but killed before its first version
             _write_first(plan, store, initial_model(settings, given))
             recovered = store.recover()
     except BaseException:

@@ -308,6 +308,7 @@ class Handlers:
         except StoreError as error:
             self.run.fail(error)
             raise
+        self.run.offer(accepted)
         self.run.apply(ev.UpdateAccepted(ticket))
         if lease.site in self.run.roster:
             self.run.roster[lease.site].refused_in_a_row = 0
