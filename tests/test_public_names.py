@@ -8,7 +8,7 @@ import pytest
 
 import atoll
 
-PUBLIC = ["AtollError", "Client", "DiLoCo", "Server", "Settings", "__version__", "join"]
+PUBLIC = ["AtollError", "Client", "DiLoCo", "Server", "Settings", "__version__", "join", "resolve"]
 
 
 def test_exactly_these_names_are_public() -> None:

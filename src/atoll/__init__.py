@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from atoll.config import Settings
     from atoll.errors import AtollError
     from atoll.server.embed import Server
+    from atoll.tensors.lazy import resolve
     from atoll.worker.client import Client
     from atoll.worker.diloco import DiLoCo
     from atoll.worker.federated import join
 
-__all__ = ["AtollError", "Client", "DiLoCo", "Server", "Settings", "__version__", "join"]
+__all__ = ["AtollError", "Client", "DiLoCo", "Server", "Settings", "__version__", "join", "resolve"]
 
 _HOMES = {
     "AtollError": "atoll.errors:AtollError",
@@ -33,6 +34,7 @@ _HOMES = {
     "Settings": "atoll.config:Settings",
     "__version__": "atoll._version:VERSION",
     "join": "atoll.worker.federated:join",
+    "resolve": "atoll.tensors.lazy:resolve",
 }
 
 
