@@ -108,6 +108,11 @@ class Settings(BaseModel):
     )
     save_dir: Path | None = Field(None, description="Folder for what people open; by default `state_dir`/exports.")
     save_every: int = Field(0, ge=0, description="Export the model every so many rounds; 0: at the end only.")
+    download_to_disk: bool = Field(
+        True,
+        description="Keep updates and versions in files; false: in memory, and the run ends with its server. Also "
+        "ATOLL_TENSOR_DOWNLOAD_TO_DISK.",
+    )
     durability: Literal["process", "power"] = Field(
         "process", description="What an acknowledged update survives: the server being killed, or a power loss."
     )
@@ -155,6 +160,11 @@ class Settings(BaseModel):
         if self.aggregator and self.reducer:
             raise ConfigError(
                 f"Both aggregator {self.aggregator!r} and reducer {self.reducer!r} are set.", "Set one of them."
+            )
+        if not self.download_to_disk and self.durability == "power":
+            raise ConfigError(
+                "durability is 'power', but download_to_disk is false: memory survives no power loss.",
+                "Set durability to 'process', or download_to_disk to true.",
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("Only one of tls_cert and tls_key is given.", "Give both, or neither.")
@@ -236,12 +246,16 @@ NOT_SETTINGS = frozenset({"ATOLL_SERVER", "ATOLL_SITE", "ATOLL_TOKEN", "ATOLL_DI
 """ATOLL_* variables that are no setting of a run: they belong to a worker, are secret, or are for tests."""
 
 
+OTHER_NAMES = {"ATOLL_TENSOR_DOWNLOAD_TO_DISK": "download_to_disk"}
+"""Variables that are not named after their setting."""
+
+
 def _environment_layer(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     layer: dict[str, tuple[Any, str]] = {}
     for variable in sorted(environ):
         if not variable.startswith(ENV_PREFIX) or variable in NOT_SETTINGS:
             continue
-        key = variable.removeprefix(ENV_PREFIX).lower()
+        key = OTHER_NAMES.get(variable, variable.removeprefix(ENV_PREFIX).lower())
         value: Any = environ[variable]
         kind = str(Settings.model_fields[key].annotation) if key in Settings.model_fields else ""
         if "dict" in kind:

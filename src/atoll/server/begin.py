@@ -23,7 +23,7 @@ from atoll.tensors.schema import CONTROL, Schema
 
 LOG = logging.getLogger("atoll.server")
 
-FROZEN_SETTINGS = ("algorithm", "codec", "part_bytes")
+FROZEN_SETTINGS = ("algorithm", "codec", "part_bytes", "download_to_disk")
 """What cannot change between two starts of one run, beside the outer optimizer: files on disk hang on it."""
 
 
@@ -46,8 +46,14 @@ def open_run(
         durability=settings.durability,
         keep_versions=settings.keep_versions,
         max_pins=settings.max_pins,
+        in_memory=not settings.download_to_disk,
     )
     try:
+        if store.run and store.in_memory:
+            raise ConfigError(
+                f"{settings.state_dir} has a run, and with download_to_disk = false a run ends with its server.",
+                "Begin a new one in another state_dir; model may name an export.",
+            )
         if persistor is not None and given is None and not store.run:
             given = persistor.load()
         plan = _take_up(settings, given, store.run, store) if store.run else _create(settings, given, store)

@@ -246,9 +246,9 @@ class Handlers:
     def _require_space(self) -> None:
         free = self.store.free_bytes()
         if free < self.plan.settings.min_free_bytes:
+            what = " MB of memory left, and keeps " if self.store.in_memory else " MB of disk left, and keeps "
             error = DiskFull(
-                f"The server has {free / 1e6:.0f} MB of disk left, and keeps "
-                f"{self.plan.settings.min_free_bytes / 1e6:.0f} MB free.",
+                f"The server has {free / 1e6:.0f}{what}{self.plan.settings.min_free_bytes / 1e6:.0f} MB free.",
                 "It takes updates again when there is space; nothing is lost.",
             )
             error.retry_after_s = 2.0
