@@ -276,6 +276,36 @@ def test_one_that_cannot_give_a_result_ends_the_run_with_the_reason(tmp_path: Pa
     assert not list((tmp_path / "state").glob("tmp*"))
 
 
+def test_a_server_that_is_stopped_meanwhile_ends_it_and_a_next_start_runs_the_round_again(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        """
+import time
+def waits(updates):
+    with open(os.path.join(HERE, "pid"), "w") as file:
+        file.write(str(os.getpid()))
+    while not os.path.exists(os.path.join(HERE, "go")):
+        time.sleep(0.01)
+    return updates[0].tensors
+""",
+    )
+    server = serve(tmp_path, "waits", num_workers=1).start()
+    client = atoll.Client(server.url, site="a", folder=tmp_path / "w").register()
+    assert client.next_round() == 1
+    submit(client, "a", 1)
+    pid = tmp_path / "pid"
+    wait_until(lambda: pid.exists() and pid.read_text(), "the aggregation")
+    server.stop()
+    assert not Path(f"/proc/{pid.read_text()}").exists()
+    assert server.status().fragments[0].version == 0
+    (tmp_path / "go").write_text("")
+    with serve(tmp_path, "waits", num_workers=1, port=server.port) as server:
+        assert client.next_round() is None
+        client.close()
+        assert server.wait(60)
+    assert server.status().fragments[0].version == 1
+
+
 def test_one_that_cannot_be_made_ends_the_start(tmp_path: Path) -> None:
     write(tmp_path, "class Needs:\n    def __init__(self, n): ...\n    def aggregate(self, updates): ...\n")
     with pytest.raises(ConfigError, match=r"mine.py:Needs' cannot be made: .* 'n'. Set aggregator_options"):
