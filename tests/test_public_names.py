@@ -25,6 +25,7 @@ PUBLIC = [
     "join",
     "publish",
     "receive",
+    "resolve",
     "send",
     "withdraw",
 ]

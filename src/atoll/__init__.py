@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from atoll.config import Settings
     from atoll.errors import AtollError
     from atoll.server.embed import Server
+    from atoll.tensors.lazy import resolve
     from atoll.tensors.reference import TensorRef
     from atoll.worker.by_hand import FedProx, Scaffold
     from atoll.worker.client import Client
@@ -48,6 +49,7 @@ __all__ = [
     "join",
     "publish",
     "receive",
+    "resolve",
     "send",
     "withdraw",
 ]
@@ -69,6 +71,7 @@ _HOMES = {
     "join": "atoll.worker.federated:join",
     "publish": "atoll.worker.publish:publish",
     "receive": "atoll.worker.functional:receive",
+    "resolve": "atoll.tensors.lazy:resolve",
     "send": "atoll.worker.functional:send",
     "withdraw": "atoll.worker.publish:withdraw",
 }

@@ -69,6 +69,18 @@ class Settings(BaseModel):
         "`module:attribute` of your own; by default the algorithm's, the mean.",
     )
     reducer_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the reducer.")
+    aggregator: str | None = Field(
+        None,
+        description="An aggregator of your own in place of the reducer, as `my_file.py:attribute` or "
+        "`module:attribute`.",
+    )
+    aggregator_options: dict[str, Any] = Field(default_factory=dict, description="Its keyword arguments.")
+    aggregator_timeout_s: float = Field(
+        600.0, ge=0, description="Seconds without a tensor read or given after which the aggregator hangs; 0: never."
+    )
+    max_kept_updates: int = Field(
+        32, ge=0, description="Updates of earlier rounds, on disk, that the aggregator may keep; then the oldest go."
+    )
     codec: str | None = Field(
         None, description="`none`, `bf16` or a codec of your own; by default bf16 for DiLoCo, else none."
     )
@@ -96,9 +108,20 @@ class Settings(BaseModel):
     )
     save_dir: Path | None = Field(None, description="Folder for what people open; by default `state_dir`/exports.")
     save_every: int = Field(0, ge=0, description="Export the model every so many rounds; 0: at the end only.")
+    download_to_disk: bool = Field(
+        True,
+        description="Keep updates and versions in files; false: in memory, and the run ends with its server. Also "
+        "ATOLL_TENSOR_DOWNLOAD_TO_DISK.",
+    )
     durability: Literal["process", "power"] = Field(
         "process", description="What an acknowledged update survives: the server being killed, or a power loss."
     )
+    persistor: str | None = Field(
+        None,
+        description="Your own store of models, as `my_file.py:attribute` or `module:attribute`: an object with `load` "
+        "and `save`.",
+    )
+    persistor_options: dict[str, Any] = Field(default_factory=dict, description="Its keyword arguments.")
     keep_versions: int = Field(2, ge=1, description="Versions kept for slow readers.")
     max_pins: int = Field(4, ge=1, description="Further versions that slow pulls may hold; then the oldest is revoked.")
     objects_max_bytes: int = Field(
@@ -139,6 +162,15 @@ class Settings(BaseModel):
                 f"heartbeat_interval_s is {self.heartbeat_interval_s:g}, not below heartbeat_timeout_s, which is "
                 f"{self.heartbeat_timeout_s:g}: every worker would be declared dead.",
                 "Set the timeout to at least three intervals.",
+            )
+        if self.aggregator and self.reducer:
+            raise ConfigError(
+                f"Both aggregator {self.aggregator!r} and reducer {self.reducer!r} are set.", "Set one of them."
+            )
+        if not self.download_to_disk and self.durability == "power":
+            raise ConfigError(
+                "durability is 'power', but download_to_disk is false: memory survives no power loss.",
+                "Set durability to 'process', or download_to_disk to true.",
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("Only one of tls_cert and tls_key is given.", "Give both, or neither.")
@@ -208,6 +240,9 @@ def _file_layer(path: Path) -> dict[str, tuple[Any, str]]:
         if isinstance(table.get(key), str):
             layer[key] = (path.parent / table[key], str(path))
     layer.setdefault("state_dir", (path.parent / Settings.model_fields["state_dir"].default, str(path)))
+    for key in ("aggregator", "persistor"):
+        if isinstance(table.get(key), str) and registry.is_file(table[key]):
+            layer[key] = (str(path.parent / table[key]), str(path))
     if isinstance(table.get("model"), str) and table["model"].endswith(".safetensors"):
         layer["model"] = (str(path.parent / table["model"]), str(path))
     return layer
@@ -217,12 +252,16 @@ NOT_SETTINGS = frozenset({"ATOLL_SERVER", "ATOLL_SITE", "ATOLL_TOKEN", "ATOLL_DI
 """ATOLL_* variables that are no setting of a run: they belong to a worker, are secret, or are for tests."""
 
 
+OTHER_NAMES = {"ATOLL_TENSOR_DOWNLOAD_TO_DISK": "download_to_disk"}
+"""Variables that are not named after their setting."""
+
+
 def _environment_layer(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     layer: dict[str, tuple[Any, str]] = {}
     for variable in sorted(environ):
         if not variable.startswith(ENV_PREFIX) or variable in NOT_SETTINGS:
             continue
-        key = variable.removeprefix(ENV_PREFIX).lower()
+        key = OTHER_NAMES.get(variable, variable.removeprefix(ENV_PREFIX).lower())
         value: Any = environ[variable]
         kind = str(Settings.model_fields[key].annotation) if key in Settings.model_fields else ""
         if "dict" in kind:

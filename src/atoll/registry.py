@@ -2,15 +2,19 @@
 
 One table per kind; an entry is `"module:attribute"`, imported when it is asked for. Other packages add theirs by
 an entry point in the group `atoll.<kind>` (`[project.entry-points."atoll.codecs"]`); a plugin never shadows a
-built-in name. Where a user may name code of their own, `module:attribute` itself is accepted.
+built-in name. Where a user may name code of their own, `module:attribute` itself is accepted, or `file.py:attribute`.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
+import sys
 from collections.abc import Iterable
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from atoll.errors import ConfigError
@@ -72,16 +76,16 @@ def load(kind: str, name: str) -> Any:
 
 
 def load_attribute(target: str) -> Any:
-    """The object at `module:attribute`.
+    """The object at `module:attribute`, or at `file.py:attribute`.
 
     Raises:
-        ConfigError: it is not of that form, or the module or the attribute is missing.
+        ConfigError: it is not of that form, or the module, the file or the attribute is missing.
     """
-    module_name, separator, attribute = target.partition(":")
+    module_name, separator, attribute = target.rpartition(":")
     if not separator or not module_name or not attribute:
         raise ConfigError(f"{target!r} does not name code.", "Write it as module:attribute, say my_models:build.")
     try:
-        module = importlib.import_module(module_name)
+        module = _load_file(Path(module_name)) if is_file(target) else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{target!r}: no module named {error.name!r}.",
@@ -92,6 +96,33 @@ def load_attribute(target: str) -> Any:
     except AttributeError:
         public = [entry for entry in vars(module) if not entry.startswith("_")]
         raise ConfigError(f"{target!r}: {module_name} has no {attribute!r}.", nearest(attribute, public)) from None
+
+
+def is_file(target: str) -> bool:
+    """Whether `target` is of the form `file.py:attribute`."""
+    return target.rpartition(":")[0].endswith(".py")
+
+
+def _load_file(path: Path) -> ModuleType:
+    """The module in a file; a file is run once, and its classes find their module by its name."""
+    name = path.stem
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
+        return known
+    if not path.is_file():
+        raise ConfigError(f"There is no file {str(path)!r}.", "A path in a run file is relative to the run file.")
+    if known is not None:
+        name = f"{name}_at_{abs(hash(path.resolve())):x}"  # a module of that name is there already
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -89,6 +89,29 @@ def test_a_small_round_is_exact_and_says_what_it_cost(atoll_command, tmp_path, c
 
 
 @pytest.mark.slow
+@pytest.mark.covers("D8", "D12")
+def test_on_disk_and_in_memory_are_compared(atoll_command, tmp_path) -> None:
+    arguments = ["--gb", "0.002", "--workers", "2", "--rounds", "2", "--tensors", "3", "--compare"]
+    outcome = atoll_command("bench", "round", *arguments, "--dir", str(tmp_path), "--json")
+    assert outcome.returncode == 0, outcome.stderr
+    answer = json.loads(outcome.stdout)
+    assert answer["same_bits"] is True
+    assert answer["disk"]["digest"] == answer["memory"]["digest"]
+    assert answer["disk"]["exact"] is answer["memory"]["exact"] is True
+    assert answer["disk"]["server_memory_files_mb"] == 0
+    assert answer["memory"]["server_memory_files_mb"] >= 4 * 2  # two versions and two spools at least
+    assert [answer[way]["settings"]["download_to_disk"] for way in ("disk", "memory")] == [True, False]
+
+
+@pytest.mark.slow
+def test_a_bench_without_disk_streaming(atoll_command, tmp_path) -> None:
+    arguments = ["--gb", "0.001", "--workers", "1", "--rounds", "1", "--no-disk-streaming"]
+    outcome = atoll_command("bench", "round", *arguments, "--dir", str(tmp_path))
+    assert outcome.returncode == 0, outcome.stderr
+    assert "MB of updates and versions" in outcome.stdout
+
+
+@pytest.mark.slow
 def test_a_bench_that_is_told_to_end_leaves_nothing(tmp_path) -> None:
     argv = [
         sys.executable,

@@ -38,8 +38,10 @@ from atoll.outer.rule import OuterRule, State, Stepper
 from atoll.posix import write_at
 from atoll.reducers.base import Reducer
 from atoll.reducers.maximum import Maximum
+from atoll.reducers.mean import WeightedMean
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import TILE, Part
+from atoll.tensors.schema import PARAMS
 
 __all__ = ["PassInputs", "PassOutputs", "PassResult", "UpdateSource", "run_pass"]
 
@@ -83,7 +85,11 @@ def run_pass(
     tables = tables or Tables(rule.granularity, codecs, inputs.state_layout)
     rows = rows_at_once(inputs.updates, reducers)
     tables.cut(max(chunk_elements // max(rows, 1) // TILE, 1) * TILE, rows)
-    work = _Pass(inputs, outputs, rule, Updates(inputs.updates, reducers, Maximum(), codecs, tables.places), tables)
+    updates = Updates(inputs.updates, reducers, Maximum(), codecs, tables.places)
+    params = updates
+    if inputs.reduced is not None:
+        params = Updates([inputs.reduced], {PARAMS: WeightedMean()}, Maximum(), codecs, tables.places)
+    work = _Pass(inputs, outputs, rule, updates, params, tables)
     work.on_progress = on_progress
     if rule.granularity == "tensor":
         run_crew([None], 1, lambda: work.step_wholes, cancelled)
@@ -97,9 +103,16 @@ class _Pass:
     on_progress: Callable[[int], None] | None = None
 
     def __init__(
-        self, inputs: PassInputs, outputs: PassOutputs, rule: OuterRule, updates: Updates, tables: Tables
+        self,
+        inputs: PassInputs,
+        outputs: PassOutputs,
+        rule: OuterRule,
+        updates: Updates,
+        params: Updates,
+        tables: Tables,
     ) -> None:
-        self.inputs, self.outputs, self.rule, self.updates, self.tables = inputs, outputs, rule, updates, tables
+        self.inputs, self.outputs, self.rule, self.tables = inputs, outputs, rule, tables
+        self.updates, self.params = updates, params
         self.wholes = Wholes(inputs.state_layout if rule.granularity == "chunk" else None, inputs.state_fd)
         parts = len(inputs.version_layout.parts)
         self.part_digests: list[bytes] = [b""] * parts
@@ -112,7 +125,7 @@ class _Pass:
 
     def step_wholes(self, _job: None) -> None:
         scratch = Scratch(self.tables.scratch_elements)
-        self.squares.append(step_whole(self.inputs, self.outputs, self.rule, self.updates, self.tables, scratch))
+        self.squares.append(step_whole(self.inputs, self.outputs, self.rule, self.params, self.tables, scratch))
 
     def progress(self, nbytes: int) -> None:
         with self._lock:
@@ -226,9 +239,10 @@ class _Member:
 
     def _reduce(self, window: Window) -> tuple[Tensor, Sequence[Tensor]]:
         """The reduction of a window, with zeros in the padding between its runs, and the runs."""
-        place, dtype = self._shared.updates.place(window), accumulate_dtype(window.dtype)
+        updates = self._shared.params if window.kind == "step" else self._shared.updates
+        place, dtype = updates.place(window), accumulate_dtype(window.dtype)
         reduced = self._scratch.tensor("reduced", dtype, place.numel)
-        self._shared.updates.reduce_(window, reduced, self._scratch)
+        updates.reduce_(window, reduced, self._scratch)
         view = self._scratch.view("reduced", place.numel * dtype.itemsize)
         for low, high in place.gaps:
             view[low * dtype.itemsize : high * dtype.itemsize] = bytes((high - low) * dtype.itemsize)

@@ -40,6 +40,8 @@ class PassInputs:
         state_fd: the base's outer state; None in the first round.
         control_scale: what the base's controls are multiplied by: the population that they are the mean over may have
             grown since.
+        reduced: the pseudo-gradient of `params` where an aggregator has made one of the updates; they are then reduced
+            in everything else only.
     """
 
     version_layout: Layout
@@ -49,6 +51,7 @@ class PassInputs:
     state_layout: Layout | None = None
     state_fd: int | None = None
     control_scale: float = 1.0
+    reduced: UpdateSource | None = None
 
 
 @dataclass(frozen=True)

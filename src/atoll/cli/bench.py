@@ -48,6 +48,10 @@ def round_command(
     tensors: Annotated[int, typer.Option(min=1, help="Tensors of the model.")] = 50,
     codec: Annotated[str, typer.Option(help=f"How updates travel: {CODECS}.", callback=_codec)] = "none",
     durability: Annotated[Durability, typer.Option(help="What an acknowledged update survives.")] = Durability.process,
+    disk_streaming: Annotated[
+        bool, typer.Option(help="Whether the server keeps updates and versions in files, or in memory.")
+    ] = True,
+    compare: Annotated[bool, typer.Option("--compare", help="Both, one after the other: the same bits?")] = False,
     directory: Folder = None,
     json: Json = False,
 ) -> None:
@@ -55,10 +59,21 @@ def round_command(
     from atoll.cli.bench_run import Bench, measure
 
     raise_on_sigterm()
-    bench = Bench(gb, workers, rounds, tensors, codec, durability.value, directory)
-    figures = measure(bench, _say)
-    print(json_module.dumps(figures, indent=2) if json else "\n".join(report(figures)), flush=True)
-    _require_exact(figures)
+    ways = [True, False] if compare else [disk_streaming]
+    runs = [measure(Bench(gb, workers, rounds, tensors, codec, durability.value, directory, way), _say) for way in ways]
+    same = len({figures["digest"] for figures in runs}) == 1
+    if json:
+        both = {"disk": runs[0], "memory": runs[-1], "same_bits": same}
+        print(json_module.dumps(both if compare else runs[0], indent=2), flush=True)
+    else:
+        for figures in runs:
+            print("\n".join(report(figures)) + ("\n" if compare else ""), flush=True)
+        if compare:
+            print(f"{'disk and memory':<17}{'the same bits' if same else 'DIFFERENT BITS'}", flush=True)
+    for figures in runs:
+        _require_exact(figures)
+    if not same:
+        raise RunFailed("On disk and in memory the results differ.", "Report it with the figures above.")
 
 
 @app.command("tensors")
@@ -111,7 +126,12 @@ def report(figures: dict[str, Any]) -> list[str]:
         "steady round": f"{figures['steady_round_s']:.3f} s",
         "rounds": ", ".join(f"{seconds:.3f}" for seconds in figures["rounds_s"][:20]) + " s",
         "of which": ", ".join(f"{key.removesuffix('_s')} {value:.3f} s" for key, value in phases.items()),
-        "server memory": f"{figures['server_peak_anon_mb']:.1f} MB anonymous above import",
+        "server memory": f"{figures['server_peak_anon_mb']:.1f} MB anonymous above import, "
+        + (
+            "updates and versions on disk"
+            if settings["download_to_disk"]
+            else f"{figures['server_memory_files_mb']:.1f} MB of updates and versions"
+        ),
         "worker memory": f"{figures['worker_peak_anon_mb']:.1f} MB anonymous above the model",
         "bytes": f"{figures['bytes_up'] / 1e6:.1f} MB up, {figures['bytes_down'] / 1e6:.1f} MB down",
         "CPU": ", ".join(f"{name} {value:.1f} s" for name, value in figures["cpu_s"].items()),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.cli.children import Children
-from atoll.cli.processes import Peaks, cpu_s
+from atoll.cli.processes import Peaks, cpu_s, memory_files_bytes
 from atoll.cli.text import size
 from atoll.errors import RunFailed, UsageError
 
@@ -27,6 +27,7 @@ class Bench:
     Attributes:
         gb: of the model, in 10⁹ bytes.
         folder: where files go while it runs; by default the system's temporary folder.
+        download_to_disk: as the setting: false keeps the server's updates and versions in memory.
     """
 
     gb: float
@@ -36,6 +37,7 @@ class Bench:
     codec: str = "none"
     durability: str = "process"
     folder: Path | None = None
+    download_to_disk: bool = True
 
     @property
     def total_bytes(self) -> int:
@@ -126,15 +128,19 @@ class _Conductor:
         self.say("the rounds are done; every worker checks its model")
         for worker in workers:
             worker.go()
-        exact = []
+        exact, digests = [], set()
         for worker in workers:
-            exact.append(bool(worker.expect("checked")["exact"]))
+            checked = worker.expect("checked")
+            exact.append(bool(checked["exact"]))
+            digests.add(str(checked["digest"]))
             worker.go()
+        in_memory_mb = memory_files_bytes(server.process.pid) / 1e6
         for worker in workers:
             worker.process.wait()
         server.go()
         server.process.wait()
-        return self._figures(server, workers, trained, server_cpu_s, all(exact))
+        figures = self._figures(server, workers, trained, server_cpu_s, all(exact) and len(digests) == 1)
+        return figures | {"server_memory_files_mb": round(in_memory_mb, 1), "digest": min(digests)}
 
     def _server(self) -> tuple[_Child, str]:
         bench = self.bench
@@ -150,6 +156,7 @@ class _Conductor:
             "port": 0,
             "state_dir": str(self.folder / "state"),
             "min_free_bytes": 0,
+            "download_to_disk": bench.download_to_disk,
         }
         self._initial()
         child = self._spawn("server", "serve", {"settings": settings}, threads=None)

@@ -25,6 +25,19 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def memory_files_bytes(pid: int) -> int:
+    """Memory of the files without a disk (memfd) that the process has open; each counts once."""
+    found: dict[int, int] = {}
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if os.readlink(link).startswith("/memfd:"):
+                status = link.stat()
+                found[status.st_ino] = status.st_blocks * 512
+        except FileNotFoundError:
+            continue  # closed meanwhile
+    return sum(found.values())
+
+
 class Peaks:
     """Samples the anonymous memory of processes; `peak_mb` is what each had at most above its baseline."""
 

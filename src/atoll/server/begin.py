@@ -13,6 +13,7 @@ from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
 from atoll.errors import ConfigError
 from atoll.server.model import initial_model, is_known, schema_for, write_version
+from atoll.server.persistor import Persistor
 from atoll.server.plan import Plan, cpu_capability, torch_build
 from atoll.server.roster import now_text
 from atoll.store.rows import Recovered, RunRow
@@ -22,12 +23,18 @@ from atoll.tensors.schema import CONTROL, Schema
 
 LOG = logging.getLogger("atoll.server")
 
-FROZEN_SETTINGS = ("algorithm", "codec", "part_bytes")
+FROZEN_SETTINGS = ("algorithm", "codec", "part_bytes", "download_to_disk")
 """What cannot change between two starts of one run, beside the outer optimizer: files on disk hang on it."""
 
 
-def open_run(settings: Settings, given: nn.Module | Tensors | None) -> tuple[Plan, Store, Recovered]:
+def open_run(
+    settings: Settings, given: nn.Module | Tensors | None, persistor: Persistor | None = None
+) -> tuple[Plan, Store, Recovered]:
     """Begin a run in its state directory, or find the one that is there as its journal has it.
+
+    Args:
+        given: the initial model; else that of the persistor, else that of the settings.
+        persistor: asked for the initial model where the run begins.
 
     Raises:
         ConfigError: the model or a setting cannot be used, or is not the one that the run was begun with.
@@ -39,12 +46,22 @@ def open_run(settings: Settings, given: nn.Module | Tensors | None) -> tuple[Pla
         durability=settings.durability,
         keep_versions=settings.keep_versions,
         max_pins=settings.max_pins,
+        in_memory=not settings.download_to_disk,
     )
     try:
+        if store.run and store.in_memory:
+            raise ConfigError(
+                f"{settings.state_dir} has a run, and with download_to_disk = false a run ends with its server.",
+                "Begin a new one in another state_dir; model may name an export.",
+            )
+        if persistor is not None and given is None and not store.run:
+            given = persistor.load()
         plan = _take_up(settings, given, store.run, store) if store.run else _create(settings, given, store)
         store.shape([plan.shapes()])
         recovered = store.recover()
         if not recovered.heads:
+            if persistor is not None and given is None:
+                given = persistor.load()  # the run was begun, but killed before its first version
             _write_first(plan, store, initial_model(settings, given))
             recovered = store.recover()
     except BaseException:

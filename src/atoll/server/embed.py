@@ -23,6 +23,7 @@ from atoll.server.app import HTTP_LOG, make_app
 from atoll.server.auth import open_gate
 from atoll.server.begin import open_run
 from atoll.server.exports import export_ranges
+from atoll.server.persistor import Persistor
 from atoll.server.run import Run
 from atoll.server.status import status_of
 from atoll.tensors.modules import Tensors
@@ -215,7 +216,8 @@ class Server:
         files = raise_files_limit()
         listener = _listen(self.settings)
         try:
-            run = Run(*open_run(self.settings, self._model))
+            persistor = Persistor(self.settings) if self.settings.persistor else None
+            run = Run(*open_run(self.settings, self._model, persistor), persistor)
         except BaseException:
             listener.close()
             raise

@@ -249,9 +249,9 @@ class Handlers(ObjectHandlers):
         """Refuse what takes disk while little of it is left."""
         free = self.store.free_bytes()
         if free < self.plan.settings.min_free_bytes:
+            what = " MB of memory left, and keeps " if self.store.in_memory else " MB of disk left, and keeps "
             error = DiskFull(
-                f"The server has {free / 1e6:.0f} MB of disk left, and keeps "
-                f"{self.plan.settings.min_free_bytes / 1e6:.0f} MB free.",
+                f"The server has {free / 1e6:.0f}{what}{self.plan.settings.min_free_bytes / 1e6:.0f} MB free.",
                 "It takes updates again when there is space; nothing is lost.",
             )
             error.retry_after_s = 2.0
@@ -311,6 +311,7 @@ class Handlers(ObjectHandlers):
         except StoreError as error:
             self.run.fail(error)
             raise
+        self.run.offer(accepted)
         self.run.apply(ev.UpdateAccepted(ticket))
         if lease.site in self.run.roster:
             self.run.roster[lease.site].refused_in_a_row = 0

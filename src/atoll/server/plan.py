@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from atoll.aggregation.custom.result import Accumulated
 from atoll.aggregation.state import state_layout, state_regions, version_regions
 from atoll.aggregation.tables import Tables
 from atoll.algorithms.resolve import ResolvedAlgorithm, resolve
@@ -50,6 +51,8 @@ class Plan:
         """
         algorithm = resolve(settings)
         codecs = codecs_of(algorithm.codec)
+        if settings.aggregator:
+            codecs[Accumulated.name] = Accumulated()
         rule = build_outer(algorithm.outer, algorithm.outer_options)
         version = version_layout(schema, settings.part_bytes)
         state = state_layout(schema.tensors, rule, settings.part_bytes)

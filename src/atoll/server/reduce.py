@@ -9,11 +9,13 @@ import time
 from collections.abc import Sequence
 
 from atoll.aggregation.close import PassInputs, PassOutputs, UpdateSource, run_pass
+from atoll.server.aggregator import Aggregator
 from atoll.server.plan import Plan
 from atoll.store.rows import TicketRow, VersionRow
 from atoll.store.slots import disk_error
 from atoll.store.store import Store
 from atoll.wire import messages
+from atoll.wire.units import size
 
 
 def close_round(
@@ -24,13 +26,16 @@ def close_round(
     tickets: Sequence[int],
     number: int,
     cancelled: threading.Event,
+    aggregator: Aggregator | None = None,
 ) -> tuple[VersionRow, messages.RoundSummary]:
     """Reduce exactly these tickets in this order, step, write the next version and move the head.
 
     Args:
         number: of the round, for its summary.
+        aggregator: the user's, which then makes one pseudo-gradient of the updates' `params`.
 
     Raises:
+        RunFailed: the aggregator failed; the round stays frozen.
         DiskFull: nothing is lost; the same call may be made again.
         StoreError: the disk failed.
         SyncFailed: fsync failed; the server must end.
@@ -56,6 +61,7 @@ def close_round(
                 state_layout=plan.state_layout,
                 state_fd=store.state_file(fragment) if base.row.state_digests else None,
                 control_scale=before / population if population else 1.0,
+                reduced=aggregator.aggregate(store, rows, number, cancelled) if aggregator else None,
             ),
             PassOutputs(draft.version_fd, draft.state_fd),
             rule=plan.rule,
@@ -113,4 +119,15 @@ def _summary(
         grad_norm=grad_norm if math.isfinite(grad_norm) else None,
         bytes_up=sum(row.bytes for row in rows),
         population=population,
+    )
+
+
+def in_words(summary: messages.RoundSummary, row: VersionRow) -> str:
+    """A round, for the log."""
+    numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())
+    count = len(summary.workers)
+    return (
+        f"round {summary.round}: version {row.version} from {count} update{'' if count == 1 else 's'} "
+        f"({', '.join(summary.workers)}), {size(summary.bytes_up)}, reduced in {summary.seconds:.2f} s"
+        f"{f'; {numbers}' if numbers else ''}"
     )

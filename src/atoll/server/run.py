@@ -18,10 +18,12 @@ from atoll.errors import AtollError, DiskFull, Gone, LeaseLost, RunFailed, Store
 from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
+from atoll.server.aggregator import Aggregator
 from atoll.server.exports import Exports
 from atoll.server.passing import directory_gone, passing
+from atoll.server.persistor import Persistor
 from atoll.server.plan import Plan
-from atoll.server.reduce import close_round
+from atoll.server.reduce import close_round, in_words
 from atoll.server.restore import snapshot_of
 from atoll.server.roster import Lease, Presence
 from atoll.store.objects import ObjectStore
@@ -29,7 +31,6 @@ from atoll.store.rows import MemberState, Recovered, TicketRow, VersionRow
 from atoll.store.store import Store
 from atoll.tensors.alone import stay_alone
 from atoll.wire import messages
-from atoll.wire.units import size
 
 LOG = logging.getLogger("atoll.server")
 
@@ -43,7 +44,7 @@ _ENDINGS: dict[str, MemberState] = {"dead": "dead", "left": "left", "failed": "f
 class Run:
     """One run: its store, its round machine, and who waits for what."""
 
-    def __init__(self, plan: Plan, store: Store, recovered: Recovered) -> None:
+    def __init__(self, plan: Plan, store: Store, recovered: Recovered, persistor: Persistor | None = None) -> None:
         self.plan, self.store, self.settings = plan, store, plan.settings
         self.roster: dict[str, Presence] = {}
         self.finished = asyncio.Event()
@@ -62,6 +63,8 @@ class Run:
             max_expires_s=self.settings.objects_expire_s,
             idle_timeout_s=self.settings.idle_timeout_s,
         )
+        self.persistor = persistor
+        self.aggregator: Aggregator | None = None
         self._changed = asyncio.Event()
         self._cancelled = threading.Event()
         self._untold: list[ev.Event] = []
@@ -88,7 +91,15 @@ class Run:
     # -- beginning and end
 
     def start(self) -> None:
-        """Take up what the journal says is to be done; called on the event loop that serves the run."""
+        """Take up what the journal says is to be done; called on the event loop that serves the run.
+
+        Raises:
+            ConfigError, RunFailed: the aggregator that the settings name cannot be started.
+        """
+        if self.settings.aggregator:
+            loop = asyncio.get_running_loop()
+            self.aggregator = Aggregator(self.plan, lambda error: loop.call_soon_threadsafe(self.fail, error))
+            self.aggregator.start()
         self.state, effects = machine.restore(
             machine.Rules.from_settings(self.settings), self._recovered, time.monotonic()
         )
@@ -103,6 +114,8 @@ class Run:
         self.exports.rewrite_metrics()
         if self.state.finished:
             self._spawn(self._finish())
+        elif self.persistor is not None and self.settings.save_every and self.store.head(0).version == 0:
+            self.persistor.save(self.plan, self.store, 0)
 
     async def stop(self) -> None:
         """End every task; what is on disk is where a next start goes on."""
@@ -112,6 +125,9 @@ class Run:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.io.shutdown(wait=True)
         self.objects.close()
+        for own in (self.aggregator, self.persistor):
+            if own is not None:
+                own.close()
         self.store.close()
 
     def fail(self, error: AtollError) -> None:
@@ -265,6 +281,11 @@ class Run:
 
     # -- rounds
 
+    def offer(self, ticket: TicketRow) -> None:
+        """An update is in the journal: an aggregator that takes them as they arrive gets it."""
+        if self.aggregator is not None:
+            self.aggregator.offer(self.store, ticket, self.state.rounds[ticket.fragment].number)
+
     async def _close(self, fragment: int, base_version: int, tickets: tuple[int, ...]) -> None:
         """Run the pass until it is committed; a full disk is waited for, everything else ends the server."""
         number = self.state.rounds[fragment].number
@@ -280,6 +301,7 @@ class Run:
                     tickets,
                     number,
                     self._cancelled,
+                    self.aggregator,
                 )
                 break
             except Exception as error:
@@ -294,8 +316,11 @@ class Run:
         for site in summary.workers:
             if site in self.roster:
                 self.roster[site].rounds += 1
-        self._say(summary, row)
+        LOG.info("%s", in_words(summary, row))
         self.apply(ev.VersionCommitted(fragment, row.version))
+        every = self.settings.save_every
+        if self.persistor is not None and every and number % every == 0 and not self.state.finished:
+            self.persistor.save(self.plan, self.store, row.version)
         self._spawn(self._after_commit(row, summary))
 
     def _fail_round(self, number: int, error: Exception) -> None:
@@ -304,20 +329,6 @@ class Run:
             LOG.error("round %d failed", number, exc_info=error)
             error = RunFailed(f"Round {number} failed: {error!r}.", "Restarting the server runs it again.")
         self.fail(error)
-
-    def _say(self, summary: messages.RoundSummary, row: VersionRow) -> None:
-        numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())
-        LOG.info(
-            "round %d: version %d from %d update%s (%s), %s, reduced in %.2f s%s",
-            summary.round,
-            row.version,
-            len(summary.workers),
-            "" if len(summary.workers) == 1 else "s",
-            ", ".join(summary.workers),
-            size(summary.bytes_up),
-            summary.seconds,
-            f"; {numbers}" if numbers else "",
-        )
 
     async def _after_commit(self, row: VersionRow, summary: messages.RoundSummary) -> None:
         """What may lag behind a commit: the metrics file, an export, the durable version."""
@@ -348,6 +359,9 @@ class Run:
                     raise
                 LOG.error("the result could not be saved: %s Trying again in %g s.", reason, DISK_RETRY_S)
                 await asyncio.sleep(DISK_RETRY_S)
+        if self.persistor is not None:
+            last = self.persistor.save(self.plan, self.store, self.store.head(0).version, final=True)
+            await asyncio.wrap_future(last)
         LOG.info("the run is finished at version %d: %s", self.store.head(0).version, path)
         self.finished.set()
         self._wake()

@@ -34,6 +34,7 @@ class Core:
         self.durability: Durability = durability
         self.keep_versions = keep_versions
         self.max_pins = max_pins
+        self.in_memory = False
         self.pools: dict[tuple[str, int], SlotPool] = {}
         self.spools: dict[int, Spool] = {}
         self.pins: list[PinnedVersion] = []  # oldest first
@@ -83,7 +84,7 @@ class Core:
 
     def _new_pool(self, kind: str, fragment: int, shape: FileShape) -> SlotPool:
         most = {VERSION: self.keep_versions + self.max_pins + 1, STATE: STATE_SLOTS, SPOOL: None}[kind]
-        return SlotPool(self.slots_directory, kind, fragment, shape, self.lock, most)
+        return SlotPool(self.slots_directory, kind, fragment, shape, self.lock, most, self.in_memory)
 
     def pool(self, kind: str, fragment: int) -> SlotPool:
         """The slots of a kind.
@@ -105,7 +106,10 @@ class Core:
         return {name: who for pool in self.pools.values() for name, who in pool.holds().items()}
 
     def free_bytes(self) -> int:
-        """What the disk of the state directory has left for this user, in bytes."""
+        """What the disk of the state directory has left for this user, or this machine's memory, in bytes."""
+        if self.in_memory:
+            lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
         info = os.statvfs(self.directory)
         return info.f_bavail * info.f_frsize
 

@@ -100,11 +100,23 @@ class SlotPool:
     """The slots of one kind and fragment. `lock` is the journal's: rows and holds change together."""
 
     def __init__(
-        self, folder: Path, kind: str, fragment: int, shape: FileShape, lock: threading.RLock, most: int | None = None
+        self,
+        folder: Path,
+        kind: str,
+        fragment: int,
+        shape: FileShape,
+        lock: threading.RLock,
+        most: int | None = None,
+        in_memory: bool = False,
     ) -> None:
-        """`most`: a slot that becomes free while there are more is removed; None: free ones stay until `trim`."""
+        """
+        Args:
+            most: a slot that becomes free while there are more is removed; None: free ones stay until `trim`.
+            in_memory: slots are files without a disk, which nobody but this process can open, and which end with it.
+        """
         self.folder, self.kind, self.fragment, self.shape = folder, kind, fragment, shape
         self.lock, self._most = lock, most
+        self._in_memory = in_memory
         self._slots: dict[int, Slot] = {}
         self._reserved: set[int] = set()
 
@@ -138,7 +150,11 @@ class SlotPool:
 
     def _create(self, number: int) -> Slot:
         path = self.path(number)
-        slot = Slot(number, path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+        if self._in_memory:
+            fd = os.memfd_create(path.name, os.MFD_CLOEXEC)
+        else:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        slot = Slot(number, path, fd)
         try:
             failpoint("slot.create")
             if self.shape.nbytes:
@@ -146,7 +162,7 @@ class SlotPool:
             write_at(slot.fd, self.shape.header, 0)
         except OSError as error:
             slot.close()
-            path.unlink()
+            path.unlink(missing_ok=True)
             raise disk_error(error, path) from error
         return slot
 

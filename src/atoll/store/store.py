@@ -34,7 +34,13 @@ class Store(Versions):
 
     @classmethod
     def open(
-        cls, directory: Path, *, durability: Durability = "process", keep_versions: int = 2, max_pins: int = 4
+        cls,
+        directory: Path,
+        *,
+        durability: Durability = "process",
+        keep_versions: int = 2,
+        max_pins: int = 4,
+        in_memory: bool = False,
     ) -> Self:
         """Take a state directory, made where there is none, and raise its epoch.
 
@@ -43,6 +49,7 @@ class Store(Versions):
                 `power`, a power loss too.
             keep_versions: versions that can always be pulled.
             max_pins: further versions that slow pulls may hold.
+            in_memory: slots lie in memory: of the run, only the journal outlives the process.
 
         Raises:
             StateLocked: another server has it.
@@ -61,7 +68,7 @@ class Store(Versions):
             os.close(lock_fd)
             raise
         store = cls(directory, journal, durability, keep_versions, max_pins)
-        store._lock_fd = lock_fd
+        store._lock_fd, store.in_memory = lock_fd, in_memory
         try:
             with store.journal.transaction(synced=True):
                 store.journal.execute("UPDATE meta SET epoch = epoch + 1")

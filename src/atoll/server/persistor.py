@@ -1,0 +1,140 @@
+"""A user's store of models: where the initial one comes from, and where versions go beside the exports.
+
+    load()                    → name → tensor, or None: the run's `model` is used
+    save(state, info)         name → tensor of a version, every `save_every` rounds and at the end
+    save_best(state, info)    the same, of the best version so far
+
+At least one of them is there. It is handed real tensors, one copy of the model, which it may keep. `save` and
+`save_best` run in a thread of their own, one call at a time; what they raise is logged, and does not end the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from atoll import registry
+from atoll.config import Settings
+from atoll.errors import ConfigError, Gone
+from atoll.posix import read_at
+from atoll.server.plan import Plan
+from atoll.store.store import Store
+from atoll.tensors.lazy import Handle, LazyState, resolve
+from atoll.tensors.modules import Tensors
+
+LOG = logging.getLogger("atoll.server")
+
+METHODS = ("load", "save", "save_best")
+
+
+class Persistor:
+    """The object that the setting `persistor` names.
+
+    Raises:
+        ConfigError: it is not there, cannot be made, or has none of the methods.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.name = str(settings.persistor)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-persistor")
+        found = registry.load_attribute(self.name)
+        if isinstance(found, type):
+            try:
+                found = found(**settings.persistor_options)
+            except TypeError as error:
+                raise ConfigError(
+                    f"The persistor {self.name!r} cannot be made: {error}.",
+                    "Set persistor_options to its keyword arguments.",
+                ) from error
+        if not any(callable(getattr(found, method, None)) for method in METHODS):
+            raise ConfigError(
+                f"The persistor {self.name!r} is a {type(found).__name__} without load, save and save_best.",
+                "Name a class that has at least one of them.",
+            )
+        self._user: Any = found
+
+    def load(self) -> Tensors | None:
+        """The initial model; None where it has none.
+
+        Raises:
+            ConfigError: it raised, or gave no mapping name → tensor.
+        """
+        if not hasattr(self._user, "load"):
+            return None
+        try:
+            given = resolve(self._user.load())
+        except Exception as error:
+            LOG.error("the persistor %r failed", self.name, exc_info=error)
+            raise ConfigError(
+                f"load() of the persistor {self.name!r} failed: {type(error).__name__}: {error}.",
+                "The traceback is in the log.",
+            ) from error
+        if given is None:
+            return None
+        if not isinstance(given, Mapping) or not all(isinstance(value, Tensor) for value in given.values()):
+            raise ConfigError(
+                f"load() of the persistor {self.name!r} gave a {type(given).__name__}, not name → tensor.",
+                "Return a dict of tensors, as state_dict() does; or None for the run's `model`.",
+            )
+        return given
+
+    def save(self, plan: Plan, store: Store, version: int, *, final: bool = False) -> Future[None]:
+        """Hand it a version; the future is done afterwards, and never has an error."""
+        return self._thread.submit(self._hand, "save", plan, store, version, {"final": final})
+
+    def save_best(self, plan: Plan, store: Store, version: int, metrics: Mapping[str, float]) -> Future[None]:
+        """Hand it the version that is the best so far by these metrics; the future as that of `save`."""
+        return self._thread.submit(self._hand, "save_best", plan, store, version, {"best": dict(metrics)})
+
+    def close(self) -> None:
+        """Wait for a call that is under way; those behind it are dropped."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _hand(self, method: str, plan: Plan, store: Store, version: int, more: Mapping[str, object]) -> None:
+        call = getattr(self._user, method, None)
+        if call is None:
+            return
+        try:
+            state, summary = _tensors(plan, store, version)
+            info = {
+                "run": plan.settings.name,
+                "version": version,
+                "round": summary.get("round", 0),
+                "metrics": summary.get("metrics", {}),
+                "workers": summary.get("workers", []),
+            }
+            call(state, {**info, **more})
+        except Gone as error:
+            LOG.error("the persistor %r was too slow for version %d: %s", self.name, version, error)
+        except Exception as error:
+            LOG.error(
+                "%s() of the persistor %r failed at version %d: %s: %s. The run goes on.",
+                method,
+                self.name,
+                version,
+                type(error).__name__,
+                error,
+                exc_info=error,
+            )
+
+
+def _tensors(plan: Plan, store: Store, version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The model of a version in memory, tied names sharing a tensor, and the summary of its round."""
+    pin = store.pin_version(0, version)
+
+    def read(offset: int, memory: memoryview) -> None:
+        read_at(pin.fd, memory, offset)
+
+    handle = Handle(read, pin.release)
+    try:
+        model = plan.schema.model
+        segments = {spec.name: plan.version.by_name[spec.name] for spec in model.tensors}
+        state = resolve(LazyState(handle, segments, aliases=dict(model.aliases)))
+        return state, json.loads(pin.row.summary_json or "{}")
+    finally:
+        handle.release()

@@ -1,0 +1,153 @@
+"""What an aggregator may be, and what it may give: each mistake by itself, without a server."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from atoll.aggregation.custom.result import Accumulated, BadResult, result_layout, write_result
+from atoll.aggregation.custom.values import load
+from atoll.errors import ConfigError
+from atoll.tensors.schema import BUFFERS, CONTROL, Schema, TensorSpec
+from atoll.testing.codecs import CodecContract
+
+SCHEMA = Schema(
+    (
+        TensorSpec("v", "BF16", (3,)),
+        TensorSpec("w", "F32", (2, 2)),
+        TensorSpec("mean", "F32", (1,), BUFFERS),
+        TensorSpec("atoll.control.w", "F32", (2, 2), CONTROL),
+    )
+)
+GOOD = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "v": torch.full((3,), 1.0009765625)}
+"""1 + 2⁻¹⁰ is no bf16."""
+
+
+def written(given: object) -> tuple[dict[str, Tensor], int]:
+    """What is in the file afterwards, and how often there was progress."""
+    layout, steps = result_layout(SCHEMA, 2**16), list[int]()
+    with tempfile.TemporaryFile() as file:
+        file.truncate(layout.nbytes)
+        write_result(file.fileno(), layout, given, lambda: steps.append(1))
+        data = bytearray(file.read())
+    found = {}
+    for name, segment in layout.by_name.items():
+        raw = torch.frombuffer(data, dtype=torch.uint8)[segment.offset : segment.offset + segment.nbytes]
+        found[name] = raw.view(torch.float32).view(segment.spec.shape)
+    return found, len(steps)
+
+
+@pytest.mark.covers("D7")
+@pytest.mark.parametrize("form", ["mapping", "pairs"])
+def test_params_alone_are_given_and_nothing_is_rounded(form: str) -> None:
+    tensors, steps = written(GOOD if form == "mapping" else iter(GOOD.items()))
+    assert tensors.keys() == {"v", "w"}
+    assert all(torch.equal(tensors[name], GOOD[name]) for name in GOOD)
+    assert steps == 2
+
+
+@pytest.mark.covers("D7")
+def test_a_tensor_may_also_have_the_dtype_of_the_model_and_any_strides() -> None:
+    tensors, _ = written({"v": torch.ones(3, dtype=torch.bfloat16), "w": GOOD["w"].t()})
+    assert torch.equal(tensors["v"], torch.ones(3))
+    assert torch.equal(tensors["w"], torch.tensor([[1.0, 3.0], [2.0, 4.0]]))
+
+
+def twice() -> Iterator[tuple[str, Tensor]]:
+    yield "w", GOOD["w"]
+    yield "w", GOOD["w"]
+
+
+BAD: list[Any] = [
+    pytest.param(None, "returned None, not (name, tensor) pairs", id="none"),
+    pytest.param(3, "returned a int, not", id="no-pairs"),
+    pytest.param([GOOD["w"]], "gave a Tensor where a (name, tensor) pair belongs", id="tensors-only"),
+    pytest.param({"ww": GOOD["w"]}, "gave 'ww', which is no parameter of the model (Did you mean 'w'?)", id="unknown"),
+    pytest.param({"mean": torch.ones(1)}, "gave 'mean', which is no parameter", id="a-buffer"),
+    pytest.param(twice(), "gave 'w' twice", id="twice"),
+    pytest.param({"w": GOOD["w"]}, "left out 1 of 2 tensors, first 'v'", id="left-out"),
+    pytest.param({"w": torch.ones(4)}, "gave 'w' with the shape [4], the model's is [2, 2]", id="shape"),
+    pytest.param({"w": GOOD["w"].double()}, "gave 'w' as F64, which must be F32", id="dtype"),
+    pytest.param({"v": torch.ones(3, dtype=torch.float16)}, "gave 'v' as F16, which must be BF16 or F32", id="half"),
+    pytest.param({"w": [[1.0, 2.0], [3.0, 4.0]]}, "gave a list for 'w', not a tensor", id="list"),
+    pytest.param({"w": torch.full((2, 2), torch.nan)}, "gave NaN or Inf in 'w'", id="nan"),
+]
+
+
+@pytest.mark.covers("D7")
+@pytest.mark.parametrize(("given", "words"), BAD)
+def test_what_cannot_be_used_is_said(given: object, words: str) -> None:
+    with pytest.raises(BadResult) as raised:
+        written(given)
+    assert words in str(raised.value)
+
+
+MINE = """
+NUMBER = 1
+class Half:
+    def accept(self, update): ...
+    def aggregate(self): ...
+class Whole:
+    def __init__(self, n=0): self.n = n
+    def aggregate(self, updates): return {"n": self.n, "count": len(updates)}
+class Incremental(Whole):
+    def accept(self, update): ...
+    def aggregate(self): return {"n": self.n}
+    def reset(self): ...
+READY = Whole(7)
+def function(updates, n=0): return {"n": n, "count": len(updates)}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "aggregators_of_mine.py"
+    path.write_text(MINE)
+    return path
+
+
+@pytest.mark.covers("D7", "D13")
+@pytest.mark.parametrize(
+    ("name", "options", "gives"),
+    [
+        ("Whole", {"n": 2}, {"n": 2, "count": 0}),
+        ("READY", {}, {"n": 7, "count": 0}),
+        ("function", {"n": 3}, {"n": 3, "count": 0}),
+        ("Incremental", {"n": 4}, {"n": 4}),
+    ],
+)
+def test_a_class_an_object_or_a_function(mine: Path, name: str, options: dict[str, Any], gives: dict[str, int]) -> None:
+    loaded = load(f"{mine}:{name}", options)
+    assert loaded.aggregate() == gives
+    assert loaded.incremental == (name == "Incremental")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("missing", {}, "has no 'missing'"),
+        ("Half", {}, "has accept, but no reset"),
+        ("Whole", {"m": 1}, "Set aggregator_options to its keyword arguments"),
+        ("READY", {"n": 1}, "is an object already"),
+        ("NUMBER", {}, "is a int, which has no aggregate"),
+    ],
+)
+def test_what_cannot_be_an_aggregator_is_refused(mine: Path, name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(f"{mine}:{name}", options)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"There is no file '.*nowhere.py'. A path in a run file is relative"):
+        load(f"{tmp_path / 'nowhere.py'}:x", {})
+
+
+class TestAccumulated(CodecContract):
+    codec = Accumulated()
+    relative_error = 0.0

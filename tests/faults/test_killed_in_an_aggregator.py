@@ -1,0 +1,66 @@
+"""The server is killed while a user's aggregator works: same bits as with the built-in mean, and nobody retrains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fault_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, Sites
+
+from atoll.testing.processes import Nursery, wait_until
+
+SLOW_MEAN = """
+import os, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def mean(updates):
+    total = sum(update.weight for update in updates)
+    for index, name in enumerate(updates[0].tensors):
+        result = updates[0].tensors[name].mul_(updates[0].weight / total)
+        for update in updates[1:]:
+            result.add_(update.tensors[name], alpha=update.weight / total)
+        yield name, result
+        if updates[0].round == 2 and index == 1:  # half of the result is written
+            (HERE / "entered.tmp").write_text(str(os.getpid()))
+            (HERE / "entered.tmp").rename(HERE / "entered")
+            while not (HERE / "go").exists():
+                time.sleep(0.01)
+"""
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there, and not only waits to be buried."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.covers("F10", "D7")
+def test_killed_while_the_aggregator_works(nursery: Nursery, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    with ServerProcess(nursery, plain) as server:
+        Sites(server.url, plain).join()
+        assert server.kept.wait() == 0
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "slow.py").write_text(SLOW_MEAN)
+    with ServerProcess(nursery, own, aggregator="slow.py:mean") as server:
+        sites = Sites(server.url, own)
+        wait_until((own / "entered").exists, "the aggregation of round 2")
+        aggregator = int((own / "entered").read_text())
+        assert runs(aggregator)
+        server.kept.now.kill()
+        wait_until(lambda: not runs(aggregator), "the end of the aggregator's process")
+        (own / "go").write_text("")
+        sites.join()
+        assert server.kept.wait() == 0
+        assert server.kept.deaths == 1
+    assert Result(own).bits == Result(plain).bits
+    assert Result(own).counted() == EVERY_SITE_AND_ROUND
+    assert sites.trained == dict.fromkeys(EVERY_SITE_AND_ROUND, 1)
+    assert sorted(path.name for path in (own / "state").iterdir() if path.is_file()) == ["journal.sqlite", "lock"]

@@ -1,0 +1,155 @@
+"""A user's own store of models: where a run begins, and what it is handed as the run goes on."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import atoll
+from atoll.errors import ConfigError
+from atoll.server.persistor import Persistor
+from atoll.tensors.lazy import LazyTensor
+
+START = {"w": torch.arange(3.0), "bn.running_mean": torch.ones(1)}
+
+
+class Shelf:
+    """A persistor of a test; `Shelf.handed` is what it was given."""
+
+    handed: list[tuple[str, dict[str, Tensor], dict[str, Any]]] = []  # noqa: RUF012 (shared with the test)
+    initial: Any = None
+    loads = 0
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    def load(self) -> Any:
+        Shelf.loads += 1
+        if isinstance(Shelf.initial, Exception):
+            raise Shelf.initial
+        return Shelf.initial
+
+    def save(self, state: dict[str, Tensor], info: dict[str, Any]) -> None:
+        Shelf.handed.append(("save", state, info))
+        if self.fails:
+            raise OSError("the shelf is full")
+
+    def save_best(self, state: dict[str, Tensor], info: dict[str, Any]) -> None:
+        Shelf.handed.append(("best", state, info))
+
+
+@pytest.fixture(autouse=True)
+def _empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shelf, "handed", [])
+    monkeypatch.setattr(Shelf, "initial", START)
+    monkeypatch.setattr(Shelf, "loads", 0)
+
+
+def server_of(folder: Path, model: Any = None, **options: Any) -> atoll.Server:
+    settings = {"algorithm": "fedavg", "rounds": 2, "port": 0, "min_free_bytes": 0, "save_every": 1}
+    named = {"persistor": f"{__name__}:Shelf", "state_dir": folder / "state"}
+    return atoll.Server(model, **(settings | named | options))
+
+
+def play(server: atoll.Server, folder: Path, rounds: int) -> None:
+    """One site that adds the round's number to every element."""
+    with atoll.Client(server.url, site="a", folder=folder / "w") as client:
+        for number in range(1, rounds + 1):
+            assert client.next_round() == number
+            client.submit({name: tensor + number for name, tensor in client.pull().items()}, metrics={"loss": 0.5})
+        assert client.next_round() is None
+    assert server.wait(30)
+    server.run()
+
+
+@pytest.mark.covers("D14", "D11")
+def test_it_gives_the_initial_model_and_gets_every_version_as_real_tensors(tmp_path: Path) -> None:
+    with server_of(tmp_path) as server:
+        play(server, tmp_path, 2)
+    assert Shelf.loads == 1
+    told = [(info["version"], info["round"], info["final"], info["metrics"]) for _, _, info in Shelf.handed]
+    assert told == [(0, 0, False, {}), (1, 1, False, {"loss": 0.5}), (2, 2, True, {"loss": 0.5})]
+    for (_, state, _), added in zip(Shelf.handed, (0, 1, 3), strict=True):
+        assert state.keys() == START.keys()
+        for name, tensor in state.items():
+            assert isinstance(tensor, Tensor)
+            assert torch.equal(tensor, START[name] + added)
+
+
+@pytest.mark.covers("D14")
+def test_it_gets_real_tensors_also_when_nothing_was_aggregated(tmp_path: Path) -> None:
+    with server_of(tmp_path):
+        pass
+    assert [info["version"] for _, _, info in Shelf.handed] in ([], [0])  # the end may come before its thread begins
+    Shelf.handed.clear()
+    server = server_of(tmp_path).start()
+    persistor, run = server._run.persistor, server._run  # type: ignore[union-attr]
+    assert persistor is not None
+    persistor.save(run.plan, run.store, 0).result(30)
+    persistor.save_best(run.plan, run.store, 0, {"accuracy": 0.5}).result(30)
+    server.stop()
+    assert Shelf.loads == 1  # the second start found the run
+    for kind, state, info in Shelf.handed:
+        assert info["version"] == 0
+        assert info.get("best") == ({"accuracy": 0.5} if kind == "best" else None)
+        assert not any(isinstance(value, LazyTensor) for value in state.values())
+        assert torch.equal(state["w"], START["w"])
+    assert [kind for kind, _, _ in Shelf.handed][-2:] == ["save", "best"]
+
+
+@pytest.mark.covers("D14")
+def test_tied_tensors_come_under_each_name_and_scaffolds_controls_do_not(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "two": nn.Linear(2, 2, bias=False)})
+    model["two"].weight = model["one"].weight
+    with server_of(tmp_path, model, algorithm="scaffold") as server:
+        run = server._run
+        assert run is not None
+        assert run.persistor is not None
+        run.persistor.save(run.plan, run.store, 0).result(30)
+    _, state, _ = Shelf.handed[-1]
+    assert state.keys() == {"one.weight", "two.weight"}
+    assert state["one.weight"] is state["two.weight"]
+    assert Shelf.loads == 0  # the program gave a model
+
+
+@pytest.mark.covers("D14")
+def test_an_exception_of_save_is_told_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.ERROR, "atoll.server"),
+        server_of(tmp_path, persistor_options={"fails": True}) as server,
+    ):
+        play(server, tmp_path, 2)
+    assert len(Shelf.handed) == 3
+    assert "save() of the persistor" in caplog.text
+    assert "failed at version 2: OSError: the shelf is full. The run goes on." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("initial", "options", "words"),
+    [
+        (ValueError("no shelf"), {}, "load.. of the persistor .*Shelf' failed: ValueError: no shelf"),
+        ([1, 2], {}, "gave a list, not name → tensor"),
+        ({"w": 1}, {}, "gave a dict, not name → tensor"),
+        (None, {}, "The run has no initial model"),
+        (START, {"persistor_options": {"shelves": 3}}, "Set persistor_options to its keyword arguments"),
+        (START, {"persistor": "json:loads"}, "is a function without load, save and save_best"),
+    ],
+)
+def test_one_that_cannot_be_used_ends_the_start(
+    tmp_path: Path, initial: Any, options: dict[str, Any], words: str
+) -> None:
+    Shelf.initial = initial
+    with pytest.raises(ConfigError, match=words):
+        server_of(tmp_path, **options).start()
+
+
+def test_one_that_only_saves_leaves_the_initial_model_to_the_settings(tmp_path: Path) -> None:
+    file = tmp_path / "only_saves.py"
+    file.write_text("class Store:\n    def save(self, state, info): ...\n")
+    settings = atoll.Settings.build({"persistor": f"{file}:Store"})
+    assert Persistor(settings).load() is None
