@@ -32,9 +32,6 @@ from atoll.tensors.schema import Schema, TensorSpec
 REDUCERS: dict[str, dict[str, Any]] = {"clipped_mean": {}, "median": {}, "trimmed_mean": {"trim": 0.2}}
 TENSORS = 50
 MEMORY_MB, TIMES = 200.0, 4.0
-SLOW = (
-    "Two calls a comparison, on windows of 26,000 elements: threads wait for the interpreter. Larger ones are untried."
-)
 
 
 def schema_of(gb: float) -> Schema:
@@ -104,7 +101,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=0.4)
     parser.add_argument("--updates", type=int, default=10)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=None, help="where the files go while it runs")
     options = parser.parse_args()
     order = ["mean", *REDUCERS] * options.repeat + ["mean"]
@@ -123,11 +120,11 @@ def main() -> None:
     seconds = {name: statistics.median(second for second, _ in runs) for name, runs in raw.items()}
     memory = {name: max(mb for _, mb in runs) for name, runs in raw.items()}
     gates = [
-        Gate(f"{name}: {what}", value, f"≤ {bar:g} {unit}", value <= bar, "" if value <= bar else note)
+        Gate(f"{name}: {what}", value, f"≤ {bar:g} {unit}", value <= bar)
         for name in REDUCERS
-        for what, value, bar, unit, note in (
-            ("time against the mean", seconds[name] / seconds["mean"], TIMES, "×", SLOW),
-            ("anonymous memory", memory[name], MEMORY_MB, "MB", ""),
+        for what, value, bar, unit in (
+            ("time against the mean", seconds[name] / seconds["mean"], TIMES, "×"),
+            ("anonymous memory", memory[name], MEMORY_MB, "MB"),
         )
     ]
     write(
