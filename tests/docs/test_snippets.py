@@ -62,7 +62,13 @@ os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "clinic-a"
 """
 )
 
-AROUND = {"diloco": (DILOCO, END), "fedavg": (FEDAVG, END), "federated": (FEDAVG, END), "corrected": (CORRECTED, END)}
+AROUND = {
+    "diloco": (DILOCO, END),
+    "fedavg": (FEDAVG, END),
+    "federated": (FEDAVG, END),
+    "corrected": (CORRECTED, END),
+    "measured": (FEDAVG + "validate, data = lambda model: 0.5, dataset\n", END),
+}
 """Name in `<!-- run: name -->` → what stands for the reader's own code before a block, and what is checked after
 it.
 """

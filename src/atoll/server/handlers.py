@@ -190,7 +190,10 @@ class Handlers:
     def _wait_reply(self, fragment: int, reason: str, previous: TicketRow | None) -> messages.TicketReply:
         head = self.store.head(fragment)
         state = self.run.state
-        told = reason if reason == fx.FINISHED else f"{reason}; the round {why(self.run, fragment, time.monotonic())}"
+        if reason == fx.FINISHED:
+            told = state.rules.tracking.why(state.progress) or reason
+        else:
+            told = f"{reason}; the round {why(self.run, fragment, time.monotonic())}"
         return messages.TicketReply(
             status="finished" if reason == fx.FINISHED else "wait",
             previous=self._previous(previous, None),
