@@ -39,7 +39,9 @@ class Settings(BaseModel):
     )
     seed: int = Field(0, description="Seed set before the initial model is built.")
 
-    algorithm: str = Field("diloco", description="`diloco`, `fedavg`, or `module:attribute` of your own.")
+    algorithm: str = Field(
+        "diloco", description="`diloco`, `fedavg`, `fedprox`, `fednova`, … or `module:attribute` of your own."
+    )
     rounds: int = Field(0, ge=0, description="Rounds after which the run is finished; 0: until it is stopped.")
     num_workers: int = Field(1, ge=1, description="Workers that round one waits for.")
     min_workers: int = Field(1, ge=1, description="A round never closes with fewer updates.")
@@ -65,8 +67,8 @@ class Settings(BaseModel):
     )
     reducer: str | None = Field(
         None,
-        description="How the updates of a round become one: `mean`, `clipped_mean`, `median`, `trimmed_mean`, or "
-        "`module:attribute` of your own; by default the algorithm's, the mean.",
+        description="How the updates of a round become one: `mean`, `clipped_mean`, `median`, `trimmed_mean`, "
+        "`normalised_mean` (FedNova), or `module:attribute` of your own; by default the algorithm's, the mean.",
     )
     reducer_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the reducer.")
     codec: str | None = Field(
