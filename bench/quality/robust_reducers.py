@@ -1,7 +1,7 @@
 """Robust reducers against the mean: seconds and anonymous memory of one pass over 10 updates × 0.4 GB.
 
 Every pass runs in a process of its own over the same files, as the server runs it. The mean is measured before and
-after each of the others, and that one is compared with those two: the machine changes its pace while others work on it.
+after each of the others, and that one is compared with those two: a machine that other processes use changes its pace.
 
     python bench/quality/robust_reducers.py
 """
