@@ -39,7 +39,9 @@ class Settings(BaseModel):
     )
     seed: int = Field(0, description="Seed set before the initial model is built.")
 
-    algorithm: str = Field("diloco", description="`diloco`, `fedavg`, or `module:attribute` of your own.")
+    algorithm: str = Field(
+        "diloco", description="`diloco`, `fedavg`, `fedprox`, `fednova`, … or `module:attribute` of your own."
+    )
     rounds: int = Field(0, ge=0, description="Rounds after which the run is finished; 0: until it is stopped.")
     num_workers: int = Field(1, ge=1, description="Workers that round one waits for.")
     min_workers: int = Field(1, ge=1, description="A round never closes with fewer updates.")
@@ -65,8 +67,8 @@ class Settings(BaseModel):
     )
     reducer: str | None = Field(
         None,
-        description="How the updates of a round become one: `mean`, `clipped_mean`, `median`, `trimmed_mean`, or "
-        "`module:attribute` of your own; by default the algorithm's, the mean.",
+        description="How the updates of a round become one: `mean`, `clipped_mean`, `median`, `trimmed_mean`, "
+        "`normalised_mean` (FedNova), or `module:attribute` of your own; by default the algorithm's, the mean.",
     )
     reducer_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the reducer.")
     aggregator: str | None = Field(
@@ -86,6 +88,18 @@ class Settings(BaseModel):
     )
     max_update_norm: float = Field(1e12, ge=0, description="Refuse an update whose L2 norm is larger; 0: no limit.")
     max_weight: float = Field(1e12, gt=0, description="Refuse an update with a larger weight.")
+
+    best_metric: str | None = Field(
+        None,
+        min_length=1,
+        description="Metric by which the best version is kept as `best.safetensors`; a round's mean is credited to the "
+        "version that its workers pulled.",
+    )
+    best_mode: Literal["max", "min"] = Field("max", description="Whether its largest or its smallest value is best.")
+    early_stop_rounds: int = Field(
+        0, ge=0, description="End the run after so many rounds without a better value; 0: never."
+    )
+    early_stop_min_delta: float = Field(0.0, ge=0, description="By how much more a value has to be better for that.")
 
     host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback needs TLS and a token.")
     port: int | None = Field(
@@ -171,6 +185,17 @@ class Settings(BaseModel):
             raise ConfigError(
                 "durability is 'power', but download_to_disk is false: memory survives no power loss.",
                 "Set durability to 'process', or download_to_disk to true.",
+            )
+        if self.early_stop_rounds and self.best_metric is None:
+            raise ConfigError(
+                f"early_stop_rounds is {self.early_stop_rounds}, but no best_metric is set: nothing would ever stop.",
+                "Set best_metric to the name of a metric that workers report.",
+            )
+        if self.best_metric is not None and self.keep_versions < 2:
+            raise ConfigError(
+                f"best_metric is set, but keep_versions is {self.keep_versions}: the version that workers measured "
+                "would be gone when its metric is known.",
+                "Set keep_versions to at least 2.",
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("Only one of tls_cert and tls_key is given.", "Give both, or neither.")

@@ -69,6 +69,7 @@ AROUND = {
     "corrected": (CORRECTED, END),
     "by_hand": (CORRECTED, END),
     "functional": (FEDAVG, END),
+    "measured": (FEDAVG + "validate, data = lambda model: 0.5, dataset\n", END),
 }
 """Name in `<!-- run: name -->` → what stands for the reader's own code before a block, and what is checked after
 it.

@@ -58,6 +58,20 @@ def test_the_median_by_hand():
     assert reduced(Median(), [1.0, 2.0, 9.0], weights=[1.0, 1.0, 100.0]) == 2.0  # one site is one voice
 
 
+def test_no_order_of_the_sites_changes_a_bit_of_an_order_statistic():
+    rows = torch.randn(9, 301, generator=torch.Generator().manual_seed(3))
+    rows[:, ::7] = 0.0
+    rows[::2, ::7] = -0.0
+    for reducer in (Median(), TrimmedMean(0.2)):
+        found = []
+        for order in (range(9), reversed(range(9)), [4, 8, 0, 2, 6, 1, 3, 7, 5]):
+            out = torch.empty(301)
+            reducer.reduce_(rows[list(order)], [1.0] * 9, out)
+            found.append(out.view(torch.int32))
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
+
+
 def test_the_trimmed_mean_by_hand():
     # of ten, two at each end go: 3 … 8 are left, whose mean is 33 / 6
     values = [10.0, 2.0, 9.0, 4.0, 1.0, 6.0, 7.0, 8.0, 3.0, 5.0]
@@ -88,7 +102,8 @@ def test_a_network_sorts(k):
     """The 0-1 principle: what sorts every sequence of zeros and ones sorts everything."""
     for bits in itertools.product([0, 1], repeat=k):
         held = list(bits)
-        for low, high in network(k, frozenset(range(k))):
+        for low, high, wanted in network(k, frozenset(range(k))):
+            assert wanted == "both"
             held[low], held[high] = sorted((held[low], held[high]))
         assert held == sorted(bits)
 
@@ -98,9 +113,15 @@ def test_a_pruned_network_finds_the_ranks_it_was_asked_for(k):
     rows = torch.randn(k, 301, generator=torch.Generator().manual_seed(k))
     expected = rows.sort(0).values
     for ranks in ({0}, {k - 1}, {(k - 1) // 2, k // 2}, set(range(k // 4, k - k // 4))):
-        found = select(rows.clone(), frozenset(ranks))
+        found = select(rows.clone(), frozenset(ranks), spare=torch.full((301,), torch.nan))
         assert torch.equal(torch.stack(found), expected[sorted(ranks)])
     assert len(network(k, frozenset({0}))) <= len(network(k, frozenset(range(k))))
+
+
+def test_a_pruned_network_computes_only_what_it_is_asked_for():
+    # of 3, Batcher sorts by (0,1) (0,2) (1,2): the least is in row 0 after the second, and the last orders the others.
+    # The median is the smaller one of those, so nobody asks for the least nor for the largest
+    assert network(3, frozenset({1})) == ((0, 1, "both"), (0, 2, "max"), (1, 2, "min"))
 
 
 @pytest.mark.parametrize("options", [{"trim": 0.5}, {"trim": -0.1}, {"trim": math.nan}])

@@ -36,8 +36,8 @@ class Story:
                 self.journal.accept(ticket)
             case UpdateRefused(ticket, reason):
                 self.journal.refuse(ticket, reason)
-            case VersionCommitted(fragment, version):
-                self.journal.move_head(fragment, version)
+            case VersionCommitted(fragment, version, value):
+                self.journal.move_head(fragment, version, value)
         for effect in effects:
             self.journal.apply(effect)
         restored, undone = machine.restore(self.rules, self.journal.snapshot(), self.now_s)
@@ -85,8 +85,8 @@ class Story:
         """Each asks for its ticket and has its update accepted; the effects of the last."""
         return [self.accept(self.ticket(site, fragment)) for site in sites][-1]
 
-    def commit(self, fragment: int = 0) -> tuple[Effect, ...]:
-        return self.send(VersionCommitted(fragment, self.state.rounds[fragment].head + 1))
+    def commit(self, fragment: int = 0, value: float | None = None) -> tuple[Effect, ...]:
+        return self.send(VersionCommitted(fragment, self.state.rounds[fragment].head + 1, value))
 
     def expected(self, fragment: int = 0) -> tuple[str, ...]:
         return tuple(self.state.rounds[fragment].expected)

@@ -88,7 +88,7 @@ def test_it_gets_real_tensors_also_when_nothing_was_aggregated(tmp_path: Path) -
     assert [info["version"] for _, _, info in Shelf.handed] in ([], [0])  # the end may come before its thread begins
     Shelf.handed.clear()
     server = server_of(tmp_path).start()
-    persistor, run = server._run.persistor, server._run  # type: ignore[union-attr]
+    persistor, run = server._run.behind.persistor, server._run  # type: ignore[union-attr]
     assert persistor is not None
     persistor.save(run.plan, run.store, 0).result(30)
     persistor.save_best(run.plan, run.store, 0, {"accuracy": 0.5}).result(30)
@@ -109,8 +109,8 @@ def test_tied_tensors_come_under_each_name_and_scaffolds_controls_do_not(tmp_pat
     with server_of(tmp_path, model, algorithm="scaffold") as server:
         run = server._run
         assert run is not None
-        assert run.persistor is not None
-        run.persistor.save(run.plan, run.store, 0).result(30)
+        assert run.behind.persistor is not None
+        run.behind.persistor.save(run.plan, run.store, 0).result(30)
     _, state, _ = Shelf.handed[-1]
     assert state.keys() == {"one.weight", "two.weight"}
     assert state["one.weight"] is state["two.weight"]
@@ -153,3 +153,22 @@ def test_one_that_only_saves_leaves_the_initial_model_to_the_settings(tmp_path: 
     file.write_text("class Store:\n    def save(self, state, info): ...\n")
     settings = atoll.Settings.build({"persistor": f"{file}:Store"})
     assert Persistor(settings).load() is None
+
+
+@pytest.mark.covers("D14", "X41")
+def test_it_gets_each_version_that_is_the_best_so_far(tmp_path: Path) -> None:
+    """Accuracies 0.5, 0.9, 0.7 are of versions 0, 1, 2, which the rounds started from: version 2 is no new best."""
+    with server_of(tmp_path, rounds=3, best_metric="accuracy", best_mode="max") as server:
+        with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+            for accuracy in (0.5, 0.9, 0.7):
+                client.next_round()
+                client.submit(
+                    {name: tensor + 1 for name, tensor in client.pull().items()}, metrics={"accuracy": accuracy}
+                )
+            assert client.next_round() is None
+        assert server.wait(30)
+        server.run()
+    best = [
+        (info["version"], info["best"], state["w"].tolist()) for kind, state, info in Shelf.handed if kind == "best"
+    ]
+    assert best == [(0, {"accuracy": 0.5}, [0.0, 1.0, 2.0]), (1, {"accuracy": 0.9}, [1.0, 2.0, 3.0])]

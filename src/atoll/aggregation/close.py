@@ -48,6 +48,11 @@ __all__ = ["PassInputs", "PassOutputs", "PassResult", "UpdateSource", "run_pass"
 CHUNK_ELEMENTS = 2**18
 """1 MiB of fp32: what a window reads, reduces, steps and writes then stays in a core's cache."""
 
+TOGETHER_ELEMENTS, ALL_TOGETHER_ELEMENTS = 2**17, 2**24
+"""Of a row, and of all rows on all threads, where a reducer needs the rows of all updates together. With shorter rows
+an operation is so short that the threads spend their time on handing the interpreter to each other; the second is at
+most 64 MiB of fp32."""
+
 
 def run_pass(
     inputs: PassInputs,
@@ -70,7 +75,7 @@ def run_pass(
         reducers: by group, for floating point tensors.
         codecs: by name, every one that an update's layout names.
         threads: that do the work; the calling one waits. torch's own threads are not used, nor their number changed.
-        chunk_elements: of a window; a multiple of 4,096.
+        chunk_elements: of a window, at most; a multiple of 4,096.
         on_progress: told the bytes of the version done so far, from any thread, one at a time.
         cancelled: ends the pass early when it is set.
         tables: of these layouts, this rule and these codecs; who runs more than one pass keeps them.
@@ -84,7 +89,9 @@ def run_pass(
     began = time.monotonic()
     tables = tables or Tables(rule.granularity, codecs, inputs.state_layout)
     rows = rows_at_once(inputs.updates, reducers)
-    tables.cut(max(chunk_elements // max(rows, 1) // TILE, 1) * TILE, rows)
+    if rows > 1:
+        chunk_elements = min(chunk_elements, TOGETHER_ELEMENTS, ALL_TOGETHER_ELEMENTS // (rows * max(1, threads)))
+    tables.cut(max(chunk_elements // TILE, 1) * TILE, max(rows, 1))
     updates = Updates(inputs.updates, reducers, Maximum(), codecs, tables.places)
     params = updates
     if inputs.reduced is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -12,7 +12,8 @@ from atoll.aggregation.values import UpdateSource
 from atoll.aggregation.windows import Window
 from atoll.codecs.base import Codec
 from atoll.reducers.base import Reducer
-from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
+from atoll.tensors.chunks import bytes_of
+from atoll.tensors.dtypes import torch_dtype
 
 
 class Updates:
@@ -60,35 +61,30 @@ class Updates:
             reducer, weights = self._reducers[spec.group], self._weights[spec.group]
         else:
             reducer, weights = self._integers, self._unweighted
-        rows = self._rows(window, scratch)
         if reducer.needs_all:
             together = scratch.tensor("rows", out.dtype, len(self._sources) * out.numel()).view(-1, out.numel())
-            for target, row in zip(together, rows, strict=True):
-                target.copy_(row)
+            for source, target in zip(self._sources, together, strict=True):
+                self._row(source, window, scratch, target)
             reducer.reduce_(together, weights, out)
         else:
-            reducer.reduce_(rows, weights, out)
+            row = scratch.tensor("row", out.dtype, out.numel())
+            reducer.reduce_((self._row(source, window, scratch, row) for source in self._sources), weights, out)
 
-    def _rows(self, window: Window, scratch: Scratch) -> Iterator[Tensor]:
-        """Each update's elements, in turn; a row is overwritten by the next."""
-        dtype, numel = window.dtype, self.place(window).numel
-        stored, accumulate = torch_dtype(dtype), accumulate_dtype(dtype)
-        for source in self._sources:
-            row = None
-            for strips in self._places.reads(window, source.layout, self._sources[0].layout):
-                low, high = strips[0].offset, strips[-1].offset + strips[-1].nbytes
-                read_at(source.fd, scratch.view("source", high - low), low)
-                encoded = scratch.raw("source", high - low)
-                if strips[0].numel == numel and self._codecs[strips[0].codec].raw and stored == accumulate:
-                    row = encoded.view(stored)
-                    break
-                row = scratch.tensor("row", accumulate, numel)
-                for strip in strips:
-                    source_bytes = encoded[strip.offset - low : strip.offset - low + strip.nbytes]
-                    target = row[strip.start : strip.start + strip.numel]
-                    self._codecs[strip.codec].decode_(source_bytes, target, dtype)
-            assert row is not None
-            yield row
+    def _row(self, source: UpdateSource, window: Window, scratch: Scratch, row: Tensor) -> Tensor:
+        """One update's elements, in `row` [n]."""
+        dtype, numel = window.dtype, row.numel()
+        for strips in self._places.reads(window, source.layout, self._sources[0].layout):
+            low, high = strips[0].offset, strips[-1].offset + strips[-1].nbytes
+            if strips[0].numel == numel and self._codecs[strips[0].codec].raw and torch_dtype(dtype) == row.dtype:
+                read_at(source.fd, bytes_of(row), low)
+                break
+            read_at(source.fd, scratch.view("source", high - low), low)
+            encoded = scratch.raw("source", high - low)
+            for strip in strips:
+                source_bytes = encoded[strip.offset - low : strip.offset - low + strip.nbytes]
+                target = row[strip.start : strip.start + strip.numel]
+                self._codecs[strip.codec].decode_(source_bytes, target, dtype)
+        return row
 
 
 def rows_at_once(sources: Sequence[UpdateSource], reducers: Mapping[str, Reducer]) -> int:

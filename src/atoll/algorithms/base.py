@@ -26,6 +26,7 @@ class Algorithm:
         codec: how `params` travel unless the run file says otherwise.
         on_missed: what a DiLoCo loop does that missed a round: `rebase` keeps its local steps, `reset` loses them and
             says so. A federated loop begins every round anew.
+        own_reducer: whether its reducer of `params` is what makes it, so that no other may take its place.
         steps_driven: whether a round is `sync_every` local steps (else the worker's own script decides).
     """
 
@@ -37,4 +38,5 @@ class Algorithm:
     local: Mapping[str, Any] = field(default_factory=dict)
     codec: str = "none"
     on_missed: Literal["rebase", "reset"] = "reset"
+    own_reducer: bool = False
     steps_driven: bool = False

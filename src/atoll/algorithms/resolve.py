@@ -67,6 +67,12 @@ def resolve(settings: Settings) -> ResolvedAlgorithm:
     _require_known("outer", "outer_optimizer", outer)
     reducer = settings.reducer or algorithm.reduce["params"]
     _require_known("reducers", "reducer", reducer)
+    own = algorithm.reduce["params"]
+    if algorithm.own_reducer and reducer != own:
+        raise ConfigError(
+            f"reducer = {reducer!r} would take the place of {own!r}, which is what makes {algorithm.name}.",
+            "Leave reducer out, or choose it with algorithm = 'fedavg'.",
+        )
     codec = settings.codec or algorithm.codec
     _require_known("codecs", "codec", codec)
     return ResolvedAlgorithm(

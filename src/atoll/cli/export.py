@@ -36,6 +36,9 @@ def command(
     version: Annotated[
         int | None, typer.Option(min=0, help="A version that is still kept; by default the newest.", show_default=False)
     ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The best version so far, by the run's best_metric; not the newest.")
+    ] = False,
 ) -> None:
     """Write the model to OUT.safetensors, tied tensors under each of their names."""
     if server is not None and state_dir is not None:
@@ -44,13 +47,16 @@ def command(
         )
     if out.is_dir():
         raise UsageError(f"{str(out)!r} is a folder.", f"Name a file: {out / 'model.safetensors'}.")
+    if best and version is not None:
+        raise UsageError("Both --best and --version are given.", "Give one of them.")
     out.parent.mkdir(parents=True, exist_ok=True)
     if state_dir is not None:
-        written = from_directory(state_dir, out, version)
+        written = best_of_directory(state_dir, out) if best else from_directory(state_dir, out, version)
     else:
         from atoll.cli.ask import server_address
 
-        written = from_server(server_address(server), out, version)
+        address = server_address(server)
+        written = best_of_server(address, out) if best else from_server(address, out, version)
     print(f"version {written}: {out}")
 
 
@@ -86,6 +92,71 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
             _require_whole(file.fileno(), path, layout, row.part_digests)
             _write(file.fileno(), out, schema, layout)
         return row.version
+
+
+def best_of_directory(state_dir: Path, out: Path) -> int:
+    """Copy the best version from a state directory, whether its server runs or not; returns the version.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from atoll.server.best import MODEL
+
+    path = state_dir / "exports" / MODEL
+    if not path.is_file():
+        raise UsageError(
+            f"There is no {str(path)!r}.",
+            "A run with best_metric keeps one once the metric was reported; in save_dir, where that is set.",
+        )
+    number = _version_in(path)
+    _copy(path, out)
+    return number
+
+
+def best_of_server(server: str, out: Path) -> int:
+    """Export the best version of a running server's run; returns the version.
+
+    It is copied where the server is on this machine, else pulled as long as it is kept for that.
+
+    Raises:
+        ServerUnreachable: nobody answers.
+        UsageError: the run tracks no metric.
+        Gone: none was measured yet, or it can only be copied on the server's machine.
+    """
+    from atoll.cli.ask import ask
+    from atoll.wire import messages, routes
+
+    best = ask(server, routes.STATUS, messages.Status).best
+    if best is None:
+        raise UsageError("The run tracks no metric.", "Start it with best_metric = the name of one.")
+    if best.version is None:
+        raise Gone(f"No round has reported {best.metric!r} yet.", "Ask again when one has, or export the newest.")
+    if best.file and Path(best.file).is_file() and _version_in(Path(best.file)) == best.version:
+        _copy(Path(best.file), out)
+        return best.version
+    try:
+        return from_server(server, out, best.version)
+    except Gone as error:
+        where = f"Copy {best.file} on the server's machine." if best.file else "Ask again in a moment."
+        raise Gone(f"Version {best.version} is the best, but is no longer kept to be pulled.", where) from error
+
+
+def _version_in(path: Path) -> int:
+    """The version that a best model's own header names; -1 where it names none."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        return int((file.metadata() or {}).get("version", -1))
+
+
+def _copy(source: Path, out: Path) -> None:
+    with source.open("rb") as file, _beside(out) as (fd, path):
+        target, at = _File(fd), 0
+        while data := file.read(READ_BYTES):
+            target.write(at, memoryview(data))
+            at += len(data)
+        os.fsync(fd)
+        os.rename(path, out)
 
 
 def _require_whole(fd: int, path: Path, layout: Layout, digests: Sequence[bytes]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.text import awaited, duration, numbers, round_line, size
+from atoll.cli.text import awaited, best_line, duration, numbers, round_line, size
 from atoll.errors import ServerUnreachable
 
 if TYPE_CHECKING:
@@ -141,6 +141,8 @@ def headline(status: messages.Status, address: str) -> list[str]:
         f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent, {status.deaths} deaths, "
         f"{status.refused} updates refused, durability {status.durability}{durable}",
     ]
+    if status.best is not None:
+        lines.append(best_line(status.best))
     for fragment in status.fragments:
         waiting = awaited(fragment)
         name = f"fragment {fragment.fragment}: " if len(status.fragments) > 1 else ""

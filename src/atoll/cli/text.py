@@ -47,6 +47,13 @@ def round_line(summary: messages.RoundSummary) -> str:
     )
 
 
+def best_line(best: messages.BestStatus) -> str:
+    """The best version so far in one line."""
+    if best.value is None:
+        return f"best {best.metric}: not reported yet"
+    return f"best {best.metric} {best.value:.6g}: version {best.version}, measured in round {best.round}"
+
+
 class _Lines(logging.StreamHandler[TextIO]):
     """Writes to what standard output is at that moment: a live view takes it over, and shows lines above itself."""
 

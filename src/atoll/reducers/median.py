@@ -35,8 +35,6 @@ class Median:
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
         held = list(rows)
         k = len(held)
-        middle = select(held, frozenset({(k - 1) // 2, k // 2}))
-        if len(middle) == 1:
-            out.copy_(middle[0])
-        else:
-            torch.lerp(middle[0], middle[1], 0.5, out=out)
+        middle = select(held, frozenset({(k - 1) // 2, k // 2}), spare=out)
+        torch.lerp(middle[0], middle[-1], 0.5, out=out)  # of one with itself: as it is
+        out.add_(0.0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from atoll.errors import ConfigError
@@ -49,8 +50,8 @@ class TrimmedMean:
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
         held = list(rows)
         cut = int(self.trim * len(held) + 1e-9)  # 0.29 · 100 is 28.999999999999996
-        kept = select(held, frozenset(range(cut, len(held) - cut)))
-        out.copy_(kept[0])
-        for row in kept[1:]:
-            out.add_(row)
-        out.div_(len(kept))
+        lowest, *others = select(held, frozenset(range(cut, len(held) - cut)), spare=out)
+        for row in others:
+            lowest.add_(row)  # in rising order, so that no order of the sites changes a bit either
+        torch.div(lowest, 1 + len(others), out=out)
+        out.add_(0.0)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from atoll.rounds.best import Measured
+
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted:
@@ -100,6 +102,13 @@ class RoundClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class BestFound:
+    """This version is better than all before it; it is kept until a better one is. The journal's metrics say it too."""
+
+    measured: Measured
+
+
+@dataclass(frozen=True, slots=True)
 class RunFinished:
     """[journal] The last round is committed; workers are told, and the result is exported."""
 
@@ -121,6 +130,7 @@ Effect = (
     | TicketWithheld
     | TicketsExpired
     | RoundClosed
+    | BestFound
     | RunFinished
     | Woken
 )

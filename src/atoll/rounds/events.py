@@ -58,10 +58,15 @@ class UpdateRefused:
 
 @dataclass(frozen=True, slots=True)
 class VersionCommitted:
-    """The head of `fragment` moved to `version`: the next number, or a later one where versions were lost."""
+    """The head of `fragment` moved to `version`: the next number, or a later one where versions were lost.
+
+    Args:
+        value: the tracked metric, as the workers of the round measured it; None where none reported it.
+    """
 
     fragment: int
     version: int
+    value: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

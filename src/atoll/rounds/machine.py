@@ -18,8 +18,17 @@ from dataclasses import replace
 from typing import assert_never
 
 from atoll.rounds import membership
+from atoll.rounds.best import Measured
 from atoll.rounds.draft import Draft, Result
-from atoll.rounds.effects import FINISHED, LeaseEnded, LeaseGranted, RunFinished, TicketIssued, TicketWithheld
+from atoll.rounds.effects import (
+    FINISHED,
+    BestFound,
+    LeaseEnded,
+    LeaseGranted,
+    RunFinished,
+    TicketIssued,
+    TicketWithheld,
+)
 from atoll.rounds.events import (
     Event,
     TicketRequested,
@@ -90,8 +99,8 @@ def step(state: State, event: Event, now_s: float) -> Result:
             _update(draft, number, "update accepted")
         case UpdateRefused(number, reason):
             _update(draft, number, "update refused", reason)
-        case VersionCommitted(fragment, version):
-            _commit(draft, fragment, version)
+        case VersionCommitted(fragment, version, value):
+            _commit(draft, fragment, version, value)
         case TimePassed():
             timeout_s = state.rules.heartbeat_timeout_s
             silent = membership.silent(state.seen_s, timeout_s, now_s)
@@ -161,7 +170,7 @@ def _update(draft: Draft, number: int, event: str, reason: str = "") -> None:
     settle(draft)
 
 
-def _commit(draft: Draft, fragment: int, version: int) -> None:
+def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> None:
     round_ = draft.round(fragment)
     if version <= round_.head:
         raise IllegalTransition(f"Fragment {fragment} is at version {round_.head}; {version} cannot follow.")
@@ -169,8 +178,10 @@ def _commit(draft: Draft, fragment: int, version: int) -> None:
     for ticket in round_.tickets.values():
         if ticket.id in round_.frozen:
             advance(f"Ticket {ticket.id}", TICKET, ticket.state, "version committed")
+    if value is not None:
+        _measure(draft, Measured(round_.head, round_.number, value))
     draft.change_round(fragment, head=version, lost=round_.lost + version - round_.head - 1)
-    if rounds and draft.round(fragment).done >= rounds:
+    if (rounds and draft.round(fragment).done >= rounds) or draft.state.rules.tracking.stops(draft.state.progress):
         phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "last version committed")
         draft.change_round(fragment, phase=phase, expected={}, tickets={}, frozen=())
         draft.wake.add(fragment)
@@ -179,3 +190,10 @@ def _commit(draft: Draft, fragment: int, version: int) -> None:
     else:
         open_next(draft, fragment, "version committed")
         settle(draft)
+
+
+def _measure(draft: Draft, measured: Measured) -> None:
+    progress = draft.state.rules.tracking.follow(draft.state.progress, measured)
+    draft.change(progress=progress)
+    if progress.best == measured:
+        draft.emit(BestFound(measured))

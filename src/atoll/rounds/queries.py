@@ -26,7 +26,7 @@ def why(state: State, fragment: int, now_s: float) -> str:
         count = len(round_.frozen)
         return f"reduces {count} update{'' if count == 1 else 's'} of round {round_.number}"
     if round_.phase == "finished":
-        return "is finished"
+        return "; ".join(filter(None, ["is finished", state.rules.tracking.why(state.progress)]))
     decision = state.rules.policy.decide(view(state, fragment), now_s)
     return decision.reason if isinstance(decision, Wait) else "is about to close"
 

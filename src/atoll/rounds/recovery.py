@@ -27,8 +27,10 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
     for ticket in sorted(journal.tickets, key=lambda ticket: ticket.id):
         if ticket.base_version == journal.fragments[ticket.fragment].head:
             tickets[ticket.fragment][ticket.site] = ticket
+    stopped = rules.tracking.stops(journal.progress)
     rounds = tuple(
-        _restored(rules, fragment, mine, now_s) for fragment, mine in zip(journal.fragments, tickets, strict=True)
+        Round("finished", fragment.head, lost=fragment.lost) if stopped else _restored(rules, fragment, mine, now_s)
+        for fragment, mine in zip(journal.fragments, tickets, strict=True)
     )
     members = {member.site: member for member in journal.members}
     state = State(
@@ -38,6 +40,7 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
         rounds=rounds,
         next_ticket=max([journal.next_ticket, *(ticket.id + 1 for ticket in journal.tickets)]),
         next_lease=max([journal.next_lease, *(member.lease + 1 for member in journal.members)]),
+        progress=journal.progress,
     )
     draft = Draft(state, now_s)
     for fragment, round_ in enumerate(rounds):
@@ -82,4 +85,5 @@ def snapshot(state: State) -> Snapshot:
         next_ticket=state.next_ticket,
         next_lease=state.next_lease,
         finished=state.finished,
+        progress=state.progress,
     )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from atoll.config import Settings
+from atoll.rounds.best import Progress, Tracking
 from atoll.rounds.membership import Member
 from atoll.rounds.policy import AcceptedUpdate, Barrier, Policy, QuorumDeadline, RoundView
 from atoll.rounds.sampling import Sampling
@@ -27,6 +28,7 @@ class Rules:
         policy: when a round closes.
         sampling: whom it asks for.
         fragments: how many parts of the model have rounds of their own.
+        tracking: which version is the best, and when that ends the run.
     """
 
     num_workers: int
@@ -36,6 +38,7 @@ class Rules:
     policy: Policy = field(default_factory=Barrier)
     sampling: Sampling = field(default_factory=Sampling)
     fragments: int = 1
+    tracking: Tracking = field(default_factory=Tracking)
 
     @classmethod
     def from_settings(cls, settings: Settings, fragments: int = 1) -> Rules:
@@ -49,6 +52,12 @@ class Rules:
             policy=QuorumDeadline(quorum, deadline_s) if quorum and deadline_s else Barrier(),
             sampling=Sampling(settings.sample_fraction, settings.sample_min, settings.sample_seed),
             fragments=fragments,
+            tracking=Tracking(
+                settings.best_metric or "",
+                settings.best_mode,
+                settings.early_stop_rounds,
+                settings.early_stop_min_delta,
+            ),
         )
 
     @property
@@ -113,6 +122,7 @@ class State:
     Args:
         seen_s: site → when it last gave a sign of life; of members alive only.
         rounds: one per fragment.
+        progress: of the metric that is tracked.
     """
 
     rules: Rules
@@ -121,6 +131,7 @@ class State:
     rounds: tuple[Round, ...]
     next_ticket: int = 1
     next_lease: int = 1
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def finished(self) -> bool:
@@ -166,6 +177,7 @@ class Snapshot:
     Args:
         tickets: at least those of the rounds from the heads; others are ignored.
         finished: whether `RunFinished` is in the journal.
+        progress: after the metrics of every version that the journal has.
     """
 
     fragments: tuple[FragmentSnapshot, ...]
@@ -174,6 +186,7 @@ class Snapshot:
     next_ticket: int = 1
     next_lease: int = 1
     finished: bool = False
+    progress: Progress = field(default_factory=Progress)
 
 
 def view(state: State, fragment: int) -> RoundView:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 from atoll.server.plan import Plan
@@ -56,8 +57,14 @@ class Exports:
             os.replace(temporary, self.folder / METRICS)
 
 
-def export_ranges(schema: Schema, version: Layout) -> tuple[bytes, list[tuple[int, int]]]:
-    """Header and slot ranges of an export: every tensor, and each tied one again under its further name."""
+def export_ranges(
+    schema: Schema, version: Layout, told: Mapping[str, str] | None = None
+) -> tuple[bytes, list[tuple[int, int]]]:
+    """Header and slot ranges of an export: every tensor, and each tied one again under its further name.
+
+    Args:
+        told: further metadata of the header.
+    """
     segments, schema = version.by_name, schema.model
     owners = {spec.name: spec for spec in schema.tensors}
     named = [(spec, spec.name) for spec in schema.tensors] + [
@@ -65,7 +72,7 @@ def export_ranges(schema: Schema, version: Layout) -> tuple[bytes, list[tuple[in
         for alias, owner in schema.aliases
     ]
     ordered = sorted(named, key=lambda pair: -pair[0].item_bytes)
-    header = safetensors_header([spec for spec, _ in ordered], {"format": "pt"})
+    header = safetensors_header([spec for spec, _ in ordered], {"format": "pt", **(told or {})})
     return header, [(segments[owner].offset, spec.nbytes) for spec, owner in ordered]
 
 

@@ -39,6 +39,8 @@ LOG = logging.getLogger("atoll.server")
 
 REFUSALS = 5
 """In a row, after which a site is sent away: it would train and be refused for ever."""
+LOOK = "look at the learning rate, the data and the loss at this site."
+STEPS = "report them: submit(model, steps=…), or round.correct(model, optimizer), which counts them."
 
 
 class Handlers(ObjectHandlers):
@@ -192,7 +194,10 @@ class Handlers(ObjectHandlers):
     def _wait_reply(self, fragment: int, reason: str, previous: TicketRow | None) -> messages.TicketReply:
         head = self.store.head(fragment)
         state = self.run.state
-        told = reason if reason == fx.FINISHED else f"{reason}; the round {why(self.run, fragment, time.monotonic())}"
+        if reason == fx.FINISHED:
+            told = state.rules.tracking.why(state.progress) or reason
+        else:
+            told = f"{reason}; the round {why(self.run, fragment, time.monotonic())}"
         return messages.TicketReply(
             status="finished" if reason == fx.FINISHED else "wait",
             previous=self._previous(previous, None),
@@ -257,7 +262,7 @@ class Handlers(ObjectHandlers):
             error.retry_after_s = 2.0
             raise error
 
-    def _refuse(self, lease: Lease, ticket: int, reason: str) -> None:
+    def _refuse(self, lease: Lease, ticket: int, reason: str, remedy: str = LOOK) -> None:
         """Quarantine an update with its reason; the round goes on with the others."""
         self.store.refuse(ticket, reason)
         self.run.refused += 1
@@ -270,7 +275,7 @@ class Handlers(ObjectHandlers):
             self.run.apply(ev.WorkerLeft(lease.site, lease.number, told))
         raise UpdateRefused(
             f"The update of {lease.site} is refused: {reason}.",
-            "The round goes on with the others; look at the learning rate, the data and the loss at this site.",
+            f"The round goes on with the others; {remedy}",
         )
 
     async def complete(self, lease: Lease, ticket: int, message: messages.Complete) -> messages.Receipt:
@@ -303,7 +308,7 @@ class Handlers(ObjectHandlers):
                 "Send them again.",
             )
         norm = math.sqrt(sum(part.sumsq for part in parts.values()))
-        self._require_plausible(lease, ticket, norm, message.weight)
+        self._require_plausible(lease, ticket, norm, message)
         try:
             accepted = self.store.accept(ticket, digest, message.weight, message.steps, dict(message.metrics), norm)
         except DiskFull:
@@ -317,8 +322,10 @@ class Handlers(ObjectHandlers):
             self.run.roster[lease.site].refused_in_a_row = 0
         return self._receipt(accepted)
 
-    def _require_plausible(self, lease: Lease, ticket: int, norm: float, weight: float) -> None:
-        settings = self.plan.settings
+    def _require_plausible(self, lease: Lease, ticket: int, norm: float, message: messages.Complete) -> None:
+        settings, weight = self.plan.settings, message.weight
+        if self.plan.needs_steps and not message.steps:
+            self._refuse(lease, ticket, "it reports no local steps, by which this run divides", STEPS)
         if weight > settings.max_weight:
             self._refuse(lease, ticket, f"its weight is {weight:g}, above max_weight {settings.max_weight:g}")
         if settings.max_update_norm and norm > settings.max_update_norm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from atoll.outer.build import build_outer
 from atoll.outer.rule import OuterRule
 from atoll.reducers.base import Reducer
 from atoll.reducers.build import build_reducers
+from atoll.reducers.per_step import NormalisedMean
 from atoll.reducers.share import Share
 from atoll.store.store import FileShape, FragmentShapes
 from atoll.tensors.layout import Layout, version_header, version_layout
@@ -84,11 +86,23 @@ class Plan:
             update_parts=tuple((part.start, part.nbytes) for part in self.update.parts),
         )
 
-    def reducers_of(self, population: int) -> dict[str, Reducer]:
-        """The reducers of a round in a run that so many workers have joined so far."""
-        if CONTROL not in self.reducers:
-            return self.reducers
-        return self.reducers | {CONTROL: Share(population)}
+    def reducers_of(self, population: int, steps: Sequence[int]) -> dict[str, Reducer]:
+        """The reducers of a round.
+
+        Args:
+            population: how many workers have joined the run so far.
+            steps: that its updates report, in the frozen order.
+        """
+        reducers = {
+            group: reducer.of(steps) if isinstance(reducer, NormalisedMean) else reducer
+            for group, reducer in self.reducers.items()
+        }
+        return reducers | {CONTROL: Share(population)} if CONTROL in reducers else reducers
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether an update without its number of local steps cannot be reduced."""
+        return any(isinstance(reducer, NormalisedMean) for reducer in self.reducers.values())
 
     @property
     def state_layout(self) -> Layout | None:

@@ -65,7 +65,7 @@ def close_round(
             ),
             PassOutputs(draft.version_fd, draft.state_fd),
             rule=plan.rule,
-            reducers=plan.reducers_of(population),
+            reducers=plan.reducers_of(population, [row.steps for row in rows]),
             codecs=plan.codecs,
             threads=plan.threads,
             cancelled=cancelled,

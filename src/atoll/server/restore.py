@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from atoll.rounds.best import Progress
 from atoll.rounds.machine import FragmentSnapshot, FrozenRound, OpenRound, Snapshot, Ticket
 from atoll.rounds.membership import Member
 from atoll.store.rows import Recovered
 
 
-def snapshot_of(recovered: Recovered) -> Snapshot:
+def snapshot_of(recovered: Recovered, progress: Progress) -> Snapshot:
     """The machine's snapshot; rows of rounds that are over are left to the machine to pass over."""
     fragments = []
     for _, head in sorted(recovered.heads.items()):
@@ -30,4 +31,5 @@ def snapshot_of(recovered: Recovered) -> Snapshot:
         next_ticket=recovered.next_ticket,
         next_lease=recovered.next_lease,
         finished=recovered.finished,
+        progress=progress,
     )

@@ -14,12 +14,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from atoll.errors import AtollError, DiskFull, Gone, LeaseLost, RunFailed, StoreError, Superseded
+from atoll.errors import AtollError, DiskFull, LeaseLost, RunFailed, StoreError, Superseded
 from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
 from atoll.server.aggregator import Aggregator
-from atoll.server.exports import Exports
+from atoll.server.behind import DISK_RETRY_S, Behind
+from atoll.server.best import measured_of, missing, value_of
 from atoll.server.passing import directory_gone, passing
 from atoll.server.persistor import Persistor
 from atoll.server.plan import Plan
@@ -27,14 +28,13 @@ from atoll.server.reduce import close_round, in_words
 from atoll.server.restore import snapshot_of
 from atoll.server.roster import Lease, Presence
 from atoll.store.objects import ObjectStore
-from atoll.store.rows import MemberState, Recovered, TicketRow, VersionRow
+from atoll.store.rows import MemberState, Recovered, TicketRow
 from atoll.store.store import Store
 from atoll.tensors.alone import stay_alone
 from atoll.wire import messages
 
 LOG = logging.getLogger("atoll.server")
 
-DISK_RETRY_S = 2.0
 FACTS = (ev.UpdateAccepted, ev.UpdateRefused, ev.VersionCommitted)
 """Events that report a row which is in the journal: they must reach the machine, sooner or later."""
 
@@ -56,21 +56,25 @@ class Run:
         self.bytes_up = self.bytes_down = 0
         self.started_s = time.monotonic()
         self.io = ThreadPoolExecutor(max(8, 2 * plan.threads), thread_name_prefix="atoll-io", initializer=stay_alone)
-        self.exports = Exports(plan, store)
         self.objects = ObjectStore(
             self.settings.state_dir / "objects",
             max_bytes=self.settings.objects_max_bytes,
             max_expires_s=self.settings.objects_expire_s,
             idle_timeout_s=self.settings.idle_timeout_s,
         )
-        self.persistor = persistor
+        self.behind = Behind(plan, store, self.io, persistor)
         self.aggregator: Aggregator | None = None
         self._changed = asyncio.Event()
         self._cancelled = threading.Event()
+        self._said_missing = False
         self._untold: list[ev.Event] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.state: machine.State
-        self._recovered = snapshot_of(recovered)
+        self._saving_best: asyncio.Task[None] | None = None
+        self._rules = machine.Rules.from_settings(self.settings)
+        tracking = self._rules.tracking
+        history = store.history(None, 0) if tracking.metric else []
+        self._recovered = snapshot_of(recovered, tracking.follow_all(measured_of(history, tracking.metric)))
         if recovered.fell_back:
             LOG.warning("%s", recovered.fell_back)
         for warning in recovered.warnings:
@@ -100,22 +104,22 @@ class Run:
             loop = asyncio.get_running_loop()
             self.aggregator = Aggregator(self.plan, lambda error: loop.call_soon_threadsafe(self.fail, error))
             self.aggregator.start()
-        self.state, effects = machine.restore(
-            machine.Rules.from_settings(self.settings), self._recovered, time.monotonic()
-        )
+        self.state, effects = machine.restore(self._rules, self._recovered, time.monotonic())
         if self._recovered.finished and not self.state.finished:
             self.store.finish(False)  # more rounds were asked for
         self._carry_out(effects)
+        if self.state.progress.best is not None:  # a kill may have come before it was written
+            self._saving_best = self._spawn(self.behind.save_best(self.state.progress.best))
         for fragment, round_ in enumerate(self._recovered.fragments):
             if round_.frozen is not None and self.state.rounds[fragment].phase == "closing":
                 LOG.info("the round from version %d was closed before the restart: reducing it again", round_.head)
                 self._spawn(self._close(fragment, round_.frozen.base_version, round_.frozen.tickets))
         self._spawn(self._tick())
-        self.exports.rewrite_metrics()
+        self.behind.exports.rewrite_metrics()
         if self.state.finished:
             self._spawn(self._finish())
-        elif self.persistor is not None and self.settings.save_every and self.store.head(0).version == 0:
-            self.persistor.save(self.plan, self.store, 0)
+        else:
+            self.behind.save_initial()
 
     async def stop(self) -> None:
         """End every task; what is on disk is where a next start goes on."""
@@ -125,9 +129,9 @@ class Run:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.io.shutdown(wait=True)
         self.objects.close()
-        for own in (self.aggregator, self.persistor):
-            if own is not None:
-                own.close()
+        if self.aggregator is not None:
+            self.aggregator.close()
+        self.behind.close()
         self.store.close()
 
     def fail(self, error: AtollError) -> None:
@@ -231,6 +235,8 @@ class Run:
                 LOG.debug("round %d of fragment %d is open for %s", number, fragment, ", ".join(expected))
             case fx.RoundClosed(fragment, base_version, tickets):
                 self._spawn(self._close(fragment, base_version, tickets))
+            case fx.BestFound(measured):
+                self._saving_best = self._spawn(self.behind.save_best(measured))
             case fx.RunFinished():
                 self._spawn(self._finish())
             case _:
@@ -288,6 +294,7 @@ class Run:
 
     async def _close(self, fragment: int, base_version: int, tickets: tuple[int, ...]) -> None:
         """Run the pass until it is committed; a full disk is waited for, everything else ends the server."""
+        await self._best_saved()  # a commit later, and the version may be gone
         number = self.state.rounds[fragment].number
         while True:
             try:
@@ -317,11 +324,12 @@ class Run:
             if site in self.roster:
                 self.roster[site].rounds += 1
         LOG.info("%s", in_words(summary, row))
-        self.apply(ev.VersionCommitted(fragment, row.version))
-        every = self.settings.save_every
-        if self.persistor is not None and every and number % every == 0 and not self.state.finished:
-            self.persistor.save(self.plan, self.store, row.version)
-        self._spawn(self._after_commit(row, summary))
+        value = value_of(summary, tracking.metric) if (tracking := self._rules.tracking).metric else None
+        if tracking.metric and value is None and not self._said_missing:
+            self._said_missing = True
+            LOG.warning("%s", missing(summary, tracking))
+        self.apply(ev.VersionCommitted(fragment, row.version, value))
+        self._spawn(self.behind.after_commit(row, summary, finished=self.state.finished))
 
     def _fail_round(self, number: int, error: Exception) -> None:
         error = directory_gone(self.settings.state_dir) or error
@@ -330,39 +338,16 @@ class Run:
             error = RunFailed(f"Round {number} failed: {error!r}.", "Restarting the server runs it again.")
         self.fail(error)
 
-    async def _after_commit(self, row: VersionRow, summary: messages.RoundSummary) -> None:
-        """What may lag behind a commit: the metrics file, an export, the durable version."""
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(self.io, self.exports.append_metrics, summary, row.created_at)
-            every = self.settings.save_every
-            if every and summary.round % every == 0:
-                await loop.run_in_executor(self.io, self.exports.save, row.version)
-            await loop.run_in_executor(self.io, self.store.write_durable, row.fragment)
-        except Gone as error:
-            LOG.debug("version %d was overtaken before it was saved: %s", row.version, error)
-        except (AtollError, OSError) as error:
-            reason = passing(error)
-            if reason is None:
-                raise
-            LOG.error("version %d could not be saved: %s", row.version, reason)
+    async def _best_saved(self) -> None:
+        if self._saving_best is not None:
+            await asyncio.wait([self._saving_best])
 
     async def _finish(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                path = await loop.run_in_executor(self.io, self.exports.save, None)
-                break
-            except (AtollError, OSError) as error:
-                reason = passing(error)
-                if reason is None:
-                    raise
-                LOG.error("the result could not be saved: %s Trying again in %g s.", reason, DISK_RETRY_S)
-                await asyncio.sleep(DISK_RETRY_S)
-        if self.persistor is not None:
-            last = self.persistor.save(self.plan, self.store, self.store.head(0).version, final=True)
-            await asyncio.wrap_future(last)
-        LOG.info("the run is finished at version %d: %s", self.store.head(0).version, path)
+        path = await self.behind.save_result()
+        await self._best_saved()
+        why = self._rules.tracking.why(self.state.progress)
+        number = self.store.head(0).version
+        LOG.info("the run is finished at version %d%s: %s", number, f", {why}" if why else "", path)
         self.finished.set()
         self._wake()
 
@@ -376,10 +361,11 @@ class Run:
             with contextlib.suppress(DiskFull):
                 self.apply(ev.TimePassed())
 
-    def _spawn(self, coroutine: object) -> None:
+    def _spawn(self, coroutine: object) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)  # type: ignore[arg-type]
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

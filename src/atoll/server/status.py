@@ -37,6 +37,8 @@ def status_of(run: Run) -> messages.Status:
         epoch=run.store.epoch,
         rounds=settings.rounds,
         finished=run.state.finished,
+        stopped=run.state.rules.tracking.why(run.state.progress),
+        best=_best(run),
         uptime_s=now_s - run.started_s,
         model_bytes=run.plan.schema.model.nbytes,
         codec=algorithm.codec,
@@ -51,6 +53,24 @@ def status_of(run: Run) -> messages.Status:
         durability=settings.durability,
         durable_version=run.store.durable_version(0),
         warnings=list(run.trouble.values()),
+    )
+
+
+def _best(run: Run) -> messages.BestStatus | None:
+    tracking, progress = run.state.rules.tracking, run.state.progress
+    if not tracking.metric:
+        return None
+    status = messages.BestStatus(metric=tracking.metric, mode=tracking.mode, stale=progress.stale)
+    if progress.best is None:
+        return status
+    is_there = run.behind.best.saved == progress.best
+    return status.model_copy(
+        update={
+            "version": progress.best.version,
+            "round": progress.best.round,
+            "value": progress.best.value,
+            "file": str(run.behind.best.path.absolute()) if is_there else "",
+        }
     )
 
 

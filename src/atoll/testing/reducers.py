@@ -7,6 +7,7 @@ class TestMine(ReducerContract):
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import ClassVar
 
@@ -67,6 +68,17 @@ class ReducerContract:
             rows, weights = self._rows(dtype), normalised([1.0, 2.0, 3.5, 0.1])
             cut = [self._reduce(self._cut(rows, at, size), weights) for at in range(0, rows[0].numel(), size)]
             assert torch.equal(torch.cat(cut), self._reduce(rows, weights))
+
+    @pytest.mark.parametrize("size", [1, 7, 64, 1000])
+    def test_no_cut_changes_the_sign_of_a_zero(self, size: int) -> None:
+        for dtype in self.dtypes:
+            if not dtype.is_floating_point:
+                continue
+            zeros, weights = torch.zeros(1237, dtype=dtype), normalised([1.0, 2.0, 3.5, 0.1])
+            for signs in itertools.product([zeros, -zeros], repeat=4):
+                rows = list(signs)
+                cut = [self._reduce(self._cut(rows, at, size), weights) for at in range(0, zeros.numel(), size)]
+                assert torch.equal(torch.signbit(torch.cat(cut)), torch.signbit(self._reduce(rows, weights)))
 
     def test_a_row_may_be_overwritten_by_the_next(self) -> None:
         if self.reducer.needs_all:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from atoll.rounds.best import Measured, Tracking
 from atoll.rounds.effects import (
     Effect,
     ExpectedChanged,
@@ -31,11 +32,13 @@ class SimJournal:
     tickets: dict[int, Ticket] = field(default_factory=dict)
     members: dict[str, Member] = field(default_factory=dict)
     finished: bool = False
+    tracking: Tracking = field(default_factory=Tracking)
+    measured: list[Measured] = field(default_factory=list)
 
     @classmethod
     def of(cls, state: State) -> SimJournal:
         """The journal of a state that nobody has joined."""
-        return cls(list(snapshot(state).fragments))
+        return cls(list(snapshot(state).fragments), tracking=state.rules.tracking)
 
     def snapshot(self) -> Snapshot:
         return Snapshot(
@@ -43,6 +46,7 @@ class SimJournal:
             members=tuple(self.members[site] for site in sorted(self.members)),
             tickets=tuple(self.tickets[number] for number in sorted(self.tickets)),
             finished=self.finished,
+            progress=self.tracking.follow_all(self.measured),
         )
 
     def accept(self, number: int) -> None:
@@ -51,9 +55,11 @@ class SimJournal:
     def refuse(self, number: int, reason: str) -> None:
         self.tickets[number] = replace(self.tickets[number], state="refused", reason=reason)
 
-    def move_head(self, fragment: int, version: int) -> None:
-        """The commit: the head moves, and the updates of the frozen round count."""
+    def move_head(self, fragment: int, version: int, value: float | None = None) -> None:
+        """The commit: the head moves, and the updates of the frozen round count, with the mean of their metric."""
         row = self.fragments[fragment]
+        if value is not None:
+            self.measured.append(Measured(row.head, row.head - row.lost + 1, value))
         for number in row.frozen.tickets if row.frozen else ():
             self.tickets[number] = replace(self.tickets[number], state="counted")
         self.fragments[fragment] = replace(row, head=version, lost=row.lost + version - row.head - 1)

@@ -338,6 +338,18 @@ class FragmentStatus(Message):
     reason: str
 
 
+class BestStatus(Message):
+    """The best version so far, by the setting `best_metric`."""
+
+    metric: str
+    mode: Literal["max", "min"]
+    version: Count | None = Field(None, description="Null: no round has reported the metric yet.")
+    round: Count | None = Field(None, description="Whose workers pulled and measured it.")
+    value: float | None = None
+    stale: Count = Field(0, description="Measurements since the last improvement, by `early_stop_min_delta`.")
+    file: str = Field("", description="Where the server keeps it; empty while it is not written.")
+
+
 class Status(Message):
     """All there is to know about a run at this moment."""
 
@@ -349,6 +361,8 @@ class Status(Message):
     epoch: Count
     rounds: Count
     finished: bool
+    stopped: str = Field("", description="Why the run ended before its last round; else empty.")
+    best: BestStatus | None = Field(None, description="Null: the run tracks no metric.")
     uptime_s: float
     model_bytes: Count
     codec: str

@@ -371,7 +371,8 @@ class DiLoCo:
     def _finish(self, session: Session, reply: messages.TicketReply) -> None:
         self._take(session, reply.head_version, reply.head_digest)
         self.finished = True
-        LOG.info("%s: the run is finished at version %d; further steps stay local", session.site, self._version)
+        told = f" ({reply.reason})" if reply.reason != "finished" else ""
+        LOG.info("%s: the run is finished at version %d%s; further steps stay local", session.site, self._version, told)
 
     def _require_parameters(self) -> None:
         held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}

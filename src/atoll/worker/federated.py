@@ -110,7 +110,8 @@ class Worker:
             reply = self._session.next_round()
             self._tell(reply.previous)
             if reply.ticket is None:
-                LOG.info("%s: the run is finished at version %d", self.site, reply.head_version)
+                told = f" ({reply.reason})" if reply.reason != "finished" else ""
+                LOG.info("%s: the run is finished at version %d%s", self.site, reply.head_version, told)
                 return
             round_ = FederatedRound(self._session, reply.ticket)
             yield round_

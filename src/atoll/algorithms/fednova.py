@@ -1,0 +1,29 @@
+"""FedNova.
+
+J. Wang, Q. Liu, H. Liang, G. Joshi, H. V. Poor: Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+Optimization. NeurIPS 2020, arXiv 2007.07481, section 5.
+
+    x_{t+1} = x_t − τ_eff · Σ_i p_i · η·d_i          d_i = G_i·a_i / ‖a_i‖₁,   τ_eff = Σ_i p_i·τ_i
+
+For plain local SGD a_i = (1, …, 1), so ‖a_i‖₁ = τ_i, the local steps, and η·d_i = u_i / τ_i with the pseudo-gradient
+u_i = x_t − x_i. In the form of all algorithms here:
+
+    g = (Σ_k p_k·τ_k) · Σ_k p_k · u_k / τ_k          p_k = n_k / n over the round's workers
+    x_{t+1} = x_t − g                                SGD, η = 1
+
+The steps that each update reports are τ_k; with equal ones it is FedAvg.
+"""
+
+from __future__ import annotations
+
+from atoll.algorithms.base import Algorithm
+
+fednova = Algorithm(
+    name="fednova",
+    citation="Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization, Wang et al., "
+    "2007.07481",
+    outer="sgd",
+    outer_options={"lr": 1.0, "momentum": 0.0},
+    reduce={"params": "normalised_mean", "buffers": "mean"},
+    own_reducer=True,
+)

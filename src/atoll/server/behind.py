@@ -1,0 +1,102 @@
+"""What is written behind the commits of a run: metrics, exports, the durable version, the best one, the result."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import TypeVar
+
+from atoll.errors import AtollError, Gone
+from atoll.rounds.best import Measured
+from atoll.server.best import BestVersion
+from atoll.server.exports import Exports
+from atoll.server.passing import passing
+from atoll.server.persistor import Persistor
+from atoll.server.plan import Plan
+from atoll.store.rows import VersionRow
+from atoll.store.store import Store
+from atoll.wire import messages
+
+LOG = logging.getLogger("atoll.server")
+T = TypeVar("T")
+
+DISK_RETRY_S = 2.0
+
+
+class Behind:
+    """Runs on the server's loop; what takes its time is done by threads of `io`."""
+
+    def __init__(self, plan: Plan, store: Store, io: Executor, persistor: Persistor | None = None) -> None:
+        self._plan, self._settings, self._store, self._io, self.persistor = plan, plan.settings, store, io, persistor
+        self.exports = Exports(plan, store)
+        self.best = BestVersion(plan, store, self.exports.folder)
+
+    def save_initial(self) -> None:
+        """A run that has just begun: a persistor gets what it begins with."""
+        if self.persistor is not None and self._settings.save_every and self._store.head(0).version == 0:
+            self.persistor.save(self._plan, self._store, 0)
+
+    def close(self) -> None:
+        """The store is about to be closed."""
+        if self.persistor is not None:
+            self.persistor.close()
+
+    async def after_commit(self, row: VersionRow, summary: messages.RoundSummary, *, finished: bool) -> None:
+        """What may lag behind a commit: the metrics file, an export, the durable version."""
+        loop = asyncio.get_running_loop()
+        every = self._settings.save_every
+        due = bool(every) and summary.round % every == 0
+        if due and self.persistor is not None and not finished:
+            self.persistor.save(self._plan, self._store, row.version)
+        try:
+            await loop.run_in_executor(self._io, self.exports.append_metrics, summary, row.created_at)
+            if due:
+                await loop.run_in_executor(self._io, self.exports.save, row.version)
+            await loop.run_in_executor(self._io, self._store.write_durable, row.fragment)
+        except Gone as error:
+            LOG.debug("version %d was overtaken before it was saved: %s", row.version, error)
+        except (AtollError, OSError) as error:
+            reason = passing(error)
+            if reason is None:
+                raise
+            LOG.error("version %d could not be saved: %s", row.version, reason)
+
+    async def save_best(self, measured: Measured) -> None:
+        """Write the best version; one that is not kept any more is told of."""
+        try:
+            await self._saved("the best version", functools.partial(self.best.save, measured))
+            if self.persistor is not None:
+                told = {str(self.best.metric): measured.value}
+                await asyncio.wrap_future(self.persistor.save_best(self._plan, self._store, measured.version, told))
+        except Gone:
+            LOG.warning(
+                "version %d is the best so far (%s %.6g), but is no longer kept: %s stays as it is until a better one",
+                measured.version,
+                self.best.metric,
+                measured.value,
+                self.best.path,
+            )
+
+    async def save_result(self) -> Path:
+        """Write the head as the run's result."""
+        path = await self._saved("the result", self.exports.save)
+        if self.persistor is not None:
+            version = self._store.head(0).version
+            await asyncio.wrap_future(self.persistor.save(self._plan, self._store, version, final=True))
+        return path
+
+    async def _saved(self, what: str, save: Callable[[], T]) -> T:
+        """Run `save` in a thread; where space or open files are lacking, again until they are there."""
+        while True:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._io, save)
+            except (AtollError, OSError) as error:
+                reason = passing(error)
+                if reason is None:
+                    raise
+                LOG.error("%s could not be saved: %s Trying again in %g s.", what, reason, DISK_RETRY_S)
+                await asyncio.sleep(DISK_RETRY_S)

@@ -1,0 +1,108 @@
+"""The best version so far, as files for people: `best.safetensors`, and `best.json` that says which it is.
+
+Both are inodes of their own, written whole, fsynced, then renamed; the model first, so what `best.json` names is there.
+Which version is best the journal's metrics say; these files are made again from it where a kill came between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from pathlib import Path
+
+from atoll.rounds.best import Measured, Tracking
+from atoll.server.exports import export_ranges
+from atoll.server.plan import Plan
+from atoll.store.rows import HistoryRow
+from atoll.store.store import Store
+from atoll.wire import messages
+
+MODEL, NOTE = "best.safetensors", "best.json"
+
+
+class BestVersion:
+    """Writes into the folder of the exports, one version at a time."""
+
+    def __init__(self, plan: Plan, store: Store, folder: Path) -> None:
+        self._plan, self._store, self._folder = plan, store, folder
+        self.metric = plan.settings.best_metric or ""
+        self.saved: Measured | None = self._noted()
+
+    @property
+    def path(self) -> Path:
+        """Of the model."""
+        return self._folder / MODEL
+
+    def save(self, measured: Measured) -> None:
+        """Write the version; nothing is done where it is there already.
+
+        Raises:
+            Gone: it is not kept any more.
+            DiskFull: what was there before is still there.
+            SyncFailed: fsync failed; the server must end.
+        """
+        if self.saved == measured:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        told = {"version": str(measured.version), "round": str(measured.round), self.metric: repr(measured.value)}
+        header, ranges = export_ranges(self._plan.schema, self._plan.version, told)
+        self._store.export(self.path, version=measured.version, header=header, ranges=ranges)
+        self._write_note(measured)
+        self.saved = measured
+
+    def _write_note(self, measured: Measured) -> None:
+        note = {
+            "version": measured.version,
+            "round": measured.round,
+            "metric": self.metric,
+            "mode": self._plan.settings.best_mode,
+            "value": measured.value,
+        }
+        temporary = self._folder / f".{NOTE}.tmp"
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(note) + "\n")
+            file.flush()
+            self._store.sync(file.fileno(), str(temporary))
+        os.replace(temporary, self._folder / NOTE)
+        self._store.sync_folder(self._folder)
+
+    def _noted(self) -> Measured | None:
+        """What the files are, by this metric; None where there are none, or they are not what the note says."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            note = json.loads((self._folder / NOTE).read_text(encoding="utf-8"))
+            if self.path.exists() and note["metric"] == self.metric:
+                return Measured(int(note["version"]), int(note["round"]), float(note["value"]))
+        return None
+
+
+def measured_of(history: list[HistoryRow], metric: str) -> list[Measured]:
+    """What the workers of each round measured of the version that they had pulled, in the order of rounds.
+
+    Args:
+        history: every version of one fragment, oldest first.
+    """
+    found, base = [], 0
+    for row in history:
+        if row.summary_json:
+            summary = messages.RoundSummary.model_validate_json(row.summary_json)
+            if (value := value_of(summary, metric)) is not None:
+                found.append(Measured(base, summary.round, value))
+        base = row.version
+    return found
+
+
+def value_of(summary: messages.RoundSummary, metric: str) -> float | None:
+    """The round's value of the metric; None where nobody reported it, or the mean is not finite."""
+    value = summary.metrics.get(metric)
+    return value if value is not None and math.isfinite(value) else None
+
+
+def missing(summary: messages.RoundSummary, tracking: Tracking) -> str:
+    """What to say where a round says nothing about the tracked metric."""
+    has = ", ".join(sorted(summary.metrics)) or "none"
+    return (
+        f"round {summary.round} has no finite {tracking.metric!r} (its metrics: {has}); neither the best version nor "
+        f"early_stop_rounds looks at such a round. Report it: submit(model, metrics={{{tracking.metric!r}: …}})"
+    )

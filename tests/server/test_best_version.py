@@ -1,0 +1,212 @@
+"""The best version and the early stop over the real path: server, workers, files."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import atoll
+from atoll.cli import export
+from atoll.cli.status import headline
+from atoll.errors import ConfigError, Gone, UsageError
+from atoll.testing.processes import wait_until
+
+SETTINGS: dict[str, Any] = {
+    "algorithm": "fedavg",
+    "num_workers": 1,
+    "port": 0,
+    "min_free_bytes": 0,
+    "best_metric": "acc",
+}
+
+
+def serve(folder: Path, **settings: Any) -> atoll.Server:
+    return atoll.Server({"w": torch.zeros(2)}, **(SETTINGS | {"state_dir": folder / "state"} | settings))
+
+
+def work(server: atoll.Server, folder: Path, measured: list[dict[str, float]]) -> int:
+    """One site: it validates what it pulled, adds 1 to it, submits. So version v is all v. Returns the rounds done.
+
+    In the end all of its rounds are committed, and the next one is open, or the run is finished.
+    """
+    with atoll.Client(server.url, site="a", folder=folder / "workers") as client:
+        for done, metrics in enumerate(measured):
+            if client.next_round() is None:
+                return done
+            state = client.pull()
+            client.submit({"w": state["w"] + 1}, metrics=metrics)
+        client.next_round()
+    return len(measured)
+
+
+def best_of(folder: Path) -> tuple[dict[str, Any], list[float]]:
+    """What best.json says, and the values in best.safetensors."""
+    with safe_open(folder / "best.safetensors", framework="pt") as file:
+        values = file.get_tensor("w").tolist()
+    return json.loads((folder / "best.json").read_text()), values
+
+
+def saved(server: atoll.Server) -> int:
+    """Waits until the best version so far is a file; its number."""
+    best = server.status().best
+    assert best is not None
+    wait_until(lambda: (now := server.status().best) and now.file, "the best version is written")
+    assert best.version is not None
+    return best.version
+
+
+@pytest.mark.covers("X41")
+def test_the_best_version_is_the_one_that_was_measured_and_survives_a_restart(tmp_path: Path) -> None:
+    exports = tmp_path / "saved"
+    with serve(tmp_path, save_dir=exports) as server:
+        # round 1 measures version 0, round 2 version 1, …: the best is version 2
+        work(server, tmp_path, [{"acc": 0.1}, {"acc": 0.3}, {"acc": 0.8}, {"acc": 0.5}])
+        assert saved(server) == 2
+        status = server.status()
+        assert "best acc 0.8: version 2, measured in round 3" in headline(status, "here")
+        note, values = best_of(exports)
+        assert note == {"version": 2, "round": 3, "metric": "acc", "mode": "max", "value": 0.8}
+        assert values == [2.0, 2.0]
+    with serve(tmp_path, save_dir=exports) as server:
+        best = server.status().best
+        assert best is not None
+        assert (best.version, best.value, best.stale) == (2, 0.8, 1)
+        work(server, tmp_path, [{"acc": 0.7}, {"acc": 0.9}])  # of version 4, which is no better, and of 5
+        assert saved(server) == 5
+        assert best_of(exports)[1] == [5.0, 5.0]
+        assert [path.name for path in exports.iterdir() if path.name.endswith(".tmp")] == []
+
+
+def test_what_a_kill_left_out_is_written_at_the_next_start(tmp_path: Path) -> None:
+    with serve(tmp_path) as server:
+        work(server, tmp_path, [{"acc": 0.1}, {"acc": 0.3}])
+        assert saved(server) == 1
+    exports = tmp_path / "state" / "exports"
+    before = (exports / "best.safetensors").read_bytes()
+    (exports / "best.json").unlink()  # as after a kill between the two
+    (exports / "best.safetensors").unlink()
+    with serve(tmp_path) as server:
+        assert saved(server) == 1
+        assert (exports / "best.safetensors").read_bytes() == before
+        assert json.loads((exports / "best.json").read_text())["version"] == 1
+
+
+def test_a_version_that_is_no_longer_kept_is_told_of_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serve(tmp_path) as server:
+        work(server, tmp_path, [{"acc": 0.9}, {"acc": 0.3}, {"acc": 0.3}, {"acc": 0.3}])
+        assert saved(server) == 0
+    (tmp_path / "state" / "exports" / "best.json").unlink()
+    with serve(tmp_path) as server:
+        wait_until(lambda: "no longer kept" in caplog.text, "it is said")
+        work(server, tmp_path, [{"acc": 0.95}])
+        assert saved(server) == 4
+        assert best_of(server.exports)[1] == [4.0, 4.0]
+
+
+@pytest.mark.covers("X42")
+def test_a_run_that_does_not_improve_ends_and_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "atoll")
+    why = "stopped early: acc has not improved for 2 rounds; the best is 0.6, version 1"
+    with serve(tmp_path, early_stop_rounds=2) as server:
+        losses = [{"acc": value} for value in (0.5, 0.6, 0.6, 0.4, 0.9)]
+        assert work(server, tmp_path, losses) == 4  # nobody is asked for a fifth round
+        assert server.wait(30)
+        status = server.status()
+        assert (status.finished, status.stopped) == (True, why)
+        assert best_of(server.exports)[1] == [1.0, 1.0]
+        with safe_open(server.exports / "model.safetensors", framework="pt") as file:
+            assert file.get_tensor("w").tolist() == [4.0, 4.0]
+    assert f"the run is finished at version 4, {why}" in caplog.text
+    with serve(tmp_path, early_stop_rounds=2) as server:  # it stays finished, and says so again
+        assert server.wait(30)
+        assert server.status().stopped == why
+    with serve(tmp_path) as server:  # without patience it goes on
+        assert not server.status().finished
+        assert work(server, tmp_path, [{"acc": 0.7}]) == 1
+
+
+def test_a_federated_worker_is_told_why_the_run_is_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "atoll")
+    rounds = 0
+    with (
+        serve(tmp_path, early_stop_rounds=1) as server,
+        atoll.join(server.url, site="a", folder=tmp_path / "w") as worker,
+    ):
+        for round_ in worker:
+            rounds += 1
+            round_.submit(round_.state_dict(), metrics={"acc": 0.5})
+    assert rounds == 2
+    assert "a: the run is finished at version 2 (stopped early: acc has not improved for 1 round;" in caplog.text
+
+
+def test_a_metric_that_nobody_reports_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with serve(tmp_path, early_stop_rounds=1) as server:
+        work(server, tmp_path, [{"loss": 1.0}, {}, {"acc": float("nan")}, {"acc": 0.5}])
+        assert saved(server) == 3
+    said = [record.message for record in caplog.records if "no finite 'acc'" in record.message]
+    assert len(said) == 1
+    assert "its metrics: loss" in said[0]
+
+
+def test_the_mean_over_the_workers_decides(tmp_path: Path) -> None:
+    # weights 1 and 3: round 1 (0.9 + 3·0.1) / 4 = 0.3, round 2 (0.2 + 3·0.6) / 4 = 0.5
+    with serve(tmp_path, num_workers=2) as server:
+        clients = [atoll.Client(server.url, site=site, folder=tmp_path / "w").register() for site in "ab"]
+        for metrics in ((0.9, 0.1), (0.2, 0.6)):
+            for client in clients:
+                client.next_round()
+                client.pull()
+            for client, value, weight in zip(clients, metrics, (1.0, 3.0), strict=True):
+                client.submit({"w": torch.ones(2)}, weight=weight, metrics={"acc": value})
+        clients[0].next_round()
+        best = server.status().best
+        assert best is not None
+        assert (best.version, best.value) == (1, pytest.approx(0.5))
+        for client in clients:
+            client.close()
+
+
+def test_export_of_the_best(tmp_path: Path) -> None:
+    out = tmp_path / "best.safetensors"
+    with serve(tmp_path) as server:
+        with pytest.raises(Gone, match="No round has reported 'acc'"):
+            export.best_of_server(server.url, out)
+        work(server, tmp_path, [{"acc": 0.9}, {"acc": 0.3}, {"acc": 0.3}, {"acc": 0.3}])
+        assert saved(server) == 0
+        assert export.best_of_server(server.url, out) == 0
+        original = (server.exports / "best.safetensors").read_bytes()
+        assert out.read_bytes() == original
+        (server.exports / "best.safetensors").rename(tmp_path / "elsewhere")  # as on another machine
+        with pytest.raises(Gone, match=r"Copy .*best\.safetensors on the server's machine"):
+            export.best_of_server(server.url, out)
+        work(server, tmp_path, [{"acc": 0.95}])  # of version 4, which is still kept to be pulled
+        assert saved(server) == 4
+        (server.exports / "best.safetensors").unlink()
+        assert export.best_of_server(server.url, out) == 4
+        with safe_open(out, framework="pt") as file:
+            assert file.get_tensor("w").tolist() == [4.0, 4.0]
+        with pytest.raises(UsageError, match="There is no"):
+            export.best_of_directory(tmp_path / "state", out)
+        (tmp_path / "elsewhere").rename(server.exports / "best.safetensors")
+        assert export.best_of_directory(tmp_path / "state", out) == 0
+        assert out.read_bytes() == original
+    with serve(tmp_path / "other", best_metric=None) as server, pytest.raises(UsageError, match="tracks no metric"):
+        export.best_of_server(server.url, out)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"best_metric": None, "early_stop_rounds": 1}, "best_metric"), ({"keep_versions": 1}, "keep_versions")],
+    ids=["nothing to stop by", "nothing to keep"],
+)
+def test_settings_that_mean_nothing_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        serve(tmp_path, **settings)
