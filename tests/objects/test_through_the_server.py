@@ -11,6 +11,7 @@ import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,22 @@ import pytest
 import torch
 from blake3 import blake3
 from object_world import PART, SCRIPT, differences, fetching, flat, said
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import atoll
-from atoll.errors import AtollError, AuthError, BadRequest, Busy, Conflict, DiskFull, Gone, PartCorrupt, TransferAborted
+from atoll.errors import (
+    AtollError,
+    AuthError,
+    BadRequest,
+    Busy,
+    Conflict,
+    DiskFull,
+    Gone,
+    PartCorrupt,
+    TransferAborted,
+    TransferError,
+)
 from atoll.tensors.objects import Extent
 from atoll.tensors.reference import TensorRef
 from atoll.testing.processes import Nursery, wait_until
@@ -62,8 +75,6 @@ def test_what_a_process_left_at_the_server_another_one_gets_after_a_restart(nurs
 
 @pytest.mark.covers("P1", "P2")
 def test_what_the_server_keeps_is_a_safetensors_file(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     with serve(tmp_path) as server:
         atoll.publish(flat(), server=server.url)
         (path,) = (tmp_path / "state" / "objects").glob("*.safetensors")
@@ -110,6 +121,28 @@ def test_a_start_removes_what_expired_meanwhile_and_what_a_killed_server_left(tm
     with serve(tmp_path, port=ref.port):
         assert sorted(path.name for path in folder.iterdir()) == [f"{ref.object}.json", f"{ref.object}.safetensors"]
         assert differences(flat(), atoll.fetch(ref)) == []
+
+
+@pytest.mark.covers("D4", "X3")
+def test_a_server_killed_within_an_upload_leaves_nothing_at_its_next_start(nursery: Nursery, tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "run.toml").write_text(
+        'model = "model.safetensors"\nalgorithm = "fedavg"\nport = 0\nstate_dir = "state"\n'
+    )
+    server = nursery.start("atoll", "server", "run.toml", cwd=tmp_path)
+    listens = wait_until(lambda: re.search(r"listening on http://127\.0\.0\.1:(\d+)", server.output()), "the server")
+    with Proxy(int(listens[1])) as proxy, ThreadPoolExecutor(1) as pool:
+        fault = Fault(PUT, "up", at=1000, action="stall")
+        proxy.faults.append(fault)
+        upload = pool.submit(atoll.publish, flat(), server=proxy.url, chunk_bytes=PART, idle_timeout_s=0.5)
+        assert fault.reached.wait(30)
+        assert files(tmp_path) == [".part"]
+        server.kill()
+        assert isinstance(upload.exception(30), TransferError)
+    again = nursery.start("atoll", "server", "run.toml", cwd=tmp_path)
+    wait_until(lambda: "listening on" in again.output(), "the next start")
+    assert files(tmp_path) == []
+    again.kill()
 
 
 @pytest.mark.covers("D4", "P5")
