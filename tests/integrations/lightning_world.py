@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
 from pathlib import Path
@@ -107,6 +106,6 @@ def serve(folder: Path, algorithm: str = "fedavg", *, norm: bool = False, **opti
 
 
 def lines(server: atoll.Server) -> list[dict[str, Any]]:
-    """What the server wrote of its rounds, at the end of the run."""
+    """What the server's status says of the rounds, at the end of the run."""
     assert server.wait(60)
-    return [json.loads(line) for line in (server.exports / "metrics.jsonl").read_text().splitlines()]
+    return [summary.model_dump() for summary in server.status().history]

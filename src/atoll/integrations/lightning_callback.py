@@ -90,7 +90,7 @@ class AtollCallback(Callback):
         self._in_round = False
         self._samples = 0
         self._first_step: int | None = None  # the Trainer's count when training began; None: it did not
-        self._last_step = 0  # and after the last batch that ended
+        self._open_step: int | None = None  # the one whose batch has not ended
         self._global_metrics: dict[str, float] = {}
 
     # -- what a script asks
@@ -122,7 +122,8 @@ class AtollCallback(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._limits.extend(trainer)
         self._fits, self._module = self._fits + 1, pl_module
-        self._samples, self._first_step, self._in_round = 0, None, False
+        self._samples, self._in_round = 0, False
+        self._first_step = self._open_step = None
         ranks = self._ranks(trainer)
         state = ranks.agree(self._state)
         if state == "finished":
@@ -137,10 +138,13 @@ class AtollCallback(Callback):
             self._in_round = True
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._first_step = self._last_step = trainer.global_step
+        self._first_step = trainer.global_step
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._open_step = trainer.global_step + 1
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._last_step = trainer.global_step
+        self._open_step = None
         if self._weight is None and (self._in_round or self._diloco is not None):
             self._samples += fitting.samples_of(batch)
         if self._diloco is not None and self._diloco.finished:
@@ -279,9 +283,9 @@ class AtollCallback(Callback):
         Raises:
             UsageError: there was none, or one whose batch did not end.
         """
-        if self._first_step is not None and trainer.global_step != self._last_step:
+        if self._open_step is not None:
             raise UsageError(
-                f"Optimizer step {trainer.global_step} was not followed by on_train_batch_end: the Trainer's hooks "
+                f"Optimizer step {self._open_step} was not followed by on_train_batch_end: the Trainer's hooks "
                 "were interrupted, by a StopIteration for example, and what its batch did is not complete.",
                 "Let every hook of a batch return; to end early, set trainer.should_stop = True.",
             )
