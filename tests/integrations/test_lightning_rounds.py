@@ -242,17 +242,22 @@ def test_a_metric_that_takes_our_name_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S1")
-def test_a_run_of_diloco_synchronises_inside_of_fit(tmp_path: Path) -> None:
-    """H = 2 and two rounds: the fit ends at its fourth step, though it may have nine."""
-    with serve(tmp_path, "diloco", sync_every=2, outer_lr=1.0, outer_momentum=0.0, codec="none") as server:
-        trainer = trainer_of(max_epochs=3)
+@pytest.mark.parametrize("sync_every", [2, 4])
+def test_a_run_of_diloco_synchronises_inside_of_fits_and_across_them(tmp_path: Path, sync_every: int) -> None:
+    """Two rounds of H steps, three steps an epoch: training ends in the fit that has the last of them, at that step."""
+    options = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
+    with serve(tmp_path, "diloco", sync_every=sync_every, **options) as server:
+        trainer = trainer_of()
         atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        module = module_class()()
+        module, fits = module_class()(), 0
         while atoll.lightning.is_running(trainer):
             trainer.fit(module, data())
-        assert module.steps == 4
+            fits += 1
+        assert (module.steps, fits) == {2: (4, 2), 4: (8, 3)}[sync_every]
+        assert module.w.item() == pytest.approx(1 - 0.9**module.steps)  # local steps across fits were kept
         assert result(server)["w"].item() == pytest.approx(module.w.item())
-        assert module.w.item() == pytest.approx(1 - 0.9**4)
+        # samples until the sync, whose batch has not ended: after steps 2 and 4 those of 1 and 2 batches more
+        assert [line["weights"] for line in lines(server)] == {2: [[4], [8]], 4: [[12], [16]]}[sync_every]
 
 
 @pytest.mark.parametrize("name", PACKAGES)

@@ -33,6 +33,8 @@ from atoll.worker.federated import Worker, join
 from atoll.worker.local import ALONE, Round
 from atoll.worker.reporting import LOG, ensure_lines
 
+NOTHING_LEFT = "The run is finished: this fit trains nothing."
+
 
 def _callback_class() -> type:
     """Lightning's `Callback`, of the package that is imported already; either works with both Trainers."""
@@ -122,20 +124,20 @@ class AtollCallback(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._limits.extend(trainer)
         self._fits, self._module = self._fits + 1, pl_module
-        self._samples, self._in_round = 0, False
+        self._in_round = False
         self._first_step = self._open_step = None
         ranks = self._ranks(trainer)
         state = ranks.agree(self._state)
         if state == "finished":
             self._finish(ranks, pl_module)
-            LOG.warning("The run is finished: this fit trains nothing.")
+            LOG.warning(NOTHING_LEFT)
             self._limits.train_nothing(trainer)
         elif state == "diloco":
-            self._start_diloco(trainer, pl_module, ranks)
+            self._go_on_with_diloco(trainer, pl_module, ranks)
         elif state == "round":
             self._receive(ranks, pl_module)
             self._correct(trainer, pl_module, ranks)
-            self._in_round = True
+            self._in_round, self._samples = True, 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._first_step = trainer.global_step
@@ -153,8 +155,8 @@ class AtollCallback(Callback):
     @border
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self._limits.restore(trainer)
-        if self._diloco is not None:
-            self._stop_diloco(None)
+        if self._diloco is not None and self._diloco.finished:
+            self._stop_diloco()
         if not self._in_round:
             return
         self._in_round = False
@@ -184,8 +186,7 @@ class AtollCallback(Callback):
         self._limits.restore(trainer)
         self._let_go()
         self._in_round = False
-        if self._diloco is not None:
-            self._stop_diloco(exception)
+        self._stop_diloco(exception)
         self._leave(exception)
 
     # -- the worker
@@ -324,19 +325,23 @@ class AtollCallback(Callback):
 
     # -- DiLoCo
 
-    def _start_diloco(self, trainer: Any, module: Any, ranks: Ranks) -> None:
-        """A fit of many rounds: every H steps of the optimizer are one."""
+    def _go_on_with_diloco(self, trainer: Any, module: Any, ranks: Ranks) -> None:
+        """Every H steps of the optimizer are a round, within a fit and across them."""
         if ranks.together:
             raise UsageError(
                 "The run is DiLoCo's, and the Trainer has several ranks.", "Give each DiLoCo worker one device."
             )
         optimizer = fitting.the_optimizer(trainer, module, "diloco")
+        if self._diloco is not None and self._diloco.model is module:
+            self._diloco.follow(optimizer)
+            return
+        self._stop_diloco()
 
         def weight() -> float:
             samples, self._samples = self._samples, 0
             return self._weight_of(max(samples, 1))
 
-        self._diloco = DiLoCo(
+        diloco = DiLoCo(
             module,
             optimizer,
             server=self._server,
@@ -345,16 +350,18 @@ class AtollCallback(Callback):
             metrics=lambda: fitting.metrics_of(trainer),
             folder=self._folder,
             labels=self._labels,
-        ).start()
-        if self._diloco.finished:
-            LOG.warning("The run is finished: this fit trains nothing.")
+        )
+        self._diloco = diloco.start()
+        weakref.finalize(trainer, diloco.stop)
+        if diloco.finished:
+            LOG.warning(NOTHING_LEFT)
             self._limits.train_nothing(trainer)
 
-    def _stop_diloco(self, error: BaseException | None) -> None:
+    def _stop_diloco(self, error: BaseException | None = None) -> None:
         diloco, self._diloco = self._diloco, None
-        assert diloco is not None
-        self._finished = diloco.finished
-        diloco.stop(error)
+        if diloco is not None:
+            self._finished = diloco.finished
+            diloco.stop(error)
 
 
 def _is_validating(trainer: Any) -> bool:
