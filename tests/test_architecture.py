@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
     {"store", "aggregation", "transport"},
     {"server", "worker"},
     {"integrations", "simulate"},
-    {"recipes"},
+    {"recipes", "lightning"},
     {"cli", "testing"},
 ]
 """A room imports rooms of the rows above its own, and no other member of its own row."""
@@ -56,6 +56,7 @@ NEVER_CALLED = {
 
 LIGHT: dict[str, set[str]] = {
     "atoll": {"torch", "aiohttp", "pydantic"},
+    "atoll.lightning": {"lightning", "pytorch_lightning", "aiohttp"},
     "atoll.cli.main": {"torch", "aiohttp", "matplotlib"},
     "atoll.config": {"torch", "aiohttp"},
     "atoll.registry": {"torch"},

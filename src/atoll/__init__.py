@@ -10,6 +10,8 @@
     ref = atoll.publish({"w": tensor})         # in one process
     state = atoll.fetch(ref)                   # in another
 
+    atoll.lightning.patch(trainer)             # each trainer.fit is a round
+
 Importing this module is cheap: each name below brings what it needs when it is first used.
 """
 
@@ -77,15 +79,21 @@ _HOMES = {
 }
 
 
+_ROOMS = {"lightning"}
+"""Modules that are brought when they are first used, as `import atoll.lightning` does."""
+
+
 def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in _ROOMS:
+        return import_module(f"atoll.{name}")
     if name not in _HOMES:
         import difflib
 
         close = difflib.get_close_matches(name, __all__, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise AttributeError(f"module 'atoll' has no attribute {name!r}.{hint}")
-    from importlib import import_module
-
     home, _, attribute = _HOMES[name].partition(":")
     value = getattr(import_module(home), attribute)
     globals()[name] = value
@@ -93,4 +101,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -62,6 +62,27 @@ os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "clinic-a"
 """
 )
 
+LIGHTNING = """\
+import os
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+import atoll
+
+class LitModel(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+    def validation_step(self, batch, index):
+        self.log("val_loss", self.net(batch).square().mean())
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+train_data = val_data = torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=4)
+server = atoll.Server(LitModel(), algorithm="scaffold", rounds=2, port=0, state_dir="state").start()
+os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "clinic-a"
+"""
 AROUND = {
     "diloco": (DILOCO, END),
     "fedavg": (FEDAVG, END),
@@ -70,6 +91,7 @@ AROUND = {
     "by_hand": (CORRECTED, END),
     "functional": (FEDAVG, END),
     "measured": (FEDAVG + "validate, data = lambda model: 0.5, dataset\n", END),
+    "fits": (LIGHTNING, END),
 }
 """Name in `<!-- run: name -->` → what stands for the reader's own code before a block, and what is checked after
 it.

@@ -5,15 +5,16 @@
     round.submit(model)
 
 FedProx changes the gradient before a step, SCAFFOLD the parameters behind it. FedAvg changes nothing. Steps are counted
-and learning rates read where they happen: under gradient accumulation, with a schedule, or in a framework's loop.
+and learning rates read where they happen: under gradient accumulation, with a schedule, or in a framework's loop. Where
+the gradient is formed inside the step, by a closure, "before" is behind the closure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,10 @@ from torch.optim import Optimizer
 from atoll.errors import UsageError
 from atoll.tensors.chunks import run_of
 from atoll.tensors.schema import CONTROL_PREFIX
-from atoll.worker.controls import OwnControls
 from atoll.worker.update import Runs
+
+if TYPE_CHECKING:
+    from atoll.worker.controls import OwnControls
 
 
 class Correction:
@@ -60,7 +63,7 @@ class Correction:
             )
         self._optimizer = optimizer
         self._handles = [
-            optimizer.register_step_pre_hook(lambda *_: self._before()),
+            optimizer.register_step_pre_hook(self._begin),
             optimizer.register_step_post_hook(lambda *_: self._after()),
         ]
         return self
@@ -83,14 +86,36 @@ class Correction:
         """Δc_i of what was trained; None for algorithms without controls."""
         return None
 
+    def _begin(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """As torch calls it: `args` begin with the optimizer; what is returned takes their place."""
+        self._under_way = True
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._behind(args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, kwargs | {"closure": self._behind(kwargs["closure"])}
+        self._before()
+        return None
+
+    def _behind(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            loss = closure()
+            self._before()
+            return loss
+
+        return call
+
     def _before(self) -> None:
         self._rate = self._learning_rate()
-        self._under_way = True
         with torch.no_grad():
             self.correct_gradients_()
 
     def _after(self) -> None:
         self._under_way = False
+        assert self._optimizer is not None
+        if all(value.grad is None for group in self._optimizer.param_groups for value in group["params"]):
+            return  # a closure that formed no gradient: nothing moved
         with torch.no_grad():
             self.correct_parameters_(self._rate)
         self.steps, self.rates = self.steps + 1, self.rates + self._rate
@@ -128,14 +153,42 @@ class Proximal(Correction):
                 parameter.grad.add_(parameter.detach() - start, alpha=self._mu)
 
 
-class Scaffold(Correction):
+class Shifted(Correction):
     """SCAFFOLD (arXiv 1910.06378, option II): y ← y − η·(c − c_i) behind each step.
 
-    Holds c − c_i, one copy of the trainable parameters, beside them.
+    Attributes:
+        offsets: c − c_i of the trainable parameters, by name; one copy of them, beside them.
+    """
+
+    offsets: dict[str, Tensor]
+
+    def correct_parameters_(self, rate: float) -> None:
+        for name, offset in self.offsets.items():
+            self.parameters[name].sub_(offset, alpha=rate)
+
+    def _learning_rate(self) -> float:
+        assert self._optimizer is not None
+        rates = {float(group["lr"]) for group in self._optimizer.param_groups}
+        if len(rates) > 1:
+            raise UsageError(
+                f"The optimizer has the learning rates {', '.join(f'{rate:g}' for rate in sorted(rates))}.",
+                "SCAFFOLD needs one for all parameter groups.",
+            )
+        (rate,) = rates
+        if not (math.isfinite(rate) and rate >= 0):
+            raise UsageError(f"The learning rate is {rate:g}.", "SCAFFOLD needs one that is finite and not negative.")
+        return rate
+
+
+class Scaffold(Shifted):
+    """SCAFFOLD with what its update needs.
 
     Args:
         base: runs of the version that was pulled: of x by a parameter's name, of c by its control's.
         controls: c_i.
+
+    Raises:
+        UsageError: c or c_i is not finite.
     """
 
     changes_training = True
@@ -144,15 +197,16 @@ class Scaffold(Correction):
         super().__init__(model)
         self._base, self._controls = base, controls
         self._trainable = {name for name, value in self.parameters.items() if value.requires_grad}
-        self._offsets: dict[str, Tensor] = {}  # c − c_i
+        self.offsets = {}
         for name in self._trainable:
             value, control = self.parameters[name], CONTROL_PREFIX + name
             offset = base(control, 0, value.numel()) - controls.read(control, 0, value.numel())
-            self._offsets[name] = offset.view(value.shape).to(value.device, value.dtype)
-
-    def correct_parameters_(self, rate: float) -> None:
-        for name, offset in self._offsets.items():
-            self.parameters[name].sub_(offset, alpha=rate)
+            if not bool(torch.isfinite(offset).all()):
+                raise UsageError(
+                    f"The control of {name!r} is not finite: this site's file of it is damaged, or the run's is.",
+                    "Remove this site's folder under ATOLL_DIR; if it is said again, begin a new run.",
+                )
+            self.offsets[name] = offset.view(value.shape).to(value.device, value.dtype)
 
     def controls(self) -> Runs:
         """Δc_i = (x − y_i) / Σ η − c, as the update is formed; c_i⁺ is written on the way.
@@ -194,19 +248,6 @@ class Scaffold(Correction):
                 "SCAFFOLD divides by the sum: at least one step needs a learning rate above zero.",
             )
 
-    def _learning_rate(self) -> float:
-        assert self._optimizer is not None
-        rates = {float(group["lr"]) for group in self._optimizer.param_groups}
-        if len(rates) > 1:
-            raise UsageError(
-                f"The optimizer has the learning rates {', '.join(f'{rate:g}' for rate in sorted(rates))}.",
-                "SCAFFOLD needs one for all parameter groups.",
-            )
-        (rate,) = rates
-        if not (math.isfinite(rate) and rate >= 0):
-            raise UsageError(f"The learning rate is {rate:g}.", "SCAFFOLD needs one that is finite and not negative.")
-        return rate
-
 
 def correction_for(local: Mapping[str, Any], model: nn.Module, base: Runs, controls: OwnControls | None) -> Correction:
     """What the run's algorithm asks for.
@@ -223,6 +264,8 @@ def correction_for(local: Mapping[str, Any], model: nn.Module, base: Runs, contr
         return Correction(model)
     if kind == "fedprox":
         return Proximal(model, float(local["mu"]))
-    if kind == "scaffold" and controls is not None:
+    if kind == "scaffold":
+        if controls is None:
+            raise UsageError("The run is SCAFFOLD's, and its versions hold no controls.", "Begin a new run.")
         return Scaffold(model, base, controls)
     raise UsageError(f"The run corrects local training by {kind!r}, which this worker does not know.", "Upgrade Atoll.")

@@ -177,6 +177,16 @@ class DiLoCo:
         )
 
     @border
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Go on with another optimizer over the model's parameters, wherever they are now: frameworks make new ones."""
+        self.optimizer = optimizer
+        self._require_parameters()
+        if self._hook is not None:
+            self._hook.remove()
+            self._tensors = named_tensors(self.model)[0]
+            self._hook = optimizer.register_step_post_hook(self._after_step)
+
+    @border
     def report(self, **metrics: float) -> None:
         """Numbers of this worker to be shown in status, and averaged over the workers at the next synchronisation."""
         self._pending_metrics.update(finite_metrics(metrics, self._site or "worker"))

@@ -148,12 +148,15 @@ class FederatedRound:
 
     @border
     def load_into(self, model: Model) -> Model:
-        """Pull the global model into `model`, in place, and return it.
+        """Pull the global model into `model`, in place, and return it; the round begins anew where it had begun.
 
         Raises:
             SchemaMismatch: it is not the model of the run; no tensor has moved.
         """
         tensors = _matching(self._session, model)
+        if self._correction is not None:
+            self._correction.close()
+            self._correction = None
         self._session.pull(self._ticket.base_version, self._ticket.base_digest, tensors)
         self._session.heartbeat = self._session.heartbeat.model_copy(
             update={"state": "training", "version": self._ticket.base_version}

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atoll.codecs.update import codecs_of, encoded_layout
 from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused
@@ -25,11 +25,13 @@ from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.connection import Connection
-from atoll.worker.controls import Controls
 from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, locked, remove_earlier
 from atoll.worker.filtering import Filtered, require_filters
 from atoll.worker.reporting import LOG, Progress, progress, size
 from atoll.worker.stretches import Stretches
+
+if TYPE_CHECKING:
+    from atoll.worker.controls import Controls
 
 MAX_REFUSALS = 5
 """In a row, after which a worker gives up: it would train and be refused for ever."""
@@ -83,6 +85,8 @@ class Session(Connection):
             self._stretches = Stretches(self.outbox.layout, self.layout, self.codecs)
             self.controls: Controls | None = None
             if self.schema.model != self.schema:
+                from atoll.worker.controls import Controls
+
                 self.controls = self._cleanup.enter_context(contextlib.closing(Controls(self.folder, self.schema)))
             self.filters = require_filters(filters, has_controls=self.controls is not None)
             self.join(max_retries, sync_every=sync_every)

@@ -1,0 +1,155 @@
+"""What a Lightning Trainer is asked and told: limits of a fit, what cannot be corrected, samples, metrics.
+
+Nothing is imported from Lightning: `lightning.pytorch` and `pytorch_lightning` have the same names and other classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from atoll.errors import UsageError
+
+GLOBAL_PREFIX = "global_"
+"""Before the names of metrics that `trainer.validate` gave of the global model."""
+
+STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}
+"""And what derives from them: every rank holds the whole model."""
+
+
+class Limits:
+    """`max_epochs` and its kin count from where a fit begins; outside of a fit they are what the user wrote."""
+
+    def __init__(self) -> None:
+        self._given: tuple[Any, Any, Any, Any] | None = None
+
+    def extend(self, trainer: Any) -> None:
+        """Let the fit that begins train as much as the Trainer says, whatever earlier ones did."""
+        loop, epochs, steps = trainer.fit_loop, trainer.current_epoch, trainer.global_step
+        self.restore(trainer)
+        self._given = (loop.min_epochs, loop.max_epochs, loop.epoch_loop.min_steps, loop.epoch_loop.max_steps)
+        loop.min_epochs, loop.max_epochs = _further(loop.min_epochs, epochs), _further(loop.max_epochs, epochs)
+        loop.epoch_loop.min_steps = _further(loop.epoch_loop.min_steps, steps)
+        loop.epoch_loop.max_steps = _further(loop.epoch_loop.max_steps, steps)
+
+    def train_nothing(self, trainer: Any) -> None:
+        """Let the fit that begins end at once."""
+        trainer.fit_loop.max_epochs = trainer.current_epoch
+
+    def restore(self, trainer: Any) -> None:
+        """What the user wrote."""
+        if self._given is not None:
+            loop = trainer.fit_loop
+            loop.min_epochs, loop.max_epochs, loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = self._given
+            self._given = None
+
+
+def _further(limit: int | None, done: int) -> int | None:
+    """`limit` more than `done`; None and −1 are no limit."""
+    return limit if limit is None or limit < 0 else limit + done
+
+
+def require_whole_model(trainer: Any) -> None:
+    """Refuse strategies under which no rank holds the whole model, or that train in a process of their own.
+
+    Raises:
+        UsageError: the strategy, and which do.
+    """
+    strategy = trainer.strategy
+    launcher = type(strategy.launcher).__name__
+    if launcher == "_MultiProcessingLauncher":
+        raise UsageError(
+            "The Trainer trains in processes that it spawns or forks, which cannot be joined with this one's run.",
+            "Use strategy='ddp'.",
+        )
+    if not STRATEGIES & {kind.__name__ for kind in type(strategy).__mro__}:
+        raise UsageError(
+            f"Atoll does not know the Trainer's strategy {type(strategy).__name__}.",
+            "Use one device, or strategy='ddp': every rank must hold the whole model.",
+        )
+
+
+def the_optimizer(trainer: Any, module: Any, algorithm: str) -> Any:
+    """The one optimizer whose steps an algorithm follows.
+
+    Raises:
+        UsageError: the steps of this training cannot be followed; how they could.
+    """
+    if not module.automatic_optimization:
+        raise UsageError(
+            f"{type(module).__name__} optimizes manually, and {algorithm} follows the steps that the Trainer makes.",
+            "Set automatic_optimization = True, or run fedavg.",
+        )
+    if len(trainer.optimizers) != 1:
+        raise UsageError(
+            f"{type(module).__name__} has {len(trainer.optimizers)} optimizers, and {algorithm} follows one.",
+            "Put all parameters into one optimizer, or run fedavg.",
+        )
+    return trainer.optimizers[0]
+
+
+def require_unscaled(trainer: Any, algorithm: str) -> None:
+    """Refuse a gradient scaler: it skips steps, and the gradients that it scaled are not those to correct.
+
+    Raises:
+        UsageError: the Trainer has one.
+    """
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise UsageError(
+            f"The Trainer scales gradients (precision {trainer.precision}), and {algorithm} corrects steps.",
+            "Use precision='bf16-mixed' or '32-true', or run fedavg.",
+        )
+
+
+def samples_of(batch: Any) -> int:
+    """Samples of a batch: the first dimension of the first tensor in it.
+
+    Raises:
+        UsageError: there is none.
+    """
+    count = _first_dimension(batch)
+    if count is None:
+        raise UsageError(
+            f"How many samples a batch of {type(batch).__name__} has is not known.",
+            "Give the weight: atoll.lightning.patch(trainer, weight=number_of_samples).",
+        )
+    return count
+
+
+def _first_dimension(value: Any) -> int | None:
+    if isinstance(value, Tensor):
+        return value.shape[0] if value.ndim else 1
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif not isinstance(value, list | tuple):
+        value = list(vars(value).values()) if hasattr(value, "__dict__") else []
+    found = (_first_dimension(item) for item in value)
+    return next((count for count in found if count is not None), None)
+
+
+def metrics_of(trainer: Any) -> dict[str, float]:
+    """What was logged, as numbers."""
+    return {
+        name: float(value)
+        for name, value in trainer.callback_metrics.items()
+        if not isinstance(value, Tensor) or value.numel() == 1
+    }
+
+
+def joined_metrics(of_fit: Mapping[str, float], of_global: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of local training, and those of the global model under names of their own.
+
+    Raises:
+        UsageError: fit logged such a name itself.
+    """
+    named = {GLOBAL_PREFIX + name: value for name, value in of_global.items()}
+    for name in named:
+        if name in of_fit:
+            raise UsageError(
+                f"The module logs {name!r}, which is Atoll's name for {name.removeprefix(GLOBAL_PREFIX)!r} of the "
+                "global model.",
+                "Log it under another name.",
+            )
+    return {**of_fit, **named}

@@ -1,0 +1,380 @@
+"""The callback that makes each `trainer.fit` a round. Lightning is imported here, and only when this file is.
+
+    on_fit_start           the global model into the module, on its device; hooks on its optimizer
+    on_train_batch_end     samples are counted
+    on_fit_end             the update, with its weight, steps and metrics
+    on_validation_start    outside of fit: the global model, which the next fit keeps
+
+Rank 0 talks; the others get the model, and what corrects it, from rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from atoll.errors import ConfigError, UsageError
+from atoll.integrations import fitting
+from atoll.integrations.ranks import Ranks
+from atoll.tensors.modules import named_tensors
+from atoll.wire import messages
+from atoll.worker.border import border
+from atoll.worker.connection import START_RETRIES, Connection, default_site, require_site
+from atoll.worker.correction import Correction, Proximal, Shifted
+from atoll.worker.diloco import DiLoCo
+from atoll.worker.federated import Worker, join
+from atoll.worker.local import ALONE, Round
+from atoll.worker.reporting import LOG, ensure_lines
+
+NOTHING_LEFT = "The run is finished: this fit trains nothing."
+
+
+def _callback_class() -> type:
+    """Lightning's `Callback`, of the package that is imported already; either works with both Trainers."""
+    names = ["lightning.pytorch", "pytorch_lightning"]
+    for name in sorted(names, key=lambda name: name not in sys.modules):
+        try:
+            return import_module(name).Callback  # type: ignore[no-any-return]
+        except ImportError:
+            continue
+    raise ConfigError("Neither lightning nor pytorch_lightning is installed.", "pip install 'atoll[lightning]'")
+
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+else:
+    Callback = _callback_class()
+
+
+class AtollCallback(Callback):
+    """One site's part in a run: each `trainer.fit` is a round. Without a server the script trains alone.
+
+    Args:
+        server: address, `http://host:8512`; by default `ATOLL_SERVER`.
+        site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
+        weight: this site's share in the mean: a number, or a function that is asked after each fit; by default the
+            samples that were trained on.
+        steps: optimizer steps of a round, in place of those that were counted: a number, or a function.
+        folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
+        labels: anything to be shown in status.
+    """
+
+    def __init__(
+        self,
+        server: str | None = None,
+        site: str | None = None,
+        *,
+        weight: float | Callable[[], float] | None = None,
+        steps: int | Callable[[], int] | None = None,
+        folder: str | Path | None = None,
+        labels: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._server = server or os.environ.get("ATOLL_SERVER")
+        self._given_site, self._folder, self._labels = site, folder, labels
+        self._weight, self._steps = weight, steps
+        self._limits = fitting.Limits()
+        self._info: messages.RunInfo | None = None
+        self._worker: Worker | None = None
+        self._rounds: Iterator[Round] | None = None
+        self._round: Round | None = None
+        self._correction: Correction | None = None
+        self._diloco: DiLoCo | None = None
+        self._module: Any = None
+        self._fits, self._finished = 0, False
+        self._in_round = False
+        self._samples = 0
+        self._first_step: int | None = None  # the Trainer's count when training began; None: it did not
+        self._open_step: int | None = None  # the one whose batch has not ended
+        self._global_metrics: dict[str, float] = {}
+
+    # -- what a script asks
+
+    @border
+    def is_running(self, trainer: Any) -> bool:
+        """As `atoll.lightning.is_running`."""
+        ranks = self._ranks(trainer)
+        if trainer.world_size > 1 and not ranks.together:
+            return not self._finished  # the ranks meet in the first fit, and learn there what rank 0 learns
+        running = bool(ranks.agree(self._is_running))
+        if not running and self._server:
+            self._finish(ranks, self._module)
+        return running
+
+    def _is_running(self) -> bool:
+        if not self._server:
+            return self._fits == 0
+        return self._state() in ("round", "diloco")
+
+    # -- hooks
+
+    @border
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self._server and stage in ("fit", "validate"):
+            fitting.require_whole_model(trainer)
+
+    @border
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._limits.extend(trainer)
+        self._fits, self._module = self._fits + 1, pl_module
+        self._in_round = False
+        self._first_step = self._open_step = None
+        ranks = self._ranks(trainer)
+        state = ranks.agree(self._state)
+        if state == "finished":
+            self._finish(ranks, pl_module)
+            LOG.warning(NOTHING_LEFT)
+            self._limits.train_nothing(trainer)
+        elif state == "diloco":
+            self._go_on_with_diloco(trainer, pl_module, ranks)
+        elif state == "round":
+            self._receive(ranks, pl_module)
+            self._correct(trainer, pl_module, ranks)
+            self._in_round, self._samples = True, 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._first_step = trainer.global_step
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._open_step = trainer.global_step + 1
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._open_step = None
+        if self._weight is None and (self._in_round or self._diloco is not None):
+            self._samples += fitting.samples_of(batch)
+        if self._diloco is not None and self._diloco.finished:
+            trainer.should_stop = True
+
+    @border
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._limits.restore(trainer)
+        if self._diloco is not None and self._diloco.finished:
+            self._stop_diloco()
+        if not self._in_round:
+            return
+        self._in_round = False
+        ranks = self._ranks(trainer)
+        steps = self._require_steps(trainer)
+        samples = ranks.total(self._samples)
+        ranks.agree(lambda: self._submit(trainer, pl_module, steps, samples))
+        self._let_go()
+
+    @border
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if _is_validating(trainer) and self._server:
+            self._module = pl_module
+            ranks = self._ranks(trainer)
+            state = ranks.agree(self._state)
+            if state == "round":
+                self._receive(ranks, pl_module)
+            elif state == "finished":
+                self._finish(ranks, pl_module)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if _is_validating(trainer):
+            self._global_metrics = fitting.metrics_of(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """The round ends here without an update. A further fit joins again, and begins it anew."""
+        self._limits.restore(trainer)
+        self._let_go()
+        self._in_round = False
+        self._stop_diloco(exception)
+        self._leave(exception)
+
+    # -- the worker
+
+    def _ranks(self, trainer: Any) -> Ranks:
+        return Ranks(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
+
+    def _state(self) -> str:
+        """What a fit that begins now is: `alone`, a `round`, `diloco`, or one too many since the run is `finished`."""
+        if not self._server:
+            if self._fits <= 1:
+                ensure_lines()
+                LOG.info("%s", ALONE)
+            return "alone"
+        if self._finished:
+            return "finished"
+        if self._info is None:
+            self._info = self._ask_for_info(self._server)
+        if self._info.sync_every:
+            return "diloco"
+        if self._worker is None:
+            worker = join(self._server, self._site, folder=self._folder, labels=self._labels)
+            assert isinstance(worker, Worker)
+            self._worker, self._rounds = worker, iter(worker)
+            weakref.finalize(self, worker.leave)  # a script that just ends leaves, too
+        if self._round is None:
+            assert self._rounds is not None
+            self._round = next(self._rounds, None)
+        return "finished" if self._round is None else "round"
+
+    @property
+    def _site(self) -> str:
+        self._given_site = require_site(self._given_site or default_site())
+        return self._given_site
+
+    def _ask_for_info(self, server: str) -> messages.RunInfo:
+        """What the run is, before it is joined: DiLoCo joins by itself."""
+        ensure_lines()
+        connection = Connection(server, self._site, labels=None, max_retries=START_RETRIES)
+        connection.http.close()
+        return connection.info
+
+    def _receive(self, ranks: Ranks, module: Any) -> None:
+        """The round's global model into the module. It is pulled once; after that it comes from the base file."""
+
+        def receive() -> None:
+            assert self._round is not None
+            self._round.load_into(module)
+
+        with torch.inference_mode(mode=False):
+            ranks.agree(receive)
+            ranks.spread_(named_tensors(module)[0].values())
+
+    def _finish(self, ranks: Ranks, module: Any) -> None:
+        """The result of the run into the module, where one is known, and leave."""
+
+        def receive() -> bool:
+            found = self._worker is not None and module is not None
+            if self._worker is not None and module is not None:
+                self._worker.load_into(module)
+            self._leave()
+            return found
+
+        self._finished = True
+        with torch.inference_mode(mode=False):
+            if ranks.agree(receive):
+                ranks.spread_(named_tensors(module)[0].values())
+
+    def _correct(self, trainer: Any, module: Any, ranks: Ranks) -> None:
+        """Hook the optimizer, at every rank alike, if the run's algorithm corrects local training."""
+
+        def told() -> list[Any]:
+            assert self._info is not None
+            return [self._info.algorithm, self._info.local]
+
+        algorithm, local = ranks.agree(told)
+        if local.get("correction", "none") == "none":
+            return
+        fitting.require_unscaled(trainer, algorithm)
+        optimizer = fitting.the_optimizer(trainer, module, algorithm)
+
+        def correct() -> None:
+            assert self._round is not None
+            self._correction = self._round.correct(module, optimizer)
+
+        ranks.agree(correct)
+        if not ranks.talks:
+            self._correction = _follower(local, module).attach(optimizer)
+        if isinstance(self._correction, Shifted):
+            ranks.spread_(value for _, value in sorted(self._correction.offsets.items()))
+
+    def _require_steps(self, trainer: Any) -> int:
+        """Optimizer steps of this fit.
+
+        Raises:
+            UsageError: there was none, or one whose batch did not end.
+        """
+        if self._open_step is not None:
+            raise UsageError(
+                f"Optimizer step {self._open_step} was not followed by on_train_batch_end: the Trainer's hooks "
+                "were interrupted, by a StopIteration for example, and what its batch did is not complete.",
+                "Let every hook of a batch return; to end early, set trainer.should_stop = True.",
+            )
+        steps = trainer.global_step - self._first_step if self._first_step is not None else 0
+        if not steps:
+            raise UsageError(
+                "This fit made no optimizer step, so the round has no update.",
+                "Look at max_epochs, limit_train_batches, and at the data.",
+            )
+        return int(steps)
+
+    def _submit(self, trainer: Any, module: Any, steps: int, samples: int) -> None:
+        assert self._round is not None
+        metrics = fitting.joined_metrics(fitting.metrics_of(trainer), self._global_metrics)
+        given = self._steps() if callable(self._steps) else self._steps
+        if self._correction is not None:
+            steps = self._correction.steps
+        self._round.submit(module, weight=self._weight_of(samples), metrics=metrics, steps=given or steps)
+        self._round, self._global_metrics = None, {}
+
+    def _weight_of(self, samples: int) -> float:
+        if self._weight is None:
+            return samples
+        return self._weight() if callable(self._weight) else self._weight
+
+    def _let_go(self) -> None:
+        correction, self._correction = self._correction, None
+        if correction is not None:
+            correction.close()
+
+    def _leave(self, error: BaseException | None = None) -> None:
+        worker, self._worker = self._worker, None
+        self._rounds = self._round = None
+        if worker is not None:
+            worker.leave(error)
+
+    # -- DiLoCo
+
+    def _go_on_with_diloco(self, trainer: Any, module: Any, ranks: Ranks) -> None:
+        """Every H steps of the optimizer are a round, within a fit and across them."""
+        if ranks.together:
+            raise UsageError(
+                "The run is DiLoCo's, and the Trainer has several ranks.", "Give each DiLoCo worker one device."
+            )
+        optimizer = fitting.the_optimizer(trainer, module, "diloco")
+        if self._diloco is not None and self._diloco.model is module:
+            self._diloco.follow(optimizer)
+            return
+        self._stop_diloco()
+
+        def weight() -> float:
+            samples, self._samples = self._samples, 0
+            return self._weight_of(max(samples, 1))
+
+        diloco = DiLoCo(
+            module,
+            optimizer,
+            server=self._server,
+            site=self._site,
+            weight=weight,
+            metrics=lambda: fitting.metrics_of(trainer),
+            folder=self._folder,
+            labels=self._labels,
+        )
+        self._diloco = diloco.start()
+        weakref.finalize(trainer, diloco.stop)
+        if diloco.finished:
+            LOG.warning(NOTHING_LEFT)
+            self._limits.train_nothing(trainer)
+
+    def _stop_diloco(self, error: BaseException | None = None) -> None:
+        diloco, self._diloco = self._diloco, None
+        if diloco is not None:
+            self._finished = diloco.finished
+            diloco.stop(error)
+
+
+def _is_validating(trainer: Any) -> bool:
+    """Whether this is `trainer.validate`, and not a validation inside of fit."""
+    return trainer.state.fn is not None and trainer.state.fn.value == "validate"
+
+
+def _follower(local: dict[str, Any], module: Any) -> Correction:
+    """What a rank other than 0 corrects its steps by; SCAFFOLD's offsets come from rank 0."""
+    if local["correction"] == "fedprox":
+        return Proximal(module, float(local["mu"]))
+    shifted = Shifted(module)
+    shifted.offsets = {
+        name: torch.zeros_like(value) for name, value in module.named_parameters() if value.requires_grad
+    }
+    return shifted

@@ -1,0 +1,111 @@
+"""A tiny module, its data and a Trainer, of either package; and a server to take part in."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import atoll
+
+PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
+SAMPLES, BATCH = 12, 4
+"""Three optimizer steps an epoch."""
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module="lightning")
+warnings.filterwarnings("ignore", module="pytorch_lightning")
+
+
+def package(name: str = "lightning.pytorch") -> Any:
+    from importlib import import_module
+
+    return import_module(name)
+
+
+class One(nn.Module):
+    """One weight that is trained, one that is frozen, BatchNorm where it is wanted."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        if norm:
+            self.norm = nn.BatchNorm1d(1)
+
+
+def module_class(name: str = "lightning.pytorch") -> Any:
+    """A LightningModule whose loss is (w − target)²/2, so that its gradient is w − target."""
+
+    class Tiny(package(name).LightningModule, One):  # type: ignore[misc]
+        def __init__(self, target: float = 1.0, lr: float = 0.1, norm: bool = False) -> None:
+            package(name).LightningModule.__init__(self)
+            self.w = nn.Parameter(torch.zeros(1))
+            self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+            if norm:
+                self.norm = nn.BatchNorm1d(1)
+            self.target, self.lr, self.has_norm = target, lr, norm
+            self.seen: list[float] = []  # w at the begin of every validation
+            self.steps = 0
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.steps += 1
+            if self.has_norm:
+                self.norm(batch[0])
+            loss = ((self.w - self.target) ** 2 / 2).sum()
+            self.log("train_loss", loss)
+            return loss
+
+        def on_validation_start(self) -> None:
+            self.seen.append(round(self.w.item(), 6))
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.log("val_w", self.w.sum())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([value for value in self.parameters() if value.requires_grad], lr=self.lr)
+
+    return Tiny
+
+
+def data(samples: int = SAMPLES, *, offset: float = 0.0) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(samples, dtype=torch.float32)[:, None] + offset), batch_size=BATCH)
+
+
+def trainer_of(name: str = "lightning.pytorch", **options: Any) -> Any:
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+    }
+    return package(name).Trainer(**(quiet | options))
+
+
+def serve(folder: Path, algorithm: str = "fedavg", *, norm: bool = False, **options: Any) -> atoll.Server:
+    """Not started yet; use it with `with`."""
+    settings: dict[str, Any] = {"rounds": 2, "min_free_bytes": 0, "heartbeat_interval_s": 0, "heartbeat_timeout_s": 0}
+    return atoll.Server(
+        One(norm),
+        algorithm=algorithm,
+        port=0,
+        state_dir=folder / "state",
+        name=f"tiny-{algorithm}",
+        **settings | options,
+    )
+
+
+def lines(server: atoll.Server) -> list[dict[str, Any]]:
+    """What the server's status says of the rounds, at the end of the run."""
+    assert server.wait(60)
+    return [summary.model_dump() for summary in server.status().history]

@@ -1,0 +1,358 @@
+"""What a Lightning training cannot be corrected in is refused, with the remedy, and the run goes on with a next fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_world import PACKAGES, data, lines, module_class, package, serve, trainer_of
+
+import atoll
+import atoll.lightning
+from atoll.errors import UsageError
+
+Tiny = module_class()
+
+
+class Manual(Tiny):  # type: ignore[misc,valid-type]
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class TwoOptimizers(Manual):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([self.w], lr=0.1), torch.optim.SGD([self.frozen], lr=0.1)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, _ = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(Tiny.training_step(self, batch, batch_idx))
+        optimizer.step()
+
+
+class OneOfTwo(TwoOptimizers):
+    """Automatic: Lightning itself refuses more than one, so they are given behind its back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+
+
+class Unequal(Tiny):  # type: ignore[misc,valid-type]
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([{"params": [self.w], "lr": 0.1}, {"params": [self.frozen], "lr": 0.2}])
+
+
+class Rate(Tiny):  # type: ignore[misc,valid-type]
+    """Sets its learning rate before each step, where schedulers and hooks of users do."""
+
+    rates = (0.1, 0.1, 0.1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.optimizers().param_groups[0]["lr"] = self.rates[batch_idx]
+
+
+class Negative(Rate):
+    rates = (0.1, -0.5, 0.1)
+
+
+class Infinite(Rate):
+    rates = (0.1, float("inf"), 0.1)
+
+
+class NotANumber(Rate):
+    rates = (0.1, float("nan"), 0.1)
+
+
+class Zero(Rate):
+    rates = (0.0, 0.0, 0.0)
+
+
+class Late(Tiny):  # type: ignore[misc,valid-type]
+    """Its rate is set as late as can be: behind the closure, just before the weights move."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"] = -0.5
+
+
+class NoStep(Tiny):  # type: ignore[misc,valid-type]
+    """No batch has a loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        return None
+
+
+REFUSED = [
+    (Manual, "Manual optimizes manually", "automatic_optimization = True"),
+    (TwoOptimizers, "TwoOptimizers optimizes manually", "automatic_optimization = True"),
+    (Unequal, "learning rates 0.1, 0.2", "one for all parameter groups"),
+    (Negative, "learning rate is -0.5", "finite and not negative"),
+    (Infinite, "learning rate is inf", "finite and not negative"),
+    (NotANumber, "learning rate is nan", "finite and not negative"),
+    (Late, "learning rate is -0.5", "finite and not negative"),
+    (Zero, "3 steps sum up to 0", "at least one step needs a learning rate above zero"),
+    (NoStep, "no optimizer step", "round.correct"),
+]
+
+
+@pytest.mark.covers("S8")
+@pytest.mark.parametrize(("kind", "words", "remedy"), REFUSED, ids=[kind.__name__ for kind, _, _ in REFUSED])
+def test_scaffold_refuses_it_and_a_better_fit_takes_its_place(
+    tmp_path: Path, kind: Any, words: str, remedy: str
+) -> None:
+    with serve(tmp_path, "scaffold", rounds=1) as server:
+        trainer = trainer_of()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        with pytest.raises(UsageError, match=words) as caught:
+            trainer.fit(kind(), data())
+        assert remedy in str(caught.value)
+        assert server.status().fragments[0].version == 0
+        retry(server, tmp_path)
+
+
+def retry(server: atoll.Server, folder: Path) -> None:
+    """The site's next fit counts; an update that was refused has not reached anybody."""
+    trainer, module = trainer_of(), Tiny()
+    atoll.lightning.patch(trainer, server.url, "a", folder=folder)
+    for _ in atoll.lightning.rounds(trainer):
+        trainer.fit(module, data())
+    assert module.w.item() == pytest.approx(1 - 0.9**3)
+    assert len(lines(server)) == 1
+
+
+@pytest.mark.covers("S8")
+@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize("algorithm", ["scaffold", "fedprox"])
+def test_a_gradient_scaler_is_refused(tmp_path: Path, name: str, algorithm: str) -> None:
+    plugin = package(name).plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    with serve(tmp_path, algorithm, rounds=1) as server:
+        trainer = trainer_of(name, plugins=[plugin])
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        with pytest.raises(UsageError, match=rf"precision 16-mixed.*{algorithm}.*Use precision='bf16-mixed'"):
+            trainer.fit(module_class(name)(), data())
+        assert server.status().fragments[0].version == 0
+
+
+@pytest.mark.covers("S8")
+def test_several_optimizers_are_refused(tmp_path: Path) -> None:
+    with serve(tmp_path, "scaffold") as server:
+        trainer = trainer_of()
+        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        module = OneOfTwo()
+        trainer.strategy.connect(module)
+        trainer.strategy.optimizers = module.configure_optimizers()
+        with pytest.raises(UsageError, match=r"OneOfTwo has 2 optimizers, and scaffold follows one\. Put all"):
+            callback.on_fit_start(trainer, module)
+        callback.on_exception(trainer, module, RuntimeError("over"))
+
+
+@pytest.mark.parametrize("kind", [Manual, TwoOptimizers], ids=lambda kind: kind.__name__)
+@pytest.mark.covers("S1")
+def test_fedavg_takes_what_it_need_not_correct(tmp_path: Path, kind: Any) -> None:
+    with serve(tmp_path, rounds=1) as server:
+        trainer, module = trainer_of(), kind()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        for _ in atoll.lightning.rounds(trainer):
+            trainer.fit(module, data())
+        assert module.w.item() == pytest.approx(1 - 0.9**3)
+        assert len(lines(server)) == 1
+
+
+@pytest.mark.covers("S5")
+def test_warm_up_steps_without_a_rate_do_no_harm(tmp_path: Path) -> None:
+    """Rates 0, 0.1, 0.2 from w = 0: e = 1 → 0.9 → 0.72. c_1 = (0 − 0.28)/0.3, and the one site's c is the same."""
+
+    class WarmUp(Rate):
+        rates = (0.0, 0.1, 0.2)
+
+    with serve(tmp_path, "scaffold", rounds=2) as server:
+        trainer, module = trainer_of(), WarmUp()
+        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer.fit(module, data())
+        assert module.w.item() == pytest.approx(0.28)
+        trainer.fit(module, data())
+        assert callback._worker is not None
+        c = callback._worker._session.base.values_of("atoll.control.w", 0, 1)
+        assert c.item() == pytest.approx(-0.28 / 0.3)
+
+
+@pytest.mark.covers("S8", "S2")
+@pytest.mark.parametrize("spoil", ["not-finite", "missing"])
+def test_controls_that_are_malformed_in_a_later_round_are_refused(tmp_path: Path, spoil: str) -> None:
+    with serve(tmp_path, "scaffold", rounds=3) as server:
+        trainer, module = trainer_of(), Tiny()
+        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer.fit(module, data())
+        assert atoll.lightning.is_running(trainer)
+        assert callback._worker is not None
+        session = callback._worker._session
+        if spoil == "missing":
+            session.controls = None
+        else:
+            controls = session.controls
+            assert controls is not None
+            controls._files[controls.note.current].write(0, memoryview(bytes(b"\xff" * 4 * 3)))
+        expected = "holds? no controls" if spoil == "missing" else r"control of 'w' is not finite.*Remove this site"
+        with pytest.raises(UsageError, match=expected):
+            trainer.fit(module, data())
+        assert server.status().fragments[0].version == 1
+
+
+@pytest.mark.covers("S8")
+def test_a_fit_without_a_step_is_refused_for_every_algorithm(tmp_path: Path) -> None:
+    with serve(tmp_path) as server:
+        trainer = trainer_of(limit_train_batches=0)
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        with pytest.raises(UsageError, match=r"no optimizer step.*limit_train_batches"):
+            trainer.fit(Tiny(), data())
+
+
+@pytest.mark.covers("S14")
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
+def test_a_step_whose_batch_did_not_end_is_an_error(tmp_path: Path, algorithm: str) -> None:
+    """Lightning takes a StopIteration for the end of the epoch, wherever it comes from."""
+
+    class Stops(Tiny):  # type: ignore[misc,valid-type]
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+            if self.steps == 2:
+                raise StopIteration
+
+    with serve(tmp_path, algorithm, rounds=1) as server:
+        trainer = trainer_of()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        with pytest.raises(UsageError, match=r"step 2 was not followed by on_train_batch_end.*should_stop = True"):
+            trainer.fit(Stops(), data())
+        retry(server, tmp_path)
+
+
+@pytest.mark.covers("S14", "S3")
+def test_the_snapshot_of_the_global_model_cannot_be_changed_from_outside(tmp_path: Path) -> None:
+    """Whoever writes into the module, its state dict or what state_dict() gave has changed local training, no more."""
+
+    class Meddles(package().Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            for value in callback._round.state_dict().values():
+                value.fill_(99.0)
+            for value in pl_module.state_dict().values():
+                value.fill_(3.0)
+
+    with serve(tmp_path, rounds=1) as server:
+        trainer, module = trainer_of(callbacks=[Meddles()]), Tiny()
+        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer.fit(module, data())
+        local = module.w.item()
+        assert local == pytest.approx(1 + 2 * 0.9**3)
+        assert not atoll.lightning.is_running(trainer)
+        assert module.w.item() == pytest.approx(local)  # 0 − (0 − local): the base was 0, whatever was written
+
+
+@pytest.mark.covers("S14")
+def test_a_fit_that_failed_is_begun_anew(tmp_path: Path) -> None:
+    """The site's script caught the error: same round, same global model, hooks only once."""
+
+    class Fails(Tiny):  # type: ignore[misc,valid-type]
+        fails = True
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            if self.fails:
+                raise RuntimeError("the data are broken")
+
+    with serve(tmp_path, "scaffold", rounds=1) as server:
+        trainer, module = trainer_of(), Fails()
+        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        with pytest.raises(RuntimeError, match="the data are broken"):
+            trainer.fit(module, data())
+        assert trainer.max_epochs == 1
+        assert callback._worker is None  # it left; the server knows why
+        module.fails = False
+        trainer.fit(module, data())
+        assert module.w.item() == pytest.approx(1 - 0.9**3)
+        assert len(lines(server)) == 1
+
+
+@pytest.mark.covers("S6", "S8")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", PACKAGES)
+def test_these_precisions_work(tmp_path: Path, name: str, precision: str) -> None:
+    with serve(tmp_path, "scaffold") as server:
+        trainer, module = trainer_of(name, precision=precision), module_class(name)()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        for _ in atoll.lightning.rounds(trainer):
+            trainer.fit(module, data())
+        assert module.w.dtype == torch.float32
+        assert module.w.item() == pytest.approx(1 - 0.9**6, rel=1e-2 if precision == "bf16-mixed" else 1e-6)
+        assert len(lines(server)) == 2
+
+
+@pytest.mark.covers("S6")
+def test_a_parameter_that_is_unfrozen_later_is_corrected_from_then_on(tmp_path: Path) -> None:
+    """Round 1: frozen, without a control. Round 2: gradient 1 each, so it moves by −0.3, and c = 0.3/0.3."""
+
+    class Thaws(Tiny):  # type: ignore[misc,valid-type]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) + self.frozen.sum()
+
+    with serve(tmp_path, "scaffold", rounds=3) as server:
+        trainer, module = trainer_of(), Thaws()
+        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        kept = {name: value.data_ptr() for name, value in module.named_parameters()}
+        trainer.fit(module, data())
+        assert module.frozen.tolist() == [1.0, 1.0]
+        module.frozen.requires_grad_(True)
+        trainer.fit(module, data())
+        assert module.frozen.tolist() == pytest.approx([0.7, 0.7])
+        assert atoll.lightning.is_running(trainer)
+        trainer.fit(module, data())
+        assert callback._worker is not None
+        base = callback._worker._session.base
+        assert base.values_of("atoll.control.frozen", 0, 2).tolist() == pytest.approx([1.0, 1.0])
+        assert module.frozen.tolist() == pytest.approx([0.4, 0.4])  # one site: c = c_1 corrects nothing
+        assert {name: value.data_ptr() for name, value in module.named_parameters()} == kept  # in place
+        assert server.wait(60)
+
+
+def test_a_trainer_takes_part_once(tmp_path: Path) -> None:
+    trainer = trainer_of()
+    with pytest.raises(UsageError, match=r"0 callbacks of Atoll\. Call atoll\.lightning\.patch"):
+        atoll.lightning.is_running(trainer)
+    atoll.lightning.patch(trainer)
+    with pytest.raises(UsageError, match="already"):
+        atoll.lightning.patch(trainer)
+    with pytest.raises(UsageError, match="dict is not a Lightning Trainer"):
+        atoll.lightning.patch({})
+
+
+@pytest.mark.covers("S8")
+def test_strategies_that_split_the_model_are_refused(tmp_path: Path) -> None:
+    with serve(tmp_path) as server:
+        trainer = trainer_of(strategy="ddp_spawn")
+        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        with pytest.raises(UsageError, match=r"spawns or forks.*strategy='ddp'"):
+            callback.setup(trainer, Tiny(), "fit")
+        trainer = trainer_of()
+        trainer.strategy.__class__ = type("ShardedStrategy", (package().strategies.Strategy,), {})
+        with pytest.raises(UsageError, match=r"strategy ShardedStrategy.*strategy='ddp'"):
+            callback.setup(trainer, Tiny(), "fit")
+
+
+def test_a_batch_without_tensors_needs_a_weight(tmp_path: Path) -> None:
+    words = torch.utils.data.DataLoader(["a", "b", "c"], batch_size=2)
+    with serve(tmp_path, rounds=1) as server:
+        trainer = trainer_of()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        with pytest.raises(UsageError, match=r"batch of list.*patch\(trainer, weight="):
+            trainer.fit(Tiny(), words)
+        trainer = trainer_of()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path, weight=3)
+        trainer.fit(Tiny(), words)
+        assert lines(server)[0]["weights"] == [3.0]
