@@ -18,7 +18,7 @@ from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused
 from atoll.failpoints import failpoint
 from atoll.filters.base import About, Filter
 from atoll.tensors.chunks import Scatter
-from atoll.tensors.layout import Layout, Part, version_layout
+from atoll.tensors.layout import Part, version_layout
 from atoll.tensors.modules import Tensors
 from atoll.tensors.schema import Schema
 from atoll.transport.parts import Parts
@@ -73,14 +73,14 @@ class Session(Connection):
         try:
             if schema is not None:
                 schema.require_equal(self.schema.model, mine=f"worker {site}", theirs="the server")
-            folder = folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))
-            self.folder = folder / site / self.info.run
+            self.folder = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))) / site / self.info.run
             self._cleanup.enter_context(locked(self.folder, site))
             self.layout = version_layout(self.schema, self.info.part_bytes)
             self.codecs = codecs_of(self.info.codec)
             self.base = BaseFile(self.folder, self.layout)
             self._cleanup.callback(self.base.close)
-            self.outbox = Outbox(self.folder, self.update_layout())
+            layout = encoded_layout(self.schema, self.info.codec, self.codecs, self.info.part_bytes)
+            self.outbox = Outbox(self.folder, layout)
             self._cleanup.callback(self.outbox.close)
             self._stretches = Stretches(self.outbox.layout, self.layout, self.codecs)
             self.controls: Controls | None = None
@@ -102,10 +102,6 @@ class Session(Connection):
             super().leave(error)
         finally:
             self._cleanup.close()
-
-    def update_layout(self) -> Layout:
-        """The layout of an update, as the server issues it: `params` by the run's codec, everything else as it is."""
-        return encoded_layout(self.schema, self.info.codec, self.codecs, self.info.part_bytes)
 
     def pull(
         self,
