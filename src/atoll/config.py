@@ -29,7 +29,8 @@ class Settings(BaseModel):
     name: str = Field("atoll", description="A name for people; shown in status and in the summary.", max_length=100)
     model: str | None = Field(
         None,
-        description="Initial model: `module:function` that returns an `nn.Module`, or a `.safetensors` file.",
+        description="Initial model: `module:function` that returns an `nn.Module`, `{class_path, args}`, a "
+        "`.safetensors` file, or a folder of them.",
     )
     model_args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for `module:function`.")
     buffers: tuple[str, ...] = Field(
@@ -246,9 +247,29 @@ class Settings(BaseModel):
                     f"{where.get(key, 'settings')}: there is no setting {key!r}.", _nearest(key, values[key])
                 )
         try:
-            return cls.model_validate(dict(values))
+            return cls.model_validate(_with_class_path(values))
         except ValidationError as error:
             raise _readable(error, where) from None
+
+
+def _with_class_path(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`model = {class_path = "my_models.Net", args = {…}}` as `model` and `model_args`.
+
+    Raises:
+        ConfigError: it has other keys, or `model_args` is given, too.
+    """
+    given, model = dict(values), values.get("model")
+    if not isinstance(model, Mapping):
+        return given
+    path, args = model.get("class_path"), model.get("args", {})
+    if not isinstance(path, str) or not isinstance(args, Mapping) or not model.keys() <= {"class_path", "args"}:
+        raise ConfigError(
+            f"model = {dict(model)!r} is not understood.", '{class_path = "my_models.Net", args = {size = 3}}'
+        )
+    if given.get("model_args"):
+        raise ConfigError("The model has args, and model_args is given, too.", "Give one of them.")
+    module, _, attribute = path.rpartition("." if ":" not in path else ":")
+    return given | {"model": f"{module}:{attribute}", "model_args": dict(args)}
 
 
 def _file_layer(path: Path) -> dict[str, tuple[Any, str]]:
@@ -268,8 +289,9 @@ def _file_layer(path: Path) -> dict[str, tuple[Any, str]]:
     for key in ("aggregator", "persistor"):
         if isinstance(table.get(key), str) and registry.is_file(table[key]):
             layer[key] = (str(path.parent / table[key]), str(path))
-    if isinstance(table.get("model"), str) and table["model"].endswith(".safetensors"):
-        layer["model"] = (str(path.parent / table["model"]), str(path))
+    model = table.get("model")
+    if isinstance(model, str) and (model.endswith(".safetensors") or (path.parent / model).is_dir()):
+        layer["model"] = (str(path.parent / model), str(path))
     return layer
 
 

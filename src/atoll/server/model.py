@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,8 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
             f"{settings.model!r} is a pickle, which can run any code when it is opened; Atoll never opens one.",
             "Convert it once where you trust it: safetensors.torch.save_file(model.state_dict(), 'model.safetensors').",
         )
-    if settings.model.endswith(".safetensors"):
-        return _from_file(Path(settings.model))
+    if files := _files(settings.model):
+        return _from_files(files)
     torch.manual_seed(settings.seed)
     build = registry.load_attribute(settings.model)
     model: Any = build if isinstance(build, nn.Module) else _call(build, settings)
@@ -69,8 +69,8 @@ def is_known(settings: Settings, given: nn.Module | Tensors | None, schema: Sche
     time. False says nothing: not every function can be called there. Whoever is told so builds the model.
     """
     try:
-        if given is None and settings.model is not None and settings.model.endswith(".safetensors"):
-            return schema_of(_header(Path(settings.model)), settings.buffers) == schema
+        if given is None and settings.model is not None and (files := _files(settings.model)):
+            return schema_of(_together(files, _header), settings.buffers) == schema
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")  # that weights which it loads are not copied
             return schema_of(initial_model(settings, given), settings.buffers, values=False) == schema
@@ -90,16 +90,55 @@ def _header(path: Path) -> dict[str, Tensor]:
         }
 
 
-def _from_file(path: Path) -> dict[str, Tensor]:
+def _files(model: str) -> list[Path]:
+    """The safetensors files that `model` names: one, or those of a folder; none where it names code.
+
+    Raises:
+        ConfigError: the folder has none.
+    """
+    path = Path(model)
+    if path.is_dir():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise ConfigError(
+                f"The folder {model!r} has no .safetensors file.",
+                "Convert what is in it, where you trust it: safetensors.torch.save_file(state, 'model.safetensors').",
+            )
+        return files
+    return [path] if model.endswith(".safetensors") else []
+
+
+def _from_files(files: Sequence[Path]) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
-        return load_file(path)
-    except FileNotFoundError:
-        raise ConfigError(f"There is no initial model {str(path)!r}.") from None
-    except SafetensorError as error:
-        raise ConfigError(f"{str(path)!r} is not a safetensors file: {error}.") from error
+    def load(path: Path) -> dict[str, Tensor]:
+        try:
+            return load_file(path)
+        except FileNotFoundError:
+            raise ConfigError(f"There is no initial model {str(path)!r}.") from None
+        except SafetensorError as error:
+            raise ConfigError(f"{str(path)!r} is not a safetensors file: {error}.") from error
+
+    return _together(files, load)
+
+
+def _together(files: Sequence[Path], load: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of all files, as a model is saved in several when it is large.
+
+    Raises:
+        ConfigError: two have a tensor of the same name.
+    """
+    found: dict[str, Tensor] = {}
+    for path in files:
+        tensors = load(path)
+        if twice := found.keys() & tensors.keys():
+            raise ConfigError(
+                f"{path.name} in {str(path.parent)!r} has the tensor {min(twice)!r}, and so has a file before it.",
+                "Name one file, or a folder with the parts of one model.",
+            )
+        found |= tensors
+    return found
 
 
 def schema_for(settings: Settings, model: nn.Module | Tensors) -> Schema:

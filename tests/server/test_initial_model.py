@@ -1,0 +1,128 @@
+"""Where a run begins: a module, code by name, a class with its arguments, a file, a folder of files; never a pickle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import atoll
+from atoll.config import Settings
+from atoll.errors import ConfigError
+from atoll.server.model import initial_model, is_known, schema_for
+
+RUN = """\
+algorithm = "fedavg"
+model = {model}
+"""
+
+
+class Scaled(nn.Module):
+    """w = size ones times `by`."""
+
+    def __init__(self, size: int, by: float = 1.0) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((size,), by))
+
+
+def built(**settings: Any) -> dict[str, list[float]]:
+    model = initial_model(Settings.build(settings), None)
+    tensors: Any = model.state_dict() if isinstance(model, nn.Module) else model
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+def read(folder: Path, model: str) -> Settings:
+    path = folder / "run.toml"
+    path.write_text(RUN.format(model=model), encoding="utf-8")
+    return Settings.read(path, environ={})
+
+
+@pytest.mark.covers("P7", "P17")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": f"{__name__}:Scaled", "model_args": {"size": 2, "by": 3.0}},
+        {"model": {"class_path": f"{__name__}.Scaled", "args": {"size": 2, "by": 3.0}}},
+        {"model": {"class_path": f"{__name__}:Scaled", "args": {"size": 2, "by": 3.0}}},
+    ],
+    ids=["name", "class_path", "colon"],
+)
+def test_code_by_name_with_its_arguments(settings: dict[str, Any]) -> None:
+    assert built(**settings) == {"w": [3.0, 3.0]}
+
+
+@pytest.mark.covers("P17")
+def test_a_class_in_a_run_file(tmp_path: Path) -> None:
+    settings = read(tmp_path, f'{{class_path = "{__name__}.Scaled", args = {{size = 3}}}}')
+    model = initial_model(settings, None)
+    assert isinstance(model, Scaled)
+    assert model.w.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "told"),
+    [
+        ({"args": {"size": 2}}, {}, "not understood"),
+        ({"class_path": "a.B", "kwargs": {}}, {}, "not understood"),
+        ({"class_path": "a.B", "args": 3}, {}, "not understood"),
+        ({"class_path": "a.B", "args": {}}, {"model_args": {"size": 2}}, "given, too"),
+    ],
+    ids=["no class", "unknown key", "no table", "twice"],
+)
+def test_a_class_that_is_not_named_well_is_refused(model: Any, more: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Settings.build({"model": model} | more)
+
+
+def test_a_class_whose_arguments_are_wrong_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"Scaled' cannot be called.*model_args"):
+        built(model={"class_path": f"{__name__}.Scaled", "args": {"length": 2}})
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Path:
+    """A model in two files, as large ones are saved."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": torch.ones(2)}, folder / "model-00001-of-00002.safetensors")
+    save_file({"b": torch.full((3,), 2.0)}, folder / "model-00002-of-00002.safetensors")
+    return folder
+
+
+@pytest.mark.covers("P7")
+def test_a_folder_is_all_of_its_files(parts: Path) -> None:
+    assert built(model=str(parts)) == {"a": [1.0, 1.0], "b": [2.0, 2.0, 2.0]}
+    settings = read(parts.parent, '"model"')  # beside the run file
+    assert settings.model == str(parts)
+    schema = schema_for(settings, initial_model(settings, None))
+    assert is_known(settings, None, schema)
+
+
+@pytest.mark.covers("P7", "P8")
+def test_a_run_begins_with_a_folder(parts: Path, tmp_path: Path) -> None:
+    run = {"model": str(parts), "algorithm": "fedavg", "rounds": 1, "port": 0, "state_dir": tmp_path / "s"}
+    with atoll.Server(settings=Settings.build(run)) as server:
+        with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+            client.next_round()
+            found: dict[str, Tensor] = client.pull()
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {"a": [1.0, 1.0], "b": [2.0, 2.0, 2.0]}
+
+
+def test_a_folder_without_a_model_and_one_with_two_are_refused(parts: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"no \.safetensors file.*save_file"):
+        built(model=str(tmp_path / "empty"))
+    save_file({"b": torch.zeros(1)}, parts / "other.safetensors")
+    with pytest.raises(ConfigError, match=r"other\.safetensors.*has the tensor 'b'"):
+        built(model=str(parts))
+
+
+@pytest.mark.covers("P17", "X2")
+@pytest.mark.parametrize("name", ["model.pt", "model.pth", "pytorch_model.bin", "last.ckpt"])
+def test_a_pickle_is_refused_with_what_converts_it(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"is a pickle.*save_file\(model\.state_dict\(\), 'model\.safetensors'\)"):
+        built(model=name)
