@@ -93,18 +93,29 @@ def digits(sites: int, seed: int, concentration: float = 0.3, least: int = 20) -
     draw = np.random.default_rng(seed)
     order = draw.permutation(len(labels))
     test, train = order[: len(order) // 5], order[len(order) // 5 :]
-    while True:
-        owners: list[list[int]] = [[] for _ in range(sites)]
-        for digit in range(10):
-            members = train[labels[train] == digit]
-            shares = draw.dirichlet([concentration] * sites)
-            cuts = (np.cumsum(shares)[:-1] * len(members)).astype(int)
-            for owner, part in zip(owners, np.split(members, cuts), strict=True):
-                owner.extend(part.tolist())
-        if min(map(len, owners)) >= least:
-            break
+    owners = deal(labels, train, sites, draw, concentration, least)
 
     def take(indices: list[int]) -> Images:
         return torch.from_numpy(images[indices]).unsqueeze(1), torch.from_numpy(labels[indices])
 
     return [take(owner) for owner in owners], take(test.tolist())
+
+
+def deal(
+    labels: np.ndarray, members: np.ndarray, sites: int, draw: np.random.Generator, concentration: float, least: int
+) -> list[list[int]]:
+    """Deal `members`, indices of `labels` (whole numbers, [N]), to the sites; the arguments are those of `digits`.
+
+    Returns:
+        the indices of every site.
+    """
+    while True:
+        owners: list[list[int]] = [[] for _ in range(sites)]
+        for label in np.unique(labels):
+            found = members[labels[members] == label]
+            shares = draw.dirichlet([concentration] * sites)
+            cuts = (np.cumsum(shares)[:-1] * len(found)).astype(int)
+            for owner, part in zip(owners, np.split(found, cuts), strict=True):
+                owner.extend(part.tolist())
+        if min(map(len, owners)) >= least:
+            return owners
