@@ -15,7 +15,7 @@ import torch
 import atoll
 from atoll.errors import ConfigError, RunFailed, UsageError
 from atoll.testing.processes import Nursery, Process, wait_until
-from atoll.wire.tasks import PLAIN_BYTES
+from atoll.wire.tasks import PLAIN_BYTES, way_of
 
 SCRIPT = Path(__file__).with_name("task_process.py")
 
@@ -28,7 +28,7 @@ TREE = {
 
 
 def serve(folder: Path, workflow: Callable[[Any], None], **options: Any) -> atoll.Server:
-    return atoll.Server(workflow=workflow, port=0, state_dir=folder / "state", **options)
+    return atoll.Server(workflow=workflow, state_dir=folder / "state", **{"port": 0, **options})
 
 
 def site(nursery: Nursery, folder: Path, server: atoll.Server, name: str) -> Process:
@@ -262,3 +262,54 @@ def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
             next(worker.tasks())
         with pytest.raises(UsageError, match="has no handler"):
             worker.run()
+
+
+@pytest.mark.covers("T14")
+def test_sites_outlive_a_restart_and_get_the_new_tasks(nursery: Nursery, tmp_path: Path) -> None:
+    came: dict[str, Any] = {}
+    answered = threading.Event()
+
+    def before(controller: Any) -> None:
+        came["before"] = controller.send("a", "echo", 1, timeout_s=30).payload
+        answered.set()
+        controller.send("nobody", "echo")  # until the server stops
+
+    def after(controller: Any) -> None:
+        came["after"] = controller.send("a", "train", {"w": torch.ones(2)}, timeout_s=30).payload
+
+    server = serve(tmp_path, before).start()
+    worker = site(nursery, tmp_path, server, "a")
+    assert answered.wait(30)
+    server.stop()
+    with serve(tmp_path, after, port=server.port) as again:
+        assert again.wait(60)
+        again.run()
+    assert worker.wait() == 0
+    assert same(came, {"before": 1, "after": {"w": torch.full((2,), 2.0), "site": "a"}})
+
+
+@pytest.mark.covers("T4", "T11")
+def test_how_a_payload_travels_and_what_is_warned_of() -> None:
+    """Inline are 16 MiB, of which 1 MiB is for the head: 15 MiB of tensors and their text are one byte too many."""
+    fits, large = torch.empty(15 * 2**20 - 1000, dtype=torch.uint8), torch.empty(15 * 2**20, dtype=torch.uint8)
+    found = {
+        case: way_of("t", payload, streamed=streamed)
+        for case, payload, streamed in (
+            ("small", [fits], False),
+            ("large", [large], False),
+            ("streamed", [fits], True),
+            ("nothing", {"lr": 0.1}, True),
+            ("plain", {"lr": 0.1}, False),
+        )
+    }
+    assert {case: way.kind for case, way in found.items()} == {
+        "small": "inline",
+        "large": "streamed",
+        "streamed": "streamed",
+        "nothing": "skipped",
+        "plain": "skipped",
+    }
+    warned = {case: way.warning for case, way in found.items() if way.warning}
+    assert list(warned) == ["large", "nothing"]
+    assert "too many to go inline: it is streamed" in warned["large"]
+    assert "has no tensors: it goes inline" in warned["nothing"]
