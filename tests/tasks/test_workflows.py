@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,14 @@ import pytest
 import torch
 
 import atoll
-from atoll.errors import ConfigError, RunFailed, UsageError
+from atoll.errors import AuthError, BadRequest, ConfigError, Conflict, RunFailed, UsageError
+from atoll.tensors.reference import TensorRef
 from atoll.testing.processes import Nursery, Process, wait_until
+from atoll.transport.client import Http
+from atoll.wire import routes
+from atoll.wire import task_messages as tm
 from atoll.wire.tasks import PLAIN_BYTES, way_of
+from atoll.worker.connection import Connection
 
 SCRIPT = Path(__file__).with_name("task_process.py")
 
@@ -33,6 +39,17 @@ def serve(folder: Path, workflow: Callable[[Any], None], **options: Any) -> atol
 
 def site(nursery: Nursery, folder: Path, server: atoll.Server, name: str) -> Process:
     return nursery.start(str(SCRIPT), server.url, name, cwd=folder)
+
+
+@contextmanager
+def connected(url: str, name: str) -> Iterator[Http]:
+    """The requests of a site, by hand."""
+    connection = Connection(url, name, labels=None, max_retries=3)
+    connection.join(3)
+    try:
+        yield connection.http
+    finally:
+        connection.leave()
 
 
 def objects(folder: Path) -> list[str]:
@@ -313,3 +330,36 @@ def test_how_a_payload_travels_and_what_is_warned_of() -> None:
     assert list(warned) == ["large", "nothing"]
     assert "too many to go inline: it is streamed" in warned["large"]
     assert "has no tensors: it goes inline" in warned["nothing"]
+
+
+@pytest.mark.covers("T7", "T14")
+def test_a_site_cannot_end_the_payload_that_others_still_need(tmp_path: Path) -> None:
+    """Nor hand it in as its own answer. Its answer is then refused, and the next one is taken."""
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        came["error"] = controller.send("a", "train", {"w": torch.ones(2)}, timeout_s=30).error
+
+    with serve(tmp_path, main) as server, connected(server.url, "a") as http:
+        reply = http.post(routes.TASKS, tm.TaskRequest(wait_s=20.0), tm.TaskReply)
+        assert reply.task is not None
+        key, answer = reply.task.body.object, routes.TASK_ANSWER.format(task=reply.task.task)
+        assert key is not None
+        place = ("127.0.0.1", server.port, False)
+        ref = TensorRef(*place, key.object, key.secret, key.digest, key.expires_at)
+        with pytest.raises(AuthError, match="is the server's own"):
+            atoll.withdraw(ref)
+        with pytest.raises(AuthError, match="is the server's own"):
+            http.send(answer, tm.TaskAnswer(body=tm.Body(object=key)))
+        with pytest.raises(BadRequest, match="a payload or an error"):
+            http.send(answer, tm.TaskAnswer())
+        with pytest.raises(BadRequest, match="no JSON"):
+            http.send(answer, tm.TaskAnswer(body=tm.Body(plain="{")))
+        assert torch.equal(atoll.fetch(ref)["w"], torch.ones(2))
+        for _ in range(2):  # the acknowledgement was lost: the same is taken once
+            http.send(answer, tm.TaskAnswer(error="no"))
+        with pytest.raises(Conflict, match="has answered"):
+            http.send(answer, tm.TaskAnswer(error="another"))
+        assert server.wait(30)
+    assert came == {"error": "no"}
+    assert objects(tmp_path) == []
