@@ -27,6 +27,7 @@ PUBLIC = [
     "receive",
     "resolve",
     "send",
+    "tasks",
     "withdraw",
 ]
 

@@ -10,6 +10,9 @@
     ref = atoll.publish({"w": tensor})         # in one process
     state = atoll.fetch(ref)                   # in another
 
+    with atoll.tasks("http://host:8512", site="clinic-a") as worker:
+        ...                                    # answer what a workflow at the server asks for
+
     atoll.lightning.patch(trainer)             # each trainer.fit is a round
 
 Importing this module is cheap: each name below brings what it needs when it is first used.
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from atoll.worker.fetch import fetch
     from atoll.worker.functional import init, is_running, receive, send
     from atoll.worker.publish import Publisher, publish, withdraw
+    from atoll.worker.tasks import tasks
 
 __all__ = [
     "AtollError",
@@ -53,6 +57,7 @@ __all__ = [
     "receive",
     "resolve",
     "send",
+    "tasks",
     "withdraw",
 ]
 
@@ -75,6 +80,7 @@ _HOMES = {
     "receive": "atoll.worker.functional:receive",
     "resolve": "atoll.tensors.lazy:resolve",
     "send": "atoll.worker.functional:send",
+    "tasks": "atoll.worker.tasks:tasks",
     "withdraw": "atoll.worker.publish:withdraw",
 }
 

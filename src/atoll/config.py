@@ -90,6 +90,15 @@ class Settings(BaseModel):
     max_update_norm: float = Field(1e12, ge=0, description="Refuse an update whose L2 norm is larger; 0: no limit.")
     max_weight: float = Field(1e12, gt=0, description="Refuse an update with a larger weight.")
 
+    workflow: str | None = Field(
+        None,
+        description="A function that sends tasks to the sites and collects results, in place of rounds, as "
+        "`my_file.py:attribute` or `module:attribute`; it is called with a `controller`.",
+    )
+    stream_tasks: tuple[str, ...] = Field(
+        ("train",), description="Tasks whose tensors are streamed in parts; those of others travel inline, in one go."
+    )
+
     best_metric: str | None = Field(
         None,
         min_length=1,
@@ -177,6 +186,11 @@ class Settings(BaseModel):
                 f"heartbeat_interval_s is {self.heartbeat_interval_s:g}, not below heartbeat_timeout_s, which is "
                 f"{self.heartbeat_timeout_s:g}: every worker would be declared dead.",
                 "Set the timeout to at least three intervals.",
+            )
+        if self.workflow and self.rounds:
+            raise ConfigError(
+                f"workflow is {self.workflow!r}, and rounds is {self.rounds}: a run has a workflow or rounds.",
+                "Leave rounds out; the run is finished when the workflow returns.",
             )
         if self.aggregator and self.reducer:
             raise ConfigError(
@@ -286,7 +300,7 @@ def _file_layer(path: Path) -> dict[str, tuple[Any, str]]:
         if isinstance(table.get(key), str):
             layer[key] = (path.parent / table[key], str(path))
     layer.setdefault("state_dir", (path.parent / Settings.model_fields["state_dir"].default, str(path)))
-    for key in ("aggregator", "persistor"):
+    for key in ("aggregator", "persistor", "workflow"):
         if isinstance(table.get(key), str) and registry.is_file(table[key]):
             layer[key] = (str(path.parent / table[key]), str(path))
     model = table.get("model")

@@ -113,7 +113,9 @@ def test_every_setting_in_the_pages_exists() -> None:
             if found := re.fullmatch(r"([a-z_]+) = .+", code):
                 assert found.group(1) in {*Settings.model_fields, "on_missed"}, f"{page.name}: {code}"
             if re.fullmatch(r"(heartbeat|idle|round|min|max|keep|num)_[a-z_]+", code):
-                assert code in {*Settings.model_fields, "max_sync_retries", "round_s"}, f"{page.name}: {code}"
+                assert code in {*Settings.model_fields, "max_sync_retries", "min_responses", "round_s"}, (
+                    f"{page.name}: {code}"
+                )
 
 
 @by_page

@@ -111,7 +111,9 @@ def _announce(server: Server, settings: Settings) -> None:
     version = status.fragments[0].version
     if version:
         LOG.info("going on at version %d", version)
-    if not status.finished:
+    if settings.workflow is not None:
+        LOG.info("the workflow %s begins; start workers that take part with atoll.tasks", settings.workflow)
+    elif not status.finished:
         LOG.info("start a worker: atoll worker --server %s -- python train.py", server.url)
 
 
@@ -125,7 +127,7 @@ def _watch(server: Server) -> None:
         return
     reminder = Reminder(time.monotonic())
     while not server.wait(WATCH_S):
-        if waiting := reminder.line(server.status().fragments, time.monotonic()):
+        if server.settings.workflow is None and (waiting := reminder.line(server.status().fragments, time.monotonic())):
             LOG.info("%s", waiting)
 
 

@@ -136,6 +136,7 @@ def _hex(name: str, text: str, digits: int) -> str:
 _READERS: dict[str, Callable[[str, str], Any]] = {
     "digest": lambda name, text: _hex(name, text, 64),
     "object": lambda name, text: _hex(name, text, 32),
+    "task": lambda name, text: _hex(name, text, 32),
 }
 """Parameters of a path that are no numbers."""
 

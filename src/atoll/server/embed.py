@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
 from aiohttp import web
 from torch import nn
 
@@ -26,6 +27,7 @@ from atoll.server.exports import export_ranges
 from atoll.server.persistor import Persistor
 from atoll.server.run import Run
 from atoll.server.status import status_of
+from atoll.server.workflow import Function, Workflow, wanted
 from atoll.tensors.modules import Tensors
 from atoll.transport.bypass import Bypass
 from atoll.transport.door import Door, connections_within, raise_files_limit
@@ -40,6 +42,8 @@ GRACE_S = 30.0
 """After the last round, how long the server stays for workers that have not fetched the result yet."""
 GRACE_SAID_S = 1.0
 """Workers that live take it sooner than that; from then on it is said who is awaited."""
+NO_MODEL = {"nothing": torch.zeros(1)}
+"""Of a run that has a workflow and no model: the state directory has one in any case."""
 READ_BYTES = 2**16
 """Of a body that is held before anybody reads it; a part's reader takes more. Who sends bodies that nobody asked for
 costs no more than this."""
@@ -51,6 +55,7 @@ class Server:
     Args:
         model: the initial model: a module, a mapping name → tensor, or what the setting `model` may be. Read once, when
             the run begins. None where the settings name it, or the state directory has the run already.
+        workflow: a function of a `controller`, in place of the setting `workflow`.
         settings: of the run; or give them as keywords: `Server(model, num_workers=3, rounds=10)`.
 
     Raises:
@@ -58,14 +63,25 @@ class Server:
     """
 
     def __init__(
-        self, model: nn.Module | Tensors | str | None = None, settings: Settings | None = None, **options: Any
+        self,
+        model: nn.Module | Tensors | str | None = None,
+        settings: Settings | None = None,
+        *,
+        workflow: Function | None = None,
+        **options: Any,
     ) -> None:
         if settings is not None and options:
             raise UsageError("Server got both settings and keywords.", "Give one of them.")
         if isinstance(model, str):
             options["model"], model = model, None
+        if isinstance(workflow, str):
+            options["workflow"], workflow = workflow, None
         self.settings = settings or Settings.build(options)
         self._model = model
+        self._function = workflow
+        self._has_workflow = wanted(self.settings, workflow)
+        if self._has_workflow and model is None and self.settings.model is None and not self.settings.persistor:
+            self._model = NO_MODEL
         self._gate = open_gate(self.settings)
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -216,6 +232,7 @@ class Server:
         files = raise_files_limit()
         listener = _listen(self.settings)
         try:
+            workflow = Workflow(self.settings, self._function) if self._has_workflow else None
             persistor = Persistor(self.settings) if self.settings.persistor else None
             run = Run(*open_run(self.settings, self._model, persistor), persistor)
         except BaseException:
@@ -241,6 +258,8 @@ class Server:
                 context = server_context(self.settings.tls_cert, self.settings.tls_key)
             run.start()
             self._run = run
+            if workflow is not None:
+                workflow.start(run)
             protocol = runner.server
             assert protocol is not None
             self.port = listener.getsockname()[1]
@@ -255,6 +274,8 @@ class Server:
             self._ready.set()
             await self._until_end(run)
         finally:
+            if workflow is not None and self._run is not None:
+                workflow.stop()
             if door is not None:
                 await door.close()
             listener.close()

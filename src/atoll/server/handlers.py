@@ -30,6 +30,7 @@ from atoll.server.objects import ObjectHandlers
 from atoll.server.roster import Lease, Presence, now_text
 from atoll.server.run import Run
 from atoll.server.status import status_of, why
+from atoll.server.tasks import TaskHandlers
 from atoll.server.uploads import Uploads
 from atoll.store.rows import TicketRow
 from atoll.transport.host import require_length, serve_file
@@ -43,7 +44,7 @@ LOOK = "look at the learning rate, the data and the loss at this site."
 STEPS = "report them: submit(model, steps=…), or round.correct(model, optimizer), which counts them."
 
 
-class Handlers(ObjectHandlers):
+class Handlers(ObjectHandlers, TaskHandlers):
     """The operations on one run."""
 
     def __init__(self, run: Run) -> None:
@@ -152,6 +153,7 @@ class Handlers(ObjectHandlers):
     async def request_ticket(self, lease: Lease, message: messages.TicketRequest) -> messages.TicketReply:
         if message.fragment >= len(self.run.state.rounds):
             raise Gone(f"There is no fragment {message.fragment}.", "The run has one: 0.")
+        self.run.desk.require_rounds()
         until_s = time.monotonic() + message.wait_s
         previous = self.store.last_ticket(lease.site, message.fragment)
         while True:

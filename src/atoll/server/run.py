@@ -21,6 +21,7 @@ from atoll.rounds import machine
 from atoll.server.aggregator import Aggregator
 from atoll.server.behind import DISK_RETRY_S, Behind
 from atoll.server.best import measured_of, missing, value_of
+from atoll.server.desk import Desk
 from atoll.server.passing import directory_gone, passing
 from atoll.server.persistor import Persistor
 from atoll.server.plan import Plan
@@ -62,6 +63,7 @@ class Run:
             max_expires_s=self.settings.objects_expire_s,
             idle_timeout_s=self.settings.idle_timeout_s,
         )
+        self.desk = Desk(self.objects, self.wake, self._alive)
         self.behind = Behind(plan, store, self.io, persistor)
         self.aggregator: Aggregator | None = None
         self._changed = asyncio.Event()
@@ -242,11 +244,15 @@ class Run:
             case _:
                 pass
         if isinstance(effect, fx.Woken | fx.RoundOpened | fx.RunFinished | fx.LeaseEnded):
-            self._wake()
+            self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let whoever waits in `changed` look again."""
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _alive(self) -> list[str]:
+        return sorted(site for site, member in self.state.members.items() if member.alive)
 
     async def changed(self, timeout_s: float) -> None:
         """Return when something has changed that a waiting worker should know, or after the time."""
@@ -349,7 +355,7 @@ class Run:
         number = self.store.head(0).version
         LOG.info("the run is finished at version %d%s: %s", number, f", {why}" if why else "", path)
         self.finished.set()
-        self._wake()
+        self.wake()
 
     async def _tick(self) -> None:
         """Tell the machine that time has passed, whenever that may matter."""

@@ -50,6 +50,7 @@ def status_of(run: Run) -> messages.Status:
         bytes_down=run.bytes_down,
         deaths=run.deaths,
         refused=run.refused,
+        tasks=run.desk.counts if run.desk.active else {},
         durability=settings.durability,
         durable_version=run.store.durable_version(0),
         warnings=list(run.trouble.values()),

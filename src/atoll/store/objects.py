@@ -15,12 +15,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atoll.errors import BadRequest, Busy, Conflict, Gone
+from atoll.errors import AuthError, BadRequest, Busy, Conflict, Gone
 from atoll.posix import write_at
 from atoll.store.slots import disk_error
 from atoll.tensors.objects import Extent
@@ -31,6 +31,8 @@ LOG = logging.getLogger("atoll.server")
 MOST_OBJECTS = 10_000
 MOST_OPEN = 64
 """Objects at a time whose parts arrive; each has a descriptor."""
+HELD_S = 10 * 365 * 86400.0
+"""An object of the server's own does not expire."""
 
 
 @dataclass(eq=False)
@@ -42,6 +44,7 @@ class Kept:
         digests: of the parts that are on disk, by number.
         fd: while parts arrive; −1 once it is complete.
         touched_s: monotonic, when the last byte of it came.
+        held: by the server itself, which alone ends it; it has no note, so that a start removes it.
         gone: set when it is not kept any more.
     """
 
@@ -53,6 +56,7 @@ class Kept:
     digests: dict[int, bytes] = field(default_factory=dict)
     fd: int = -1
     touched_s: float = 0.0
+    held: bool = False
     gone: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -177,6 +181,67 @@ class ObjectStore:
             raise disk_error(error, note) from error
         kept.close()
 
+    # -- what the server itself puts here, and takes
+
+    def draft(self) -> tuple[str, int]:
+        """A new file for an object of the server's own, from any thread; ends with `hold` or `discard`.
+
+        Returns:
+            The object's id, and a descriptor that the caller closes.
+        """
+        object_id = new_id()
+        path = self._folder / f"{object_id}.part"
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            return object_id, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise disk_error(error, path) from error
+
+    def discard(self, object_id: str) -> None:
+        """Remove a draft."""
+        (self._folder / f"{object_id}.part").unlink(missing_ok=True)
+
+    def hold(self, object_id: str, extent: Extent, digests: Sequence[bytes], *, inline: bool) -> tuple[Kept, str]:
+        """Let a draft that is written be read, until `let_go` or the next start; returns it and its secret.
+
+        Raises:
+            Busy: there is no room. DiskFull, StoreError: the disk's.
+        """
+        taken = sum(kept.extent.nbytes for kept in self._kept.values())
+        if taken + extent.nbytes > self._max_bytes:
+            raise Busy(
+                f"The server keeps objects of {taken} bytes, and has no room for a payload of {extent.nbytes}.",
+                "Raise objects_max_bytes at the server.",
+            )
+        secret = new_id()
+        kept = Kept(object_id, seal(secret), extent, inline, time.time() + HELD_S, dict(enumerate(digests)), held=True)
+        try:
+            os.replace(self._path(kept, "part"), self._path(kept, "safetensors"))
+        except OSError as error:
+            raise disk_error(error, self._path(kept, "part")) from error
+        self._kept[object_id] = kept
+        return kept, secret
+
+    def let_go(self, kept: Kept) -> None:
+        """End an object of the server's own. Idempotent."""
+        self._drop(kept)
+
+    def take(self, object_id: str, secret: str) -> tuple[Kept, int]:
+        """Make a complete object the caller's: nobody finds it any more, its bytes go with the descriptor.
+
+        Raises:
+            Gone, AuthError, Conflict: as `complete_one`.
+        """
+        kept = self.complete_one(object_id, secret)
+        self._require_not_held(kept)
+        fd = self.reader(kept)
+        self._drop(kept)
+        return kept, fd
+
+    def _require_not_held(self, kept: Kept) -> None:
+        if kept.held:
+            raise AuthError(f"Object {kept.object[:8]} is the server's own.", "It ends with its task.")
+
     # -- what whoever has the reference does
 
     def find(self, object_id: str, secret: str) -> Kept:
@@ -222,7 +287,9 @@ class ObjectStore:
 
     def remove(self, object_id: str, secret: str) -> None:
         """Keep it no longer."""
-        self._drop(self.find(object_id, secret))
+        kept = self.find(object_id, secret)
+        self._require_not_held(kept)
+        self._drop(kept)
 
     # -- time
 
@@ -235,9 +302,9 @@ class ObjectStore:
                 self._drop(kept)
 
     def close(self) -> None:
-        """Give up what arrives; what is complete stays for the next start."""
+        """Give up what arrives and what is the server's own; what is complete stays for the next start."""
         for kept in list(self._kept.values()):
-            if kept.fd >= 0:
+            if kept.fd >= 0 or kept.held:
                 self._drop(kept)
 
     def _drop(self, kept: Kept) -> None:

@@ -374,6 +374,9 @@ class Status(Message):
     bytes_down: Count = Field(description="Of versions that it has sent since.")
     deaths: Count = Field(description="Workers that were declared dead, in the whole run.")
     refused: Count = Field(description="Updates that were refused, in the whole run.")
+    tasks: dict[str, Count] = Field(
+        default_factory=dict, description="Payloads that a workflow sent: streamed, inline, and skipped (no tensors)."
+    )
     durability: str
     durable_version: Count | None = None
     warnings: list[str] = Field(default_factory=list)

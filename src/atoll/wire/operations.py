@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from atoll.wire import messages, routes
+from atoll.wire import messages, routes, task_messages
 
 STATUS_OF: dict[str, int] = {
     "bad_request": 400,
@@ -98,7 +98,7 @@ OPERATIONS: tuple[Operation, ...] = (
         request=messages.TicketRequest,
         reply=messages.TicketReply,
         lease=True,
-        problems=(*_LEASED, "gone"),
+        problems=(*_LEASED, "gone", "config"),
     ),
     Operation(
         "get_ticket",
@@ -210,6 +210,25 @@ OPERATIONS: tuple[Operation, ...] = (
         secret=True,
         problems=("gone",),
     ),
+    Operation(
+        "request_task",
+        "POST",
+        routes.TASKS,
+        "The next open task of this site; waits up to wait_s for one. It is given again until it is answered.",
+        request=task_messages.TaskRequest,
+        reply=task_messages.TaskReply,
+        lease=True,
+        problems=(*_LEASED, "config"),
+    ),
+    Operation(
+        "answer_task",
+        "POST",
+        routes.TASK_ANSWER,
+        "Answer a task. The same answer may be repeated; the object that it names belongs to the server from then on.",
+        request=task_messages.TaskAnswer,
+        lease=True,
+        problems=(*_LEASED, "gone", "conflict", "ticket_closed", "config"),
+    ),
     Operation("get_status", "GET", routes.STATUS, "All there is to know at this moment.", reply=messages.Status),
     Operation("get_metrics", "GET", routes.METRICS, "Prometheus metrics.", reply=str),
     Operation("get_health", "GET", routes.HEALTH, "Whether the server serves.", reply=str, open=True),
@@ -221,6 +240,7 @@ COMMON_PROBLEMS = ("bad_request", "auth")
 _HEX = {
     "digest": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
     "object": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
+    "task": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
 }
 """Parameters of a path that are no numbers."""
 

@@ -1,0 +1,195 @@
+"""The desk of tasks: which are open, for whom, and what has been answered. On the event loop of the server alone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from atoll.errors import ConfigError, Conflict, PartCorrupt, TicketClosed
+from atoll.store.objects import Kept, ObjectStore
+from atoll.tensors.objects import Contents, Extent
+from atoll.wire import task_messages as tm
+from atoll.wire.objects import new_id
+from atoll.wire.tasks import read_plain
+
+REMEMBERED = 10_000
+"""Answers whose repetition is still understood once their task is over."""
+
+
+@dataclass(eq=False)
+class Answer:
+    """What a site answered; an object's bytes are an open file without a name, which `close` gives back.
+
+    Attributes:
+        text: of a payload that came within the message.
+        contents: of one that came as an object.
+        error: what the site failed with; empty where it did not.
+        key: names the answer: the same one may come again.
+    """
+
+    site: str
+    key: str
+    error: str = ""
+    text: str | None = None
+    contents: Contents | None = None
+    fd: int = -1
+
+    def close(self) -> None:
+        """Give the file back. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+@dataclass(eq=False)
+class Open:
+    """A task that sites are to answer; `kept` is its payload, one object for all of them."""
+
+    message: tm.Task
+    sites: tuple[str, ...]
+    kept: Kept | None
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[str]:
+        return [site for site in self.sites if site not in self.answers]
+
+    @property
+    def good(self) -> int:
+        return sum(not answer.error for answer in self.answers.values())
+
+
+class Desk:
+    """The tasks of one server.
+
+    Args:
+        objects: holds what travels.
+        wake: lets whoever waits for a task, or for an answer, look again.
+        alive: gives the sites that take part.
+    """
+
+    def __init__(self, objects: ObjectStore, wake: Callable[[], None], alive: Callable[[], list[str]]) -> None:
+        self.objects, self.wake, self.alive = objects, wake, alive
+        self.active = self.finished = False
+        self.counts: dict[str, int] = {"streamed": 0, "inline": 0, "skipped": 0}
+        self._open: dict[str, Open] = {}
+        self._taken: dict[tuple[str, str], str] = {}
+
+    def require_workflow(self) -> None:
+        """Refuse tasks on a server of rounds.
+
+        Raises:
+            ConfigError: it is one.
+        """
+        if not self.active:
+            raise ConfigError("This server has no workflow: it gives out no tasks.", "Take part with atoll.join.")
+
+    def require_rounds(self) -> None:
+        """Refuse rounds on a server of tasks.
+
+        Raises:
+            ConfigError: it is one.
+        """
+        if self.active:
+            raise ConfigError("This server has a workflow, and no rounds.", "Take part with atoll.tasks.")
+
+    # -- what the workflow does
+
+    def open(self, name: str, sites: Sequence[str], body: tm.Body, streamed: bool, kept: Kept | None) -> Open:
+        """Give a task to these sites."""
+        message = tm.Task(task=new_id(), name=name, streamed=streamed, body=body)
+        task = self._open[message.task] = Open(message, tuple(sites), kept)
+        self.wake()
+        return task
+
+    def close(self, task: Open) -> None:
+        """No answer to it is taken any more, and its payload goes. Idempotent."""
+        self._open.pop(task.message.task, None)
+        if task.kept is not None:
+            self.objects.let_go(task.kept)
+
+    def finish(self) -> None:
+        """The workflow has ended: sites are told."""
+        self.finished = True
+        self.wake()
+
+    # -- what a site does
+
+    def next_for(self, site: str) -> tm.Task | None:
+        """The oldest task that the site has not answered: the same again until it has."""
+        return next((task.message for task in self._open.values() if site in task.missing), None)
+
+    def is_taken(self, task_id: str, site: str, key: str) -> bool:
+        """Whether this very answer was taken before.
+
+        Raises:
+            Conflict: another one was. TicketClosed: the task is over, or was not the site's.
+        """
+        before = self._taken.get((task_id, site))
+        if before is not None:
+            if before != key:
+                raise Conflict(f"Site {site} has answered task {task_id[:8]} already.", "Ask for the next task.")
+            return True
+        task = self._open.get(task_id)
+        if task is None or site not in task.sites:
+            name = f"{task.message.name!r} ({task_id[:8]})" if task else task_id[:8]
+            raise TicketClosed(
+                f"Task {name} is not open for site {site}: it is over, or was never its own.",
+                "Ask for the next task; this answer is not used.",
+            )
+        return False
+
+    def put(self, task_id: str, answer: Answer) -> None:
+        """Take an answer to a task; one that comes again, or too late, is closed.
+
+        Raises:
+            Conflict, TicketClosed: as `is_taken`.
+        """
+        try:
+            if self.is_taken(task_id, answer.site, answer.key):
+                answer.close()
+                return
+        except BaseException:
+            answer.close()
+            raise
+        self._open[task_id].answers[answer.site] = answer
+        self._taken[task_id, answer.site] = answer.key
+        while len(self._taken) > REMEMBERED:
+            del self._taken[next(iter(self._taken))]
+        self.wake()
+
+
+def key_of(message: tm.TaskAnswer) -> str:
+    """What names an answer."""
+    if message.body is not None and message.body.object is not None:
+        return message.body.object.object
+    return message.model_dump_json()
+
+
+def check_plain(text: str) -> None:
+    """Refuse a text that is no payload, before it is taken.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    read_plain(text)
+
+
+def read_contents(fd: int, extent: Extent, what: str) -> Contents:
+    """What the head of an answer says; in a thread.
+
+    Raises:
+        BadRequest: it is no object. PartCorrupt: the file is cut off.
+    """
+    head = os.pread(fd, extent.head_bytes, 0)
+    if len(head) != extent.head_bytes:
+        raise PartCorrupt(f"{what} is cut off in its head.", "Send the answer again.")
+    return Contents.read(head, extent, what)
+
+
+def key_to(kept: Kept, secret: str) -> tm.ObjectKey:
+    """What a site needs to pull an object from this server."""
+    expires_at = int(max(kept.expires_at, time.time()))
+    return tm.ObjectKey(object=kept.object, secret=secret, digest=kept.digest, expires_at=min(expires_at, 10**12 - 1))

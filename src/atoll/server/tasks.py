@@ -1,0 +1,72 @@
+"""The operations on tasks: a site asks for its next one, and answers it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+
+from atoll.errors import AtollError, BadRequest, Conflict
+from atoll.server.desk import Answer, check_plain, key_of, read_contents
+from atoll.server.roster import Lease
+from atoll.server.run import Run
+from atoll.wire import task_messages as tm
+
+
+class TaskHandlers:
+    """The operations on tasks of the server that serves `run`."""
+
+    run: Run
+
+    async def request_task(self, lease: Lease, message: tm.TaskRequest) -> tm.TaskReply:
+        desk = self.run.desk
+        desk.require_workflow()
+        until_s = time.monotonic() + message.wait_s
+        while True:
+            task = desk.next_for(lease.site)
+            if task is not None:
+                return tm.TaskReply(status="task", task=task)
+            if desk.finished:
+                return tm.TaskReply(status="finished")
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return tm.TaskReply(status="wait")
+            await self.run.changed(left_s)
+            self.run.require_lease(str(lease))  # it may have been lost meanwhile: another process has its task then
+
+    async def answer_task(self, lease: Lease, task: str, message: tm.TaskAnswer) -> None:
+        desk, site, key = self.run.desk, lease.site, key_of(message)
+        desk.require_workflow()
+        body = message.body
+        try:
+            if (body is None) == (message.error is None):
+                raise BadRequest("An answer has a payload or an error.", "Use the same Atoll version on both sides.")
+            if desk.is_taken(task, site, key):
+                return
+            if body is None:
+                desk.put(task, Answer(site, key, error=message.error or "it gave no reason"))
+            elif body.object is None:
+                text = body.plain or ""
+                check_plain(text)
+                desk.put(task, Answer(site, key, text=text))
+            else:
+                desk.put(task, await self._collected(site, key, body.object, f"The answer of site {site}"))
+        except AtollError:
+            if body is not None and body.object is not None:
+                with contextlib.suppress(AtollError):  # it was taken, or never came
+                    self.run.objects.remove(body.object.object, body.object.secret)
+            raise
+
+    async def _collected(self, site: str, key: str, given: tm.ObjectKey, what: str) -> Answer:
+        """An answer that has come as an object, which is no one else's from now on."""
+        kept, fd = self.run.objects.take(given.object, given.secret)
+        try:
+            if kept.digest != given.digest:
+                raise Conflict(f"{what} is another object than its digest says.", "Send the answer again.")
+            loop = asyncio.get_running_loop()
+            contents = await loop.run_in_executor(self.run.io, read_contents, fd, kept.extent, what)
+        except BaseException:
+            os.close(fd)
+            raise
+        return Answer(site, key, contents=contents, fd=fd)

@@ -1,0 +1,377 @@
+"""Workflows: a function of the user's that sends tasks to the sites and collects results, in a thread of the server.
+
+    def main(controller):
+        model = {"w": torch.zeros(10)}
+        for _ in range(3):
+            results = controller.broadcast("train", model, min_responses=2, timeout_s=600)
+            model = {"w": sum(result.payload["w"] for result in results) / len(results)}
+
+A server that is started again begins the function again from its beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from atoll import registry
+from atoll.config import Settings
+from atoll.errors import ConfigError, RunFailed, StoreError, UsageError
+from atoll.posix import read_at
+from atoll.server.desk import Answer, Open, key_to
+from atoll.server.run import Run
+from atoll.store.objects import Kept
+from atoll.store.slots import disk_error
+from atoll.tensors.lazy import Handle, LazyTensor
+from atoll.tensors.objects import write_object
+from atoll.wire import task_messages as tm
+from atoll.wire.tasks import Way, read_plain, way_of
+
+LOG = logging.getLogger("atoll.server")
+T = TypeVar("T")
+
+PART_BYTES = 8 * 2**20
+"""Of a payload that is streamed: what is checked, and sent again, alone."""
+SAY_S = 30.0
+"""How long sites are awaited before the log says so."""
+
+Function = Callable[["Controller"], Any]
+
+
+class ServerStops(BaseException):
+    """Ends a workflow's thread when its server stops; no error, so that no `except Exception` goes on after it."""
+
+
+class Result:
+    """What a site answered.
+
+    Attributes:
+        site: its name.
+        task: the task's name.
+        error: what the site failed with; empty where it did not.
+    """
+
+    def __init__(self, task: str, answer: Answer) -> None:
+        self.site, self.task, self.error = answer.site, task, answer.error
+        self._text, self._contents = answer.text, answer.contents
+        self._lazy: dict[str, LazyTensor] = {}
+        self._loaded: list[Any] = []
+        if answer.contents is not None:
+            fd, answer.fd = answer.fd, -1
+            handle = Handle(lambda offset, memory: _read(fd, memory, offset), lambda: os.close(fd))
+            segments = answer.contents.layout.by_name
+            self._lazy = {name: LazyTensor(handle, segment, None) for name, segment in segments.items()}
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a payload."""
+        return not self.error
+
+    @property
+    def payload(self) -> Any:
+        """What the site sent, with the same structure; its tensors are loaded when it is first asked for.
+
+        Raises:
+            RunFailed: the site failed.
+        """
+        if not self._loaded:
+            self._loaded.append(self._tree({name: lazy.resolve() for name, lazy in self._lazy.items()}))
+            self._lazy = {}  # the file goes here
+        return self._loaded[0]
+
+    def _tree(self, tensors: dict[str, Any]) -> Any:
+        if self.error:
+            raise RunFailed(
+                f"Site {self.site} failed at task {self.task!r}: {self.error}", "Look at its log; skip results not ok."
+            )
+        if self._contents is None:
+            return read_plain(self._text or "")
+        return self._contents.tree(tensors)
+
+    def __repr__(self) -> str:
+        return f"Result(site={self.site!r}, task={self.task!r}{f', error={self.error!r}' if self.error else ''})"
+
+
+def _read(fd: int, memory: memoryview, offset: int) -> None:
+    try:
+        read_at(fd, memory, offset)
+    except EOFError as error:
+        raise StoreError(f"The file of a result was cut off: {error}.") from None
+
+
+class Controller:
+    """What a workflow is given: it sends tasks and collects what sites answer. For the workflow's thread."""
+
+    def __init__(self, run: Run, loop: asyncio.AbstractEventLoop) -> None:
+        self._run, self._loop = run, loop
+        self._lock, self._stopped = threading.Lock(), False
+        self._asked: concurrent.futures.Future[Any] | None = None
+        self._warned: set[str] = set()
+
+    def sites(self, at_least: int = 0, *, timeout_s: float | None = None) -> list[str]:
+        """The sites that take part at this moment, in the order of their names.
+
+        Args:
+            at_least: wait until so many do.
+            timeout_s: for so long at most; None: for ever.
+
+        Raises:
+            RunFailed: they did not come in time.
+        """
+
+        async def wait() -> list[str]:
+            deadline_s = _deadline(timeout_s)
+            while len(there := self._run.desk.alive()) < at_least:
+                if time.monotonic() >= deadline_s:
+                    names = ", ".join(there) or "none"
+                    raise RunFailed(
+                        f"{len(there)} of {at_least} sites joined within {timeout_s:g} s: {names}.",
+                        "Start the others, or wait longer.",
+                    )
+                await self._run.changed(min(deadline_s - time.monotonic(), 1.0))
+            return there
+
+        return self._ask(wait())
+
+    def broadcast(
+        self,
+        task: str,
+        payload: Any = None,
+        *,
+        sites: Sequence[str] | None = None,
+        min_responses: int | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Result]:
+        """Send a task to several sites and collect what they answer.
+
+        It waits until every site has answered: with a payload, or with the error that its handler raised.
+
+        Args:
+            task: its name: `train`, `validate`, `submit_model`, or one of your own.
+            payload: nested dicts, lists and tuples with tensors, arrays and plain values. It is written once for all.
+            sites: their names; by default all that take part when it is sent, at least `min_responses` of them.
+            min_responses: payloads that suffice where the sites that are missing are dead or have left, and without
+                which this is an error. None: a site that is gone is waited for, and whatever has come is returned.
+            timeout_s: seconds after which nothing more is waited for; None: for ever.
+
+        Returns:
+            A result for each site that answered, in the order of their names.
+
+        Raises:
+            RunFailed: fewer than `min_responses` payloads came; who failed or is missing is named.
+            UsageError: the payload cannot travel, or the name is none.
+        """
+        chosen = sorted(set(sites)) if sites is not None else self.sites(min_responses or 1, timeout_s=timeout_s)
+        _require_name(task)
+        if min_responses is not None and min_responses > len(chosen):
+            raise UsageError(
+                f"min_responses is {min_responses}, but task {task!r} goes to {len(chosen)} sites.",
+                "Ask for fewer, or send it to more.",
+            )
+        streamed = task in self._run.settings.stream_tasks
+        way = way_of(task, payload, streamed=streamed)
+        if way.warning and task not in self._warned:
+            self._warned.add(task)
+            LOG.warning("%s", way.warning)
+        draft = None if way.plain is not None else self._write(payload, way)
+        del payload
+        answers = self._ask(self._collect(task, chosen, way, draft, min_responses, timeout_s))
+        return [Result(task, answer) for answer in sorted(answers, key=lambda answer: answer.site)]
+
+    def send(self, site: str, task: str, payload: Any = None, *, timeout_s: float | None = None) -> Result:
+        """Send a task to one site, as `broadcast`.
+
+        Raises:
+            RunFailed: it did not answer in time.
+        """
+        results = self.broadcast(task, payload, sites=[site], timeout_s=timeout_s)
+        if not results:
+            raise RunFailed(f"Site {site} did not answer task {task!r} within {timeout_s:g} s.", "Look at its log.")
+        return results[0]
+
+    # -- inside
+
+    def _write(self, payload: Any, way: Way) -> _Draft:
+        """Put a payload on disk."""
+        objects = self._run.objects
+        object_id, fd = objects.draft()
+        try:
+            extent, digests = write_object(payload, fd, PART_BYTES)
+        except OSError as error:
+            objects.discard(object_id)
+            raise disk_error(error, self._run.settings.state_dir) from error
+        except BaseException:
+            objects.discard(object_id)
+            raise
+        finally:
+            os.close(fd)
+        return lambda: objects.hold(object_id, extent, digests, inline=way.inline), lambda: objects.discard(object_id)
+
+    async def _collect(
+        self,
+        name: str,
+        sites: Sequence[str],
+        way: Way,
+        draft: _Draft | None,
+        min_responses: int | None,
+        timeout_s: float | None,
+    ) -> list[Answer]:
+        desk = self._run.desk
+        body, kept = tm.Body(plain=way.plain), None
+        if draft is not None:
+            hold, discard = draft
+            try:
+                kept, secret = hold()
+            except BaseException:
+                discard()
+                raise
+            body = tm.Body(object=key_to(kept, secret))
+        desk.counts[way.kind] += 1
+        task = desk.open(name, sites, body, name in self._run.settings.stream_tasks, kept)
+        try:
+            await self._answered(task, min_responses, timeout_s)
+            if min_responses is not None and task.good < min_responses:
+                raise RunFailed(
+                    f"Task {name!r} got {task.good} of {min_responses} answers: {_lacking(task)}.",
+                    "Look at the logs of these sites.",
+                )
+            return list(task.answers.values())
+        except BaseException:
+            for answer in task.answers.values():
+                answer.close()
+            raise
+        finally:
+            desk.close(task)
+
+    async def _answered(self, task: Open, min_responses: int | None, timeout_s: float | None) -> None:
+        deadline_s, say_s = _deadline(timeout_s), time.monotonic() + SAY_S
+        while missing := task.missing:
+            alive, now_s = self._run.desk.alive(), time.monotonic()
+            enough = min_responses is not None and task.good >= min_responses
+            if now_s >= deadline_s or (enough and not any(site in alive for site in missing)):
+                return
+            if now_s >= say_s:
+                say_s = now_s + 10 * SAY_S
+                LOG.info("task %r waits for %s", task.message.name, ", ".join(missing))
+            await self._run.changed(min(deadline_s - now_s, 1.0))
+
+    def _ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do it on the server's loop.
+
+        Raises:
+            ServerStops: the server ends.
+        """
+        with self._lock:
+            if self._stopped:
+                work.close()
+                raise ServerStops
+            asked = self._asked = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            result: T = asked.result()
+            return result
+        except concurrent.futures.CancelledError:
+            raise ServerStops from None
+
+    def stop(self) -> None:
+        """End what the workflow waits for, and refuse the rest."""
+        with self._lock:
+            self._stopped = True
+            if self._asked is not None:
+                self._asked.cancel()
+
+
+_Draft = tuple[Callable[[], tuple[Kept, str]], Callable[[], None]]
+"""What lets a payload on disk be read, and what removes it."""
+
+
+class Workflow:
+    """The thread of a user's function; its end is the run's.
+
+    Raises:
+        ConfigError: the settings name no function.
+    """
+
+    def __init__(self, settings: Settings, given: Function | None) -> None:
+        self._name = str(settings.workflow or getattr(given, "__name__", "workflow"))
+        found = given if given is not None else registry.load_attribute(self._name)
+        if not callable(found):
+            raise ConfigError(
+                f"workflow {self._name!r} is a {type(found).__name__}.", "Name a function of one argument."
+            )
+        self._function: Function = found
+
+    def start(self, run: Run) -> None:
+        """Begin the function, from its beginning; called on the server's event loop."""
+        self._run, self._loop = run, asyncio.get_running_loop()
+        self._controller = Controller(run, self._loop)
+        run.desk.active = True
+        threading.Thread(target=self._main, args=(self._controller,), name="atoll-workflow", daemon=True).start()
+
+    def stop(self) -> None:
+        """Let go of the function: what it asks from now on ends it."""
+        self._controller.stop()
+
+    def _main(self, controller: Controller) -> None:
+        end: Callable[[], None] = self._finish
+        try:
+            self._function(controller)
+        except ServerStops:
+            return
+        except Exception as error:
+            LOG.error("the workflow %s failed", self._name, exc_info=error)
+            failed = RunFailed(
+                f"The workflow {self._name} failed: {type(error).__name__}: {error}",
+                "The traceback is in the log; a start of the server begins it again.",
+            )
+            end = lambda: self._run.fail(failed)  # noqa: E731
+        try:
+            self._loop.call_soon_threadsafe(end)
+        except RuntimeError:  # the server has ended meanwhile
+            LOG.debug("the workflow %s outlived its server", self._name)
+
+    def _finish(self) -> None:
+        LOG.info("the workflow %s has ended", self._name)
+        self._run.desk.finish()
+        self._run.finished.set()
+
+
+def wanted(settings: Settings, given: Function | None) -> bool:
+    """Whether a server runs a workflow in place of rounds.
+
+    Raises:
+        UsageError: two are named. ConfigError: it has rounds, too.
+    """
+    if given is not None and settings.workflow is not None:
+        raise UsageError("Server got a workflow, and its settings name another.", "Give one of them.")
+    if given is not None and settings.rounds:
+        raise ConfigError(
+            f"A workflow is given, and rounds is {settings.rounds}: a run has a workflow or rounds.",
+            "Leave rounds out; the run is finished when the workflow returns.",
+        )
+    return given is not None or settings.workflow is not None
+
+
+def _lacking(task: Open) -> str:
+    failed = [f"{site} failed: {answer.error}" for site, answer in sorted(task.answers.items()) if answer.error]
+    return "; ".join([*failed, *(f"{site} did not answer" for site in task.missing)])
+
+
+def _deadline(timeout_s: float | None) -> float:
+    return float("inf") if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _require_name(task: str) -> None:
+    try:
+        TypeAdapter(tm.TaskName).validate_python(task)
+    except ValidationError:
+        raise UsageError(
+            f"{task!r} is not the name of a task.", "Use 1 to 64 letters, digits, dots, hyphens and underscores."
+        ) from None

@@ -1,0 +1,43 @@
+"""A site as a process: argv is the server and the site's name."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import atoll
+
+with atoll.tasks(sys.argv[1], sys.argv[2]) as worker:
+
+    @worker.task("echo")
+    def echo(payload: Any) -> Any:
+        return payload
+
+    @worker.task("train")
+    def train(payload: Any) -> Any:
+        return {"w": payload["w"] + len(worker.site), "site": worker.site}
+
+    @worker.task("validate")
+    def validate(payload: Any) -> Any:
+        if worker.site == "b":
+            raise ValueError("no data here")
+        return {"accuracy": float(payload["w"].sum())}
+
+    @worker.task("submit_model")
+    def submit_model(payload: Any) -> Any:
+        return {"ref": payload["ref"], "kind": type(payload["ref"]).__name__}
+
+    @worker.task("hang")
+    def hang(payload: Any) -> Any:
+        """Stand still until killed, except where a file says that this process is the next."""
+        marker = Path(f"{worker.site}.hung")
+        if marker.exists():
+            return {"again": True, "w": payload["w"]}
+        marker.touch()
+        while True:
+            signal.pause()
+
+    worker.run()
+    print("ended", flush=True)

@@ -1,0 +1,365 @@
+"""A workflow at the server, handlers in worker processes: what is sent comes back, whatever becomes of a site."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import atoll
+from atoll.errors import AuthError, BadRequest, ConfigError, Conflict, RunFailed, UsageError
+from atoll.tensors.reference import TensorRef
+from atoll.testing.processes import Nursery, Process, wait_until
+from atoll.transport.client import Http
+from atoll.wire import routes
+from atoll.wire import task_messages as tm
+from atoll.wire.tasks import PLAIN_BYTES, way_of
+from atoll.worker.connection import Connection
+
+SCRIPT = Path(__file__).with_name("task_process.py")
+
+TREE = {
+    "model": {"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(3, dtype=torch.bfloat16)},
+    "list": [torch.tensor([True, False]), (np.arange(4, dtype=np.int16), b"\x00\xff", None)],
+    "number": 0.5,
+    "name": "task",
+}
+
+
+def serve(folder: Path, workflow: Callable[[Any], None], **options: Any) -> atoll.Server:
+    return atoll.Server(workflow=workflow, state_dir=folder / "state", **{"port": 0, **options})
+
+
+def site(nursery: Nursery, folder: Path, server: atoll.Server, name: str) -> Process:
+    return nursery.start(str(SCRIPT), server.url, name, cwd=folder)
+
+
+@contextmanager
+def connected(url: str, name: str) -> Iterator[Http]:
+    """The requests of a site, by hand."""
+    connection = Connection(url, name, labels=None, max_retries=3)
+    connection.join(3)
+    try:
+        yield connection.http
+    finally:
+        connection.leave()
+
+
+def objects(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "state" / "objects").glob("*"))
+
+
+def same(one: Any, other: Any) -> bool:
+    """The same kinds, dtypes, shapes and values."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    return bool(one == other)
+
+
+@pytest.mark.covers("T1", "T4", "T7", "T9", "T11", "T14")
+@pytest.mark.parametrize("stream", [(), ("echo",)], ids=["inline", "streamed"])
+def test_a_payload_comes_back_as_it_was_sent_and_leaves_nothing(
+    nursery: Nursery, tmp_path: Path, stream: tuple[str, ...]
+) -> None:
+    """5 payloads go out: 1 tree with tensors, 3 plain ones, and a text that is an object though it has no tensors."""
+    came: dict[str, Any] = {}
+    long = "x" * (PLAIN_BYTES + 1)
+
+    def main(controller: Any) -> None:
+        came["sites"] = controller.sites(2, timeout_s=30)
+        came["tree"] = controller.broadcast("echo", TREE, min_responses=2, timeout_s=30)
+        came["tree"] = [(result.site, result.payload) for result in came["tree"]]
+        came["plain"] = [controller.send("a", "echo", value, timeout_s=30).payload for value in (None, 0.1, [b"b", ()])]
+        came["long"] = controller.send("b", "echo", long, timeout_s=30).payload
+        came["objects"] = objects(tmp_path)
+
+    with serve(tmp_path, main, stream_tasks=stream) as server:
+        workers = [site(nursery, tmp_path, server, name) for name in "ab"]
+        assert server.wait(60)
+        server.run()
+        counts = server.status().tasks
+    assert [worker.wait() for worker in workers] == [0, 0]
+    assert came["sites"] == ["a", "b"]
+    assert [name for name, _ in came["tree"]] == ["a", "b"]
+    assert all(same(TREE, payload) for _, payload in came["tree"])
+    assert same(came["plain"], [None, 0.1, [b"b", ()]])
+    assert came["long"] == long
+    assert came["objects"] == []
+    streamed = {"streamed": 1, "inline": 1, "skipped": 3}
+    assert counts == (streamed if stream else {"streamed": 0, "inline": 2, "skipped": 3})
+
+
+@pytest.mark.covers("T9", "T14")
+def test_a_handler_that_raises_is_a_result_that_names_it_and_the_others_go_on(nursery: Nursery, tmp_path: Path) -> None:
+    """validate fails at b; w is 1 + len(site) = 2, so the sum of 3 is 6 at a. Nobody has a handler for `unknown`."""
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        (trained, _) = controller.broadcast("train", {"w": torch.ones(3)}, min_responses=2, timeout_s=30)
+        came["validated"] = controller.broadcast("validate", trained.payload, min_responses=1, timeout_s=30)
+        came["unknown"] = controller.send("a", "unknown", timeout_s=30).error
+        try:
+            controller.broadcast("validate", trained.payload, min_responses=2, timeout_s=30)
+        except RunFailed as error:
+            came["refused"] = str(error)
+
+    with serve(tmp_path, main) as server:
+        workers = [site(nursery, tmp_path, server, name) for name in "ab"]
+        assert server.wait(60)
+        server.run()
+    assert [worker.wait() for worker in workers] == [0, 0]
+    good, bad = came["validated"]
+    assert good.ok
+    assert good.payload == {"accuracy": 6.0}
+    assert not bad.ok
+    with pytest.raises(RunFailed, match="Site b failed at task 'validate': ValueError: no data here"):
+        bad.payload  # noqa: B018
+    assert (
+        came["unknown"] == "there is no handler for task 'unknown', only for echo, hang, submit_model, train, validate"
+    )
+    assert "got 1 of 2 answers: b failed: ValueError: no data here" in came["refused"]
+    assert objects(tmp_path) == []
+
+
+@pytest.mark.covers("T14", "T7")
+@pytest.mark.parametrize("stream", [(), ("hang",)], ids=["inline", "streamed"])
+def test_a_site_that_is_killed_gets_its_open_task_again(
+    nursery: Nursery, tmp_path: Path, stream: tuple[str, ...]
+) -> None:
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        came["payload"] = controller.send("a", "hang", {"w": torch.arange(3)}, timeout_s=60).payload
+
+    with serve(tmp_path, main, stream_tasks=stream) as server:
+        first = site(nursery, tmp_path, server, "a")
+        wait_until((tmp_path / "a.hung").exists, "the task at the site")
+        first.kill()
+        assert len(objects(tmp_path)) == 1  # the task's payload, for who comes back
+        second = site(nursery, tmp_path, server, "a")
+        assert server.wait(60)
+        server.run()
+    assert second.wait() == 0
+    assert same(came["payload"], {"again": True, "w": torch.arange(3)})
+    assert objects(tmp_path) == []
+
+
+@pytest.mark.covers("T14")
+def test_a_dead_site_is_missing_and_min_responses_decides(nursery: Nursery, tmp_path: Path) -> None:
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        controller.sites(2, timeout_s=30)
+        try:  # it stands still until it is killed
+            controller.send("b", "hang", {"w": torch.ones(1)}, timeout_s=0.5)
+        except RunFailed as error:
+            came["late"] = str(error)
+        results = controller.broadcast("train", {"w": torch.ones(1)}, min_responses=1)
+        came["sites"] = [result.site for result in results]
+
+    with serve(tmp_path, main, heartbeat_interval_s=0.5, heartbeat_timeout_s=2.0) as server:
+        alive = site(nursery, tmp_path, server, "a")
+        dying = site(nursery, tmp_path, server, "b")
+        wait_until((tmp_path / "b.hung").exists, "the task at the site")
+        dying.kill()
+        assert server.wait(60)
+        server.run()
+    assert alive.wait() == 0
+    assert came == {"late": "Site b did not answer task 'hang' within 0.5 s. Look at its log.", "sites": ["a"]}
+
+
+@pytest.mark.covers("T7", "T14")
+def test_a_late_answer_is_refused_and_nothing_of_it_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    over, come = threading.Event(), threading.Event()
+
+    def main(controller: Any) -> None:
+        assert controller.broadcast("train", {"w": torch.ones(2)}, timeout_s=0.5) == []
+        over.set()
+        assert come.wait(30)
+
+    with serve(tmp_path, main) as server, atoll.tasks(server.url, "a") as worker:
+        for task in worker.tasks():
+            assert task.name == "train"
+            assert over.wait(30)
+            with caplog.at_level(logging.WARNING, "atoll"):
+                assert task.answer({"w": task.payload["w"] * 2}) is False
+            assert objects(tmp_path) == []
+            come.set()
+        assert "is not open for site a: it is over" in caplog.text
+
+
+@pytest.mark.covers("T12")
+def test_a_reference_in_a_payload_is_not_followed(nursery: Nursery, tmp_path: Path) -> None:
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        with atoll.Publisher() as publisher:
+            ref = publisher.publish({"w": torch.arange(5)})
+            result = controller.send("a", "submit_model", {"ref": ref}, timeout_s=30)
+            came.update(result.payload, same=result.payload["ref"] == ref)
+            came["w"] = atoll.fetch(came["ref"])["w"]
+
+    with serve(tmp_path, main) as server:
+        worker = site(nursery, tmp_path, server, "a")
+        server_objects = objects(tmp_path)
+        assert server.wait(60)
+        server.run()
+    assert worker.wait() == 0
+    assert server_objects == []
+    assert came["kind"] == "TensorRef"
+    assert came["same"]
+    assert torch.equal(came["w"], torch.arange(5))
+
+
+@pytest.mark.covers("T14")
+def test_a_server_that_is_started_again_begins_its_workflow_again(nursery: Nursery, tmp_path: Path) -> None:
+    begun: list[int] = []
+    sent = threading.Event()
+
+    def main(controller: Any) -> None:
+        begun.append(len(begun) + 1)
+        if len(begun) == 1:
+            controller.send("a", "hang", {"w": torch.ones(1)})
+        sent.set()
+
+    server = serve(tmp_path, main).start()
+    first = site(nursery, tmp_path, server, "a")
+    wait_until((tmp_path / "a.hung").exists, "the task at the site")
+    first.kill()
+    server.stop()
+    assert not sent.is_set()  # what it waited for ended it
+    assert objects(tmp_path) == []
+    with serve(tmp_path, main) as again:
+        assert again.wait(30)
+        assert sent.is_set()
+    assert begun == [1, 2]
+
+
+@pytest.mark.covers("T14")
+def test_a_workflow_that_raises_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    def main(_: Any) -> None:
+        raise KeyError("w")
+
+    with serve(tmp_path, main) as server, pytest.raises(RunFailed, match="The workflow main failed: KeyError: 'w'"):
+        server.run()
+
+
+@pytest.mark.covers("T14")
+def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a run has a workflow or rounds"):
+        serve(tmp_path, print, rounds=2)
+    with pytest.raises(ConfigError, match="a run has a workflow or rounds"):
+        atoll.Settings.build({"workflow": "flow.py:main", "rounds": 2})
+    over = threading.Event()
+    with serve(tmp_path / "one", lambda _: over.wait(30) or None) as server:
+        with (
+            atoll.Client(server.url, "a", folder=tmp_path) as client,
+            pytest.raises(ConfigError, match=r"atoll\.tasks"),
+        ):
+            client.next_round()
+        over.set()
+    rounds = atoll.Server(torch.nn.Linear(1, 1), algorithm="fedavg", port=0, state_dir=tmp_path / "two")
+    with rounds as server, atoll.tasks(server.url, "a") as worker:
+        with pytest.raises(ConfigError, match=r"atoll\.join"):
+            next(worker.tasks())
+        with pytest.raises(UsageError, match="has no handler"):
+            worker.run()
+
+
+@pytest.mark.covers("T14")
+def test_sites_outlive_a_restart_and_get_the_new_tasks(nursery: Nursery, tmp_path: Path) -> None:
+    came: dict[str, Any] = {}
+    answered = threading.Event()
+
+    def before(controller: Any) -> None:
+        came["before"] = controller.send("a", "echo", 1, timeout_s=30).payload
+        answered.set()
+        controller.send("nobody", "echo")  # until the server stops
+
+    def after(controller: Any) -> None:
+        came["after"] = controller.send("a", "train", {"w": torch.ones(2)}, timeout_s=30).payload
+
+    server = serve(tmp_path, before).start()
+    worker = site(nursery, tmp_path, server, "a")
+    assert answered.wait(30)
+    server.stop()
+    with serve(tmp_path, after, port=server.port) as again:
+        assert again.wait(60)
+        again.run()
+    assert worker.wait() == 0
+    assert same(came, {"before": 1, "after": {"w": torch.full((2,), 2.0), "site": "a"}})
+
+
+@pytest.mark.covers("T4", "T11")
+def test_how_a_payload_travels_and_what_is_warned_of() -> None:
+    """Inline are 16 MiB, of which 1 MiB is for the head: 15 MiB of tensors and their text are one byte too many."""
+    fits, large = torch.empty(15 * 2**20 - 1000, dtype=torch.uint8), torch.empty(15 * 2**20, dtype=torch.uint8)
+    found = {
+        case: way_of("t", payload, streamed=streamed)
+        for case, payload, streamed in (
+            ("small", [fits], False),
+            ("large", [large], False),
+            ("streamed", [fits], True),
+            ("nothing", {"lr": 0.1}, True),
+            ("plain", {"lr": 0.1}, False),
+        )
+    }
+    assert {case: way.kind for case, way in found.items()} == {
+        "small": "inline",
+        "large": "streamed",
+        "streamed": "streamed",
+        "nothing": "skipped",
+        "plain": "skipped",
+    }
+    warned = {case: way.warning for case, way in found.items() if way.warning}
+    assert list(warned) == ["large", "nothing"]
+    assert "too many to go inline: it is streamed" in warned["large"]
+    assert "has no tensors: it goes inline" in warned["nothing"]
+
+
+@pytest.mark.covers("T7", "T14")
+def test_a_site_cannot_end_the_payload_that_others_still_need(tmp_path: Path) -> None:
+    """Nor hand it in as its own answer. Its answer is then refused, and the next one is taken."""
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        came["error"] = controller.send("a", "train", {"w": torch.ones(2)}, timeout_s=30).error
+
+    with serve(tmp_path, main) as server, connected(server.url, "a") as http:
+        reply = http.post(routes.TASKS, tm.TaskRequest(wait_s=20.0), tm.TaskReply)
+        assert reply.task is not None
+        key, answer = reply.task.body.object, routes.TASK_ANSWER.format(task=reply.task.task)
+        assert key is not None
+        place = ("127.0.0.1", server.port, False)
+        ref = TensorRef(*place, key.object, key.secret, key.digest, key.expires_at)
+        with pytest.raises(AuthError, match="is the server's own"):
+            atoll.withdraw(ref)
+        with pytest.raises(AuthError, match="is the server's own"):
+            http.send(answer, tm.TaskAnswer(body=tm.Body(object=key)))
+        with pytest.raises(BadRequest, match="a payload or an error"):
+            http.send(answer, tm.TaskAnswer())
+        with pytest.raises(BadRequest, match="no JSON"):
+            http.send(answer, tm.TaskAnswer(body=tm.Body(plain="{")))
+        assert torch.equal(atoll.fetch(ref)["w"], torch.ones(2))
+        for _ in range(2):  # the acknowledgement was lost: the same is taken once
+            http.send(answer, tm.TaskAnswer(error="no"))
+        with pytest.raises(Conflict, match="has answered"):
+            http.send(answer, tm.TaskAnswer(error="another"))
+        assert server.wait(30)
+    assert came == {"error": "no"}
+    assert objects(tmp_path) == []
