@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,12 @@ from atoll.tensors.arrays import Arrays, as_tensor
 from atoll.tensors.chunks import run_of
 from atoll.tensors.schema import CONTROL_PREFIX
 from atoll.worker.border import border
-from atoll.worker.controls import OwnControls
 from atoll.worker.correction import Correction, Proximal
 from atoll.worker.correction import Scaffold as Corrected
 from atoll.worker.update import Runs
+
+if TYPE_CHECKING:
+    from atoll.worker.controls import OwnControls
 
 Shapes = Mapping[str, tuple[int, ...]]
 
