@@ -135,15 +135,12 @@ def test_a_whole_model_is_refused_by_a_run_of_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.covers("S17")
-@pytest.mark.parametrize(
-    "algorithm",
-    ["scaffold", pytest.param("diloco", marks=pytest.mark.skip(reason="stood still once under load; cause not known"))],
-)
+@pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
 def test_the_trainer_callback_sends_the_adapter_alone(tmp_path: Path, algorithm: str) -> None:
     models = {"a": with_adapter(seed=7), "b": with_adapter(seed=8)}
     records = [{"x": torch.randn(4), "target": torch.ones(3)} for _ in range(8)]
 
-    def site(url: str, name: str) -> None:
+    def trainer(url: str, name: str) -> transformers.Trainer:
         args = transformers.TrainingArguments(
             output_dir=str(tmp_path / "out" / name),
             per_device_train_batch_size=4,
@@ -156,12 +153,14 @@ def test_the_trainer_callback_sends_the_adapter_alone(tmp_path: Path, algorithm:
             remove_unused_columns=False,
         )
         callback = AtollCallback(url, name, sync_every=2, module=adapter(models[name]), folder=tmp_path / name)
-        transformers.Trainer(model=models[name], args=args, train_dataset=records, callbacks=[callback]).train()
+        return transformers.Trainer(model=models[name], args=args, train_dataset=records, callbacks=[callback])
 
     options: dict[str, Any] = {"algorithm": algorithm, "num_workers": 2, "rounds": 3, "sync_every": 2}
     start = adapter(with_adapter())
     with atoll.Server(start, port=0, state_dir=tmp_path / "state", min_free_bytes=0, **options) as server:
-        both(server, site)
+        # both are built before one trains: TrainingArguments clears the state that all Accelerators of a process share
+        trainers = {name: trainer(server.url, name) for name in models}
+        both(server, lambda _, name: trainers[name].train())
     ends = [adapter(model).state_dict() for model in models.values()]
     with safe_open(server.exports / "model.safetensors", framework="pt") as file:
         assert set(file.keys()) == NAMES

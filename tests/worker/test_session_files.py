@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import atoll
 from atoll.errors import LeaseLost, UsageError
 from atoll.tensors.modules import named_tensors
+from atoll.transport.client import Http
 from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.files import Outbox
@@ -116,12 +117,12 @@ def test_a_request_that_is_late_under_an_old_lease_of_ones_own_ends_nobody(
 ) -> None:
     """Guards against taking it for that of a process whose place another one has taken: that would end this one."""
     session = Session(server.url, "a", folder=tmp_path / "w")
-    old = session.http.lease
-    session.rejoin(old)
-    new, session.http.lease = session.http.lease, old
+    late = Http(server.url)
+    late.lease = session.http.lease
+    session.rejoin(late.lease)
     with pytest.raises(LeaseLost):
-        session.http.post(routes.HEARTBEAT, messages.Heartbeat(), messages.HeartbeatReply)
-    session.http.lease = new
+        late.post(routes.HEARTBEAT, messages.Heartbeat(), messages.HeartbeatReply)
+    late.close()
     session.http.post(routes.HEARTBEAT, messages.Heartbeat(), messages.HeartbeatReply)
     session.leave()
 

@@ -85,7 +85,8 @@ def run_until_finished(settings: Settings) -> None:
         LOG.info("%s", _summary(server, time.monotonic() - begin))
         server.run()  # stays for workers that have not taken the result yet
     except (KeyboardInterrupt, Terminated) as asked:
-        if so_far and server.wait(0):  # it was started, and is finished
+        server.stop()
+        if server.finished:
             LOG.info("stopping; who has not taken the result yet gets it when the same command is started again")
             return
         LOG.info("stopping; the same command goes on from where the run is%s", so_far)

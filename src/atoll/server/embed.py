@@ -157,6 +157,11 @@ class Server:
         """Folder of `model.safetensors` and `metrics.jsonl`."""
         return self.settings.save_dir or self.settings.state_dir / "exports"
 
+    @property
+    def finished(self) -> bool:
+        """Whether the run is finished, and its result exported."""
+        return self._error is None and self._run is not None and self._run.finished.is_set()
+
     def status(self) -> messages.Status:
         """All there is to know at this moment; after the end, what there was to know then."""
         if self._last_status is not None:
