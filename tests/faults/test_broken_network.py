@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,8 @@ DIGEST_BYTES = 32
 DATA = "GET /v1/fragments/0/versions/0/[0-9a-f]{64} "
 GETS = 2
 """Six parts over one connection, which has two turns at least: three in each."""
+PUTS = [0, 3]
+"""The first parts of what goes up together."""
 
 
 def one_round(folder: Path, server: atoll.Server, url: str) -> tuple[int, int]:
@@ -66,7 +69,20 @@ def proxy(server: atoll.Server) -> Iterator[Proxy]:
 
 
 def parts_sent(proxy: Proxy) -> list[int]:
+    """The first part of every request for parts."""
     return [int(line.split("/parts/")[1].split()[0]) for line in proxy.requests if "/parts/" in line]
+
+
+def in_part(index: int, at: int) -> int:
+    """Byte `at` of a part in the body of the request that brings it with the parts before it."""
+    return at + sum(part.nbytes + DIGEST_BYTES for part in UPDATE.parts[:index])
+
+
+def recorded(server: atoll.Server, parts: set[int]) -> None:
+    """Wait until the server's journal has them."""
+    assert server._run is not None
+    store = server._run.store
+    wait_until(lambda: parts <= store.parts(1).keys(), f"parts {parts} in the journal")
 
 
 PLACES = [0, 1, LENGTH - 1, LENGTH + 1, LENGTH + DIGEST_BYTES - 1]
@@ -81,10 +97,12 @@ PLACES = [0, 1, LENGTH - 1, LENGTH + 1, LENGTH + DIGEST_BYTES - 1]
 def test_an_upload_that_breaks_is_sent_again_from_that_part(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, undisturbed: Result, at: int, action: str
 ) -> None:
-    proxy.faults.append(Fault("PUT .*/parts/2 ", "up", at=at, action=action))
+    """It is the last of the three parts of a request."""
+    wait = partial(recorded, server, {0, 1})
+    proxy.faults.append(Fault("PUT .*/parts/0 ", "up", at=in_part(2, at), action=action, wait=wait))
     up, _ = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
-    assert parts_sent(proxy) == [0, 1, 2, 2, 3, 4, 5]
+    assert sorted(parts_sent(proxy)) == [0, 2, 3]
     assert UPDATE.nbytes <= up <= UPDATE.nbytes + LENGTH
     assert Result(tmp_path).bits == undisturbed.bits
 
@@ -119,11 +137,23 @@ def test_a_download_that_breaks_is_fetched_again_from_that_part(
 def test_a_part_that_was_damaged_on_its_way_up_is_refused_and_sent_again(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, undisturbed: Result, at: int
 ) -> None:
-    proxy.faults.append(Fault("PUT .*/parts/2 ", "up", at=at, action="flip"))
+    proxy.faults.append(Fault("PUT .*/parts/0 ", "up", at=in_part(2, at), action="flip"))
     up, _ = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
-    assert parts_sent(proxy) == [0, 1, 2, 2, 3, 4, 5]
+    assert sorted(parts_sent(proxy)) == [0, 2, 3]
     assert up == UPDATE.nbytes + LENGTH
+    assert Result(tmp_path).bits == undisturbed.bits
+
+
+@pytest.mark.covers("F16")
+def test_what_follows_a_damaged_part_in_its_request_is_sent_again_with_it(
+    tmp_path: Path, server: atoll.Server, proxy: Proxy, undisturbed: Result
+) -> None:
+    """Part 1 of 0, 1 and 2: the first is in, the last was never looked at."""
+    proxy.faults.append(Fault("PUT .*/parts/0 ", "up", at=in_part(1, 7), action="flip"))
+    up, _ = one_round(tmp_path, server, proxy.url)
+    assert sorted(parts_sent(proxy)) == [0, 1, 3]
+    assert up == UPDATE.nbytes + 2 * LENGTH
     assert Result(tmp_path).bits == undisturbed.bits
 
 
@@ -141,7 +171,7 @@ def test_a_part_that_was_damaged_on_its_way_down_is_fetched_again(
 
 
 @pytest.mark.parametrize(
-    "request_line", ["POST .*/complete ", "PUT .*/parts/5 ", "POST /v1/tickets ", "POST /v1/workers "]
+    "request_line", ["POST .*/complete ", "PUT .*/parts/3 ", "POST /v1/tickets ", "POST /v1/workers "]
 )
 @pytest.mark.covers("F17")
 def test_a_lost_acknowledgement_is_asked_for_again_and_counts_once(
@@ -150,7 +180,7 @@ def test_a_lost_acknowledgement_is_asked_for_again_and_counts_once(
     proxy.faults.append(Fault(request_line, "down", at=BEFORE_HEADER, action="reset"))
     one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
-    assert proxy.count("PUT .*/parts/0 ") == 1
+    assert parts_sent(proxy) == PUTS
     result = Result(tmp_path)
     assert result.bits == undisturbed.bits
     assert result.counted() == [("a", 1)]

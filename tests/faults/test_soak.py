@@ -31,7 +31,7 @@ WORKER_PLACES = {
     "pull.part": 4,
     "pull.done": 1,
     "outbox.seal": 1,
-    "push.part": 4,
+    "push.part": 2,
     "worker.acknowledged": 1,
 }
 

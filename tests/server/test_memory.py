@@ -37,7 +37,7 @@ def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
     """A spy around the receive path: torch makes nothing meanwhile, and Python holds at most a few runs of bytes."""
     made: list[str] = []
     peak_bytes: list[int] = []
-    receive = host.receive_part
+    receive = host.Incoming.part
     receiving = threading.local()
 
     async def spied(*arguments: Any, **options: Any) -> bytes:
@@ -62,7 +62,7 @@ def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
 
     for name in ("frombuffer", "from_numpy", "empty", "zeros", "tensor"):
         forbid(name)
-    monkeypatch.setattr("atoll.server.uploads.receive_part", spied)
+    monkeypatch.setattr(host.Incoming, "part", spied)
     model = nn.Linear(4000, 2000, bias=False)  # 32 MB: two parts
     options: dict[str, Any] = {"algorithm": "fedavg", "rounds": 1, "connections": 1}
     with atoll.Server(model, port=0, state_dir=tmp_path / "state", **options) as server:

@@ -23,7 +23,7 @@ from atoll.transport.client import Http
 from atoll.wire import messages, routes
 from atoll.worker.session import Session
 
-PART_BYTES = 2**16
+PART_BYTES, DIGEST_BYTES = 2**16, routes.DIGEST_BYTES
 
 
 @pytest.fixture
@@ -74,6 +74,24 @@ def test_a_site_sends_only_so_many_parts_at_once(server: atoll.Server, tmp_path:
     session.leave()
 
 
+@pytest.mark.parametrize("nbytes", [1, PART_BYTES, 2 * PART_BYTES + DIGEST_BYTES, 5 * (PART_BYTES + DIGEST_BYTES)])
+def test_a_request_brings_whole_parts_and_not_too_many(server: atoll.Server, tmp_path: Path, nbytes: int) -> None:
+    """The update has six; the last length is five whole ones, where four may go together."""
+    session = Session(server.url, "a", folder=tmp_path / "w")
+    granted = session.next_ticket().ticket
+    assert granted is not None
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20.0) as raw:
+        raw.sendall(
+            f"PUT {routes.PART.format(ticket=granted.ticket, part=0)} HTTP/1.1\r\nHost: x\r\n"
+            f"{routes.LEASE_HEADER}: {session.http.lease}\r\nContent-Length: {nbytes}\r\n\r\n".encode()
+        )
+        told = raw.recv(2**16)
+    assert told.startswith(b"HTTP/1.1 400 ")
+    message = json.loads(told.partition(b"\r\n\r\n")[2])["message"]
+    assert f"a Content-Length of {nbytes}, not {PART_BYTES + DIGEST_BYTES}" in message
+    session.leave()
+
+
 @pytest.mark.covers("D1")
 def test_little_is_held_of_a_body_that_nobody_reads(server: atoll.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against buffers that are large for every request, since those of parts under TLS have to be."""
@@ -113,11 +131,11 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
     """And what is held for each of them keeps to it."""
     monkeypatch.setattr(host, "WIDE", wide)
     limits: set[int] = set()
-    receive = host.receive_part
+    receive = host.Incoming.part
 
-    async def spied(request: web.Request, *arguments: Any, **options: Any) -> bytes:
-        digest = await receive(request, *arguments, **options)
-        limits.add(request.content.get_read_buffer_limits()[1])
+    async def spied(incoming: host.Incoming, sink: host.PartSink) -> bytes:
+        digest = await receive(incoming, sink)
+        limits.add(incoming.request.content.get_read_buffer_limits()[1])
         return digest
 
     written: set[int] = set()
@@ -127,7 +145,7 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
         written.add(len(data))
         await write(response, data)
 
-    monkeypatch.setattr("atoll.server.uploads.receive_part", spied)
+    monkeypatch.setattr(host.Incoming, "part", spied)
     monkeypatch.setattr(web.StreamResponse, "write", spied_write)
     authority = trustme.CA()
     cert = authority.issue_cert("localhost")

@@ -18,7 +18,7 @@ from blake3 import blake3
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.transport import bypass
 from atoll.transport.bypass import Bypass, Fill, bypass_of
-from atoll.transport.host import receive_part, serve_file
+from atoll.transport.host import Incoming, serve_file
 from atoll.transport.sockets import SLICE_S, Idle
 
 PATH = b"/v1/tickets/7/parts/3"
@@ -120,9 +120,8 @@ class Host:
     async def receive(self, request: web.Request) -> bytes:
         sink = Sink(self.part_bytes, self.run_bytes)
         self.sinks.append(sink)
-        return await receive_part(
-            request, sink, self.part_bytes, pool=self.pool, idle_timeout_s=self.idle_s, on_bytes=lambda _: None
-        )
+        incoming = Incoming(request, pool=self.pool, idle_timeout_s=self.idle_s, on_bytes=lambda _: None)
+        return await incoming.part(sink)
 
 
 async def keep(request: web.Request, host: Host) -> web.StreamResponse:
@@ -356,12 +355,15 @@ def test_a_sink_that_fails_within_a_part_leaves_the_connection_usable(tmp_path: 
         front = bypass_of(request)
         assert front is not None
 
-        def take(fill: Fill) -> None:
-            if fill(memoryview(bytearray(1000))):
-                raise Full
+        class Failing:
+            complete = False
+
+            def take(self, fill: Fill) -> None:
+                if fill(memoryview(bytearray(1000))):
+                    raise Full
 
         with Idle(request, 30.0, lambda _: None) as idle, contextlib.suppress(Full):
-            await front.receive(take, host.pool, idle)
+            await front.receive(Failing(), host.pool, idle)
         return web.Response(status=507, text="full")
 
     host = Host(tmp_path, fail)

@@ -153,7 +153,7 @@ def push_all(parts: Parts, fd: int) -> None:
 
 
 def push_while_written(parts: Parts, fd: int) -> None:
-    with parts.pushing(path_of, fd) as pushing:
+    with parts.pushing(path_of, fd, 1, lambda _: ()) as pushing:
         for part in LAYOUT.parts:
             pushing.add(part, bytes(32))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -19,6 +21,7 @@ from atoll.tensors.schema import TensorSpec
 from atoll.testing.processes import wait_until
 from atoll.transport.client import Http
 from atoll.transport.parts import PART_ATTEMPTS, Parts
+from atoll.transport.pushing import Pushing
 from atoll.wire import messages
 
 PARTS = 6
@@ -88,6 +91,10 @@ class Writer:
         os.pwrite(self.fd, content, part.start)
         return blake3(content).digest()
 
+    def pushing(self, **more: Any) -> contextlib.AbstractContextManager[Pushing]:
+        """For so few parts that each goes alone."""
+        return self.parts.pushing(path_of, self.fd, 1, lambda _: (), **more)
+
     def close(self) -> None:
         self.parts.close()
         self.http.close()
@@ -114,7 +121,7 @@ def body_of(part: Part) -> bytes:
 def test_a_part_arrives_before_the_next_one_is_written(tmp_path: Path, receiver: Receiver, connections: int) -> None:
     writer = Writer(tmp_path, receiver.url, connections)
     told: list[int] = []
-    with writer.parts.pushing(path_of, writer.fd, on_bytes=told.append) as pushing:
+    with writer.pushing(on_bytes=told.append) as pushing:
         for part in LAYOUT.parts:
             pushing.add(part, writer.write(part))
             wait_until(functools.partial(pushing.sent.issuperset, [part.index]), f"the arrival of part {part.index}")
@@ -127,7 +134,7 @@ def test_a_part_arrives_before_the_next_one_is_written(tmp_path: Path, receiver:
 
 def test_adding_never_waits_and_leaving_waits_for_what_was_added(writer: Writer, receiver: Receiver) -> None:
     receiver.open.clear()
-    with writer.parts.pushing(path_of, writer.fd) as pushing:
+    with writer.pushing() as pushing:
         for part in LAYOUT.parts:
             pushing.add(part, writer.write(part))
         assert pushing.sent == set()
@@ -137,7 +144,7 @@ def test_adding_never_waits_and_leaving_waits_for_what_was_added(writer: Writer,
 
 def test_an_error_ends_the_sending_and_is_kept_not_raised(writer: Writer, receiver: Receiver) -> None:
     receiver.answers = {2: [TicketClosed("The round is over.")]}
-    with writer.parts.pushing(path_of, writer.fd) as pushing:
+    with writer.pushing() as pushing:
         for part in LAYOUT.parts[:4]:  # over one connection: 3 is in the queue, or not even that, when 2 fails
             pushing.add(part, writer.write(part))
         wait_until(lambda: pushing.error is not None, "an error")
@@ -151,7 +158,7 @@ def test_an_error_ends_the_sending_and_is_kept_not_raised(writer: Writer, receiv
 
 def test_a_part_that_arrives_damaged_is_sent_again_alone(writer: Writer, receiver: Receiver) -> None:
     receiver.answers = {1: [PartCorrupt("damaged")] * (PART_ATTEMPTS - 1)}
-    with writer.parts.pushing(path_of, writer.fd) as pushing:
+    with writer.pushing() as pushing:
         for part in LAYOUT.parts:
             pushing.add(part, writer.write(part))
     assert pushing.error is None
@@ -163,7 +170,7 @@ def test_a_part_that_arrives_damaged_is_sent_again_alone(writer: Writer, receive
 
 def test_damage_that_lasts_ends_the_sending(writer: Writer, receiver: Receiver) -> None:
     receiver.answers = {0: [PartCorrupt("damaged")] * PART_ATTEMPTS}
-    with writer.parts.pushing(path_of, writer.fd) as pushing:
+    with writer.pushing() as pushing:
         for part in LAYOUT.parts:
             pushing.add(part, writer.write(part))
     assert isinstance(pushing.error, PartCorrupt)
@@ -176,7 +183,7 @@ def test_who_fails_to_write_the_rest_sends_no_more_of_it(writer: Writer, receive
     used = []
 
     def interrupted() -> None:
-        with writer.parts.pushing(path_of, writer.fd) as pushing:
+        with writer.pushing() as pushing:
             used.append(pushing)
             for part in LAYOUT.parts[:3]:
                 pushing.add(part, writer.write(part))

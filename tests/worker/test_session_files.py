@@ -161,6 +161,6 @@ def test_a_part_of_other_bytes_at_the_server_is_not_taken_for_ours(server: atoll
     digests = [bytes.fromhex(text) for text in note.part_digests]
     path = routes.PART.format(ticket=ticket.ticket, part=0)
     session.parts.push(lambda _: path, session.outbox.fd, session.outbox.layout.parts, digests)
-    assert session.parts_at_server(ticket.ticket, note.part_digests) == {0}
-    assert session.parts_at_server(ticket.ticket, ["0" * 64]) == set()
+    assert session.parts_at_server(ticket.ticket, dict(enumerate(digests))) == {0}
+    assert session.parts_at_server(ticket.ticket, {0: bytes(32)}) == set()
     session.leave()

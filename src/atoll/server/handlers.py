@@ -33,7 +33,7 @@ from atoll.server.status import status_of, why
 from atoll.server.tasks import TaskHandlers
 from atoll.server.uploads import Uploads
 from atoll.store.rows import TicketRow
-from atoll.transport.host import require_length, serve_file
+from atoll.transport.host import parts_within, serve_file
 from atoll.wire import messages, routes
 
 LOG = logging.getLogger("atoll.server")
@@ -234,16 +234,19 @@ class Handlers(ObjectHandlers, TaskHandlers):
                 "Cut it as the ticket's layout says.",
             )
         self._require_open(lease, ticket)
-        require_length(request, layout.parts[part].nbytes)
+        following = layout.parts[part : part + routes.PARTS_AT_ONCE]
+        count = parts_within(request, [each.nbytes for each in following])
         self.require_space()
-        async with self._uploads.received(request, lease.site, ticket, layout.parts[part]) as (writer, stats):
-            self._require_open(lease, ticket)
-            if stats.bad is not None:
-                self._refuse(lease, ticket, stats.bad)
-            failpoint("part.received")
-            self.store.record_part(ticket, part, stats.digest, stats.sumsq, writer)
-        self.run.apply(ev.WorkerSeen(lease.site, lease.number))
-        return messages.PartReceipt(ticket=ticket, part=part, digest=stats.digest.hex())
+        incoming = self._uploads.incoming(request, lease.site)
+        for each in following[:count]:
+            async with self._uploads.received(incoming, lease.site, ticket, each) as (writer, stats):
+                self._require_open(lease, ticket)
+                if stats.bad is not None:
+                    self._refuse(lease, ticket, stats.bad)
+                failpoint("part.received")
+                self.store.record_part(ticket, each.index, stats.digest, stats.sumsq, writer)
+            self.run.apply(ev.WorkerSeen(lease.site, lease.number))
+        return messages.PartReceipt(ticket=ticket, part=each.index, digest=stats.digest.hex())
 
     def _require_open(self, lease: Lease, ticket: int) -> None:
         refusal = machine.may_submit(self.run.state, lease.site, lease.number, ticket)

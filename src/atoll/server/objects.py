@@ -20,7 +20,7 @@ from atoll.store.objects import Kept
 from atoll.tensors.layout import Part
 from atoll.tensors.objects import Extent
 from atoll.transport.bypass import Fill
-from atoll.transport.host import receive_part, require_length, serve_file
+from atoll.transport.host import Incoming, parts_within, serve_file
 from atoll.transport.sockets import break_off
 from atoll.wire import messages, routes
 
@@ -70,17 +70,16 @@ class ObjectHandlers(ABC):
         if part >= kept.extent.count:
             raise BadRequest(f"Object {object[:8]} has no part {part}; it has {kept.extent.count}.")
         wanted = kept.extent.part(part)
-        require_length(request, wanted.nbytes)
+        parts_within(request, [wanted.nbytes])
         self.require_space()
         async with self._arrival(kept, wanted, request) as arrival:
-            sent = await receive_part(
+            incoming = Incoming(
                 request,
-                arrival,
-                wanted.nbytes,
                 pool=self.run.io,
                 idle_timeout_s=self.run.settings.idle_timeout_s,
                 on_bytes=lambda count: self._count_up(kept, count),
             )
+            sent = await incoming.part(arrival)
             if arrival.hasher.digest() != sent:
                 raise PartCorrupt(f"Part {part} of object {object[:8]} arrived damaged.", "Send this part again.")
             if kept.gone.is_set():

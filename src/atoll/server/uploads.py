@@ -14,7 +14,7 @@ from atoll.errors import Busy, PartCorrupt
 from atoll.server.run import Run
 from atoll.store.spool import PartWriter
 from atoll.tensors.layout import Part
-from atoll.transport.host import receive_part
+from atoll.transport.host import Incoming
 from atoll.transport.sockets import break_off
 
 PARTS_PER_CONNECTION = 4
@@ -29,9 +29,18 @@ class Uploads:
         self._inspection = Inspection(run.plan.update, run.plan.codecs)
         self._under_way: dict[tuple[int, int], tuple[str, web.Request]] = {}
 
+    def incoming(self, request: web.Request, site: str) -> Incoming:
+        """The parts that a request of a site brings."""
+        return Incoming(
+            request,
+            pool=self._run.io,
+            idle_timeout_s=self._run.settings.idle_timeout_s,
+            on_bytes=lambda count: self._count(site, count),
+        )
+
     @asynccontextmanager
     async def received(
-        self, request: web.Request, site: str, ticket: int, part: Part
+        self, incoming: Incoming, site: str, ticket: int, part: Part
     ) -> AsyncIterator[tuple[PartWriter, PartStats]]:
         """A part, once all of it is there; on leaving, it is given up unless it was recorded.
 
@@ -42,7 +51,7 @@ class Uploads:
             PartCorrupt: it arrived damaged.
             Busy: the site sends more at once than anybody has a reason to; each takes memory here.
         """
-        key = (ticket, part.index)
+        key, request = (ticket, part.index), incoming.request
         if key in self._under_way:
             break_off(self._under_way[key][1])
         else:
@@ -54,7 +63,7 @@ class Uploads:
                 self._run.io, spool.begin_part, part.index
             )
             try:
-                yield writer, await self._receive(request, site, part, writer, spool.fd)
+                yield writer, await self._receive(incoming, part, writer, spool.fd)
             finally:
                 writer.abandon()
         finally:
@@ -69,21 +78,12 @@ class Uploads:
             busy.retry_after_s = 1.0
             raise busy
 
-    async def _receive(self, request: web.Request, site: str, part: Part, writer: PartWriter, fd: int) -> PartStats:
-        run = self._run
-
+    async def _receive(self, incoming: Incoming, part: Part, writer: PartWriter, fd: int) -> PartStats:
         def read(room: memoryview, offset: int) -> None:
             read_at(fd, room, offset)
 
         with self._inspection.begin(part, writer.write, read) as inspector:
-            digest = await receive_part(
-                request,
-                inspector,
-                part.nbytes,
-                pool=run.io,
-                idle_timeout_s=run.settings.idle_timeout_s,
-                on_bytes=lambda count: self._count(site, count),
-            )
+            digest = await incoming.part(inspector)
             stats = inspector.stats()
         writer.close()
         if stats.digest != digest:

@@ -16,7 +16,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -36,6 +36,7 @@ class Fault:
         action: `reset` (RST to both sides), `close` (an orderly end to both), `stall` (the connection stays and moves
             nothing more), `flip` (the lowest bit of byte `at`; the message goes on).
         reached: set when it happens.
+        wait: called before it happens, when the bytes before it are on their way; may wait for what becomes of them.
     """
 
     request: str
@@ -43,6 +44,7 @@ class Fault:
     at: int
     action: Literal["reset", "close", "stall", "flip"]
     reached: threading.Event = field(default_factory=threading.Event)
+    wait: Callable[[], None] = lambda: None
 
 
 class Broken(Exception):
@@ -227,6 +229,7 @@ class _Link:
             fault.reached.set()
             return
         target.sendall(piece[:index])
+        fault.wait()
         fault.reached.set()
         if fault.action == "stall":
             self._stay()

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from aiohttp import web
 
@@ -30,9 +30,6 @@ from atoll.wire import routes
 
 Fill = Callable[[memoryview], int]
 """Fills memory from its start, and returns how many bytes it brought; 0: no more for now."""
-
-Take = Callable[[Fill], None]
-"""Has memory filled until there is no more for now, or until it has all it wants."""
 
 HEAD_S = 10.0
 """How long a peer may take for the head of a request."""
@@ -47,6 +44,19 @@ _NOT_PLAIN = frozenset(
     {b"transfer-encoding", b"upgrade", b"expect", b"connection", b"te", b"trailer", b"content-encoding"}
 )
 """Headers that may change where a request ends, what comes after it, or what its body is."""
+
+
+class Body(Protocol):
+    """Where bytes of a request go."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has all it wants."""
+        ...
+
+    def take(self, fill: Fill) -> None:
+        """Have memory filled until there is no more for now, or until it is complete."""
+        ...
 
 
 class Bypass(asyncio.Protocol):
@@ -188,14 +198,14 @@ class Bypass(asyncio.Protocol):
 
     @property
     def body_bytes(self) -> int:
-        """Of the part whose body is held back; 0 where none is."""
+        """Not received yet, of the body that is held back; 0 where none is."""
         return self._body_left
 
-    async def receive(self, take: Take, pool: Executor, idle: Idle) -> None:
-        """Receive the whole body that is held back.
+    async def receive(self, body: Body, pool: Executor, idle: Idle) -> None:
+        """Receive of the body that is held back until `body` is complete, or there is no more.
 
         Args:
-            take: called in a thread of `pool`, as often as it takes.
+            body: takes it in threads of `pool`.
             idle: told that bytes have moved.
 
         Raises:
@@ -203,8 +213,8 @@ class Bypass(asyncio.Protocol):
         """
         with self._socket() as sock:
             idle.on_end = lambda: shut(sock)
-            while before := self._body_left:
-                await in_thread(pool, lambda: take(self._filler(sock)))
+            while not body.complete and (before := self._body_left):
+                await in_thread(pool, lambda: body.take(self._filler(sock)))
                 if not idle.add(before - self._body_left):
                     await ready(sock, writable=False)
 

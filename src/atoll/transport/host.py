@@ -11,7 +11,8 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import Protocol
@@ -178,29 +179,52 @@ async def _write(
     return True
 
 
-async def receive_part(
-    request: web.Request,
-    sink: PartSink,
-    nbytes: int,
-    *,
-    pool: Executor,
-    idle_timeout_s: float,
-    on_bytes: Callable[[int], None],
-) -> bytes:
-    """Give a part's bytes to `sink`, in order and in a thread of `pool`; returns the BLAKE3 that followed them.
+class Incoming:
+    """The body of a request that brings parts, one behind the other.
 
-    Raises:
-        BadRequest: the Content-Length is not that of the part and its digest.
-        ConnectionError: no byte came for the idle timeout, or the other side went away.
+    Args:
+        pool: whose threads take what comes.
+        on_bytes: told what came.
     """
-    require_length(request, nbytes)
-    body, bypass = _Body(sink), bypass_of(request)
-    with Idle(request, idle_timeout_s, on_bytes) as idle:
-        if bypass is not None and bypass.body_bytes:
-            await bypass.receive(body.take, pool, idle)
-        else:
-            await _read(request, body, pool, idle)
-    return bytes(body.digest)
+
+    def __init__(
+        self, request: web.Request, *, pool: Executor, idle_timeout_s: float, on_bytes: Callable[[int], None]
+    ) -> None:
+        self.request = request
+        self._pool, self._idle_timeout_s, self._on_bytes = pool, idle_timeout_s, on_bytes
+        self._chunks = _Chunks()
+        self._left_bytes = request.content_length or 0
+
+    async def part(self, sink: PartSink) -> bytes:
+        """Give the next part's bytes to `sink`, in order and in a thread; returns the BLAKE3 that followed them.
+
+        Raises:
+            BadRequest: the body ends early.
+            ConnectionError: no byte came for the idle timeout, or the other side went away.
+        """
+        body, bypass = _Body(sink), bypass_of(self.request)
+        with Idle(self.request, self._idle_timeout_s, self._on_bytes) as idle:
+            if bypass is not None and bypass.body_bytes:
+                await bypass.receive(body, self._pool, idle)
+            else:
+                await self._read(body, idle)
+        return bytes(body.digest)
+
+    async def _read(self, body: _Body, idle: Idle) -> None:
+        """Receive through aiohttp."""
+        loop, content = asyncio.get_running_loop(), self.request.content
+        with _runs.taken() as run_bytes:
+            content.set_read_chunk_size(run_bytes // 2)
+            if self._chunks.nbytes:
+                await loop.run_in_executor(self._pool, body.take, self._chunks.fill)
+            while not body.complete:
+                data, _ = await content.readchunk()  # as it came; readany would copy runs together
+                if not data:
+                    raise BadRequest("The body ended before the part did.", "Send the part again.")
+                self._left_bytes -= idle.add(len(data))
+                self._chunks.add(data)
+                if self._chunks.nbytes >= run_bytes or self._left_bytes == 0:
+                    await loop.run_in_executor(self._pool, body.take, self._chunks.fill)
 
 
 class PartSink(Protocol):
@@ -236,49 +260,50 @@ class _Body:
         return self._sink.complete and not self._digest_left
 
 
-async def _read(request: web.Request, body: _Body, pool: Executor, idle: Idle) -> None:
-    """Receive through aiohttp."""
-    loop = asyncio.get_running_loop()
-    held: list[bytes] = []
-    held_bytes, left = 0, request.content_length or 0
-    with _runs.taken() as run_bytes:
-        request.content.set_read_chunk_size(run_bytes // 2)
-        while not body.complete:
-            data, _ = await request.content.readchunk()  # as it came; readany would copy runs together
-            if not data:
-                raise BadRequest("The body ended before the part did.", "Send the part again.")
-            left -= idle.add(len(data))
-            held.append(data)
-            held_bytes += len(data)
-            if held_bytes >= run_bytes or left == 0:
-                await loop.run_in_executor(pool, body.take, _copier(held))
-                held, held_bytes = [], 0
+class _Chunks:
+    """What came through aiohttp and is not taken yet."""
 
+    def __init__(self) -> None:
+        self._waiting: deque[memoryview] = deque()
+        self.nbytes = 0
 
-def _copier(chunks: list[bytes]) -> Fill:
-    """Fills memory from chunks, one after the other."""
-    rest, views = memoryview(b""), (memoryview(chunk) for chunk in chunks)
+    def add(self, chunk: bytes) -> None:
+        self._waiting.append(memoryview(chunk))
+        self.nbytes += len(chunk)
 
-    def fill(room: memoryview) -> int:
-        nonlocal rest
-        rest = rest or next(views, rest)
+    def fill(self, room: memoryview) -> int:
+        """Fill memory from the first of them; returns how many bytes it brought."""
+        if not self._waiting:
+            return 0
+        rest = self._waiting.popleft()
         count = min(len(room), len(rest))
         room[:count] = rest[:count]
-        rest = rest[count:]
+        if count < len(rest):
+            self._waiting.appendleft(rest[count:])
+        self.nbytes -= count
         return count
 
-    return fill
 
+def parts_within(request: web.Request, sizes: Sequence[int]) -> int:
+    """How many parts a request brings, by its Content-Length.
 
-def require_length(request: web.Request, nbytes: int) -> None:
-    """Refuse a part of another size before a byte of it is read."""
-    expected, bypass = nbytes + DIGEST_BYTES, bypass_of(request)
+    Args:
+        sizes: bytes of the part that the request names, and of those behind it that may come along.
+
+    Raises:
+        BadRequest: it brings something else; no byte of it was read.
+    """
+    bypass = bypass_of(request)
     told = (bypass.body_bytes if bypass else 0) or request.content_length
-    if told != expected:
-        raise BadRequest(
-            f"The part has a Content-Length of {told}, not {expected} ({nbytes} and its digest).",
-            "Cut the update as the ticket's layout says.",
-        )
+    left = told or 0
+    for count, nbytes in enumerate(sizes, 1):
+        left -= nbytes + DIGEST_BYTES
+        if left == 0:
+            return count
+    raise BadRequest(
+        f"The part has a Content-Length of {told}, not {sizes[0] + DIGEST_BYTES} ({sizes[0]} and its digest).",
+        "Cut it as its layout says; parts that follow it may come along, whole and each with its digest.",
+    )
 
 
 def _read_cached(fd: int, scratch: memoryview, offset: int) -> memoryview | None:

@@ -11,7 +11,7 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from urllib3.util.wait import wait_for_read
@@ -58,28 +58,29 @@ class Lane:
         path: str,
         headers: Mapping[str, str],
         fd: int,
-        start: int,
-        stop: int,
-        trailer: bytes,
+        spans: Sequence[tuple[int, int, bytes]],
         on_bytes: Callable[[int], None],
     ) -> tuple[int, bytes]:
-        """PUT the bytes [start, stop) of a file and then `trailer`; returns status and body of the answer.
+        """PUT spans of a file; returns status and body of the answer.
 
         Args:
             fd: of the file; it must stay open until this returns.
+            spans: (start, stop, trailer): the bytes [start, stop) of the file, and then `trailer`.
             on_bytes: told what was sent, every few MiB; what it raises ends the request.
         """
         connection = self._ready()
         connection.putrequest("PUT", path, skip_accept_encoding=True)
-        for name, value in {**headers, "Content-Length": str(stop - start + len(trailer))}.items():
+        nbytes = sum(stop - start + len(trailer) for start, stop, trailer in spans)
+        for name, value in {**headers, "Content-Length": str(nbytes)}.items():
             connection.putheader(name, value)
         try:
             connection.endheaders()
-            for offset in range(start, stop, CHUNK_BYTES):
-                nbytes = min(CHUNK_BYTES, stop - offset)
-                self._send(fd, offset, nbytes)
-                on_bytes(nbytes)
-            connection.sock.sendall(trailer)
+            for start, stop, trailer in spans:
+                for offset in range(start, stop, CHUNK_BYTES):
+                    count = min(CHUNK_BYTES, stop - offset)
+                    self._send(fd, offset, count)
+                    on_bytes(count)
+                connection.sock.sendall(trailer)
         except (BrokenPipeError, ConnectionResetError):
             # it may have said why before it stopped listening
             return self._answer()

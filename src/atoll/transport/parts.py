@@ -24,11 +24,10 @@ from atoll.transport.client import Http, network_error, problem_of
 from atoll.transport.crew import Crew, crew
 from atoll.transport.descriptor import Descriptor
 from atoll.transport.lane import Lane
+from atoll.transport.pushing import Digests, Look, Pushing, Recorded, lacking
+from atoll.wire import routes
 
 PART_ATTEMPTS = 4
-PULLED_AT_ONCE = 4
-"""Parts that follow each other and are asked for in one request, at most: each request costs the server 1 ms."""
-
 _NETWORK_ERRORS = (OSError, http.client.HTTPException)
 
 Work = Callable[[Lane, list[Part]], None]
@@ -47,34 +46,6 @@ class Memory(Sink, Protocol):
     def room(self, offset: int, nbytes: int) -> memoryview | None:
         """Where at most `nbytes` of the file belong from `offset` on, in whole elements; None: `write` them."""
         ...
-
-
-class Pushing:
-    """Parts on their way while the file is still being written. `Parts.pushing` gives it.
-
-    Attributes:
-        sent: indices of the parts that the server has.
-        error: what ended the sending; None while nothing has.
-        ended: nothing more is sent once it is set.
-    """
-
-    def __init__(self, crew: Crew, send: Callable[[Part, bytes], bool]) -> None:
-        self.sent: set[int] = set()
-        self.error: BaseException | None = None
-        self.ended = crew.ended
-        self._crew, self._do = crew, send
-
-    def add(self, part: Part, digest: bytes) -> None:
-        """`part` is in the file and will not change; `digest` is its BLAKE3."""
-        if not self.ended.is_set():
-            self._crew.submit(self._send, part, digest)
-
-    def _send(self, part: Part, digest: bytes) -> None:
-        try:
-            if self._do(part, digest):
-                self.sent.add(part.index)
-        except BaseException as error:  # whoever asks finds it in `error`
-            self.error = self.error or error
 
 
 class Parts:
@@ -211,39 +182,58 @@ class Parts:
         path_of: Callable[[int], str],
         fd: int,
         parts: Sequence[Part],
-        digests: Sequence[bytes],
+        digests: Digests,
         *,
         on_bytes: Callable[[int], None] | None = None,
+        recorded: Recorded | None = None,
     ) -> None:
-        """Send parts of the file `fd`, each followed by its BLAKE3; one that arrives damaged is sent again, alone.
+        """Send parts of the file `fd`, each followed by its BLAKE3; what did not arrive is sent again.
 
         The file must not change before the server has said that it has all of it.
+
+        Args:
+            recorded: where it can be asked, parts that follow each other go in one request; one that fails is followed
+                by the question, and only what the server lacks is sent again. None: each goes alone.
         """
         with _copy_of(fd) as file:
             self._spread(
-                lambda lane, todo: self._send(lane, path_of, file, todo, digests[todo[0].index], on_bytes),
-                [[part] for part in parts],
+                lambda lane, todo: self._send(lane, path_of, file, todo, digests, on_bytes),
+                self._runs(parts) if recorded else [[part] for part in parts],
+                lacking(recorded, digests),
             )
 
     @contextmanager
     def pushing(
-        self, path_of: Callable[[int], str], fd: int, *, on_bytes: Callable[[int], None] | None = None
+        self,
+        path_of: Callable[[int], str],
+        fd: int,
+        count: int,
+        recorded: Recorded,
+        *,
+        on_bytes: Callable[[int], None] | None = None,
     ) -> Iterator[Pushing]:
-        """Send parts of the file `fd` while it is still being written: each when it is added, which never waits.
+        """Send parts of the file `fd` while it is still being written; to add one never waits.
 
         What fails is not raised: it ends the sending, and `Pushing.error` has it. On leaving, what was added is sent;
         left by an exception, nothing more is.
+
+        Args:
+            count: parts that will be added.
+            recorded: as for `push`.
         """
         with _copy_of(fd) as file, crew(self._connections) as hands:
 
-            def send(part: Part, digest: bytes) -> bool:
+            def send(run: list[Part], digests: dict[int, bytes]) -> bool:
                 return self._attempt(
-                    lambda lane, todo: self._send(lane, path_of, file, todo, digest, on_bytes),
-                    [part],
+                    lambda lane, todo: self._send(lane, path_of, file, todo, digests, on_bytes),
+                    run,
                     hands,
+                    lacking(recorded, digests),
                 )
 
-            yield Pushing(hands, send)
+            pushing = Pushing(hands, send, self._at_once(count))
+            yield pushing
+            pushing.flush()
 
     def _send(
         self,
@@ -251,7 +241,7 @@ class Parts:
         path_of: Callable[[int], str],
         file: Descriptor,
         todo: list[Part],
-        digest: bytes,
+        digests: Digests,
         on_bytes: Callable[[int], None] | None,
     ) -> None:
         def sent(count: int) -> None:
@@ -259,18 +249,22 @@ class Parts:
             if on_bytes:
                 on_bytes(count)
 
-        (part,) = todo
+        spans = [(part.start, part.stop, digests[part.index]) for part in todo]
         headers = self._http.headers({"Content-Type": "application/octet-stream"})
         with file.used() as fd:
-            status, body = lane.put(path_of(part.index), headers, fd, part.start, part.stop, digest, sent)
+            status, body = lane.put(path_of(todo[0].index), headers, fd, spans, sent)
         if status >= 300:
             raise problem_of(status, body)
         failpoint("push.part")
         todo.clear()
 
+    def _at_once(self, count: int) -> int:
+        """Parts of one request, out of so many; so few that every connection has its turn twice."""
+        return max(1, min(routes.PARTS_AT_ONCE, count // (2 * self._connections)))
+
     def _runs(self, parts: Sequence[Part]) -> list[list[Part]]:
-        """Parts that follow each other in the file, together; so few that every connection has its turn twice."""
-        most = max(1, min(PULLED_AT_ONCE, len(parts) // (2 * self._connections)))
+        """Parts that follow each other in the file, together."""
+        most = self._at_once(len(parts))
         runs: list[list[Part]] = []
         for part in parts:
             if runs and runs[-1][-1].stop == part.start and len(runs[-1]) < most:
@@ -279,14 +273,14 @@ class Parts:
                 runs.append([part])
         return runs
 
-    def _spread(self, work: Work, runs: Sequence[list[Part]]) -> None:
+    def _spread(self, work: Work, runs: Sequence[list[Part]], look: Look | None = None) -> None:
         """Run `work` for all parts over the connections; the first lasting failure ends it, and is raised."""
         with crew(max(1, min(self._connections, len(runs)))) as hands, self._breakable(hands):
             if len(runs) <= 1:
                 for todo in runs:
-                    self._attempt(work, todo, hands)
+                    self._attempt(work, todo, hands, look)
                 return
-            futures: list[Future[bool]] = [hands.submit(self._attempt, work, todo, hands) for todo in runs]
+            futures: list[Future[bool]] = [hands.submit(self._attempt, work, todo, hands, look) for todo in runs]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             errors = [error for future in done if (error := future.exception())]
             if errors:
@@ -314,7 +308,7 @@ class Parts:
         if self._broken:
             raise TransferAborted(f"The transfer with {self._http.server} was told to stop.")
 
-    def _attempt(self, work: Work, todo: list[Part], hands: Crew) -> bool:
+    def _attempt(self, work: Work, todo: list[Part], hands: Crew, look: Look | None = None) -> bool:
         """Do these parts, with a few attempts for each; False, and not all done, where another has failed for good."""
         failures = 0
         while todo and not hands.ended.is_set():
@@ -323,6 +317,8 @@ class Parts:
                 self._once(work, todo, hands)
             except (PartCorrupt, ServerUnreachable, TransferStalled):
                 self._http.counters.add(retries=1)
+                if look is not None and len(todo) > 1:
+                    look(todo)
                 failures = failures + 1 if len(todo) == left else 1
                 if failures == PART_ATTEMPTS:
                     hands.ended.set()

@@ -213,9 +213,11 @@ class TicketState(Message):
 
 
 class PartReceipt(Message):
+    """All parts that a request brought are on disk."""
+
     ticket: Count
-    part: Count
-    digest: Hex32
+    part: Count = Field(description="The last of them.")
+    digest: Hex32 = Field(description="Its BLAKE3.")
 
 
 class Complete(Message):

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -221,8 +221,11 @@ class Connection:
         except Gone as error:
             return messages.Outcome(ticket=ticket, state="expired", base_version=0, reason=str(error))
 
-    def parts_at_server(self, ticket: int, part_digests: Sequence[str]) -> Collection[int]:
-        """Indices of the parts that need not be sent: the server has them, with these digests in hex.
+    def parts_at_server(self, ticket: int, digests: Mapping[int, bytes]) -> Collection[int]:
+        """Which of these parts need not be sent: the server has them, with these digests.
+
+        Args:
+            digests: index → BLAKE3.
 
         Raises:
             TicketClosed: the round went on without this update.
@@ -231,11 +234,11 @@ class Connection:
         if state.outcome.state == "expired":
             raise TicketClosed(f"The round of ticket {ticket} is over: {state.outcome.reason}.")
         if state.outcome.state in ("accepted", "counted"):
-            return range(len(part_digests))
+            return digests.keys()
         return {
             index
             for index, digest in zip(state.parts, state.part_digests, strict=True)
-            if digest == part_digests[index]
+            if digest == digests.get(index, b"").hex()
         }
 
     def _send_heartbeat(self, most_s: float = 30.0) -> None:

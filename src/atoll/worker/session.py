@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,7 +190,13 @@ class Session(Connection):
             return formed
         self._tell_submitting(ticket.round)
         with progress(f"{self.site}: submitting", self.outbox.layout.nbytes) as bar:
-            with self.parts.pushing(routes.parts_of(ticket.ticket), self.outbox.fd, on_bytes=bar.add) as pushing:
+            with self.parts.pushing(
+                routes.parts_of(ticket.ticket),
+                self.outbox.fd,
+                len(self.outbox.layout.parts),
+                partial(self.parts_at_server, ticket.ticket),
+                on_bytes=bar.add,
+            ) as pushing:
                 formed = self.form(ticket, tensors, on_part=pushing.add, **how)
             self._complete(bar, pushing.sent, pushing.error, max_retries)
         return formed
@@ -258,7 +265,7 @@ class Session(Connection):
         """
         note = self.outbox.note
         assert note is not None
-        digests = [bytes.fromhex(text) for text in note.part_digests]
+        digests = {index: bytes.fromhex(text) for index, text in enumerate(note.part_digests)}
         complete = messages.Complete(
             digest=note.digest,
             base_digest=note.base_digest,
@@ -274,10 +281,17 @@ class Session(Connection):
                 error, failure = failure, None
                 raise error
             if has is None:
-                has = self.parts_at_server(note.ticket, note.part_digests)
+                has = self.parts_at_server(note.ticket, digests)
             parts = [part for part in self.outbox.layout.parts if part.index not in has]
             bar.resume()
-            self.parts.push(routes.parts_of(note.ticket), self.outbox.fd, parts, digests, on_bytes=bar.add)
+            self.parts.push(
+                routes.parts_of(note.ticket),
+                self.outbox.fd,
+                parts,
+                digests,
+                on_bytes=bar.add,
+                recorded=partial(self.parts_at_server, note.ticket),
+            )
             return self.http.post(routes.COMPLETE.format(ticket=note.ticket), complete, messages.Receipt)
 
         for conflicts in range(MAX_CONFLICTS + 1):
