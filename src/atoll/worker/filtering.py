@@ -57,14 +57,27 @@ class Filtered:
         spec, local = self._specs[name], run_of(self._tensors[name], start, stop).cpu()
         if not spec.is_float:
             return local
-        undone = self._through(name, start, stop, 0).sub_(self.change(name, start, stop))
-        return undone.add_(local)  # its own value, to the bit, where no filter changed it
+        raw = self._raw(name, start, stop)
+        raw.sub_(self._behind(name, start, raw.clone(), len(self._filters)))
+        return raw.add_(local)  # its own value, to the bit, where no filter changed it
+
+    def sends(self, name: str) -> bool:
+        """Whether every filter keeps this tensor."""
+        return name in self._kept
+
+    def _raw(self, name: str, start: int, stop: int) -> Tensor:
+        """The change as it was trained, in new memory."""
+        wide = accumulate_dtype(self._specs[name].dtype)
+        values = self._base.values_of(name, start, stop).to(wide)
+        return values.sub_(run_of(self._tensors[name], start, stop).to("cpu", wide))
 
     def _through(self, name: str, start: int, stop: int, count: int) -> Tensor:
         """The change, behind the first `count` filters."""
-        wide = accumulate_dtype(self._specs[name].dtype)
-        values = self._base.values_of(name, start, stop).to(wide)
-        values.sub_(run_of(self._tensors[name], start, stop).to("cpu", wide))
+        return self._behind(name, start, self._raw(name, start, stop), count)
+
+    def _behind(self, name: str, start: int, values: Tensor, count: int) -> Tensor:
+        """What the first `count` filters make of `values`, which they may change."""
+        wide = values.dtype
         for filter_ in self._filters[:count]:
             found = self._call(filter_, f"{name!r}", partial(filter_.apply, name, start, values))
             if not isinstance(found, Tensor) or found.shape != values.shape or found.dtype != wide:
@@ -89,18 +102,13 @@ class Filtered:
             ) from error
 
 
-def require_filters(filters: Sequence[Filter], *, has_controls: bool) -> tuple[Filter, ...]:
+def require_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
     """What a user gave as `filters`.
 
     Raises:
-        UsageError: one is no filter; or the run has controls, which would leave as they are.
+        UsageError: one is no filter.
     """
     for each in filters:
         if not isinstance(each, Filter):
             raise UsageError(f"{each!r} is not a filter.", "Derive it from atoll.filters.Filter.")
-    if filters and has_controls:
-        raise UsageError(
-            "SCAFFOLD's controls would leave this site without passing its filters.",
-            "Take part without filters, or in a run with another algorithm.",
-        )
     return tuple(filters)

@@ -87,7 +87,7 @@ class Session(Pulling):
                 from atoll.worker.controls import Controls
 
                 self.controls = self._cleanup.enter_context(contextlib.closing(Controls(self.folder, self.schema)))
-            self.filters = require_filters(filters, has_controls=self.controls is not None)
+            self.filters = require_filters(filters)
             self.join(max_retries, sync_every=sync_every)
             remove_earlier(self.folder, site)
         except BaseException:
@@ -147,6 +147,8 @@ class Session(Pulling):
             self.controls.begin()
         about = About(self.site, ticket.round, ticket.base_version, weight, steps, metrics)
         filtered = Filtered(self.filters, self.base, tensors, about) if self.filters else None
+        if filtered is not None and controls is not None:
+            controls = update.difference_of(controls, filtered)
         formed = update.form_update(
             self.outbox, self.base, tensors, self.codecs, on_part, self._stretches, controls, filtered
         )
