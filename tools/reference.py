@@ -66,7 +66,8 @@ def settings_page() -> str:
         lines.append(_row(cells))
     lines += [
         "",
-        "In a variable, a table is as in TOML (`{weight_decay = 0.1}`), a list has commas (`bn.*,ema.*`).",
+        "In a variable, a table is as in TOML (`{weight_decay = 0.1}`), so is a list of tables; a list of text",
+        "has commas (`bn.*,ema.*`).",
         "Relative paths in a run file are relative to its folder, others to the current one.",
         "",
         "## Variables of a worker",
@@ -134,7 +135,9 @@ def _kind(field: FieldInfo) -> str:
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in typing.get_args(annotation))
     if origin in (dict, tuple):
-        return "table" if origin is dict else "list of text"
+        if origin is tuple:
+            return "list of tables" if typing.get_origin(typing.get_args(annotation)[0]) is dict else "list of text"
+        return "table"
     limits = [
         f"{sign} {getattr(bound, name)}"
         for bound in field.metadata

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -32,7 +34,7 @@ from atoll.server.run import Run
 from atoll.server.status import status_of, why
 from atoll.server.tasks import TaskHandlers
 from atoll.server.uploads import Uploads
-from atoll.store.rows import TicketRow
+from atoll.store.rows import PartRow, TicketRow
 from atoll.transport.host import require_length, serve_file
 from atoll.wire import messages, routes
 
@@ -303,7 +305,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
                 f"Ticket {ticket} lacks {len(missing)} of {len(self.plan.update.parts)} parts, first {missing[0]}.",
                 "Send them, then complete it again.",
             )
-        digest = self.plan.update.update_digest([parts[part.index].digest for part in self.plan.update.parts])
+        digest = self._digest(parts)
         if digest != message.digest:
             raise Conflict(
                 f"The parts of ticket {ticket} do not make up the digest that completes it.",
@@ -311,6 +313,15 @@ class Handlers(ObjectHandlers, TaskHandlers):
             )
         norm = math.sqrt(sum(part.sumsq for part in parts.values()))
         self._require_plausible(lease, ticket, norm, message)
+        if self.run.filtering.has(lease.site):
+            said = replace(row, weight=message.weight, steps=message.steps, metrics=message.metrics)
+            reason = await self.run.filtering.refusal(said, self.run.state.rounds[row.fragment].number, self.run.io)
+            self._require_open(lease, ticket)
+            if reason:
+                self._refuse(lease, ticket, reason, "the filter is the server's.")
+            if self._digest(self.store.parts(ticket)) != digest:
+                self.run.filtering.forget(ticket)
+                raise Conflict(f"A part of ticket {ticket} came anew meanwhile.", "Complete it again.")
         try:
             accepted = self.store.accept(ticket, digest, message.weight, message.steps, dict(message.metrics), norm)
         except DiskFull:
@@ -323,6 +334,9 @@ class Handlers(ObjectHandlers, TaskHandlers):
         if lease.site in self.run.roster:
             self.run.roster[lease.site].refused_in_a_row = 0
         return self._receipt(accepted)
+
+    def _digest(self, parts: Mapping[int, PartRow]) -> str:
+        return self.plan.update.update_digest([parts[part.index].digest for part in self.plan.update.parts])
 
     def _require_plausible(self, lease: Lease, ticket: int, norm: float, message: messages.Complete) -> None:
         settings, weight = self.plan.settings, message.weight

@@ -21,6 +21,7 @@ from atoll.server.aggregator import Aggregator
 from atoll.server.behind import DISK_RETRY_S, Behind
 from atoll.server.best import measured_of, missing, value_of
 from atoll.server.desk import Desk
+from atoll.server.filters import Filtering, SiteFilters
 from atoll.server.journalled import write
 from atoll.server.passing import directory_gone, passing
 from atoll.server.persistor import Persistor
@@ -43,7 +44,14 @@ FACTS = (ev.UpdateAccepted, ev.UpdateRefused, ev.VersionCommitted)
 class Run:
     """One run: its store, its round machine, and who waits for what."""
 
-    def __init__(self, plan: Plan, store: Store, recovered: Recovered, persistor: Persistor | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        recovered: Recovered,
+        persistor: Persistor | None = None,
+        filters: SiteFilters | None = None,
+    ) -> None:
         self.plan, self.store, self.settings = plan, store, plan.settings
         self.roster = roster_of(recovered.members)
         self.finished = asyncio.Event()
@@ -63,6 +71,7 @@ class Run:
         )
         self.desk = Desk(self.objects, self.wake, self._alive)
         self.behind = Behind(plan, store, self.io, persistor)
+        self.filtering = Filtering(filters or SiteFilters(self.settings), plan, store)
         self.aggregator: Aggregator | None = None
         self._changed = asyncio.Event()
         self._cancelled = threading.Event()
@@ -90,7 +99,9 @@ class Run:
         """
         if self.settings.aggregator:
             loop = asyncio.get_running_loop()
-            self.aggregator = Aggregator(self.plan, lambda error: loop.call_soon_threadsafe(self.fail, error))
+            self.aggregator = Aggregator(
+                self.plan, lambda error: loop.call_soon_threadsafe(self.fail, error), self.filtering
+            )
             self.aggregator.start()
         self.state, effects = machine.restore(self._rules, self._recovered, time.monotonic())
         if self._recovered.finished and not self.state.finished:
@@ -119,6 +130,7 @@ class Run:
         self.objects.close()
         if self.aggregator is not None:
             self.aggregator.close()
+        self.filtering.close()
         self.behind.close()
         self.store.close()
 
@@ -262,6 +274,7 @@ class Run:
                     tickets,
                     number,
                     self._cancelled,
+                    self.filtering,
                     self.aggregator,
                 )
                 break
