@@ -23,6 +23,7 @@ WORKER = {
     "ATOLL_SITE": "Name of this worker: letters, digits, `.`, `_`, `-`; by default made of host and process.",
     "ATOLL_TOKEN": "Bearer token, at the server and its workers; or a 0600 file named by `ATOLL_TOKEN_FILE`.",
     "ATOLL_DIR": "Folder of the base and outbox files, each as large as the model; by default `.atoll`.",
+    "ATOLL_NEW_CONTROLS": "1: a site that has lost its SCAFFOLD control begins at zero, and is not refused.",
     "ATOLL_TLS_CA": "PEM file with the authority of the server's certificate; by default the system's.",
 }
 """What a worker reads beside its arguments. `config.NOT_SETTINGS` has the same names, and those for tests."""

@@ -331,7 +331,17 @@ def _beside(entry: Any, path: Path) -> Any:
     return entry
 
 
-NOT_SETTINGS = frozenset({"ATOLL_SERVER", "ATOLL_SITE", "ATOLL_TOKEN", "ATOLL_DIR", "ATOLL_TLS_CA", "ATOLL_FAILPOINTS"})
+NOT_SETTINGS = frozenset(
+    {
+        "ATOLL_SERVER",
+        "ATOLL_SITE",
+        "ATOLL_TOKEN",
+        "ATOLL_DIR",
+        "ATOLL_TLS_CA",
+        "ATOLL_NEW_CONTROLS",
+        "ATOLL_FAILPOINTS",
+    }
+)
 """ATOLL_* variables that are no setting of a run: they belong to a worker, are secret, or are for tests."""
 
 

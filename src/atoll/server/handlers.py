@@ -12,21 +12,19 @@ from aiohttp import web
 
 from atoll.errors import (
     BadRequest,
-    ConfigError,
     Conflict,
     DiskFull,
     Gone,
-    SchemaMismatch,
     StoreError,
     TicketClosed,
     UpdateRefused,
-    VersionSkew,
 )
 from atoll.failpoints import failpoint
 from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
 from atoll.server.auth import IDENTITY
+from atoll.server.fit import require_fit
 from atoll.server.metrics import prometheus
 from atoll.server.objects import ObjectHandlers
 from atoll.server.roster import Lease, Presence, now_text
@@ -96,7 +94,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
     # -- who takes part
 
     async def join(self, message: messages.Join, request: web.Request) -> messages.Joined:
-        self._require_fit(message, request)
+        require_fit(message, request[IDENTITY], self.plan, self.store)
         previous = self.run.roster.get(message.site)
         presence = Presence(
             site=message.site,
@@ -114,29 +112,6 @@ class Handlers(ObjectHandlers, TaskHandlers):
         return messages.Joined(
             lease=str(Lease(message.site, granted[0].lease, message.process)),
         )
-
-    def _require_fit(self, message: messages.Join, request: web.Request) -> None:
-        """Refuse who could not take part, before anything moves."""
-        if message.protocol != routes.PROTOCOL:
-            older = f"worker {message.site}" if message.protocol < routes.PROTOCOL else "the server"
-            raise VersionSkew(
-                f"Worker {message.site} speaks protocol {message.protocol}, this server {routes.PROTOCOL}.",
-                f"Upgrade Atoll at {older}.",
-            )
-        request[IDENTITY].require_site(message.site)
-        digest = self.plan.schema.digest
-        if message.schema_digest not in (None, digest):
-            raise SchemaMismatch(
-                f"The model of worker {message.site} has the schema {str(message.schema_digest)[:12]}, "
-                f"the run's {digest[:12]}.",
-                "Build the same architecture in the same dtype on both sides.",
-            )
-        sync_every = self.plan.algorithm.sync_every
-        if sync_every and message.sync_every not in (None, sync_every):
-            raise ConfigError(
-                f"Worker {message.site} synchronises every {message.sync_every} steps, the run every {sync_every}.",
-                f"Set sync_every={sync_every} at the worker, or leave it out.",
-            )
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:
         self.run.apply(ev.WorkerLeft(lease.site, lease.number, message.error or ""))

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from atoll.codecs.update import codecs_of, encoded_layout
 from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused
@@ -87,13 +87,20 @@ class Session(Pulling):
                 from atoll.worker.controls import Controls
 
                 self.controls = self._cleanup.enter_context(contextlib.closing(Controls(self.folder, self.schema)))
+                self.controls.begin_anew_where_told(site)
             self.filters = require_filters(filters)
             self.join(max_retries, sync_every=sync_every)
+            if self.controls is not None:
+                self.controls.begin_at_zero()
             remove_earlier(self.folder, site)
         except BaseException:
             self._cleanup.close()
             self.http.close()
             raise
+
+    @property
+    def controls_state(self) -> Literal["", "kept", "missing", "new"]:
+        return self.controls.state if self.controls is not None else ""
 
     def leave(self, error: str | None = None) -> None:
         """Deregister and close the files; the outbox stays where its update was not counted. Idempotent."""
