@@ -312,6 +312,7 @@ class Run:
     async def _finish(self) -> None:
         path = await self.behind.save_result()
         await self._best_saved()
+        await self.behind.handed()
         why = self._rules.tracking.why(self.state.progress)
         number = self.store.head(0).version
         LOG.info("the run is finished at version %d%s: %s", number, f", {why}" if why else "", path)
