@@ -23,6 +23,7 @@ WORKER = {
     "ATOLL_SITE": "Name of this worker: letters, digits, `.`, `_`, `-`; by default made of host and process.",
     "ATOLL_TOKEN": "Bearer token, at the server and its workers; or a 0600 file named by `ATOLL_TOKEN_FILE`.",
     "ATOLL_DIR": "Folder of the base and outbox files, each as large as the model; by default `.atoll`.",
+    "ATOLL_NEW_CONTROLS": "1: a site that has lost its SCAFFOLD control begins at zero, and is not refused.",
     "ATOLL_TLS_CA": "PEM file with the authority of the server's certificate; by default the system's.",
 }
 """What a worker reads beside its arguments. `config.NOT_SETTINGS` has the same names, and those for tests."""
@@ -66,7 +67,8 @@ def settings_page() -> str:
         lines.append(_row(cells))
     lines += [
         "",
-        "In a variable, a table is as in TOML (`{weight_decay = 0.1}`), a list has commas (`bn.*,ema.*`).",
+        "In a variable, a table is as in TOML (`{weight_decay = 0.1}`), so is a list of tables; a list of text",
+        "has commas (`bn.*,ema.*`).",
         "Relative paths in a run file are relative to its folder, others to the current one.",
         "",
         "## Variables of a worker",
@@ -134,7 +136,9 @@ def _kind(field: FieldInfo) -> str:
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in typing.get_args(annotation))
     if origin in (dict, tuple):
-        return "table" if origin is dict else "list of text"
+        if origin is tuple:
+            return "list of tables" if typing.get_origin(typing.get_args(annotation)[0]) is dict else "list of text"
+        return "table"
     limits = [
         f"{sign} {getattr(bound, name)}"
         for bound in field.metadata

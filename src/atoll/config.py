@@ -84,6 +84,12 @@ class Settings(BaseModel):
     max_kept_updates: int = Field(
         32, ge=0, description="Updates of earlier rounds, on disk, that the aggregator may keep; then the oldest go."
     )
+    task_result_filters: tuple[dict[str, Any], ...] = Field(
+        (),
+        description="What updates pass through at the server before they are aggregated, in this order: tables "
+        "`{path, args, sites}`, where `path` is `drop`, `norm_clip`, `cast` or `module:attribute` of your own, `args` "
+        "its arguments, and `sites` whose updates; by default everybody's.",
+    )
     codec: str | None = Field(
         None, description="`none`, `bf16` or a codec of your own; by default bf16 for DiLoCo, else none."
     )
@@ -191,6 +197,11 @@ class Settings(BaseModel):
             raise ConfigError(
                 f"workflow is {self.workflow!r}, and rounds is {self.rounds}: a run has a workflow or rounds.",
                 "Leave rounds out; the run is finished when the workflow returns.",
+            )
+        if self.workflow and self.task_result_filters:
+            raise ConfigError(
+                f"workflow is {self.workflow!r}, and task_result_filters are set: they are for the updates of rounds.",
+                "Leave them out; the workflow itself may change what it is given.",
             )
         if self.aggregator and self.reducer:
             raise ConfigError(
@@ -303,13 +314,34 @@ def _file_layer(path: Path) -> dict[str, tuple[Any, str]]:
     for key in ("aggregator", "persistor", "workflow"):
         if isinstance(table.get(key), str) and registry.is_file(table[key]):
             layer[key] = (str(path.parent / table[key]), str(path))
+    filters = table.get("task_result_filters")
+    if isinstance(filters, list):
+        layer["task_result_filters"] = ([_beside(each, path) for each in filters], str(path))
     model = table.get("model")
     if isinstance(model, str) and (model.endswith(".safetensors") or (path.parent / model).is_dir()):
         layer["model"] = (str(path.parent / model), str(path))
     return layer
 
 
-NOT_SETTINGS = frozenset({"ATOLL_SERVER", "ATOLL_SITE", "ATOLL_TOKEN", "ATOLL_DIR", "ATOLL_TLS_CA", "ATOLL_FAILPOINTS"})
+def _beside(entry: Any, path: Path) -> Any:
+    """A table whose `path` names a file relative to the run file, relative to the current folder."""
+    target = entry.get("path") if isinstance(entry, dict) else None
+    if isinstance(target, str) and registry.is_file(target):
+        return {**entry, "path": str(path.parent / target)}
+    return entry
+
+
+NOT_SETTINGS = frozenset(
+    {
+        "ATOLL_SERVER",
+        "ATOLL_SITE",
+        "ATOLL_TOKEN",
+        "ATOLL_DIR",
+        "ATOLL_TLS_CA",
+        "ATOLL_NEW_CONTROLS",
+        "ATOLL_FAILPOINTS",
+    }
+)
 """ATOLL_* variables that are no setting of a run: they belong to a worker, are secret, or are for tests."""
 
 

@@ -24,6 +24,11 @@ TABLES: dict[str, dict[str, str]] = {
         "none": "atoll.codecs.none:NoneCodec",
         "bf16": "atoll.codecs.bf16:Bf16Codec",
     },
+    "filters": {
+        "drop": "atoll.filters.drop:Drop",
+        "norm_clip": "atoll.filters.norm_clip:NormClip",
+        "cast": "atoll.filters.cast:Cast",
+    },
     "reducers": {
         "mean": "atoll.reducers.mean:WeightedMean",
         "max": "atoll.reducers.maximum:Maximum",

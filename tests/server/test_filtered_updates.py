@@ -13,11 +13,12 @@ from torch import Tensor, nn
 import atoll
 from atoll.errors import UsageError
 from atoll.filters import Drop, Filter, NormClip
+from atoll.worker.federated import FederatedRound
 
 
 def serving(folder: Path, model: nn.Module, **settings: object) -> atoll.Server:
     return atoll.Server(
-        model, rounds=1, port=0, min_free_bytes=0, state_dir=folder / "state", **({"algorithm": "fedavg"} | settings)
+        model, port=0, min_free_bytes=0, state_dir=folder / "state", **({"algorithm": "fedavg", "rounds": 1} | settings)
     )
 
 
@@ -109,7 +110,40 @@ def test_diloco_has_filters_too(tmp_path: Path) -> None:
     assert (result["weight"].tolist(), result["bias"].tolist()) == ([[-1.5, -2.0]], [0.0])
 
 
-def test_a_scaffold_run_refuses_a_site_with_filters(tmp_path: Path) -> None:
+def scaffold_step(round_: FederatedRound, rate: float) -> nn.Linear:
+    """One step down the gradient of x·w + b at x = (3, 4): the gradient is (3, 4) and 1."""
+    model = round_.load_into(zero_linear())
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    with round_.correct(model, optimizer):
+        model(torch.tensor([[3.0, 4.0]])).sum().backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.covers("T8")
+def test_scaffolds_control_follows_from_what_the_filters_left(tmp_path: Path) -> None:
+    """A step of η = ½: Δ = (1.5, 2) and ½, which is dropped; the norm 2.5 is clipped to 1.25, so Δ̂ = (0.75, 1).
+
+    Δc = Δ̂/η − c = (1.5, 2), where the gradient is (3, 4); nothing of the bias is told. With one site c is c_i.
+    """
+    filters = [Drop("bias"), NormClip(1.25)]
+    with serving(tmp_path, zero_linear(), num_workers=1, algorithm="scaffold", rounds=2) as server:
+        with atoll.join(server.url, "a", folder=tmp_path / "w", filters=filters) as worker:
+            rounds = iter(worker)
+            round_ = next(rounds)
+            round_.submit(scaffold_step(round_, 0.5))
+            round_ = next(rounds)
+            assert round_.load_into(zero_linear()).weight.tolist() == [[-0.75, -1.0]]
+            for controls in (round_.global_controls(), round_.own_controls()):
+                assert controls["weight"].tolist() == [[1.5, 2.0]]
+                assert controls["bias"].tolist() == [0.0]
+
+
+@pytest.mark.covers("T8", "X3")
+def test_a_control_difference_measured_by_hand_does_not_pass_by_the_filters(tmp_path: Path) -> None:
     with serving(tmp_path, zero_linear(), num_workers=1, algorithm="scaffold") as server:
-        with pytest.raises(UsageError, match="controls would leave"):
-            atoll.join(server.url, "a", folder=tmp_path / "w", filters=[Drop("bias")])
+        with atoll.join(server.url, "a", folder=tmp_path / "w", filters=[NormClip(1.0)]) as worker:
+            round_ = next(iter(worker))
+            model = round_.load_into(zero_linear())
+            with pytest.raises(UsageError, match=r"without passing its filters.*round\.correct"):
+                round_.submit(model, steps=1, control_difference=round_.own_controls())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.errors import ConfigError
-from atoll.server.persistor import Persistor
+from atoll.server.persistor import Best, Persistor
 from atoll.tensors.lazy import LazyTensor
+from atoll.testing.processes import wait_until
 
 START = {"w": torch.arange(3.0), "bn.running_mean": torch.ones(1)}
 
@@ -91,7 +94,9 @@ def test_it_gets_real_tensors_also_when_nothing_was_aggregated(tmp_path: Path) -
     persistor, run = server._run.behind.persistor, server._run  # type: ignore[union-attr]
     assert persistor is not None
     persistor.save(run.plan, run.store, 0).result(30)
-    persistor.save_best(run.plan, run.store, 0, {"accuracy": 0.5}).result(30)
+    export = server.save_state(tmp_path / "version-0.safetensors")
+    persistor.save_best(run.plan, Best(0, {"accuracy": 0.5}, {}, os.open(export, os.O_RDONLY)))
+    persistor.handed().result(30)
     server.stop()
     assert Shelf.loads == 1  # the second start found the run
     for kind, state, info in Shelf.handed:
@@ -172,3 +177,82 @@ def test_it_gets_each_version_that_is_the_best_so_far(tmp_path: Path) -> None:
         (info["version"], info["best"], state["w"].tolist()) for kind, state, info in Shelf.handed if kind == "best"
     ]
     assert best == [(0, {"accuracy": 0.5}, [0.0, 1.0, 2.0]), (1, {"accuracy": 0.9}, [1.0, 2.0, 3.0])]
+
+
+class Slow:
+    """Its first `save_best` lasts until the test lets it go."""
+
+    begun, go, handed = threading.Event(), threading.Event(), list[tuple[int, list[float], dict[str, Any]]]()
+    busy = 0
+
+    def __init__(self) -> None:
+        Slow.begun.clear()
+
+    def save_best(self, state: dict[str, Tensor], info: dict[str, Any]) -> None:
+        Slow.busy += 1
+        assert Slow.busy == 1  # one at a time
+        Slow.begun.set()
+        assert Slow.go.wait(60)
+        Slow.handed.append((info["version"], state["w"].tolist(), info["best"]))
+        Slow.busy -= 1
+
+
+def slow_server(folder: Path, rounds: int, port: int = 0) -> atoll.Server:
+    named: dict[str, Any] = {"persistor": f"{__name__}:Slow", "best_metric": "accuracy", "save_every": 0}
+    return server_of(folder, START, rounds=rounds, port=port, **named)
+
+
+def measure(client: atoll.Client, accuracies: list[float]) -> None:
+    """A round for each accuracy; every element grows by 1."""
+    for accuracy in accuracies:
+        assert client.next_round() is not None
+        client.submit({name: tensor + 1 for name, tensor in client.pull().items()}, metrics={"accuracy": accuracy})
+
+
+@pytest.mark.covers("D14", "X41")
+def test_rounds_do_not_wait_for_a_slow_save_best_and_the_end_of_the_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions 0, 1, 2 are each the best so far. While 0 is being saved, 1 is overtaken by 2: it is passed over.
+
+    When the turn of 2 comes, the run is at version 5 and keeps two.
+    """
+    monkeypatch.setattr(Slow, "handed", [])
+    Slow.go.clear()
+    with slow_server(tmp_path, rounds=5) as server:
+        with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+            measure(client, [0.5])
+            assert Slow.begun.wait(30)
+            measure(client, [0.7, 0.9, 0.1, 0.1])
+            assert client.next_round() is None
+        assert not server.finished
+        assert Slow.handed == []
+        Slow.go.set()
+        assert server.wait(30)
+        server.run()
+    assert Slow.handed == [(0, [0.0, 1.0, 2.0], {"accuracy": 0.5}), (2, [2.0, 3.0, 4.0], {"accuracy": 0.9})]
+
+
+@pytest.mark.covers("D14", "X41")
+def test_a_best_version_whose_turn_had_not_come_is_handed_over_by_the_next_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has gone on meanwhile, and does not keep version 1 any more; `best.safetensors` does."""
+    monkeypatch.setattr(Slow, "handed", [])
+    Slow.go.clear()
+    with slow_server(tmp_path, rounds=9) as server:
+        with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+            measure(client, [0.5])
+            assert Slow.begun.wait(30)
+            measure(client, [0.9, 0.1, 0.1, 0.1])
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        persistor = server._run.behind.persistor  # type: ignore[union-attr]
+        assert persistor is not None
+        wait_until(lambda: persistor._thread._shutdown, "that the server ends the persistor")
+        Slow.go.set()
+        stopping.join()
+    assert [version for version, _, _ in Slow.handed] == [0]
+    with slow_server(tmp_path, rounds=9):
+        assert Slow.begun.wait(30)
+    assert Slow.handed[1:] == [(1, [1.0, 2.0, 3.0], {"accuracy": 0.9})]

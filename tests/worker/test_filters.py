@@ -15,7 +15,7 @@ from atoll.errors import UsageError
 from atoll.filters import About, Cast, Drop, Filter, NormClip, Outgoing
 from atoll.tensors.chunks import CHUNK_ELEMENTS
 from atoll.tensors.schema import BUFFERS, TensorSpec
-from atoll.worker.files import Outbox
+from atoll.worker.files import BaseFile, Outbox
 from atoll.worker.filtering import Filtered, require_filters
 from atoll.worker.update import form_update
 
@@ -221,12 +221,29 @@ def test_wrong_options_are_refused_where_they_are_given(make, told: str) -> None
         make()
 
 
-def test_what_is_no_filter_and_runs_with_controls_are_refused() -> None:
+def test_what_is_no_filter_is_refused() -> None:
     with pytest.raises(UsageError, match="is not a filter"):
-        require_filters([lambda values: values], has_controls=False)  # type: ignore[list-item]
-    with pytest.raises(UsageError, match="controls would leave"):
-        require_filters([Drop("w")], has_controls=True)
-    assert require_filters([], has_controls=True) == ()
+        require_filters([lambda values: values])  # type: ignore[list-item]
+    assert require_filters([]) == ()
+
+
+def test_a_run_of_a_buffer_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its value is its own plus what the filters took off its change: both follow from one reading of the base."""
+    read: list[str] = []
+
+    def values_of(self: BaseFile, name: str, start: int, stop: int) -> Tensor:
+        read.append(name)
+        return plain(self, name, start, stop)
+
+    plain = BaseFile.values_of
+    monkeypatch.setattr(BaseFile, "values_of", values_of)
+
+    class Halved(Filter):
+        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+            return values.div_(2)
+
+    assert sent(tmp_path, [Halved()])["bn.running_mean"].item() == 6.0  # half of the way from 0 to 12
+    assert read.count("bn.running_mean") == 1
 
 
 def test_integers_are_kept_or_not_and_never_asked_for(tmp_path: Path) -> None:

@@ -181,12 +181,15 @@ def _parsed(key: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     kind = _kind(Settings.model_fields[key])
-    if kind == "table":
+    if kind in ("table", "tables"):
         try:
             return tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             flag = f"--{key.replace('_', '-')}"
-            raise ConfigError(f"{flag} is {value!r}.", f"Write a TOML table: {flag} '{{key = 1}}'.") from None
+            raise ConfigError(
+                f"{flag} is {value!r}.",
+                f"Write TOML: {flag} '{{key = 1}}'{', or a list of such tables' if kind == 'tables' else ''}.",
+            ) from None
     if kind == "list":
         return tuple(filter(None, (item.strip() for item in value.split(","))))
     return value
@@ -198,6 +201,8 @@ def _kind(field: FieldInfo) -> str:
     options = [option for option in get_args(annotation) if option is not type(None)]
     if get_origin(annotation) in (Union, UnionType) and len(options) == 1:
         annotation = options[0]
+    if any(get_origin(option) is dict for option in options):
+        return "tables"
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))
     names: dict[Any, str] = {

@@ -38,7 +38,7 @@ class NormClip(Filter):
             raise UsageError(f"NormClip: the noise {noise:g} is not a number of at least 0.", "0 adds none.")
         self.max_norm, self.noise = max_norm, noise
         self._seed = seed or secrets.token_bytes(32)
-        self._round, self._scale = 0, 1.0
+        self._site, self._round, self._scale = "", 0, 1.0
 
     def __repr__(self) -> str:
         return f"NormClip({self.max_norm:g}, noise={self.noise:g})"
@@ -48,7 +48,7 @@ class NormClip(Filter):
         squares = math.fsum(float(values.double().square().sum()) for _, _, values in update.runs())
         norm = math.sqrt(squares)
         self._scale = min(1.0, self.max_norm / norm) if norm else 1.0
-        self._round = update.about.round
+        self._site, self._round = update.about.site, update.about.round
 
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
         values = values.mul_(self._scale)
@@ -59,6 +59,6 @@ class NormClip(Filter):
         return values
 
     def _generator(self, name: str, start: int) -> torch.Generator:
-        """Of the noise for one run: the same if the run is asked for twice, another in every round."""
-        key = blake3(f"{self._round}\n{start}\n{name}".encode(), key=self._seed).digest(8)
+        """Of the noise for one run: the same if the run is asked for twice, another for every round and site."""
+        key = blake3(f"{self._site}\n{self._round}\n{start}\n{name}".encode(), key=self._seed).digest(8)
         return torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))

@@ -23,6 +23,7 @@ from atoll.aggregation.close import UpdateSource
 from atoll.aggregation.custom.channel import Channel
 from atoll.aggregation.custom.result import result_layout
 from atoll.errors import AtollError, ConfigError, RunFailed
+from atoll.server.filters import Filtering
 from atoll.server.plan import Plan
 from atoll.store.rows import TicketRow
 from atoll.store.slots import Slot, SlotPool, disk_error
@@ -58,8 +59,9 @@ class _Pin:
 class Aggregator:
     """The process of the run's aggregator; `start` it before anything else."""
 
-    def __init__(self, plan: Plan, on_failed: Callable[[AtollError], object]) -> None:
+    def __init__(self, plan: Plan, on_failed: Callable[[AtollError], object], filtering: Filtering) -> None:
         """`on_failed`: told, by any thread, when the aggregator fails while no round waits for it."""
+        self._filtering = filtering
         self._plan, self._settings, self._on_failed = plan, plan.settings, on_failed
         self.name = str(plan.settings.aggregator)
         self._layout = result_layout(plan.schema, plan.settings.part_bytes)
@@ -187,8 +189,8 @@ class Aggregator:
             return UpdateSource(self.name, fd, self._layout, 1.0)
 
     def _give(self, store: Store, row: TicketRow, number: int) -> None:
-        spool = store.spool(row.ticket)
-        fd = os.open(f"/proc/self/fd/{spool.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        spool, source = store.spool(row.ticket), self._filtering.source(row, number)
+        fd = os.open(f"/proc/self/fd/{source.fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             with self._heard:
                 identity, self._next_id = self._next_id, self._next_id + 1

@@ -66,12 +66,11 @@ class Behind:
             LOG.error("version %d could not be saved: %s", row.version, reason)
 
     async def save_best(self, measured: Measured) -> None:
-        """Write the best version; one that is not kept any more is told of."""
+        """Write the best version, and let the persistor have it; one that is not kept any more is told of."""
         try:
             await self._saved("the best version", functools.partial(self.best.save, measured))
             if self.persistor is not None:
-                told = {str(self.best.metric): measured.value}
-                await asyncio.wrap_future(self.persistor.save_best(self._plan, self._store, measured.version, told))
+                self.persistor.save_best(self._plan, self.best.handed(measured))
         except Gone:
             LOG.warning(
                 "version %d is the best so far (%s %.6g), but is no longer kept: %s stays as it is until a better one",
@@ -88,6 +87,11 @@ class Behind:
             version = self._store.head(0).version
             await asyncio.wrap_future(self.persistor.save(self._plan, self._store, version, final=True))
         return path
+
+    async def handed(self) -> None:
+        """Wait until the persistor has had everything that it is to have."""
+        if self.persistor is not None:
+            await asyncio.wrap_future(self.persistor.handed())
 
     async def _saved(self, what: str, save: Callable[[], T]) -> T:
         """Run `save` in a thread; where space or open files are lacking, again until they are there."""

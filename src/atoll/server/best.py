@@ -14,6 +14,7 @@ from pathlib import Path
 
 from atoll.rounds.best import Measured, Tracking
 from atoll.server.exports import export_ranges
+from atoll.server.persistor import Best
 from atoll.server.plan import Plan
 from atoll.store.rows import HistoryRow
 from atoll.store.store import Store
@@ -51,6 +52,13 @@ class BestVersion:
         self._store.export(self.path, version=measured.version, header=header, ranges=ranges)
         self._write_note(measured)
         self.saved = measured
+
+    def handed(self, measured: Measured) -> Best:
+        """What a persistor gets of the version that was written last."""
+        rows = (row for row in self._store.history(None, 0) if row.version == measured.version)
+        summary = next((row.summary_json for row in rows), "") or "{}"
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        return Best(measured.version, {self.metric: measured.value}, json.loads(summary), fd)
 
     def _write_note(self, measured: Measured) -> None:
         note = {

@@ -24,6 +24,7 @@ from atoll.server.app import HTTP_LOG, make_app
 from atoll.server.auth import open_gate
 from atoll.server.begin import open_run
 from atoll.server.exports import export_ranges
+from atoll.server.filters import Given, SiteFilters
 from atoll.server.persistor import Persistor
 from atoll.server.run import Run
 from atoll.server.status import status_of
@@ -56,6 +57,8 @@ class Server:
         model: the initial model: a module, a mapping name → tensor, or what the setting `model` may be. Read once, when
             the run begins. None where the settings name it, or the state directory has the run already.
         workflow: a function of a `controller`, in place of the setting `workflow`.
+        filters: that updates pass through at the server, for all sites or by a site's name; in place of the setting
+            `task_result_filters`.
         settings: of the run; or give them as keywords: `Server(model, num_workers=3, rounds=10)`.
 
     Raises:
@@ -68,6 +71,7 @@ class Server:
         settings: Settings | None = None,
         *,
         workflow: Function | None = None,
+        filters: Given = (),
         **options: Any,
     ) -> None:
         if settings is not None and options:
@@ -80,6 +84,12 @@ class Server:
         self._model = model
         self._function = workflow
         self._has_workflow = wanted(self.settings, workflow)
+        self._filters = SiteFilters(self.settings, filters)
+        if self._has_workflow and self._filters:
+            raise ConfigError(
+                "Server got filters and a workflow: they are for the updates of rounds.",
+                "Leave them out; the workflow itself may change what it is given.",
+            )
         if self._has_workflow and model is None and self.settings.model is None and not self.settings.persistor:
             self._model = NO_MODEL
         self._gate = open_gate(self.settings)
@@ -239,7 +249,7 @@ class Server:
         try:
             workflow = Workflow(self.settings, self._function) if self._has_workflow else None
             persistor = Persistor(self.settings) if self.settings.persistor else None
-            run = Run(*open_run(self.settings, self._model, persistor), persistor)
+            run = Run(*open_run(self.settings, self._model, persistor), persistor, self._filters)
         except BaseException:
             listener.close()
             raise

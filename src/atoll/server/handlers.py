@@ -5,26 +5,26 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 
 from aiohttp import web
 
 from atoll.errors import (
     BadRequest,
-    ConfigError,
     Conflict,
     DiskFull,
     Gone,
-    SchemaMismatch,
     StoreError,
     TicketClosed,
     UpdateRefused,
-    VersionSkew,
 )
 from atoll.failpoints import failpoint
 from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
 from atoll.server.auth import IDENTITY
+from atoll.server.fit import require_fit
 from atoll.server.metrics import prometheus
 from atoll.server.objects import ObjectHandlers
 from atoll.server.roster import Lease, Presence, now_text
@@ -32,7 +32,7 @@ from atoll.server.run import Run
 from atoll.server.status import status_of, why
 from atoll.server.tasks import TaskHandlers
 from atoll.server.uploads import Uploads
-from atoll.store.rows import TicketRow
+from atoll.store.rows import PartRow, TicketRow
 from atoll.transport.host import parts_within, serve_file
 from atoll.wire import messages, routes
 
@@ -94,7 +94,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
     # -- who takes part
 
     async def join(self, message: messages.Join, request: web.Request) -> messages.Joined:
-        self._require_fit(message, request)
+        require_fit(message, request[IDENTITY], self.plan, self.store)
         previous = self.run.roster.get(message.site)
         presence = Presence(
             site=message.site,
@@ -112,29 +112,6 @@ class Handlers(ObjectHandlers, TaskHandlers):
         return messages.Joined(
             lease=str(Lease(message.site, granted[0].lease, message.process)),
         )
-
-    def _require_fit(self, message: messages.Join, request: web.Request) -> None:
-        """Refuse who could not take part, before anything moves."""
-        if message.protocol != routes.PROTOCOL:
-            older = f"worker {message.site}" if message.protocol < routes.PROTOCOL else "the server"
-            raise VersionSkew(
-                f"Worker {message.site} speaks protocol {message.protocol}, this server {routes.PROTOCOL}.",
-                f"Upgrade Atoll at {older}.",
-            )
-        request[IDENTITY].require_site(message.site)
-        digest = self.plan.schema.digest
-        if message.schema_digest not in (None, digest):
-            raise SchemaMismatch(
-                f"The model of worker {message.site} has the schema {str(message.schema_digest)[:12]}, "
-                f"the run's {digest[:12]}.",
-                "Build the same architecture in the same dtype on both sides.",
-            )
-        sync_every = self.plan.algorithm.sync_every
-        if sync_every and message.sync_every not in (None, sync_every):
-            raise ConfigError(
-                f"Worker {message.site} synchronises every {message.sync_every} steps, the run every {sync_every}.",
-                f"Set sync_every={sync_every} at the worker, or leave it out.",
-            )
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:
         self.run.apply(ev.WorkerLeft(lease.site, lease.number, message.error or ""))
@@ -306,7 +283,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
                 f"Ticket {ticket} lacks {len(missing)} of {len(self.plan.update.parts)} parts, first {missing[0]}.",
                 "Send them, then complete it again.",
             )
-        digest = self.plan.update.update_digest([parts[part.index].digest for part in self.plan.update.parts])
+        digest = self._digest(parts)
         if digest != message.digest:
             raise Conflict(
                 f"The parts of ticket {ticket} do not make up the digest that completes it.",
@@ -314,6 +291,15 @@ class Handlers(ObjectHandlers, TaskHandlers):
             )
         norm = math.sqrt(sum(part.sumsq for part in parts.values()))
         self._require_plausible(lease, ticket, norm, message)
+        if self.run.filtering.has(lease.site):
+            said = replace(row, weight=message.weight, steps=message.steps, metrics=message.metrics)
+            reason = await self.run.filtering.refusal(said, self.run.state.rounds[row.fragment].number, self.run.io)
+            self._require_open(lease, ticket)
+            if reason:
+                self._refuse(lease, ticket, reason, "the filter is the server's.")
+            if self._digest(self.store.parts(ticket)) != digest:
+                self.run.filtering.forget(ticket)
+                raise Conflict(f"A part of ticket {ticket} came anew meanwhile.", "Complete it again.")
         try:
             accepted = self.store.accept(ticket, digest, message.weight, message.steps, dict(message.metrics), norm)
         except DiskFull:
@@ -326,6 +312,9 @@ class Handlers(ObjectHandlers, TaskHandlers):
         if lease.site in self.run.roster:
             self.run.roster[lease.site].refused_in_a_row = 0
         return self._receipt(accepted)
+
+    def _digest(self, parts: Mapping[int, PartRow]) -> str:
+        return self.plan.update.update_digest([parts[part.index].digest for part in self.plan.update.parts])
 
     def _require_plausible(self, lease: Lease, ticket: int, norm: float, message: messages.Complete) -> None:
         settings, weight = self.plan.settings, message.weight

@@ -5,15 +5,19 @@
     save_best(state, info)    the same, of the best version so far
 
 At least one of them is there. It is handed real tensors, one copy of the model, which it may keep. `save` and
-`save_best` run in a thread of their own, one call at a time; what they raise is logged, and does not end the run.
+`save_best` run in a thread of their own, one call at a time; what they raise is logged, and does not end the run. No
+round waits for them. Of best versions that are found while a call goes on, the newest alone is handed over.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import os
+import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +36,26 @@ LOG = logging.getLogger("atoll.server")
 METHODS = ("load", "save", "save_best")
 
 
+_Read = Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Best:
+    """A version that was found to be the best so far.
+
+    Attributes:
+        version: its number.
+        metrics: by which it is.
+        summary: of the round that made it.
+        fd: of its export, which is read when its turn comes: the version may be gone by then. Closed by the persistor.
+    """
+
+    version: int
+    metrics: Mapping[str, float]
+    summary: Mapping[str, Any]
+    fd: int
+
+
 class Persistor:
     """The object that the setting `persistor` names.
 
@@ -42,6 +66,8 @@ class Persistor:
     def __init__(self, settings: Settings) -> None:
         self.name = str(settings.persistor)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-persistor")
+        self._lock = threading.Lock()
+        self._best: Best | None = None  # the newest that is to be handed over, where its turn has not come
         found = registry.load_attribute(self.name)
         if isinstance(found, type):
             try:
@@ -87,20 +113,45 @@ class Persistor:
         """Hand it a version; the future is done afterwards, and never has an error."""
         return self._thread.submit(self._hand, "save", plan, store, version, {"final": final})
 
-    def save_best(self, plan: Plan, store: Store, version: int, metrics: Mapping[str, float]) -> Future[None]:
-        """Hand it the version that is the best so far by these metrics; the future as that of `save`."""
-        return self._thread.submit(self._hand, "save_best", plan, store, version, {"best": dict(metrics)})
+    def save_best(self, plan: Plan, best: Best) -> None:
+        """Hand it the best version so far, soon; one that still waits for its turn is passed over."""
+        with self._lock:
+            before, self._best = self._best, best
+        if before is not None:
+            os.close(before.fd)
+        else:
+            self._thread.submit(self._hand_best, plan)
+
+    def handed(self) -> Future[None]:
+        """Done when everything is that it was to be handed until now."""
+        return self._thread.submit(lambda: None)
 
     def close(self) -> None:
         """Wait for a call that is under way; those behind it are dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            best, self._best = self._best, None
+        if best is not None:
+            os.close(best.fd)
+
+    def _hand_best(self, plan: Plan) -> None:
+        with self._lock:
+            best, self._best = self._best, None
+        assert best is not None
+        try:
+            self._call("save_best", plan, best.version, {"best": dict(best.metrics)}, lambda: _exported(plan, best))
+        finally:
+            os.close(best.fd)
 
     def _hand(self, method: str, plan: Plan, store: Store, version: int, more: Mapping[str, object]) -> None:
+        self._call(method, plan, version, more, lambda: _tensors(plan, store, version))
+
+    def _call(self, method: str, plan: Plan, version: int, more: Mapping[str, object], read: _Read) -> None:
         call = getattr(self._user, method, None)
         if call is None:
             return
         try:
-            state, summary = _tensors(plan, store, version)
+            state, summary = read()
             info = {
                 "run": plan.settings.name,
                 "version": version,
@@ -138,3 +189,13 @@ def _tensors(plan: Plan, store: Store, version: int) -> tuple[dict[str, Tensor],
         return state, json.loads(pin.row.summary_json or "{}")
     finally:
         handle.release()
+
+
+def _exported(plan: Plan, best: Best) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As `_tensors`, of an export that is open."""
+    from safetensors import safe_open
+
+    model = plan.schema.model
+    with safe_open(f"/proc/self/fd/{best.fd}", framework="pt") as file:
+        state = {spec.name: file.get_tensor(spec.name).clone() for spec in model.tensors}
+    return state | {alias: state[owner] for alias, owner in model.aliases}, dict(best.summary)

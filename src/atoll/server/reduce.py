@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from atoll.aggregation.close import PassInputs, PassOutputs, UpdateSource, run_pass
 from atoll.server.aggregator import Aggregator
+from atoll.server.filters import Filtering
 from atoll.server.plan import Plan
 from atoll.store.rows import TicketRow, VersionRow
 from atoll.store.slots import disk_error
@@ -26,16 +27,18 @@ def close_round(
     tickets: Sequence[int],
     number: int,
     cancelled: threading.Event,
+    filtering: Filtering,
     aggregator: Aggregator | None = None,
 ) -> tuple[VersionRow, messages.RoundSummary]:
     """Reduce exactly these tickets in this order, step, write the next version and move the head.
 
     Args:
         number: of the round, for its summary.
+        filtering: what the server makes of updates.
         aggregator: the user's, which then makes one pseudo-gradient of the updates' `params`.
 
     Raises:
-        RunFailed: the aggregator failed; the round stays frozen.
+        RunFailed: the aggregator, or a filter, failed; the round stays frozen.
         DiskFull: nothing is lost; the same call may be made again.
         StoreError: the disk failed.
         SyncFailed: fsync failed; the server must end.
@@ -49,13 +52,14 @@ def close_round(
     population = frozen.population if frozen else 0
     before = json.loads(base.row.summary_json or "{}").get("population", population)
     try:
+        sources = [filtering.source(row, number) for row in rows]
         result = run_pass(
             PassInputs(
                 version_layout=plan.version,
                 base_fd=base.fd,
                 updates=[
-                    UpdateSource(row.site, store.spool(row.ticket).fd, plan.update, row.weight, row.norm)
-                    for row in rows
+                    UpdateSource(row.site, source.fd, plan.update, row.weight, source.norm)
+                    for row, source in zip(rows, sources, strict=True)
                 ],
                 state_header=plan.state[0] if plan.state else b"",
                 state_layout=plan.state_layout,
@@ -88,6 +92,7 @@ def close_round(
         raise
     finally:
         base.release()
+    filtering.sweep()
     return row, summary
 
 

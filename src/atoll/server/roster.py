@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from atoll.errors import BadRequest
+from atoll.errors import AtollError, BadRequest, LeaseLost, Superseded
+from atoll.rounds import effects as fx
+from atoll.store.rows import MemberRow
 from atoll.wire import messages
 
 
@@ -60,6 +64,38 @@ class Lease:
             )
         pieces = text.split(":")
         return cls(pieces[0], int(pieces[1]), pieces[2])
+
+
+def roster_of(members: Iterable[MemberRow]) -> dict[str, Presence]:
+    """Everybody who ever joined, by name, as the journal has them when a server starts."""
+    return {
+        member.site: Presence(
+            site=member.site,
+            host=member.host,
+            process=member.process,
+            joined_at=member.joined_at,
+            labels=json.loads(member.labels_json),
+            state=member.state,
+            error=member.detail,
+            rounds=member.rounds_counted,
+            heard=False,
+        )
+        for member in members
+    }
+
+
+def lease_refused(lease: Lease, effect: fx.LeaseRefused, holder: Presence | None) -> AtollError:
+    """What the holder of a void lease is told.
+
+    Args:
+        holder: who takes part under this name.
+    """
+    if effect.superseded and holder is not None and holder.process and holder.process != lease.process:
+        return Superseded(
+            f"Another process has joined as {lease.site!r}; this one no longer takes part.",
+            "Give every worker a site name of its own.",
+        )
+    return LeaseLost(f"{effect.reason[:1].upper()}{effect.reason[1:]}.", "Join again; an open ticket is given again.")
 
 
 def now_text() -> str:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from atoll.errors import AtollError, DiskFull, LeaseLost, RunFailed, StoreError, Superseded
+from atoll.errors import AtollError, DiskFull, RunFailed, StoreError
 from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
@@ -22,14 +21,16 @@ from atoll.server.aggregator import Aggregator
 from atoll.server.behind import DISK_RETRY_S, Behind
 from atoll.server.best import measured_of, missing, value_of
 from atoll.server.desk import Desk
+from atoll.server.filters import Filtering, SiteFilters
+from atoll.server.journalled import write
 from atoll.server.passing import directory_gone, passing
 from atoll.server.persistor import Persistor
 from atoll.server.plan import Plan
 from atoll.server.reduce import close_round, in_words
 from atoll.server.restore import snapshot_of
-from atoll.server.roster import Lease, Presence
+from atoll.server.roster import Lease, Presence, lease_refused, roster_of
 from atoll.store.objects import ObjectStore
-from atoll.store.rows import MemberState, Recovered, TicketRow
+from atoll.store.rows import Recovered, TicketRow
 from atoll.store.store import Store
 from atoll.tensors.alone import stay_alone
 from atoll.wire import messages
@@ -39,15 +40,20 @@ LOG = logging.getLogger("atoll.server")
 FACTS = (ev.UpdateAccepted, ev.UpdateRefused, ev.VersionCommitted)
 """Events that report a row which is in the journal: they must reach the machine, sooner or later."""
 
-_ENDINGS: dict[str, MemberState] = {"dead": "dead", "left": "left", "failed": "failed"}
-
 
 class Run:
     """One run: its store, its round machine, and who waits for what."""
 
-    def __init__(self, plan: Plan, store: Store, recovered: Recovered, persistor: Persistor | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        recovered: Recovered,
+        persistor: Persistor | None = None,
+        filters: SiteFilters | None = None,
+    ) -> None:
         self.plan, self.store, self.settings = plan, store, plan.settings
-        self.roster: dict[str, Presence] = {}
+        self.roster = roster_of(recovered.members)
         self.finished = asyncio.Event()
         self.failed: AtollError | None = None
         self.ended = asyncio.Event()
@@ -65,6 +71,7 @@ class Run:
         )
         self.desk = Desk(self.objects, self.wake, self._alive)
         self.behind = Behind(plan, store, self.io, persistor)
+        self.filtering = Filtering(filters or SiteFilters(self.settings), plan, store)
         self.aggregator: Aggregator | None = None
         self._changed = asyncio.Event()
         self._cancelled = threading.Event()
@@ -81,18 +88,6 @@ class Run:
             LOG.warning("%s", recovered.fell_back)
         for warning in recovered.warnings:
             LOG.warning("%s", warning)
-        for member in recovered.members:
-            self.roster[member.site] = Presence(
-                site=member.site,
-                host=member.host,
-                process=member.process,
-                joined_at=member.joined_at,
-                labels=json.loads(member.labels_json),
-                state=member.state,
-                error=member.detail,
-                rounds=member.rounds_counted,
-                heard=False,
-            )
 
     # -- beginning and end
 
@@ -104,7 +99,9 @@ class Run:
         """
         if self.settings.aggregator:
             loop = asyncio.get_running_loop()
-            self.aggregator = Aggregator(self.plan, lambda error: loop.call_soon_threadsafe(self.fail, error))
+            self.aggregator = Aggregator(
+                self.plan, lambda error: loop.call_soon_threadsafe(self.fail, error), self.filtering
+            )
             self.aggregator.start()
         self.state, effects = machine.restore(self._rules, self._recovered, time.monotonic())
         if self._recovered.finished and not self.state.finished:
@@ -133,6 +130,7 @@ class Run:
         self.objects.close()
         if self.aggregator is not None:
             self.aggregator.close()
+        self.filtering.close()
         self.behind.close()
         self.store.close()
 
@@ -185,39 +183,9 @@ class Run:
         if journalled:
             with self.store.transaction():
                 for each in journalled:
-                    self._journal(each)
+                    write(each, self.store, self.roster)
         for effect in effects:
             self._act(effect)
-
-    def _journal(self, effect: fx.Effect) -> None:
-        store = self.store
-        match effect:
-            case fx.LeaseGranted(site, lease):
-                presence = self.roster.setdefault(site, Presence(site))
-                store.put_member(
-                    site,
-                    lease,
-                    process=presence.process,
-                    host=presence.host,
-                    labels_json=json.dumps(presence.labels),
-                )
-            case fx.LeaseEnded(site, lease, why, detail):
-                store.end_member(site, lease, _ENDINGS[why], detail)
-            case fx.RoundOpened(fragment, base_version, expected):
-                store.open_round(fragment, base_version, expected)
-            case fx.ExpectedChanged(fragment, base_version, expected):
-                store.set_expected(fragment, base_version, expected)
-            case fx.TicketIssued(site, ticket, fragment, base_version, new):
-                if new:
-                    store.issue_ticket(ticket, site, fragment, base_version)
-            case fx.TicketsExpired(tickets, reason):
-                store.expire(tickets, reason)
-            case fx.RoundClosed(fragment, base_version, tickets):
-                store.freeze(fragment, base_version, tickets)
-            case fx.RunFinished():
-                store.finish()
-            case _:
-                pass
 
     def _act(self, effect: fx.Effect) -> None:
         match effect:
@@ -281,15 +249,7 @@ class Run:
 
     def refuse_lease(self, lease: Lease, effect: fx.LeaseRefused) -> None:
         """Raise what the holder of a void lease is told."""
-        holder = self.roster.get(lease.site)
-        if effect.superseded and holder is not None and holder.process and holder.process != lease.process:
-            raise Superseded(
-                f"Another process has joined as {lease.site!r}; this one no longer takes part.",
-                "Give every worker a site name of its own.",
-            )
-        raise LeaseLost(
-            f"{effect.reason[:1].upper()}{effect.reason[1:]}.", "Join again; an open ticket is given again."
-        )
+        raise lease_refused(lease, effect, self.roster.get(lease.site))
 
     # -- rounds
 
@@ -314,6 +274,7 @@ class Run:
                     tickets,
                     number,
                     self._cancelled,
+                    self.filtering,
                     self.aggregator,
                 )
                 break
@@ -351,6 +312,7 @@ class Run:
     async def _finish(self) -> None:
         path = await self.behind.save_result()
         await self._best_saved()
+        await self.behind.handed()
         why = self._rules.tracking.why(self.state.progress)
         number = self.store.head(0).version
         LOG.info("the run is finished at version %d%s: %s", number, f", {why}" if why else "", path)

@@ -126,6 +126,9 @@ class Join(Message):
     schema_digest: Hex32 | None = Field(None, description="Of its model, where it has one already.")
     sync_every: Count | None = Field(None, description="Its own H; must be the run's, where both have one.")
     labels: Labels = Field(default_factory=dict, description="Anything to be shown in status.")
+    controls: Literal["", "kept", "missing", "new"] = Field(
+        "", description="What it has of its own control, where the run has controls; new: it begins at zero on purpose."
+    )
 
 
 class Joined(Message):

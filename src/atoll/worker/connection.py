@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from atoll.errors import (
     AtollError,
@@ -139,9 +139,15 @@ class Connection:
             schema_digest=self.schema.digest,
             sync_every=self._sync_every,
             labels=self._labels,
+            controls=self.controls_state,
         )
         joined = self.patiently(lambda: self.http.post(routes.WORKERS, message, messages.Joined), max_retries, "join")
         self.http.lease = joined.lease
+
+    @property
+    def controls_state(self) -> Literal["", "kept", "missing", "new"]:
+        """What the site has of its own control; nothing in runs without."""
+        return ""
 
     def rejoin(self, lost: str) -> None:
         """Join again, once, however many threads find that `lost` is no longer valid."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from atoll.worker.update import Runs
 
 if TYPE_CHECKING:
     from atoll.worker.controls import OwnControls
+    from atoll.worker.filtering import Filtered
 
 
 class Correction:
@@ -215,20 +217,23 @@ class Scaffold(Shifted):
             UsageError: there was no step, or one that did not end, or none with a learning rate.
         """
         self._require_steps()
+        return _Measured(self)
 
-        def run(control: str, start: int, stop: int) -> Tensor:
-            name = control.removeprefix(CONTROL_PREFIX)
-            mine, value = self._controls.read(control, start, stop), self.parameters.get(name)
-            if name not in self._trainable or value is None:
-                delta = torch.zeros_like(mine)  # it was not trained: c_i stays
+    def difference(self, control: str, start: int, stop: int, filtered: Filtered | None) -> Tensor:
+        """Those elements of Δc_i; x − y is what `filtered` leaves of it."""
+        name = control.removeprefix(CONTROL_PREFIX)
+        mine, value = self._controls.read(control, start, stop), self.parameters.get(name)
+        if name not in self._trainable or value is None or (filtered is not None and not filtered.sends(name)):
+            delta = torch.zeros_like(mine)  # it was not trained, or nobody is told: c_i stays
+        else:
+            if filtered is not None:
+                moved = filtered.change(name, start, stop).to(mine.dtype)
             else:
                 x, y = self._base(name, start, stop), run_of(value.detach(), start, stop).cpu()
-                moved = (x.to(mine.dtype) - y.to(mine.dtype)).div_(self.rates)
-                delta = moved.sub_(self._base(control, start, stop))
-            self._controls.write(control, start, mine + delta)
-            return delta
-
-        return run
+                moved = x.to(mine.dtype) - y.to(mine.dtype)
+            delta = moved.div_(self.rates).sub_(self._base(control, start, stop))
+        self._controls.write(control, start, mine + delta)
+        return delta
 
     def _require_steps(self) -> None:
         """Refuse what has no Δc_i."""
@@ -247,6 +252,20 @@ class Scaffold(Shifted):
                 f"The learning rates of this round's {self.steps} steps sum up to {self.rates:g}.",
                 "SCAFFOLD divides by the sum: at least one step needs a learning rate above zero.",
             )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Δc_i of a round that was trained with `Scaffold`; an `update.Difference`."""
+
+    scaffold: Scaffold
+    filtered: Filtered | None = None
+
+    def __call__(self, control: str, start: int, stop: int) -> Tensor:
+        return self.scaffold.difference(control, start, stop, self.filtered)
+
+    def behind(self, filtered: Filtered) -> Runs:
+        return _Measured(self.scaffold, filtered)
 
 
 def correction_for(local: Mapping[str, Any], model: nn.Module, base: Runs, controls: OwnControls | None) -> Correction:

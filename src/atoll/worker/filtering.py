@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
-from atoll.errors import AtollError, UsageError
-from atoll.filters.base import About, Filter, Outgoing
+from atoll.errors import UsageError
+from atoll.filters.base import About, Filter
+from atoll.filters.chain import BadFilter, Chain
 from atoll.tensors.chunks import run_of
 from atoll.tensors.dtypes import accumulate_dtype
 from atoll.tensors.modules import Tensors
 from atoll.tensors.schema import CONTROL
 from atoll.worker.files import BaseFile
+
+T = TypeVar("T")
 
 
 class Filtered:
@@ -31,76 +34,61 @@ class Filtered:
     """
 
     def __init__(self, filters: Sequence[Filter], base: BaseFile, tensors: Tensors, about: About) -> None:
-        self._filters, self._base, self._tensors = filters, base, tensors
+        self._base, self._tensors = base, tensors
         specs = {each.spec.name: each.spec for each in base.layout.segments if each.spec.group != CONTROL}
-        self._specs, self._kept = specs, set(specs)
-        for index, filter_ in enumerate(filters):
-            kept = {name: spec for name, spec in specs.items() if name in self._kept}
+        self._chain = _told(lambda: Chain(filters, specs, about, self._raw))
 
-            def before(name: str, start: int, stop: int, index: int = index) -> Tensor:
-                return self._through(name, start, stop, index)
-
-            update = Outgoing(about, kept, before)
-            self._call(filter_, "the begin of the update", partial(filter_.begin, update))
-            self._kept -= {name for name, spec in kept.items() if not filter_.keeps(spec)}
+    def sends(self, name: str) -> bool:
+        """Whether every filter keeps this tensor."""
+        return self._chain.sends(name)
 
     def change(self, name: str, start: int, stop: int) -> Tensor:
-        """version − local [stop − start] of a float tensor, behind every filter; zeros where one does not keep it."""
-        if name not in self._kept:
-            return torch.zeros(stop - start, dtype=accumulate_dtype(self._specs[name].dtype))
-        return self._through(name, start, stop, len(self._filters))
+        """version − local [stop − start] of a float tensor, behind every filter; zeros where one does not keep it.
+
+        Raises:
+            UsageError: a filter does not keep to its contract; it and the tensor are named.
+        """
+        return _told(partial(self._chain.change, name, start, stop))
 
     def value(self, name: str, start: int, stop: int) -> Tensor:
         """What a buffer [stop − start] is said to have become."""
-        if name not in self._kept:
+        if not self.sends(name):
             return self._base.values_of(name, start, stop)
-        spec, local = self._specs[name], run_of(self._tensors[name], start, stop).cpu()
-        if not spec.is_float:
+        local = run_of(self._tensors[name], start, stop).cpu()
+        if not self._chain.specs[name].is_float:
             return local
-        undone = self._through(name, start, stop, 0).sub_(self.change(name, start, stop))
-        return undone.add_(local)  # its own value, to the bit, where no filter changed it
+        taken = _told(partial(self._chain.taken, name, start, stop))
+        return taken.add_(local)  # its own value, to the bit, where no filter changed it
 
-    def _through(self, name: str, start: int, stop: int, count: int) -> Tensor:
-        """The change, behind the first `count` filters."""
-        wide = accumulate_dtype(self._specs[name].dtype)
+    def _raw(self, name: str, start: int, stop: int) -> Tensor:
+        """The change as it was trained, in new memory."""
+        wide = accumulate_dtype(self._base.layout.by_name[name].spec.dtype)
         values = self._base.values_of(name, start, stop).to(wide)
-        values.sub_(run_of(self._tensors[name], start, stop).to("cpu", wide))
-        for filter_ in self._filters[:count]:
-            found = self._call(filter_, f"{name!r}", partial(filter_.apply, name, start, values))
-            if not isinstance(found, Tensor) or found.shape != values.shape or found.dtype != wide:
-                told = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-                raise UsageError(
-                    f"The filter {filter_!r} made {told} where {name!r} had {wide} {list(values.shape)}.",
-                    "A filter returns as many elements as it was given, of the same dtype; this update does not count.",
-                )
-            values = found.to("cpu")
-        return values
+        return values.sub_(run_of(self._tensors[name], start, stop).to("cpu", wide))
 
-    @staticmethod
-    def _call(filter_: Filter, of: str, call: Callable[[], object]) -> object:
-        try:
-            return call()
-        except AtollError:
-            raise
-        except Exception as error:
+
+def _told(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except BadFilter as error:
+        if error.raised:
             raise UsageError(
-                f"The filter {filter_!r} failed at {of}: {type(error).__name__}: {error}. The update is not completed.",
+                f"The filter {error}. The update is not completed.",
                 "Its traceback is above; the round goes on with the other sites.",
-            ) from error
+            ) from error.__cause__
+        raise UsageError(
+            f"The filter {error}.",
+            "A filter returns as many elements as it was given, of the same dtype; this update does not count.",
+        ) from None
 
 
-def require_filters(filters: Sequence[Filter], *, has_controls: bool) -> tuple[Filter, ...]:
+def require_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
     """What a user gave as `filters`.
 
     Raises:
-        UsageError: one is no filter; or the run has controls, which would leave as they are.
+        UsageError: one is no filter.
     """
     for each in filters:
         if not isinstance(each, Filter):
             raise UsageError(f"{each!r} is not a filter.", "Derive it from atoll.filters.Filter.")
-    if filters and has_controls:
-        raise UsageError(
-            "SCAFFOLD's controls would leave this site without passing its filters.",
-            "Take part without filters, or in a run with another algorithm.",
-        )
     return tuple(filters)

@@ -12,22 +12,21 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from atoll.codecs.update import codecs_of, encoded_layout
 from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused
 from atoll.failpoints import failpoint
 from atoll.filters.base import About, Filter
-from atoll.tensors.chunks import Scatter
 from atoll.tensors.layout import Part, version_layout
 from atoll.tensors.modules import Tensors
 from atoll.tensors.schema import Schema
 from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.worker import update
-from atoll.worker.connection import Connection
-from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, locked, remove_earlier
+from atoll.worker.files import BaseFile, Outbox, OutboxNote, locked, remove_earlier
 from atoll.worker.filtering import Filtered, require_filters
+from atoll.worker.pulling import Pulling
 from atoll.worker.reporting import LOG, Progress, progress, size
 from atoll.worker.stretches import Stretches
 
@@ -41,7 +40,7 @@ MAX_CONFLICTS = 3
 """In one submission: an attempt at a part that was given up may arrive late, and undo the one that took its place."""
 
 
-class Session(Connection):
+class Session(Pulling):
     """A worker's place in a run.
 
     Args:
@@ -89,13 +88,20 @@ class Session(Connection):
                 from atoll.worker.controls import Controls
 
                 self.controls = self._cleanup.enter_context(contextlib.closing(Controls(self.folder, self.schema)))
-            self.filters = require_filters(filters, has_controls=self.controls is not None)
+                self.controls.begin_anew_where_told(site)
+            self.filters = require_filters(filters)
             self.join(max_retries, sync_every=sync_every)
+            if self.controls is not None:
+                self.controls.begin_at_zero()
             remove_earlier(self.folder, site)
         except BaseException:
             self._cleanup.close()
             self.http.close()
             raise
+
+    @property
+    def controls_state(self) -> Literal["", "kept", "missing", "new"]:
+        return self.controls.state if self.controls is not None else ""
 
     def leave(self, error: str | None = None) -> None:
         """Deregister and close the files; the outbox stays where its update was not counted. Idempotent."""
@@ -103,69 +109,6 @@ class Session(Connection):
             super().leave(error)
         finally:
             self._cleanup.close()
-
-    def pull(
-        self,
-        version: int,
-        digest: str,
-        into: Tensors | None,
-        base: BaseFile | None = None,
-        *,
-        max_retries: int | None = None,
-    ) -> None:
-        """Bring a version into the base file, and on its way into the tensors.
-
-        Args:
-            max_retries: attempts to begin with a lost server; once bytes have moved, it is waited for.
-
-        Raises:
-            Gone: the server no longer keeps it; ask for the head. The tensors may hold a part of it.
-        """
-        base = base or self.base
-        if base.holds(self.info.run, digest):
-            if into is not None:
-                update.load_(into, base)
-            return
-        manifest_path = routes.MANIFEST.format(fragment=0, version=version)
-        manifest = self.patiently(
-            lambda: self.http.get(manifest_path, messages.Manifest), max_retries, f"pull version {version}"
-        )
-        if manifest.digest != digest:
-            raise Gone(f"Version {version} is no longer the one that was offered.", "Ask for the head again.")
-        note = base.note
-        if note is not None and note.run == self.info.run and note.version > version:
-            LOG.warning(
-                "%s: the server went back from version %d to %d: restored, or fell back after a power loss",
-                self.site,
-                note.version,
-                version,
-            )
-        digests = [bytes.fromhex(text) for text in manifest.part_digests]
-        path = routes.VERSION_DATA.format(fragment=0, version=version, digest=digest)
-        note = BaseNote(self.info.run, 0, version, digest, manifest.part_digests, complete=False)
-        resumed = base.note is not None and base.note.digest == digest
-        wanted = base.begin(note)
-        model = Scatter(self.layout, into) if into is not None and not resumed else None
-        remaining = {part.index: part for part in wanted}
-
-        def fetch() -> None:
-            todo = (
-                [part for part in remaining.values() if base.digest(part) != digests[part.index]]
-                if attempts
-                else wanted
-            )
-            attempts.append(len(todo))
-            bar.resume()
-            self.parts.pull(path, digests, todo, [base], into=model, on_bytes=bar.add)
-
-        attempts: list[int] = []
-        self.heartbeat = self.heartbeat.model_copy(update={"state": f"pulling version {version}"})
-        with progress(f"{self.site}: pulling version {version}", sum(part.nbytes for part in wanted)) as bar:
-            self.patiently(fetch, None, f"pull version {version}")
-        failpoint("pull.done")
-        base.finish()
-        if into is not None and resumed:
-            update.load_(into, base)
 
     def submit(
         self,
@@ -218,6 +161,8 @@ class Session(Connection):
             self.controls.begin()
         about = About(self.site, ticket.round, ticket.base_version, weight, steps, metrics)
         filtered = Filtered(self.filters, self.base, tensors, about) if self.filters else None
+        if filtered is not None and controls is not None:
+            controls = update.difference_of(controls, filtered)
         formed = update.form_update(
             self.outbox, self.base, tensors, self.codecs, on_part, self._stretches, controls, filtered
         )

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
 from atoll.codecs.base import Codec
+from atoll.errors import UsageError
 from atoll.tensors.alone import alone
 from atoll.tensors.chunks import CHUNK_ELEMENTS, assign_run_, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
@@ -26,6 +28,17 @@ from atoll.worker.stretches import Stretch, Stretches
 
 Runs = Callable[[str, int, int], Tensor]
 """(name, start, stop) → those elements of a tensor, in a row, on the CPU."""
+
+
+class Difference(Protocol):
+    """Δc_i as `Runs`, which follows from the change of the model, and so from what filters have left of it."""
+
+    def __call__(self, control: str, start: int, stop: int) -> Tensor: ...
+
+    def behind(self, filtered: Filtered) -> Runs:
+        """Δc_i of the change that leaves the site."""
+        ...
+
 
 _BUFFER_BYTES = CHUNK_ELEMENTS * 8
 """Encoded, hashed and written at a time: one run of the widest dtype."""
@@ -73,6 +86,20 @@ def form_update(
             if on_part is not None:
                 on_part(part, digests[-1])
     return Formed(digests, outbox.layout.update_digest(digests), former.is_zero)
+
+
+def difference_of(controls: Runs, filtered: Filtered) -> Runs:
+    """Δc_i of the change as the filters have left it.
+
+    Raises:
+        UsageError: it was measured by hand: it would leave the site without passing them.
+    """
+    if not hasattr(controls, "behind"):
+        raise UsageError(
+            "A control_difference that was measured by hand would leave this site without passing its filters.",
+            "Use round.correct(model, optimizer), which forms it from what they leave; or take part without filters.",
+        )
+    return cast(Difference, controls).behind(filtered)
 
 
 class _Former:

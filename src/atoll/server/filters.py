@@ -1,0 +1,317 @@
+"""The server's filters: what it makes of a site's update before anything is aggregated.
+
+The spool stays as it was received. When the last part is in, and before the update is accepted, it is read tensor by
+tensor, and what the filters leave is written to a file without a name, laid out and encoded as the update is. The
+reducers, or the user's aggregator, read that file in place of the spool. A filter that fails then refuses the update,
+and the round goes on with the others. A server that was killed has lost the file, and makes it again from the spool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import math
+import os
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll import registry
+from atoll.config import Settings
+from atoll.errors import ConfigError, RunFailed, UsageError
+from atoll.filters.base import About, Filter
+from atoll.filters.chain import BadFilter, Chain
+from atoll.posix import read_at, write_at
+from atoll.server.plan import Plan
+from atoll.store.rows import TicketRow
+from atoll.store.slots import disk_error
+from atoll.store.store import Store
+from atoll.tensors.alone import alone
+from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of
+from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
+from atoll.tensors.layout import Piece, chunks
+from atoll.tensors.schema import CONTROL, PARAMS, TensorSpec
+
+LOG = logging.getLogger("atoll.server")
+
+HOLDER = "filters"
+"""What a slot's holds call a spool that is being read."""
+
+Given = Sequence[Filter] | Mapping[str, Sequence[Filter]]
+"""Filters for every site, or by the name of a site."""
+
+
+class FilterRefused(Exception):
+    """A filter cannot make anything of an update; the text goes on after "its update is refused: "."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the pass finds an update.
+
+    Attributes:
+        fd: laid out as an update; whoever has it closes it not.
+        norm: L2, of its `params`.
+    """
+
+    fd: int
+    norm: float
+
+
+class SiteFilters:
+    """Which filters each site's updates pass through; each site has copies of its own, since filters keep state.
+
+    Args:
+        settings: `task_result_filters`, in their order.
+        given: by a program, in place of these.
+
+    Raises:
+        ConfigError: an entry is not understood. UsageError: what a program gave is no filter, or both are there.
+    """
+
+    def __init__(self, settings: Settings, given: Given = ()) -> None:
+        if given and settings.task_result_filters:
+            raise UsageError("Server got filters, and its settings have task_result_filters.", "Give one of them.")
+        if given:
+            by_site: Mapping[str, Sequence[Filter]] = given if isinstance(given, Mapping) else {"": given}
+            self._entries = [
+                (each, frozenset([site] if site else [])) for site, all_ in by_site.items() for each in all_
+            ]
+            for each, _ in self._entries:
+                if not isinstance(each, Filter):
+                    raise UsageError(f"{each!r} is not a filter.", "Derive it from atoll.filters.Filter.")
+        else:
+            self._entries = [_made(entry) for entry in settings.task_result_filters]
+        self._of: dict[str, tuple[Filter, ...]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def of(self, site: str) -> tuple[Filter, ...]:
+        """Those of one site, in their order."""
+        found = self._of.get(site)
+        if found is None:
+            mine = [copy.copy(each) for each, sites in self._entries if not sites or site in sites]
+            found = self._of.setdefault(site, tuple(mine))
+        return found
+
+
+def _made(entry: Mapping[str, Any]) -> tuple[Filter, frozenset[str]]:
+    path, args, sites = entry.get("path"), entry.get("args", {}), entry.get("sites", [])
+    understood = isinstance(path, str) and isinstance(args, Mapping | list) and isinstance(sites, list)
+    if not understood or not entry.keys() <= {"path", "args", "sites"}:
+        raise ConfigError(
+            f"task_result_filters has {dict(entry)!r}, which is not understood.",
+            'Write {path = "norm_clip", args = {max_norm = 1.0}, sites = ["clinic-a"]}; args and sites are optional.',
+        )
+    made = registry.load("filters", str(path))
+    try:
+        filter_ = made(*args) if isinstance(args, list) else made(**args)
+    except TypeError as error:
+        raise ConfigError(
+            f"task_result_filters: {path!r} with args = {args!r}: {error}.", "Give the arguments that it has."
+        ) from error
+    if not isinstance(filter_, Filter):
+        raise ConfigError(
+            f"task_result_filters: {path!r} makes a {type(filter_).__name__}, which is no filter.",
+            "Derive it from atoll.filters.Filter.",
+        )
+    return filter_, frozenset(map(str, sites))
+
+
+class Filtering:
+    """The filters of a run at work, and the files that they have written."""
+
+    def __init__(self, filters: SiteFilters, plan: Plan, store: Store) -> None:
+        self._filters, self._plan, self._store = filters, plan, store
+        self._kept: dict[int, Source] = {}
+        self._locks: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def has(self, site: str) -> bool:
+        """Whether the updates of a site are filtered."""
+        return bool(self._filters) and bool(self._filters.of(site))
+
+    def prepare(self, row: TicketRow, number: int) -> None:
+        """Filter an update whose parts are all there, and keep what comes of it; in a thread.
+
+        Args:
+            row: its ticket, with what the site said of the update.
+            number: of the round.
+
+        Raises:
+            FilterRefused: a filter failed, or left what is not finite; filter and tensor are named.
+            DiskFull: no space for the file.
+            TicketClosed, Gone: the round is over.
+        """
+        with self._lock:
+            site = self._locks.setdefault(row.site, threading.Lock())
+        with site:
+            if row.ticket not in self._kept:
+                self._kept[row.ticket] = self._filtered(row, number)
+
+    async def refusal(self, row: TicketRow, number: int, io: Executor) -> str:
+        """As `prepare`, in a thread of `io`; returns why the update is refused, nothing where it is not."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(io, self.prepare, row, number)
+        except FilterRefused as error:
+            return str(error)
+        return ""
+
+    def source(self, row: TicketRow, number: int) -> Source:
+        """What is aggregated of an accepted update: its spool, or what the filters have left of it.
+
+        Raises:
+            RunFailed: a filter that took this update before the server was started again now fails.
+        """
+        if not self.has(row.site):
+            return Source(self._store.spool(row.ticket).fd, row.norm)
+        try:
+            self.prepare(row, number)
+        except FilterRefused as error:
+            raise RunFailed(
+                f"The accepted update of {row.site} for round {number} cannot be used: {error}.",
+                "Nothing is lost: mend the filter and start the server again, which goes on with the same updates.",
+            ) from error.__cause__
+        return self._kept[row.ticket]
+
+    def sweep(self) -> None:
+        """Let go of what no round can use any more."""
+        for ticket in list(self._kept):
+            if self._store.ticket(ticket).state not in ("open", "accepted"):
+                os.close(self._kept.pop(ticket).fd)
+
+    def forget(self, ticket: int) -> None:
+        """Its parts are not those that were filtered."""
+        kept = self._kept.pop(ticket, None)
+        if kept is not None:
+            os.close(kept.fd)
+
+    def close(self) -> None:
+        """Give the files back."""
+        for ticket in list(self._kept):
+            self.forget(ticket)
+
+    def _filtered(self, row: TicketRow, number: int) -> Source:
+        spool = self._store.spool(row.ticket)
+        base = self._store.pin_version(row.fragment, row.base_version)
+        spool.pool.hold(spool.slot, HOLDER)
+        fd = -1
+        try:
+            fd = _file(self._plan)
+            about = About(row.site, number, row.base_version, row.weight, row.steps, dict(row.metrics))
+            norm = _Work(self._plan, spool.fd, base.fd).write(fd, self._filters.of(row.site), about)
+            return Source(fd, norm)
+        except BaseException as error:
+            if fd >= 0:
+                os.close(fd)
+            if isinstance(error, BadFilter):
+                if error.raised:
+                    LOG.error("the filter %r failed", error.filter, exc_info=error.__cause__)
+                raise FilterRefused(f"the server's filter {error}") from error.__cause__
+            if isinstance(error, UsageError | ConfigError):  # as shipped filters have it
+                raise FilterRefused(f"a filter of the server says: {error.message}") from error
+            if isinstance(error, OSError):
+                raise disk_error(error, self._plan.settings.state_dir / "filters") from error
+            raise
+        finally:
+            spool.pool.drop(spool.slot, HOLDER)
+            base.release()
+
+
+def _file(plan: Plan) -> int:
+    """A file without a name that an update fits into, zeros everywhere."""
+    if plan.settings.download_to_disk:
+        with tempfile.TemporaryFile(dir=Path(plan.settings.state_dir)) as file:
+            fd = os.dup(file.fileno())
+    else:
+        fd = os.memfd_create("filters", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, max(plan.update.nbytes, 1))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+class _Work:
+    """One update on its way through the filters, a run at a time."""
+
+    def __init__(self, plan: Plan, spool_fd: int, base_fd: int) -> None:
+        self._spool_fd, self._base_fd, self._codecs = spool_fd, base_fd, plan.codecs
+        self._layout, self._version = plan.update, plan.version
+
+    def write(self, fd: int, filters: Sequence[Filter], about: About) -> float:
+        """Write what the filters leave; returns the L2 norm of its `params`."""
+        specs = {each.spec.name: each.spec for each in self._layout.segments if each.spec.group != CONTROL}
+        squares = []
+        with torch.no_grad(), alone():
+            chain = Chain(filters, specs, about, self._change)
+            for part in self._layout.parts:
+                for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
+                    run = self._layout.piece(piece.segment, start, stop)
+                    encoded, spec = self._run(chain, run), run.segment.spec
+                    if spec.is_float:
+                        values = self._decoded(encoded, run).double()
+                        if not bool(torch.isfinite(values).all()):
+                            raise FilterRefused(
+                                f"what the server's {_names(filters)} left of {spec.name!r} is not finite"
+                            )
+                        if spec.group == PARAMS:
+                            squares.append(float(values.square().sum()))
+                    write_at(fd, bytes_of(encoded), run.offset)
+        return math.sqrt(math.fsum(squares))
+
+    def _run(self, chain: Chain, run: Piece) -> Tensor:
+        """A run as it is to be aggregated, encoded."""
+        spec, start, stop = run.segment.spec, run.start, run.stop
+        if spec.group != CONTROL and not spec.is_float and not chain.sends(spec.name):
+            return self._base(spec, start, stop).view(torch.uint8)
+        if spec.group == CONTROL or not spec.is_float:
+            return self._bytes(run)
+        if spec.group == PARAMS:
+            values = chain.change(spec.name, start, stop)
+        elif not chain.sends(spec.name):
+            values = self._base(spec, start, stop)
+        else:  # its own value, to the bit, where no filter changed it
+            values = chain.taken(spec.name, start, stop).add_(self._decoded(self._bytes(run), run))
+        encoded = torch.empty(run.nbytes, dtype=torch.uint8)
+        self._codecs[run.segment.codec].encode_(values, encoded, spec.dtype)
+        return encoded
+
+    def _change(self, name: str, start: int, stop: int) -> Tensor:
+        """version − local, as it was received."""
+        segment = self._layout.by_name[name]
+        run = self._layout.piece(segment, start, stop)
+        values = self._decoded(self._bytes(run), run)
+        if segment.spec.group == PARAMS:
+            return values
+        return self._base(segment.spec, start, stop).to(values.dtype).sub_(values)
+
+    def _bytes(self, run: Piece) -> Tensor:
+        encoded = torch.empty(run.nbytes, dtype=torch.uint8)
+        read_at(self._spool_fd, bytes_of(encoded), run.offset)
+        return encoded
+
+    def _decoded(self, encoded: Tensor, run: Piece) -> Tensor:
+        spec = run.segment.spec
+        values = torch.empty(run.numel, dtype=accumulate_dtype(spec.dtype))
+        self._codecs[run.segment.codec].decode_(encoded, values, spec.dtype)
+        return values
+
+    def _base(self, spec: TensorSpec, start: int, stop: int) -> Tensor:
+        values = torch.empty(stop - start, dtype=torch_dtype(spec.dtype))
+        read_at(self._base_fd, bytes_of(values), self._version.by_name[spec.name].offset + start * spec.item_bytes)
+        return values
+
+
+def _names(filters: Sequence[Filter]) -> str:
+    return f"filter{'s' if len(filters) > 1 else ''} {', '.join(map(repr, filters))}"

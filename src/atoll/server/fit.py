@@ -1,0 +1,69 @@
+"""Who may take part: a site that could not is refused before anything moves."""
+
+from __future__ import annotations
+
+import logging
+
+from atoll.errors import ConfigError, SchemaMismatch, VersionSkew
+from atoll.server.auth import Identity
+from atoll.server.plan import Plan
+from atoll.store.store import Store
+from atoll.wire import messages, routes
+
+LOG = logging.getLogger("atoll.server")
+
+
+def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: Store) -> None:
+    """Refuse who could not take part.
+
+    Raises:
+        VersionSkew: it speaks another protocol. AuthError: the site is not its own. SchemaMismatch: another model.
+        ConfigError: another H; or it has lost the control that the run counts on.
+    """
+    if message.protocol != routes.PROTOCOL:
+        older = f"worker {message.site}" if message.protocol < routes.PROTOCOL else "the server"
+        raise VersionSkew(
+            f"Worker {message.site} speaks protocol {message.protocol}, this server {routes.PROTOCOL}.",
+            f"Upgrade Atoll at {older}.",
+        )
+    identity.require_site(message.site)
+    digest = plan.schema.digest
+    if message.schema_digest not in (None, digest):
+        raise SchemaMismatch(
+            f"The model of worker {message.site} has the schema {str(message.schema_digest)[:12]}, "
+            f"the run's {digest[:12]}.",
+            "Build the same architecture in the same dtype on both sides.",
+        )
+    sync_every = plan.algorithm.sync_every
+    if sync_every and message.sync_every not in (None, sync_every):
+        raise ConfigError(
+            f"Worker {message.site} synchronises every {message.sync_every} steps, the run every {sync_every}.",
+            f"Set sync_every={sync_every} at the worker, or leave it out.",
+        )
+    if message.controls in ("missing", "new"):
+        _require_controls(message, store)
+
+
+def _require_controls(message: messages.Join, store: Store) -> None:
+    """Refuse a site without the c_i that the run's c has counted, unless it begins at zero on purpose."""
+    rounds = _rounds(message.site, store)
+    if not rounds:
+        return  # it comes for the first time: zero is what it has
+    updates = "1 update of {} is" if rounds == 1 else f"{rounds} updates of {{}} are"
+    told = f"{updates.format(message.site)} in this run's controls"
+    if message.controls == "new":
+        LOG.warning("%s, and the site has lost its own: it begins at zero again", told)
+        return
+    raise ConfigError(
+        f"{told}, and on {message.host or 'its machine'} the site has none of its own: "
+        "another folder or machine, or its files were removed.",
+        f"Set ATOLL_DIR to where it took part before, or bring {message.site}/{store.run.run_id if store.run else ''} "
+        "from there; without it, begin a new run from the export, or set ATOLL_NEW_CONTROLS=1 to begin at zero.",
+    )
+
+
+def _rounds(site: str, store: Store) -> int:
+    """How many updates of a site the run has counted, or is going to."""
+    counted = next((member.rounds_counted for member in store.members() if member.site == site), 0)
+    last = store.last_ticket(site)
+    return counted + (last is not None and last.state == "accepted")

@@ -1,0 +1,44 @@
+"""What the round machine decided, as rows of the journal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import MutableMapping
+
+from atoll.rounds import effects as fx
+from atoll.server.roster import Presence
+from atoll.store.rows import MemberState
+from atoll.store.store import Store
+
+_ENDINGS: dict[str, MemberState] = {"dead": "dead", "left": "left", "failed": "failed"}
+
+
+def write(effect: fx.Effect, store: Store, roster: MutableMapping[str, Presence]) -> None:
+    """Write the row of one effect; inside the caller's transaction."""
+    match effect:
+        case fx.LeaseGranted(site, lease):
+            presence = roster.setdefault(site, Presence(site))
+            store.put_member(
+                site,
+                lease,
+                process=presence.process,
+                host=presence.host,
+                labels_json=json.dumps(presence.labels),
+            )
+        case fx.LeaseEnded(site, lease, why, detail):
+            store.end_member(site, lease, _ENDINGS[why], detail)
+        case fx.RoundOpened(fragment, base_version, expected):
+            store.open_round(fragment, base_version, expected)
+        case fx.ExpectedChanged(fragment, base_version, expected):
+            store.set_expected(fragment, base_version, expected)
+        case fx.TicketIssued(site, ticket, fragment, base_version, new):
+            if new:
+                store.issue_ticket(ticket, site, fragment, base_version)
+        case fx.TicketsExpired(tickets, reason):
+            store.expire(tickets, reason)
+        case fx.RoundClosed(fragment, base_version, tickets):
+            store.freeze(fragment, base_version, tickets)
+        case fx.RunFinished():
+            store.finish()
+        case _:
+            pass

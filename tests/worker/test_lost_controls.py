@@ -1,0 +1,137 @@
+"""SCAFFOLD's c_i belongs to a site for the whole run: one that comes back without it is told so, and how to go on."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import atoll
+from atoll.errors import ConfigError
+
+STEPS_DELTA = {"w": torch.tensor([1.0, 2.0])}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    options = {"algorithm": "scaffold", "num_workers": 1, "rounds": 9, "min_free_bytes": 0, "port": 0}
+    with atoll.Server({"w": torch.zeros(2)}, state_dir=tmp_path / "state", **options) as server:
+        yield server
+
+
+def take_part(server: atoll.Server, folder: Path, rounds: int = 1, site: str = "a") -> list[float]:
+    """So many rounds with Δc = (1, 2) each; returns c_i as the last of them begins."""
+    with atoll.Client(server.url, site=site, folder=folder) as client:
+        for _ in range(rounds):
+            assert client.next_round() is not None
+            model = client.pull()
+            own = client.own_controls()["w"].tolist()
+            client.submit(model, steps=1, control_difference=STEPS_DELTA)
+    return own
+
+
+def run_folder(server: atoll.Server, folder: Path, site: str = "a") -> Path:
+    return folder / site / server.status().run
+
+
+@pytest.mark.covers("S2", "X3")
+@pytest.mark.parametrize("lost", ["folder", "files", "note", "current", "pending"])
+def test_a_site_without_the_control_that_the_run_counts_on_is_refused(
+    server: atoll.Server, tmp_path: Path, lost: str
+) -> None:
+    assert take_part(server, tmp_path / "w", rounds=2) == [1.0, 2.0]
+    folder = run_folder(server, tmp_path / "w")
+    if lost == "folder":
+        shutil.rmtree(folder)
+    elif lost == "note":
+        (folder / "control.json").unlink()
+    else:  # the second update was written beside the first, whose file is 1
+        names = {
+            "files": ("control-0.bin", "control-1.bin"),
+            "current": ("control-1.bin",),
+            "pending": ("control-0.bin",),
+        }
+        for name in names[lost]:
+            (folder / name).unlink()
+    for _ in range(2):  # what the first attempt leaves in the folder does not pass for a control
+        with pytest.raises(ConfigError, match=r"2 updates of a are in this run's controls.*ATOLL_DIR.*a/[0-9a-f]{32}"):
+            take_part(server, tmp_path / "w")
+    assert [worker.state for worker in server.status().workers] == ["left"]  # it did not join
+
+
+@pytest.mark.covers("S2")
+def test_its_folder_may_move_to_another_machine(server: atoll.Server, tmp_path: Path) -> None:
+    take_part(server, tmp_path / "w")
+    with pytest.raises(ConfigError, match="1 update of a is"):
+        take_part(server, tmp_path / "other")
+    shutil.rmtree(tmp_path / "other")
+    shutil.copytree(tmp_path / "w", tmp_path / "other")
+    assert take_part(server, tmp_path / "other") == [1.0, 2.0]
+
+
+@pytest.mark.covers("S2")
+def test_a_site_that_comes_late_begins_at_zero(server: atoll.Server, tmp_path: Path) -> None:
+    take_part(server, tmp_path / "w", rounds=2)
+    assert take_part(server, tmp_path / "w", site="late") == [0.0, 0.0]
+
+
+@pytest.mark.covers("S2")
+def test_a_site_none_of_whose_updates_counted_may_come_from_anywhere(server: atoll.Server, tmp_path: Path) -> None:
+    with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        client.next_round()
+        client.pull()
+    assert take_part(server, tmp_path / "other") == [0.0, 0.0]
+
+
+@pytest.mark.covers("S2")
+def test_an_update_that_is_accepted_and_not_yet_counted_counts(tmp_path: Path) -> None:
+    """Two are awaited: a's update lies there, accepted, when a loses its files."""
+    options = {"algorithm": "scaffold", "num_workers": 2, "rounds": 9, "min_free_bytes": 0, "port": 0}
+    with atoll.Server({"w": torch.zeros(2)}, state_dir=tmp_path / "state", **options) as server:
+        with atoll.Client(server.url, site="b", folder=tmp_path / "w").register():
+            take_part(server, tmp_path / "w")
+            shutil.rmtree(tmp_path / "w" / "a")
+            with pytest.raises(ConfigError, match="1 update of a is"):
+                take_part(server, tmp_path / "w")
+
+
+@pytest.mark.covers("S2")
+def test_the_server_remembers_it_over_a_restart(tmp_path: Path) -> None:
+    options = {"algorithm": "scaffold", "num_workers": 1, "rounds": 9, "min_free_bytes": 0, "port": 0}
+    for attempt in range(2):
+        with atoll.Server({"w": torch.zeros(2)}, state_dir=tmp_path / "state", **options) as server:
+            if attempt == 0:
+                take_part(server, tmp_path / "w", rounds=2)
+                shutil.rmtree(tmp_path / "w")
+            else:
+                with pytest.raises(ConfigError, match="2 updates of a are"):
+                    take_part(server, tmp_path / "w")
+
+
+@pytest.mark.covers("S2")
+def test_it_may_begin_at_zero_where_it_is_told_to(
+    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only the note is gone: what the files hold is not taken for c_i. Told so once, the site has a control again."""
+    take_part(server, tmp_path / "w", rounds=2)
+    (run_folder(server, tmp_path / "w") / "control.json").unlink()
+    monkeypatch.setenv("ATOLL_NEW_CONTROLS", "1")
+    with caplog.at_level(logging.WARNING):
+        assert take_part(server, tmp_path / "w") == [0.0, 0.0]
+    assert "a: its control begins at zero" in caplog.text
+    assert "2 updates of a are in this run's controls, and the site has lost its own" in caplog.text
+    assert take_part(server, tmp_path / "w") == [1.0, 2.0]  # the variable does no harm to a control that is there
+    monkeypatch.delenv("ATOLL_NEW_CONTROLS")
+    assert take_part(server, tmp_path / "w") == [2.0, 4.0]
+
+
+def test_a_variable_that_is_neither_true_nor_false(
+    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATOLL_NEW_CONTROLS", "perhaps")
+    with pytest.raises(ConfigError, match=r"ATOLL_NEW_CONTROLS is 'perhaps'"):
+        take_part(server, tmp_path / "w")
