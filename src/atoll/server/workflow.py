@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import logging
 import os
 import threading
@@ -331,7 +332,7 @@ class Workflow:
                 f"The workflow {self._name} failed: {type(error).__name__}: {error}",
                 "The traceback is in the log; a start of the server begins it again.",
             )
-            end = lambda: self._run.fail(failed)  # noqa: E731
+            end = functools.partial(self._run.fail, failed)
         try:
             self._loop.call_soon_threadsafe(end)
         except RuntimeError:  # the server has ended meanwhile

@@ -17,6 +17,7 @@ A process that is killed and started again gets its open task again. A server th
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -150,16 +151,13 @@ class TaskWorker:
     def tasks(self) -> Iterator[Task]:
         """The tasks of this site as they come, each with its payload; ends with the workflow."""
         connection, lost = self._connection, ""
+        request = tm.TaskRequest(wait_s=routes.LONG_POLL_S)
+        ask = functools.partial(
+            connection.http.post, routes.TASKS, request, tm.TaskReply, timeout_s=routes.LONG_POLL_S + 10.0
+        )
         while True:
             self._doing("waiting for a task")
-            request = tm.TaskRequest(wait_s=routes.LONG_POLL_S)
-            reply = connection.patiently(
-                lambda request=request: connection.http.post(  # type: ignore[misc]
-                    routes.TASKS, request, tm.TaskReply, timeout_s=routes.LONG_POLL_S + 10.0
-                ),
-                None,
-                "ask for the next task",
-            )
+            reply = connection.patiently(ask, None, "ask for the next task")
             if reply.status == "finished":
                 return
             if reply.task is None:
