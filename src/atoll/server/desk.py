@@ -117,9 +117,10 @@ class Desk:
 
     # -- what a site does
 
-    def next_for(self, site: str) -> tm.Task | None:
-        """The oldest task that the site has not answered: the same again until it has."""
-        return next((task.message for task in self._open.values() if site in task.missing), None)
+    def next_for(self, site: str, besides: str | None = None) -> tm.Task | None:
+        """The oldest task that the site has not answered: the same again until it has, unless it is `besides`."""
+        messages = (task.message for task in self._open.values() if site in task.missing)
+        return next((message for message in messages if message.task != besides), None)
 
     def is_taken(self, task_id: str, site: str, key: str) -> bool:
         """Whether this very answer was taken before.

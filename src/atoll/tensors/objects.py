@@ -10,7 +10,7 @@ rest is cut every `part_bytes`, through tensors. The digest is over the sizes an
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from atoll.tensors.dtypes import dtype_name
 from atoll.tensors.header import MOST_BYTES as MOST_HEAD_BYTES
 from atoll.tensors.header import read_header
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Segment, safetensors_header
+from atoll.tensors.lazy import Handle, LazyTensor
 from atoll.tensors.payload import Plain, pack, unpack
 from atoll.tensors.schema import TensorSpec
 
@@ -208,6 +209,26 @@ class Contents:
     def by_key(self) -> dict[str, str] | None:
         """Key → name in the file, for a flat dict of tensors and arrays; None for any other tree."""
         return flat_keys(self.skeleton, self.names)
+
+
+class Stored:
+    """An object that has arrived, in an open file; the file goes with this and what is lazy of it.
+
+    Args:
+        read: (offset, memory) → fills the memory from the file's byte `offset` on.
+        give_back: closes the file; called once.
+    """
+
+    def __init__(
+        self, contents: Contents, read: Callable[[int, memoryview], None], give_back: Callable[[], None]
+    ) -> None:
+        self.contents = contents
+        self.handle = Handle(read, give_back)
+        self.lazy = {name: LazyTensor(self.handle, segment, None) for name, segment in contents.layout.by_name.items()}
+
+    def tree(self) -> Any:
+        """What was sent, with its tensors in new memory."""
+        return self.contents.tree({name: lazy.resolve() for name, lazy in self.lazy.items()})
 
 
 def flat_keys(skeleton: Plain, names: Sequence[str]) -> dict[str, str] | None:
