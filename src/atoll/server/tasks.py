@@ -69,4 +69,4 @@ class TaskHandlers:
         except BaseException:
             os.close(fd)
             raise
-        return Answer(site, key, contents=contents, fd=fd)
+        return Answer(site, key, way="inline" if kept.inline else "streamed", contents=contents, fd=fd)

@@ -115,7 +115,6 @@ class Controller:
         self._run, self._loop = run, loop
         self._lock, self._stopped = threading.Lock(), False
         self._asked: set[concurrent.futures.Future[Any]] = set()
-        self._warned: set[str] = set()
 
     def sites(self, at_least: int = 0, *, timeout_s: float | None = None) -> list[str]:
         """The sites that take part at this moment, in the order of their names.
@@ -179,9 +178,8 @@ class Controller:
             )
         streamed = task in self._run.settings.stream_tasks
         way = way_of(task, payload, streamed=streamed)
-        if way.warning and task not in self._warned:
-            self._warned.add(task)
-            LOG.warning("%s", way.warning)
+        if way.warning:
+            self._run.desk.warn(task, way.warning)
         draft = None if way.plain is not None else self._write(payload, way)
         del payload
         answers = self._ask(self._collect(task, chosen, way, draft, min_responses, timeout_s))
@@ -235,8 +233,8 @@ class Controller:
                 discard()
                 raise
             body = tm.Body(object=key_to(kept, secret))
-        desk.counts[way.kind] += 1
-        task = desk.open(name, sites, body, name in self._run.settings.stream_tasks, kept)
+        streamed = name in self._run.settings.stream_tasks
+        task = desk.open(name, sites, body, way.kind, kept, streamed=streamed)
         try:
             await self._answered(task, min_responses, timeout_s)
             if min_responses is not None and task.good < min_responses:

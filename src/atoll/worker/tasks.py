@@ -64,7 +64,8 @@ class Task:
         payload: as the workflow sent it; references in it are not followed.
     """
 
-    def __init__(self, connection: Connection, message: tm.Task, payload: Any) -> None:
+    def __init__(self, connection: Connection, message: tm.Task, payload: Any, warned: set[str]) -> None:
+        self._warned = warned  # of which names of tasks the user has been warned
         self.name, self.id, self.payload = message.name, message.task, payload
         self._connection, self._streamed = connection, message.streamed
 
@@ -79,7 +80,10 @@ class Task:
             UsageError: something in it cannot travel; it is named.
             TransferError: the server answers, but takes no byte of the tensors.
         """
-        way = way_of(self.name, payload, streamed=self._streamed)
+        way = way_of(self.name, payload, streamed=self._streamed, what="answer")
+        if way.warning and self.name not in self._warned:
+            self._warned.add(self.name)
+            LOG.warning("%s: %s", self._connection.site, way.warning)
         if way.plain is not None:
             return self._send(tm.TaskAnswer(body=tm.Body(plain=way.plain)))
         connection, stalls = self._connection, 0
@@ -141,6 +145,7 @@ class TaskWorker:
         self._connection = Connection(server, site, labels=labels, max_retries=START_RETRIES)
         self._ahead = None if request_task_tensors else Ahead(self._connection, self._stored)
         self._handlers: dict[str, Handler] = {}
+        self._warned: set[str] = set()
         self._connection.join(START_RETRIES)
 
     @property
@@ -203,7 +208,7 @@ class TaskWorker:
                 return
             if reply.task is None:
                 continue
-            task = Task(connection, reply.task, None)
+            task = Task(connection, reply.task, None, self._warned)
             try:
                 task.payload = self._payload_of(reply.task)
             except NetworkLost as error:
