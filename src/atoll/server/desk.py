@@ -219,7 +219,7 @@ def check_plain(text: str) -> None:
     Raises:
         BadRequest: it is none.
     """
-    read_plain(text)
+    read_plain(text, build=False)
 
 
 def read_contents(fd: int, extent: Extent, what: str) -> Contents:

@@ -58,8 +58,8 @@ def way_of(name: str, payload: Any, *, streamed: bool, what: str = "payload") ->
     return Way(None, True)
 
 
-def read_plain(text: str) -> Any:
-    """The payload of a text.
+def read_plain(text: str, *, build: bool = True) -> Any:
+    """The payload of a text; without `build` it is only looked at.
 
     Raises:
         BadRequest: it is none.
@@ -68,4 +68,4 @@ def read_plain(text: str) -> Any:
         skeleton = json.loads(text)
     except (ValueError, RecursionError):
         raise BadRequest("The payload is no JSON.", "Use the same Atoll version on both sides.") from None
-    return unpack(skeleton, ())
+    return unpack(skeleton, (), build=build)

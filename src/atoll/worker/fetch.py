@@ -156,7 +156,9 @@ class _Fetching:
         return True
 
     def to_memory(self) -> Any:
-        """All of it, in new memory."""
+        """All of it, in new memory; but what consumers read in runs is on disk."""
+        if self._contents.streams:
+            return self.stored(None).tree()
         specs = {segment.spec.name: segment.spec for segment in self._contents.layout.segments}
         try:
             tensors = {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in specs.items()}
@@ -166,7 +168,7 @@ class _Fetching:
                 "Fetch it with to_disk=True.",
             ) from error
         self._pull(self._data_parts(), [], Scatter(self._contents.layout, tensors))
-        return self._contents.tree(tensors)
+        return self._contents.tree(tensors.__getitem__)
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """All of it, where it belongs."""
@@ -182,7 +184,7 @@ class _Fetching:
         if keys is not None:
             segments = self._contents.layout.by_name
             return LazyState(stored.handle, {key: segments[name] for key, name in keys.items()})
-        return self._contents.tree(stored.lazy)
+        return self._contents.tree(stored.lazy.__getitem__)
 
     def stored(self, folder: Path | None) -> Stored:
         """All of it, in a file without a name."""

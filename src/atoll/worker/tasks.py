@@ -189,7 +189,7 @@ class TaskWorker:
             task.payload = None  # given back while the answer is on its way
             try:
                 task.answer(result)
-            except TransferError as error:
+            except (TransferError, UsageError) as error:  # a stream may fail only while it is sent
                 LOG.error("%s: %s", self.site, error)
                 task.fail(error)
             del result
