@@ -178,7 +178,7 @@ def test_a_stall_that_passes_is_no_error(tmp_path: Path, request_line: str, dire
     def main(controller: Any) -> None:
         came["result"] = controller.send("a", "train", {"w": torch.ones(100_000)}, timeout_s=60).payload
 
-    with serve(tmp_path, main, idle_timeout_s=0.3) as server, Proxy(server.port) as proxy:
+    with serve(tmp_path, main, idle_timeout_s=0.5) as server, Proxy(server.port) as proxy:
         # 4 attempts for a part: so often it stands still, once all of them
         faults = [Fault(request_line, direction, at=60, action="stall") for _ in range(5)]
         proxy.faults += faults
