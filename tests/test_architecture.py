@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
     {"store", "aggregation", "transport"},
     {"server", "worker"},
     {"integrations", "simulate"},
-    {"recipes", "lightning"},
+    {"recipes", "lightning", "payloads"},
     {"cli", "testing"},
 ]
 """A room imports rooms of the rows above its own, and no other member of its own row."""

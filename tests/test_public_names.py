@@ -49,6 +49,11 @@ def test_a_public_name_and_its_public_methods_have_docstrings(name: str) -> None
         assert not missing, f"atoll.{name}: no docstring at {', '.join(missing)}"
 
 
+def test_exactly_these_names_are_public_in_payloads() -> None:
+    assert sorted(atoll.payloads.__all__) == ["LazyTensor", "Stream", "register"]
+    assert all(inspect.getdoc(getattr(atoll.payloads, name)) for name in atoll.payloads.__all__)
+
+
 def test_the_version_is_that_of_the_installed_package() -> None:
     from importlib.metadata import version
 

@@ -85,7 +85,7 @@ _HOMES = {
 }
 
 
-_ROOMS = {"lightning"}
+_ROOMS = {"lightning", "payloads"}
 """Modules that are brought when they are first used, as `import atoll.lightning` does."""
 
 

@@ -154,6 +154,22 @@ def test_encoded_tensors_are_decoded_when_they_are_loaded(path: Path) -> None:
     assert state["w"].tolist() == [[1.5], [-2.0], [0.0]]
     assert list(state) == ["w", "v"]
     assert torch.equal(state["v"], state["w"])
+    assert [run.tolist() for run in state.ref("w").runs(8)] == [[1.5, -2.0], [0.0]]
+
+
+@pytest.mark.covers("T13")
+def test_a_lazy_tensor_is_read_in_runs_of_new_memory(path: Path) -> None:
+    """w has 6 elements of 4 bytes: runs of 9 bytes hold 2, those of 3 bytes 1 all the same."""
+    state = LazyState.open(path)
+    for most_bytes, counts in ((9, [2, 2, 2]), (16, [4, 2]), (3, [1] * 6), (2**20, [6])):
+        runs = list(state.ref("w").runs(most_bytes))
+        assert [run.numel() for run in runs] == counts
+        assert torch.equal(torch.cat(runs), TENSORS["w"].flatten())
+    assert list(state.ref("e").runs()) == []
+    lazy = state.ref("b")
+    release(lazy)
+    with pytest.raises(UsageError, match="released"):
+        next(lazy.runs())
 
 
 def test_a_file_that_is_none_leaves_no_descriptor(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.text import awaited, best_line, duration, numbers, round_line, size
+from atoll.cli.text import awaited, best_line, duration, numbers, round_line, size, task_line, task_totals
 from atoll.errors import ServerUnreachable
 
 if TYPE_CHECKING:
@@ -143,6 +143,8 @@ def headline(status: messages.Status, address: str) -> list[str]:
     ]
     if status.best is not None:
         lines.append(best_line(status.best))
+    if status.tasks:
+        lines.append(task_totals(status.tasks))
     for fragment in status.fragments:
         waiting = awaited(fragment)
         name = f"fragment {fragment.fragment}: " if len(status.fragments) > 1 else ""
@@ -155,8 +157,13 @@ def plain(status: messages.Status, address: str) -> list[str]:
     rows = [list(COLUMNS), *map(worker_row, status.workers)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     body = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [*headline(status, address), *(body if status.workers else ["no worker has joined yet"]), *latest(status)]
+
+
+def latest(status: messages.Status) -> list[str]:
+    """The last rounds, or the last tasks of a workflow, a line each."""
     rounds = [round_line(summary) for summary in status.history[-ROUNDS_SHOWN:]]
-    return [*headline(status, address), *(body if status.workers else ["no worker has joined yet"]), *rounds]
+    return [*rounds, *(task_line(task) for task in status.sent[-ROUNDS_SHOWN:])]
 
 
 def table(status: messages.Status, address: str) -> RenderableType:
@@ -178,5 +185,5 @@ def table(status: messages.Status, address: str) -> RenderableType:
         Text(lines[0], style="bold"),
         *map(Text, lines[1:]),
         grid if status.workers else Text("no worker has joined yet", style="dim"),
-        *(Text(round_line(summary), style="dim") for summary in status.history[-ROUNDS_SHOWN:]),
+        *(Text(line, style="dim") for line in latest(status)),
     )

@@ -47,6 +47,23 @@ def round_line(summary: messages.RoundSummary) -> str:
     )
 
 
+def task_totals(tasks: Mapping[str, int]) -> str:
+    """How the payloads of a workflow travelled, in all; empty for a run without one."""
+    ways = ", ".join(f"{count} {way}" for way, count in tasks.items())
+    return f"{sum(tasks.values())} tasks sent: {ways}" if tasks else ""
+
+
+def task_line(task: messages.TaskStatus) -> str:
+    """A task of a workflow in one line."""
+    count = sum(task.answers.values())
+    ways = ", ".join(f"{number} {way}" for way, number in task.answers.items())
+    waits = f"; {'waiting for' if task.open else 'none from'} {', '.join(task.missing)}" if task.missing else ""
+    return (
+        f"task {task.number} {task.name}: {task.way} to {', '.join(task.sites)}; "
+        f"{count} of {len(task.sites)} answers{f' ({ways})' if ways else ''}{waits}, {duration(task.seconds)}"
+    )
+
+
 def best_line(best: messages.BestStatus) -> str:
     """The best version so far in one line."""
     if best.value is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,9 +13,14 @@ from atoll.errors import ConfigError, Conflict, PartCorrupt, TicketClosed
 from atoll.store.objects import Kept, ObjectStore
 from atoll.tensors.objects import Contents, Extent
 from atoll.wire import task_messages as tm
+from atoll.wire.messages import TaskStatus
 from atoll.wire.objects import new_id
 from atoll.wire.tasks import read_plain
 
+LOG = logging.getLogger("atoll.server")
+
+SHOWN = 20
+"""Tasks that a status shows."""
 REMEMBERED = 10_000
 """Answers whose repetition is still understood once their task is over."""
 
@@ -26,12 +33,14 @@ class Answer:
         text: of a payload that came within the message.
         contents: of one that came as an object.
         error: what the site failed with; empty where it did not.
+        way: how its payload came: streamed, inline or skipped.
         key: names the answer: the same one may come again.
     """
 
     site: str
     key: str
     error: str = ""
+    way: str = "skipped"
     text: str | None = None
     contents: Contents | None = None
     fd: int = -1
@@ -45,11 +54,14 @@ class Answer:
 
 @dataclass(eq=False)
 class Open:
-    """A task that sites are to answer; `kept` is its payload, one object for all of them."""
+    """A task that sites are to answer; `kept` is its payload, one object for all of them, and `way` how it travels."""
 
+    number: int
     message: tm.Task
+    way: str
     sites: tuple[str, ...]
     kept: Kept | None
+    begun_s: float
     answers: dict[str, Answer] = field(default_factory=dict)
 
     @property
@@ -59,6 +71,20 @@ class Open:
     @property
     def good(self) -> int:
         return sum(not answer.error for answer in self.answers.values())
+
+    def status(self, *, is_open: bool) -> TaskStatus:
+        """What people are told of it."""
+        ways = Counter("failed" if answer.error else answer.way for answer in self.answers.values())
+        return TaskStatus(
+            number=self.number,
+            name=self.message.name,
+            way=self.way,
+            sites=list(self.sites),
+            missing=self.missing,
+            answers=dict(sorted(ways.items())),
+            open=is_open,
+            seconds=time.monotonic() - self.begun_s,
+        )
 
 
 class Desk:
@@ -74,6 +100,8 @@ class Desk:
         self.objects, self.wake, self.alive = objects, wake, alive
         self.active = self.finished = False
         self.counts: dict[str, int] = {"streamed": 0, "inline": 0, "skipped": 0}
+        self.warnings: dict[str, str] = {}  # by the name of the task
+        self._over: deque[TaskStatus] = deque(maxlen=SHOWN)
         self._open: dict[str, Open] = {}
         self._taken: dict[tuple[str, str], str] = {}
 
@@ -97,16 +125,21 @@ class Desk:
 
     # -- what the workflow does
 
-    def open(self, name: str, sites: Sequence[str], body: tm.Body, streamed: bool, kept: Kept | None) -> Open:
-        """Give a task to these sites."""
+    def open(
+        self, name: str, sites: Sequence[str], body: tm.Body, way: str, kept: Kept | None, *, streamed: bool
+    ) -> Open:
+        """Give a task to these sites; `way` is how its payload travels, `streamed` how answers are to."""
+        self.counts[way] += 1
         message = tm.Task(task=new_id(), name=name, streamed=streamed, body=body)
-        task = self._open[message.task] = Open(message, tuple(sites), kept)
+        task = Open(sum(self.counts.values()), message, way, tuple(sites), kept, time.monotonic())
+        self._open[message.task] = task
         self.wake()
         return task
 
     def close(self, task: Open) -> None:
         """No answer to it is taken any more, and its payload goes. Idempotent."""
-        self._open.pop(task.message.task, None)
+        if self._open.pop(task.message.task, None) is not None:
+            self._over.append(task.status(is_open=False))
         if task.kept is not None:
             self.objects.let_go(task.kept)
 
@@ -115,11 +148,23 @@ class Desk:
         self.finished = True
         self.wake()
 
+    def warn(self, name: str, text: str) -> None:
+        """Say it in the log, once for a name of a task, and in the status."""
+        if name not in self.warnings:
+            LOG.warning("%s", text)
+        self.warnings[name] = text
+
+    def status(self) -> list[TaskStatus]:
+        """The last tasks that the workflow has sent, oldest first."""
+        running = [task.status(is_open=True) for task in self._open.values()]
+        return sorted([*self._over, *running], key=lambda task: task.number)[-SHOWN:]
+
     # -- what a site does
 
-    def next_for(self, site: str) -> tm.Task | None:
-        """The oldest task that the site has not answered: the same again until it has."""
-        return next((task.message for task in self._open.values() if site in task.missing), None)
+    def next_for(self, site: str, besides: str | None = None) -> tm.Task | None:
+        """The oldest task that the site has not answered: the same again until it has, unless it is `besides`."""
+        messages = (task.message for task in self._open.values() if site in task.missing)
+        return next((message for message in messages if message.task != besides), None)
 
     def is_taken(self, task_id: str, site: str, key: str) -> bool:
         """Whether this very answer was taken before.
@@ -174,7 +219,7 @@ def check_plain(text: str) -> None:
     Raises:
         BadRequest: it is none.
     """
-    read_plain(text)
+    read_plain(text, build=False)
 
 
 def read_contents(fd: int, extent: Extent, what: str) -> Contents:

@@ -51,9 +51,10 @@ def status_of(run: Run) -> messages.Status:
         deaths=run.deaths,
         refused=run.refused,
         tasks=run.desk.counts if run.desk.active else {},
+        sent=run.desk.status(),
         durability=settings.durability,
         durable_version=run.store.durable_version(0),
-        warnings=list(run.trouble.values()),
+        warnings=[*run.trouble.values(), *run.desk.warnings.values()],
     )
 
 

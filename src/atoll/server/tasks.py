@@ -24,7 +24,7 @@ class TaskHandlers:
         desk.require_workflow()
         until_s = time.monotonic() + message.wait_s
         while True:
-            task = desk.next_for(lease.site)
+            task = desk.next_for(lease.site, message.besides)
             if task is not None:
                 return tm.TaskReply(status="task", task=task)
             if desk.finished:
@@ -69,4 +69,4 @@ class TaskHandlers:
         except BaseException:
             os.close(fd)
             raise
-        return Answer(site, key, contents=contents, fd=fd)
+        return Answer(site, key, way="inline" if kept.inline else "streamed", contents=contents, fd=fd)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import logging
 import os
 import threading
@@ -30,8 +31,7 @@ from atoll.server.desk import Answer, Open, key_to
 from atoll.server.run import Run
 from atoll.store.objects import Kept
 from atoll.store.slots import disk_error
-from atoll.tensors.lazy import Handle, LazyTensor
-from atoll.tensors.objects import write_object
+from atoll.tensors.objects import Stored, write_object
 from atoll.wire import task_messages as tm
 from atoll.wire.tasks import Way, read_plain, way_of
 
@@ -61,14 +61,14 @@ class Result:
 
     def __init__(self, task: str, answer: Answer) -> None:
         self.site, self.task, self.error = answer.site, task, answer.error
-        self._text, self._contents = answer.text, answer.contents
-        self._lazy: dict[str, LazyTensor] = {}
+        self._text = answer.text
+        self._stored: Stored | None = None
         self._loaded: list[Any] = []
         if answer.contents is not None:
             fd, answer.fd = answer.fd, -1
-            handle = Handle(lambda offset, memory: _read(fd, memory, offset), lambda: os.close(fd))
-            segments = answer.contents.layout.by_name
-            self._lazy = {name: LazyTensor(handle, segment, None) for name, segment in segments.items()}
+            self._stored = Stored(
+                answer.contents, lambda offset, memory: _read(fd, memory, offset), lambda: os.close(fd)
+            )
 
     @property
     def ok(self) -> bool:
@@ -83,18 +83,16 @@ class Result:
             RunFailed: the site failed.
         """
         if not self._loaded:
-            self._loaded.append(self._tree({name: lazy.resolve() for name, lazy in self._lazy.items()}))
-            self._lazy = {}  # the file goes here
+            self._loaded.append(self._tree())
+            self._stored = None  # the file goes here
         return self._loaded[0]
 
-    def _tree(self, tensors: dict[str, Any]) -> Any:
+    def _tree(self) -> Any:
         if self.error:
             raise RunFailed(
                 f"Site {self.site} failed at task {self.task!r}: {self.error}", "Look at its log; skip results not ok."
             )
-        if self._contents is None:
-            return read_plain(self._text or "")
-        return self._contents.tree(tensors)
+        return read_plain(self._text or "") if self._stored is None else self._stored.tree()
 
     def __repr__(self) -> str:
         return f"Result(site={self.site!r}, task={self.task!r}{f', error={self.error!r}' if self.error else ''})"
@@ -108,13 +106,15 @@ def _read(fd: int, memory: memoryview, offset: int) -> None:
 
 
 class Controller:
-    """What a workflow is given: it sends tasks and collects what sites answer. For the workflow's thread."""
+    """What a workflow is given: it sends tasks and collects what sites answer.
+
+    Several threads of a workflow may use it at a time: a site gets the tasks one after the other, oldest first.
+    """
 
     def __init__(self, run: Run, loop: asyncio.AbstractEventLoop) -> None:
         self._run, self._loop = run, loop
         self._lock, self._stopped = threading.Lock(), False
-        self._asked: concurrent.futures.Future[Any] | None = None
-        self._warned: set[str] = set()
+        self._asked: set[concurrent.futures.Future[Any]] = set()
 
     def sites(self, at_least: int = 0, *, timeout_s: float | None = None) -> list[str]:
         """The sites that take part at this moment, in the order of their names.
@@ -178,9 +178,8 @@ class Controller:
             )
         streamed = task in self._run.settings.stream_tasks
         way = way_of(task, payload, streamed=streamed)
-        if way.warning and task not in self._warned:
-            self._warned.add(task)
-            LOG.warning("%s", way.warning)
+        if way.warning:
+            self._run.desk.warn(task, way.warning)
         draft = None if way.plain is not None else self._write(payload, way)
         del payload
         answers = self._ask(self._collect(task, chosen, way, draft, min_responses, timeout_s))
@@ -234,8 +233,8 @@ class Controller:
                 discard()
                 raise
             body = tm.Body(object=key_to(kept, secret))
-        desk.counts[way.kind] += 1
-        task = desk.open(name, sites, body, name in self._run.settings.stream_tasks, kept)
+        streamed = name in self._run.settings.stream_tasks
+        task = desk.open(name, sites, body, way.kind, kept, streamed=streamed)
         try:
             await self._answered(task, min_responses, timeout_s)
             if min_responses is not None and task.good < min_responses:
@@ -273,19 +272,24 @@ class Controller:
             if self._stopped:
                 work.close()
                 raise ServerStops
-            asked = self._asked = asyncio.run_coroutine_threadsafe(work, self._loop)
+            asked = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._asked.add(asked)
         try:
             result: T = asked.result()
             return result
         except concurrent.futures.CancelledError:
             raise ServerStops from None
+        finally:
+            with self._lock:
+                self._asked.discard(asked)
 
     def stop(self) -> None:
         """End what the workflow waits for, and refuse the rest."""
         with self._lock:
             self._stopped = True
-            if self._asked is not None:
-                self._asked.cancel()
+            asked = list(self._asked)
+        for future in asked:
+            future.cancel()
 
 
 _Draft = tuple[Callable[[], tuple[Kept, str]], Callable[[], None]]
@@ -331,7 +335,7 @@ class Workflow:
                 f"The workflow {self._name} failed: {type(error).__name__}: {error}",
                 "The traceback is in the log; a start of the server begins it again.",
             )
-            end = lambda: self._run.fail(failed)  # noqa: E731
+            end = functools.partial(self._run.fail, failed)
         try:
             self._loop.call_soon_threadsafe(end)
         except RuntimeError:  # the server has ended meanwhile

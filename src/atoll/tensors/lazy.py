@@ -22,7 +22,7 @@ from torch import Tensor
 
 from atoll.errors import StoreError, UsageError
 from atoll.posix import read_at
-from atoll.tensors.chunks import bytes_of
+from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.header import read_header
 from atoll.tensors.layout import Segment
@@ -114,6 +114,26 @@ class LazyTensor:
         self._handle.read(segment.offset, bytes_of(encoded))
         self._decode(encoded, tensor.view(-1), segment)
         return tensor
+
+    def runs(self, most_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
+        """The elements in row-major order, in 1-D tensors of at most `most_bytes` bytes, each in new memory.
+
+        One that travelled encoded, as in an update, is loaded as a whole for it.
+
+        Raises:
+            UsageError: its files were released.
+        """
+        segment = self._segment
+        count, most = segment.spec.numel, max(1, most_bytes // segment.spec.item_bytes)
+        whole = None if self._decode is None else self.resolve().view(-1)
+        for start in range(0, count, most):
+            stop = min(start + most, count)
+            if whole is not None:
+                yield whole[start:stop].clone()
+                continue
+            run = torch.empty(stop - start, dtype=self.dtype)
+            self._handle.read(segment.offset + start * segment.spec.item_bytes, bytes_of(run))
+            yield run
 
     def release(self) -> None:
         """Give back the files of all lazy tensors that share them. Idempotent."""

@@ -9,8 +9,9 @@ rest is cut every `part_bytes`, through tensors. The digest is over the sizes an
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,9 @@ from atoll.tensors.chunks import CHUNK_BYTES, bytes_of, run_of
 from atoll.tensors.dtypes import dtype_name
 from atoll.tensors.header import MOST_BYTES as MOST_HEAD_BYTES
 from atoll.tensors.header import read_header
+from atoll.tensors.kinds import Stream
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Segment, safetensors_header
+from atoll.tensors.lazy import Handle, LazyTensor
 from atoll.tensors.payload import Plain, pack, unpack
 from atoll.tensors.schema import TensorSpec
 
@@ -101,7 +104,8 @@ def write_object(tree: Any, fd: int, part_bytes: int) -> tuple[Extent, list[byte
     """Write a tree into the file `fd`, in runs of `CHUNK_BYTES`; no tensor of it is referred to afterwards.
 
     Args:
-        tree: nested dicts, lists and tuples with tensors, arrays and plain values; or a module, for its state.
+        tree: nested dicts, lists and tuples with tensors, arrays, plain values and registered types; or a module, for
+            its state.
         part_bytes: the most bytes of a part.
 
     Returns:
@@ -131,10 +135,16 @@ def write_object(tree: Any, fd: int, part_bytes: int) -> tuple[Extent, list[byte
     writer = _Writer(fd, extent)
     writer.write(memoryview(head))
     for tensor in tensors:
-        step = max(1, CHUNK_BYTES // tensor.itemsize)
-        for start in range(0, tensor.numel(), step):
-            writer.write(bytes_of(run_of(tensor, start, min(start + step, tensor.numel())).cpu()))
+        for run in tensor.runs() if isinstance(tensor, Stream) else _runs(tensor):
+            writer.write(run)
+            del run  # before the next one is made
     return extent, writer.digests
+
+
+def _runs(tensor: Tensor) -> Iterator[memoryview]:
+    step = max(1, CHUNK_BYTES // tensor.itemsize)
+    for start in range(0, tensor.numel(), step):
+        yield bytes_of(run_of(tensor, start, min(start + step, tensor.numel())).cpu())
 
 
 class _Writer:
@@ -165,11 +175,13 @@ class Contents:
         skeleton: the tree without its tensors.
         names: of the tensors in the file, by their index in the tree.
         layout: where each of them lies.
+        streams: whether registered types read some of them in runs.
     """
 
     skeleton: Plain
     names: tuple[str, ...]
     layout: Layout
+    streams: bool = False
 
     @classmethod
     def read(cls, head: bytes | bytearray, extent: Extent, what: str) -> Contents:
@@ -194,20 +206,48 @@ class Contents:
                 raise BadRequest(f"{what} names tensor {index} in its payload, and has {len(names)}.", _REMEDY)
             return None
 
-        unpack(skeleton, at)
-        layout = Layout(tuple(segments), extent.head_bytes, extent.nbytes, extent.part_bytes, {})
-        return cls(skeleton, names, layout)
+        streams: set[int] = set()
 
-    def tree(self, tensors: Mapping[str, Any]) -> Any:
-        """The tree with these tensors by name, or with what stands for them."""
-        given = [tensors[name] for name in self.names]
-        if given and not isinstance(given[0], Tensor):
-            return unpack(self.skeleton, lambda index: given[index])
-        return unpack(self.skeleton, given)
+        def stream(index: int) -> object:
+            streams.add(index)
+            return at(index)
+
+        unpack(skeleton, at, stream, build=False)
+        layout = Layout(tuple(segments), extent.head_bytes, extent.nbytes, extent.part_bytes, {})
+        return cls(skeleton, names, layout, bool(streams))
+
+    def tree(self, tensors: Callable[[str], Any], streams: Callable[[str], Any] | None = None) -> Any:
+        """The tree with these tensors by name, or with what stands for them; each is asked for where it is needed.
+
+        Args:
+            streams: what consumers of registered types read from; by default what `tensors` gives.
+        """
+        at = functools.cache(lambda index: tensors(self.names[index]))
+        return unpack(self.skeleton, at, None if streams is None else lambda index: streams(self.names[index]))
 
     def by_key(self) -> dict[str, str] | None:
         """Key → name in the file, for a flat dict of tensors and arrays; None for any other tree."""
         return flat_keys(self.skeleton, self.names)
+
+
+class Stored:
+    """An object that has arrived, in an open file; the file goes with this and what is lazy of it.
+
+    Args:
+        read: (offset, memory) → fills the memory from the file's byte `offset` on.
+        give_back: closes the file; called once.
+    """
+
+    def __init__(
+        self, contents: Contents, read: Callable[[int, memoryview], None], give_back: Callable[[], None]
+    ) -> None:
+        self.contents = contents
+        self.handle = Handle(read, give_back)
+        self.lazy = {name: LazyTensor(self.handle, segment, None) for name, segment in contents.layout.by_name.items()}
+
+    def tree(self) -> Any:
+        """What was sent, with its tensors in new memory; only what consumers read in runs stays in the file."""
+        return self.contents.tree(lambda name: self.lazy[name].resolve(), self.lazy.__getitem__)
 
 
 def flat_keys(skeleton: Plain, names: Sequence[str]) -> dict[str, str] | None:

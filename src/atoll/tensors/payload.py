@@ -7,7 +7,8 @@
 
 The receiver gets the identical structure back: dicts in their order, tuples and lists, ints and floats, torch where
 there was torch and NumPy where there was NumPy. A tensor that occurs twice travels once, and is one tensor there, too.
-A `TensorRef` travels as it is: nothing is pulled on the way.
+A `TensorRef` travels as it is: nothing is pulled on the way. A value of a type that is registered (`kinds.py`) travels
+as what its producer makes of it, and its consumer rebuilds it; a `Stream` in that is made, and read, in runs.
 The skeleton is plain JSON: it is read with checks at every step, and builds nothing but what is listed here.
 """
 
@@ -17,7 +18,7 @@ import base64
 import binascii
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from atoll.errors import BadRequest, UsageError
 from atoll.tensors.dtypes import NAMES, NOT_IN_NUMPY
+from atoll.tensors.kinds import Kind, Stream, kind_named, kind_of
 from atoll.tensors.reference import TensorRef
 
 Plain = Any
@@ -44,10 +46,11 @@ class Packed:
     Attributes:
         skeleton: everything but the tensors, as `json.dumps` takes it.
         tensors: in the order of their first place in the payload; the payload's own memory, nothing is copied.
+            A `Stream` has its values made when it is sent.
     """
 
     skeleton: Plain
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor | Stream, ...]
 
 
 def pack(payload: Any) -> Packed:
@@ -61,19 +64,27 @@ def pack(payload: Any) -> Packed:
     return Packed(skeleton, tuple(packer.tensors))
 
 
-def unpack(skeleton: Plain, tensors: Sequence[Any] | Callable[[int], Any]) -> Any:
+def unpack(
+    skeleton: Plain,
+    tensors: Sequence[Any] | Callable[[int], Any],
+    streams: Callable[[int], Any] | None = None,
+    *,
+    build: bool = True,
+) -> Any:
     """Put a payload together again.
 
     Args:
         skeleton: as JSON gave it.
         tensors: one per index, as torch tensors; or what gives the one of an index (a lazy one, say: it is put in its
             place as it is).
+        streams: gives what a consumer is to read a `Stream` from; by default what `tensors` has.
+        build: whether registered types are rebuilt; False only looks whether all is as it is written.
 
     Raises:
-        BadRequest: it is no skeleton, or names a tensor that is not there.
+        BadRequest: it is no skeleton, names a tensor that is not there, or has a type that cannot be rebuilt here.
     """
     if callable(tensors):
-        return _Unpacker(tensors).node(skeleton, "payload", 0)
+        return _Unpacker(tensors, streams or tensors, build).node(skeleton, "payload", 0)
     given: Sequence[Any] = tensors
 
     def at(index: int) -> Any:
@@ -81,19 +92,23 @@ def unpack(skeleton: Plain, tensors: Sequence[Any] | Callable[[int], Any]) -> An
             raise BadRequest(f"The payload names tensor {index}, but only {len(given)} came with it.")
         return given[index]
 
-    return _Unpacker(at).node(skeleton, "payload", 0)
+    return _Unpacker(at, streams or at, build).node(skeleton, "payload", 0)
 
 
 class _Packer:
     def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
+        self.tensors: list[Tensor | Stream] = []
         self._index_of: dict[tuple[object, ...], int] = {}
         self._open: dict[int, str] = {}  # containers on the way down: a cycle would come back to one
         self._held: list[object] = []  # keeps ids from being given again
+        self._kinds = 0  # registered types on the way down
 
     def node(self, value: Any, path: str) -> Plain:
         if value is None or type(value) in (bool, int, str):
             return value
+        kind = kind_of(value)
+        if kind is not None:
+            return self._registered(kind, value, path)
         if type(value) is float:
             return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
         if isinstance(value, Tensor):
@@ -107,13 +122,17 @@ class _Packer:
         if isinstance(value, TensorRef):
             return {"$": "ref", "text": str(value)}
         if type(value) in (list, tuple) or isinstance(value, Mapping):
-            return self._container(value, path)
+            return self._within(value, path, self._container)
+        if type(value) is Stream and self._kinds:
+            return {"$": "stream", "index": self._stream(value, path)}
         raise UsageError(
             f"{path} is a {_name(value)}, which cannot travel.",
-            "A payload holds dicts, lists, tuples, tensors, arrays, references, numbers, strings, bytes and None.",
+            "A payload holds dicts, lists, tuples, tensors, arrays, references, numbers, strings, bytes, None, and "
+            "types known to atoll.payloads.register.",
         )
 
-    def _container(self, value: Any, path: str) -> Plain:
+    def _within(self, value: Any, path: str, write: Callable[[Any, str], Plain]) -> Plain:
+        """One level deeper."""
         if id(value) in self._open:
             raise UsageError(
                 f"{path} is {self._open[id(value)]} again: the payload contains itself.",
@@ -123,12 +142,35 @@ class _Packer:
             raise UsageError(f"{path} lies {DEPTH} levels deep.", "Send a flatter payload.")
         self._open[id(value)] = path
         try:
-            if isinstance(value, Mapping):
-                return self._mapping(value, path)
-            items = [self.node(item, f"{path}[{index}]") for index, item in enumerate(value)]
-            return items if type(value) is list else {"$": "tuple", "items": items}
+            return write(value, path)
         finally:
             del self._open[id(value)]
+
+    def _container(self, value: Any, path: str) -> Plain:
+        if isinstance(value, Mapping):
+            return self._mapping(value, path)
+        items = [self.node(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        return items if type(value) is list else {"$": "tuple", "items": items}
+
+    def _registered(self, kind: Kind, value: Any, path: str) -> Plain:
+        def write(value: Any, path: str) -> Plain:
+            produced = kind.take_apart(value, path)
+            self._held.append(produced)
+            return {"$": "registered", "type": kind.name, "as": self.node(produced, f"{path} (as {kind.name})")}
+
+        self._kinds += 1
+        try:
+            return self._within(value, path, write)
+        finally:
+            self._kinds -= 1
+
+    def _stream(self, stream: Stream, path: str) -> int:
+        if stream.dtype not in NAMES or any(type(size) is not int or size < 0 for size in stream.shape):
+            raise UsageError(
+                f"{path} is a stream of {stream.dtype}{list(stream.shape)}, which cannot travel.",
+                f"Make it one of {', '.join(str(dtype) for dtype in NAMES)}.",
+            )
+        return self._add(replace(stream, where=path), stream)
 
     def _mapping(self, value: Mapping[Any, Any], path: str) -> Plain:
         for key in value:
@@ -172,9 +214,9 @@ class _Packer:
             )
         return self._add(tensor, array)
 
-    def _add(self, tensor: Tensor, original: Any) -> int:
+    def _add(self, tensor: Tensor | Stream, original: Any) -> int:
         identity: tuple[object, ...] = (type(original), id(original))
-        if isinstance(original, Tensor) and tensor.numel():
+        if isinstance(original, Tensor) and isinstance(tensor, Tensor) and tensor.numel():
             identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
         if identity not in self._index_of:
             self._index_of[identity] = len(self.tensors)
@@ -184,8 +226,9 @@ class _Packer:
 
 
 class _Unpacker:
-    def __init__(self, at: Callable[[int], Any]) -> None:
-        self._at = at
+    def __init__(self, at: Callable[[int], Any], streams: Callable[[int], Any], build: bool) -> None:
+        self._at, self._streams, self._build = at, streams, build
+        self._kinds = 0  # registered types on the way down
         self._arrays: dict[int, Any] = {}
 
     def node(self, node: Plain, path: str, depth: int) -> Any:
@@ -202,6 +245,10 @@ class _Unpacker:
         kind = node["$"]
         if kind in ("tensor", "array", "scalar"):
             return self._tensor(kind, _only(node, "index", int, path))
+        if kind == "stream" and self._kinds:
+            return self._streams(_index(_only(node, "index", int, path)))
+        if kind == "registered":
+            return self._registered(node, path, depth)
         if kind == "tuple":
             return tuple(self._items(_only(node, "items", list, path), path, depth))
         if kind == "dict":
@@ -237,10 +284,18 @@ class _Unpacker:
             built[key] = self.node(pair[1], f"{path}[{key!r}]", depth + 1)
         return built
 
+    def _registered(self, node: dict[str, Plain], path: str, depth: int) -> Any:
+        name = node.get("type")
+        if set(node) != {"$", "type", "as"} or type(name) is not str:
+            raise BadRequest(f"{path} is not as a registered type is written.")
+        kind = kind_named(name, path) if self._build else None
+        self._kinds += 1
+        sent = self.node(node["as"], f"{path} (as {name})", depth + 1)
+        self._kinds -= 1
+        return None if kind is None else kind.put_together(sent, path)
+
     def _tensor(self, kind: str, index: int) -> Any:
-        if index < 0:
-            raise BadRequest(f"The payload names tensor {index}.")
-        value = self._at(index)
+        value = self._at(_index(index))
         if kind == "tensor" or not isinstance(value, Tensor):
             return value
         if index not in self._arrays:
@@ -249,6 +304,12 @@ class _Unpacker:
             self._arrays[index] = value.numpy()
         array = self._arrays[index]
         return array if kind == "array" else array[()]
+
+
+def _index(index: int) -> int:
+    if index < 0:
+        raise BadRequest(f"The payload names tensor {index}.")
+    return index
 
 
 def _only(node: dict[str, Plain], key: str, kind: type, path: str) -> Any:

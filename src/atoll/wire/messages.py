@@ -355,6 +355,19 @@ class BestStatus(Message):
     file: str = Field("", description="Where the server keeps it; empty while it is not written.")
 
 
+class TaskStatus(Message):
+    """A task that a workflow has sent. How payloads travel: streamed, inline, or skipped (no tensors to be moved)."""
+
+    number: Count = Field(description="From 1 on, since the server was started.")
+    name: str
+    way: str = Field(description="How its payload travels, once for each site.")
+    sites: list[str]
+    missing: list[str] = Field(description="Sites that have not answered.")
+    answers: dict[str, Count] = Field(description="How many answers came in each way; failed: errors.")
+    open: bool
+    seconds: float
+
+
 class Status(Message):
     """All there is to know about a run at this moment."""
 
@@ -382,6 +395,7 @@ class Status(Message):
     tasks: dict[str, Count] = Field(
         default_factory=dict, description="Payloads that a workflow sent: streamed, inline, and skipped (no tensors)."
     )
+    sent: list[TaskStatus] = Field(default_factory=list, description="The last tasks of a workflow, oldest first.")
     durability: str
     durable_version: Count | None = None
     warnings: list[str] = Field(default_factory=list)

@@ -32,6 +32,7 @@ class TaskRequest(Message):
     """Ask for the next open task of this site; waits up to `wait_s` for one."""
 
     wait_s: float = Field(0.0, ge=0, le=20.0)
+    besides: Hex16 | None = Field(None, description="A task that the site has in hand: the next other one is wanted.")
 
 
 class Task(Message):

@@ -37,8 +37,8 @@ class Way:
         return "skipped" if self.plain is not None else "inline" if self.inline else "streamed"
 
 
-def way_of(name: str, payload: Any, *, streamed: bool) -> Way:
-    """Decide it for a payload of the task `name`.
+def way_of(name: str, payload: Any, *, streamed: bool, what: str = "payload") -> Way:
+    """Decide it for a payload of the task `name`; `what` warnings call it.
 
     Raises:
         UsageError: something in the payload cannot travel; it is named.
@@ -48,18 +48,18 @@ def way_of(name: str, payload: Any, *, streamed: bool) -> Way:
     nbytes = sum(tensor.nbytes for tensor in packed.tensors)
     if not packed.tensors:
         small = len(text) <= PLAIN_BYTES
-        warning = f"task {name!r} is among stream_tasks, but its payload has no tensors: it goes inline"
+        warning = f"task {name!r} is among stream_tasks, but its {what} has no tensors: it goes inline"
         return Way(text if small else None, len(text) <= INLINE_TENSOR_BYTES, warning if streamed else "")
     if streamed:
         return Way(None, False)
     if nbytes + len(text) > INLINE_TENSOR_BYTES:
-        warning = f"the payload of task {name!r} has {nbytes} bytes of tensors, too many to go inline: it is streamed"
+        warning = f"the {what} of task {name!r} has {nbytes} bytes of tensors, too many to go inline: it is streamed"
         return Way(None, False, warning + "; name the task in stream_tasks")
     return Way(None, True)
 
 
-def read_plain(text: str) -> Any:
-    """The payload of a text.
+def read_plain(text: str, *, build: bool = True) -> Any:
+    """The payload of a text; without `build` it is only looked at.
 
     Raises:
         BadRequest: it is none.
@@ -68,4 +68,4 @@ def read_plain(text: str) -> Any:
         skeleton = json.loads(text)
     except (ValueError, RecursionError):
         raise BadRequest("The payload is no JSON.", "Use the same Atoll version on both sides.") from None
-    return unpack(skeleton, ())
+    return unpack(skeleton, (), build=build)

@@ -38,9 +38,9 @@ from atoll.posix import read_at, write_at
 from atoll.tensors.chunks import Scatter
 from atoll.tensors.dtypes import dtype_name, torch_dtype
 from atoll.tensors.layout import Part
-from atoll.tensors.lazy import Handle, LazyState, LazyTensor
+from atoll.tensors.lazy import LazyState
 from atoll.tensors.modules import named_tensors
-from atoll.tensors.objects import Contents
+from atoll.tensors.objects import Contents, Stored
 from atoll.tensors.reference import TensorRef
 from atoll.transport.parts import Memory, Parts, Sink
 from atoll.transport.publisher import disk_error, nameless
@@ -107,6 +107,13 @@ def fetch(
         return fetching.to_disk(folder) if to_disk else fetching.to_memory()
 
 
+def fetch_stored(ref: TensorRef, *, idle_timeout_s: float, abort: Abort) -> Stored:
+    """As `fetch`, into a file from which the tree can be loaded later."""
+    with _Fetching(ref, idle_timeout_s, abort) as fetching:
+        fetching.begin(False)
+        return fetching.stored(None)
+
+
 class _Fetching:
     """One transfer of one object."""
 
@@ -149,7 +156,9 @@ class _Fetching:
         return True
 
     def to_memory(self) -> Any:
-        """All of it, in new memory."""
+        """All of it, in new memory; but what consumers read in runs is on disk."""
+        if self._contents.streams:
+            return self.stored(None).tree()
         specs = {segment.spec.name: segment.spec for segment in self._contents.layout.segments}
         try:
             tensors = {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in specs.items()}
@@ -159,7 +168,7 @@ class _Fetching:
                 "Fetch it with to_disk=True.",
             ) from error
         self._pull(self._data_parts(), [], Scatter(self._contents.layout, tensors))
-        return self._contents.tree(tensors)
+        return self._contents.tree(tensors.__getitem__)
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """All of it, where it belongs."""
@@ -170,18 +179,22 @@ class _Fetching:
 
     def to_disk(self, folder: Path | None) -> Any:
         """All of it, in a file that the values share."""
+        stored = self.stored(folder)
+        keys = self._contents.by_key()
+        if keys is not None:
+            segments = self._contents.layout.by_name
+            return LazyState(stored.handle, {key: segments[name] for key, name in keys.items()})
+        return self._contents.tree(stored.lazy.__getitem__)
+
+    def stored(self, folder: Path | None) -> Stored:
+        """All of it, in a file without a name."""
         fd = nameless(folder)
         try:
             self._pull(self._data_parts(), [_File(fd)])
         except BaseException:
             os.close(fd)
             raise
-        handle = Handle(lambda offset, memory: read_at(fd, memory, offset), lambda: os.close(fd))
-        segments = self._contents.layout.by_name
-        keys = self._contents.by_key()
-        if keys is not None:
-            return LazyState(handle, {key: segments[name] for key, name in keys.items()})
-        return self._contents.tree({name: LazyTensor(handle, segment, None) for name, segment in segments.items()})
+        return Stored(self._contents, lambda offset, memory: read_at(fd, memory, offset), lambda: os.close(fd))
 
     # -- bytes
 

@@ -17,18 +17,32 @@ A process that is killed and started again gets its open task again. A server th
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from atoll.errors import AtollError, BadRequest, Conflict, Gone, PartCorrupt, TicketClosed, UsageError
+from atoll.errors import (
+    AtollError,
+    BadRequest,
+    Conflict,
+    Gone,
+    PartCorrupt,
+    TicketClosed,
+    TransferError,
+    TransferStalled,
+    UsageError,
+)
+from atoll.tensors.objects import Stored
 from atoll.tensors.reference import TensorRef
 from atoll.wire import routes
 from atoll.wire import task_messages as tm
 from atoll.wire.tasks import read_plain, way_of
+from atoll.worker.ahead import Ahead
 from atoll.worker.border import border
 from atoll.worker.connection import START_RETRIES, Connection, NetworkLost, default_site, require_site
-from atoll.worker.fetch import fetch
+from atoll.worker.fetch import fetch, fetch_stored
 from atoll.worker.publish import publish, withdraw
 from atoll.worker.reporting import LOG
 
@@ -36,6 +50,9 @@ Handler = Callable[[Any], Any]
 
 ERROR_CHARS = 2000
 """The most of an error that travels."""
+
+STALLS = 2
+"""Times that the tensors of a task may stand still before they are given up; the first one may pass by itself."""
 
 
 class Task:
@@ -47,7 +64,8 @@ class Task:
         payload: as the workflow sent it; references in it are not followed.
     """
 
-    def __init__(self, connection: Connection, message: tm.Task, payload: Any) -> None:
+    def __init__(self, connection: Connection, message: tm.Task, payload: Any, warned: set[str]) -> None:
+        self._warned = warned  # of which names of tasks the user has been warned
         self.name, self.id, self.payload = message.name, message.task, payload
         self._connection, self._streamed = connection, message.streamed
 
@@ -60,16 +78,34 @@ class Task:
 
         Raises:
             UsageError: something in it cannot travel; it is named.
+            TransferError: the server answers, but takes no byte of the tensors.
         """
-        way = way_of(self.name, payload, streamed=self._streamed)
+        way = way_of(self.name, payload, streamed=self._streamed, what="answer")
+        if way.warning and self.name not in self._warned:
+            self._warned.add(self.name)
+            LOG.warning("%s: %s", self._connection.site, way.warning)
         if way.plain is not None:
             return self._send(tm.TaskAnswer(body=tm.Body(plain=way.plain)))
-        connection = self._connection
-        ref = connection.patiently(
-            lambda: publish(payload, server=connection.http.server, chunk_bytes=0 if way.inline else None),
-            None,
-            f"send the answer to task {self.name!r}",
-        )
+        connection, stalls = self._connection, 0
+
+        def upload() -> TensorRef:
+            nonlocal stalls
+            server, idle_timeout_s = connection.http.server, connection.info.idle_timeout_s
+            try:
+                return publish(
+                    payload, server=server, chunk_bytes=0 if way.inline else None, idle_timeout_s=idle_timeout_s
+                )
+            except TransferStalled as error:
+                stalls += 1
+                if stalls < STALLS:
+                    raise
+                raise TransferError(
+                    f"The tensors of site {connection.site}'s answer to {self.described} do not arrive at {server}: "
+                    f"{error.message}",
+                    error.remedy,
+                ) from error
+
+        ref = connection.patiently(upload, None, f"send the answer to task {self.name!r}")
         key = tm.ObjectKey(object=ref.object, secret=ref.secret, digest=ref.digest, expires_at=ref.expires_at)
         taken = self._send(tm.TaskAnswer(body=tm.Body(object=key)))
         if not taken:
@@ -87,6 +123,11 @@ class Task:
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         return self._send(tm.TaskAnswer(error=text[:ERROR_CHARS] or "it gave no reason"))
 
+    @property
+    def described(self) -> str:
+        """Its name and the beginning of its id, as errors say it."""
+        return f"task {self.name!r} ({self.id[:8]})"
+
     def _send(self, answer: tm.TaskAnswer) -> bool:
         connection, path = self._connection, routes.TASK_ANSWER.format(task=self.id)
         try:
@@ -100,9 +141,11 @@ class Task:
 class TaskWorker:
     """A site that answers tasks; made by `atoll.tasks`. Use it as a context manager."""
 
-    def __init__(self, server: str, site: str, labels: dict[str, str] | None) -> None:
+    def __init__(self, server: str, site: str, labels: dict[str, str] | None, request_task_tensors: bool) -> None:
         self._connection = Connection(server, site, labels=labels, max_retries=START_RETRIES)
+        self._ahead = None if request_task_tensors else Ahead(self._connection, self._stored)
         self._handlers: dict[str, Handler] = {}
+        self._warned: set[str] = set()
         self._connection.join(START_RETRIES)
 
     @property
@@ -144,30 +187,35 @@ class TaskWorker:
                 task.fail(error)
                 continue
             task.payload = None  # given back while the answer is on its way
-            task.answer(result)
+            try:
+                task.answer(result)
+            except (TransferError, UsageError) as error:  # a stream may fail only while it is sent
+                LOG.error("%s: %s", self.site, error)
+                task.fail(error)
             del result
 
     def tasks(self) -> Iterator[Task]:
         """The tasks of this site as they come, each with its payload; ends with the workflow."""
-        connection, lost = self._connection, ""
+        connection, lost, stalled = self._connection, "", ""
+        request = tm.TaskRequest(wait_s=routes.LONG_POLL_S)
+        ask = functools.partial(
+            connection.http.post, routes.TASKS, request, tm.TaskReply, timeout_s=routes.LONG_POLL_S + 10.0
+        )
         while True:
             self._doing("waiting for a task")
-            request = tm.TaskRequest(wait_s=routes.LONG_POLL_S)
-            reply = connection.patiently(
-                lambda request=request: connection.http.post(  # type: ignore[misc]
-                    routes.TASKS, request, tm.TaskReply, timeout_s=routes.LONG_POLL_S + 10.0
-                ),
-                None,
-                "ask for the next task",
-            )
+            reply = connection.patiently(ask, None, "ask for the next task")
             if reply.status == "finished":
                 return
             if reply.task is None:
                 continue
-            task = Task(connection, reply.task, None)
+            task = Task(connection, reply.task, None, self._warned)
             try:
-                task.payload = self._fetched(reply.task.body)
+                task.payload = self._payload_of(reply.task)
             except NetworkLost as error:
+                if isinstance(error, TransferStalled) and stalled == task.id:
+                    task.fail(self._never_came(task, error))
+                    continue
+                stalled = task.id if isinstance(error, TransferStalled) else stalled
                 LOG.warning("%s: task %r did not arrive, asking again: %s", self.site, task.name, error)
                 continue
             except (Gone, BadRequest, PartCorrupt) as error:
@@ -177,16 +225,36 @@ class TaskWorker:
                 task.fail(error)
                 continue
             self._doing(f"task {task.name}"[:64])
+            if self._ahead is not None:
+                self._ahead.begin()
             yield task
 
-    def _fetched(self, body: tm.Body) -> Any:
-        if body.object is None:
-            return read_plain(body.plain or "")
-        http, given = self._connection.http, body.object
-        ref = TensorRef(
-            http.host, http.port, http.secure is not None, given.object, given.secret, given.digest, given.expires_at
+    def _payload_of(self, message: tm.Task) -> Any:
+        stored = self._ahead.take(message.task) if self._ahead is not None else None
+        if stored is not None:
+            return stored.tree()
+        if message.body.object is None:
+            return read_plain(message.body.plain or "")
+        return fetch(self._ref_to(message.body.object), idle_timeout_s=self._connection.info.idle_timeout_s)
+
+    def _stored(self, key: tm.ObjectKey, abort: threading.Event) -> Stored:
+        return fetch_stored(self._ref_to(key), idle_timeout_s=self._connection.info.idle_timeout_s, abort=abort)
+
+    def _ref_to(self, key: tm.ObjectKey) -> TensorRef:
+        http = self._connection.http
+        return TensorRef(
+            http.host, http.port, http.secure is not None, key.object, key.secret, key.digest, key.expires_at
         )
-        return fetch(ref, idle_timeout_s=self._connection.info.idle_timeout_s)
+
+    def _never_came(self, task: Task, why: TransferStalled) -> TransferStalled:
+        """Names who did not send what."""
+        server = self._connection.http.server
+        error = TransferStalled(
+            f"The tensors of {task.described} do not arrive at site {self.site} from {server}: {why.message}",
+            why.remedy,
+        )
+        LOG.error("%s: %s", self.site, error)
+        return error
 
     def _doing(self, state: str) -> None:
         self._connection.heartbeat = self._connection.heartbeat.model_copy(update={"state": state})
@@ -201,17 +269,27 @@ class TaskWorker:
 
     def close(self, error: BaseException | None = None) -> None:
         """Deregister. Idempotent."""
+        if self._ahead is not None:
+            self._ahead.close()
         self._connection.leave(f"{type(error).__name__}: {error}" if error else None)
 
 
 @border
-def tasks(server: str, site: str | None = None, *, labels: dict[str, str] | None = None) -> TaskWorker:
+def tasks(
+    server: str,
+    site: str | None = None,
+    *,
+    labels: dict[str, str] | None = None,
+    request_task_tensors: bool = True,
+) -> TaskWorker:
     """Take part in a run that has a workflow.
 
     Args:
         server: address of the server.
         site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
         labels: shown in status.
+        request_task_tensors: whether a task's tensors are asked for once it has arrived. False: those of the next one
+            are pulled ahead, to disk, while a task is still worked on. What a task is given is the same.
 
     Returns:
         The worker; a context manager that deregisters it.
@@ -219,4 +297,4 @@ def tasks(server: str, site: str | None = None, *, labels: dict[str, str] | None
     Raises:
         ServerUnreachable: nobody answers. VersionSkew: the two sides speak different protocols.
     """
-    return TaskWorker(server, require_site(site or default_site()), labels)
+    return TaskWorker(server, require_site(site or default_site()), labels, request_task_tensors)

@@ -1,0 +1,151 @@
+"""The contract suite of types that `atoll.payloads.register` knows. A pair's own test is:
+
+class TestFile(PayloadTypeContract):
+    in_memory = False
+
+    def make(self, folder, nbytes): ...
+    def same(self, one, other): ...
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from atoll.posix import read_at
+from atoll.tensors.kinds import kind_of
+from atoll.tensors.objects import Contents, Extent, Stored, write_object
+from atoll.tensors.payload import pack
+
+PART_BYTES = 2**20
+LARGE_BYTES = 96 * 2**20
+MORE_BYTES = 32 * 2**20
+"""What sending or receiving `LARGE_BYTES` may take beyond the value: chunks, and what an allocator keeps."""
+
+
+class PayloadTypeContract:
+    """What every pair of producer and consumer promises; subclass it.
+
+    Attributes:
+        in_memory: whether a value lies in memory itself, as a tensor does; a file does not.
+    """
+
+    in_memory: ClassVar[bool] = True
+
+    def make(self, folder: Path, nbytes: int) -> Any:
+        """A value of about `nbytes` bytes, the same at each call with the same `nbytes`; files go into `folder`."""
+        raise NotImplementedError
+
+    def same(self, one: Any, other: Any) -> bool:
+        """Whether two values are equal, to the bit."""
+        raise NotImplementedError
+
+    @pytest.fixture(autouse=True)
+    def _large_files_go(self, tmp_path: Path) -> Iterator[None]:
+        yield
+        shutil.rmtree(tmp_path)
+
+    @pytest.mark.parametrize("nbytes", [0, 1000, 5_000_001])
+    def test_it_arrives_as_it_was_sent(self, tmp_path: Path, nbytes: int) -> None:
+        value = self.make(tmp_path, nbytes)
+        arrived = there_and_back(value)
+        assert type(arrived) is type(value)
+        assert self.same(arrived, value)
+
+    def test_values_differ(self, tmp_path: Path) -> None:
+        """Else the other tests would show nothing."""
+        assert not self.same(self.make(tmp_path, 1000), self.make(tmp_path, 2000))
+
+    def test_sending_does_not_change_it(self, tmp_path: Path) -> None:
+        value = self.make(tmp_path, 1000)
+        there_and_back(value)
+        assert self.same(value, self.make(tmp_path, 1000))
+
+    def test_it_can_be_sent_again_and_is_the_same_bytes(self, tmp_path: Path) -> None:
+        """A transfer that breaks begins again."""
+        value = self.make(tmp_path, 100_000)
+        assert _digest(value) == _digest(value)
+
+    def test_it_lies_among_other_things_and_twice(self, tmp_path: Path) -> None:
+        value, other = self.make(tmp_path, 1000), self.make(tmp_path, 70_000)
+        tree = {"a": value, "b": [other, {"w": torch.arange(3)}, (value, None)]}
+        arrived = there_and_back(tree)
+        assert torch.equal(arrived["b"][1]["w"], torch.arange(3))
+        assert arrived["b"][2][1] is None
+        found = (arrived["a"], arrived["b"][2][0], arrived["b"][0])
+        assert all(self.same(*pair) for pair in zip(found, (value, value, other), strict=True))
+
+    def test_what_stands_for_it_is_small(self, tmp_path: Path) -> None:
+        """The data is in streams and tensors: what travels beside them is held in memory, and has a limit."""
+        packed = pack(self.make(tmp_path, LARGE_BYTES))
+        assert len(json.dumps(packed.skeleton)) < 2**16
+        assert sum(part.nbytes for part in packed.tensors) >= LARGE_BYTES / 2
+
+    def test_sending_it_takes_a_few_chunks_of_memory(self, tmp_path: Path) -> None:
+        value = self.make(tmp_path, LARGE_BYTES)
+        with tempfile.TemporaryFile(dir=tmp_path) as file:
+            assert peak_growth(lambda: write_object(value, file.fileno(), PART_BYTES)) < MORE_BYTES
+
+    def test_receiving_it_takes_a_few_chunks_beyond_the_value(self, tmp_path: Path) -> None:
+        stored, arrived = written(self.make(tmp_path, LARGE_BYTES)), []
+        growth = peak_growth(lambda: arrived.append(stored.tree()))
+        assert growth < MORE_BYTES + (LARGE_BYTES if self.in_memory else 0)
+
+    def test_the_file_that_it_came_in_goes_with_it(self, tmp_path: Path) -> None:
+        stored = written(self.make(tmp_path, 1000))
+        handle, arrived = weakref.ref(stored.handle), stored.tree()
+        del stored, arrived
+        gc.collect()
+        assert handle() is None
+
+    def test_it_is_registered(self, tmp_path: Path) -> None:
+        assert kind_of(self.make(tmp_path, 1000)) is not None
+
+
+def written(tree: Any) -> Stored:
+    """A tree as it lies on disk once it has arrived."""
+    with tempfile.TemporaryFile() as file:
+        extent, _ = write_object(tree, file.fileno(), PART_BYTES)
+        fd = os.dup(file.fileno())
+    contents = Contents.read(os.pread(fd, extent.head_bytes, 0), _told(extent), "The value")
+    return Stored(contents, lambda offset, memory: read_at(fd, memory, offset), lambda: os.close(fd))
+
+
+def there_and_back(tree: Any) -> Any:
+    """A tree as the receiver gets it."""
+    return written(tree).tree()
+
+
+def peak_growth(work: Callable[[], Any]) -> int:
+    """Bytes by which this process's memory was larger at some moment of `work` than before. Linux only."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _kib("VmRSS")
+    work()
+    return (_kib("VmHWM") - before) * 1024
+
+
+def _kib(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
+def _digest(value: Any) -> str:
+    with tempfile.TemporaryFile() as file:
+        extent, digests = write_object(value, file.fileno(), PART_BYTES)
+    return extent.digest(digests)
+
+
+def _told(extent: Extent) -> Extent:
+    """What travels of it."""
+    return Extent(extent.head_bytes, extent.nbytes, extent.part_bytes)

@@ -1,0 +1,104 @@
+"""What the status says of tasks: how each one's payload and answers travelled, and who is awaited."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import atoll
+from atoll.cli import status as shown
+from atoll.testing.processes import Nursery
+
+SCRIPT = Path(__file__).with_name("task_process.py")
+
+
+@pytest.mark.covers("T11")
+def test_each_task_says_how_it_and_its_answers_travelled(
+    nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """train is streamed both ways; validate has tensors, answers a number at a and fails at b; echo has nothing to
+    be streamed, twice: that is said, and it goes inline. 4 tasks: 1 streamed, 1 inline, 2 skipped.
+    """
+
+    def main(controller: Any) -> None:
+        controller.sites(2, timeout_s=30)
+        state = {"w": torch.ones(3)}
+        for task, payload in (("train", state), ("validate", state), ("echo", None), ("echo", "words")):
+            controller.broadcast(task, payload, timeout_s=30)
+
+    with atoll.Server(workflow=main, state_dir=tmp_path / "state", port=0, stream_tasks=("train", "echo")) as server:
+        with caplog.at_level(logging.WARNING, "atoll.server"):
+            workers = [nursery.start(str(SCRIPT), server.url, name, cwd=tmp_path) for name in "ab"]
+            assert server.wait(60)
+        server.run()
+        status = server.status()
+    assert [worker.wait() for worker in workers] == [0, 0]
+    found = [(task.number, task.name, task.way, task.answers, task.missing, task.open) for task in status.sent]
+    assert found == [
+        (1, "train", "streamed", {"streamed": 2}, [], False),
+        (2, "validate", "inline", {"failed": 1, "skipped": 1}, [], False),
+        (3, "echo", "skipped", {"skipped": 2}, [], False),
+        (4, "echo", "skipped", {"skipped": 2}, [], False),
+    ]
+    assert all(task.sites == ["a", "b"] for task in status.sent)
+    assert status.tasks == {"streamed": 1, "inline": 1, "skipped": 2}
+    warning = "task 'echo' is among stream_tasks, but its payload has no tensors: it goes inline"
+    assert status.warnings == [warning]
+    assert caplog.messages.count(warning) == 1
+    lines = shown.plain(status, server.url)
+    assert "4 tasks sent: 1 streamed, 1 inline, 2 skipped" in lines
+    assert lines[-3].startswith("task 2 validate: inline to a, b; 2 of 2 answers (1 failed, 1 skipped), ")
+    assert f"warning: {warning}" in lines
+
+
+@pytest.mark.covers("T11")
+def test_an_open_task_says_who_is_awaited_and_an_answer_without_tensors_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two rounds of train, streamed; the site's answers are None: said once, and taken."""
+    answers: list[Any] = []
+
+    def main(controller: Any) -> None:
+        for _ in range(2):
+            answers.append(controller.send("a", "train", {"w": torch.ones(3)}, timeout_s=30).payload)
+
+    with atoll.Server(workflow=main, state_dir=tmp_path / "state", port=0) as server:
+        with caplog.at_level(logging.WARNING, "atoll"), atoll.tasks(server.url, "a") as worker:
+            for task in worker.tasks():
+                (*_, sent) = server.status().sent
+                assert (sent.name, sent.way, sent.sites, sent.missing) == ("train", "streamed", ["a"], ["a"])
+                assert sent.open
+                line = shown.plain(server.status(), server.url)[-1]
+                assert f"task {sent.number} train: streamed to a; 0 of 1 answers; waiting for a, " in line
+                task.answer(None)
+        server.run()
+        assert [task.answers for task in server.status().sent] == [{"skipped": 1}] * 2
+    assert answers == [None, None]
+    warned = [text for text in caplog.messages if "its answer has no tensors: it goes inline" in text]
+    assert warned == ["a: task 'train' is among stream_tasks, but its answer has no tensors: it goes inline"]
+
+
+@pytest.mark.covers("T11")
+def test_the_status_shows_the_last_tasks_and_counts_them_all(tmp_path: Path) -> None:
+    """23 tasks: the last 20 are 4 to 23. The one that nobody answers in time says so."""
+
+    def main(controller: Any) -> None:
+        for number in range(22):
+            controller.send("a", "echo", number, timeout_s=30)
+        controller.broadcast("echo", sites=["nobody"], timeout_s=0.01)
+
+    with atoll.Server(workflow=main, state_dir=tmp_path / "state", port=0) as server:
+        with atoll.tasks(server.url, "a") as worker:
+            worker.task("echo")(lambda payload: payload)
+            worker.run()
+        server.run()
+        status = server.status()
+    assert [task.number for task in status.sent] == list(range(4, 24))
+    assert status.tasks == {"streamed": 0, "inline": 0, "skipped": 23}
+    assert "23 tasks sent: 0 streamed, 0 inline, 23 skipped" in shown.headline(status, server.url)
+    last = shown.plain(status, server.url)[-1]
+    assert last.startswith("task 23 echo: skipped to nobody; 0 of 1 answers; none from nobody, 0.0 s")

@@ -1,0 +1,190 @@
+"""Tensors and the messages they belong to: asked for or pulled ahead, matched by task id; and what never comes."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import atoll
+from atoll.errors import RunFailed
+from atoll.testing.processes import wait_until
+from atoll.testing.proxy import Fault, Proxy
+
+SHARED = torch.arange(300_000.0)
+FIRST = {
+    "w": SHARED,
+    "again": SHARED,
+    "bf16": torch.ones(5, dtype=torch.bfloat16),
+    "array": np.arange(7, dtype=np.int8),
+}
+SECOND = {
+    "w": torch.full((70_000,), -0.0),
+    "deep": [{"x": torch.eye(3, dtype=torch.float64)}, (np.ones(2), b"b", None)],
+}
+
+
+def serve(folder: Path, workflow: Callable[[Any], None], **options: Any) -> atoll.Server:
+    return atoll.Server(workflow=workflow, state_dir=folder / "state", port=0, **options)
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "state" / "objects").glob("*"))
+
+
+def bits(value: Any) -> Any:
+    """A payload with kinds, dtypes, shapes and bytes in place of its tensors and arrays."""
+    if isinstance(value, dict):
+        return {key: bits(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(bits(item) for item in value)
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.dtype, value.shape, bytes(value.view(torch.uint8).numpy()))
+    return ("array", value.dtype, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+
+
+def pulled(proxy: Proxy) -> list[str]:
+    """Ids of the objects whose manifests were asked for, once for each time."""
+    return [found[1] for line in list(proxy.requests) if (found := re.match(r"GET /v1/objects/(\w+) ", line))]
+
+
+@pytest.mark.covers("T2", "T10")
+@pytest.mark.parametrize("stream", [(), ("echo",)], ids=["inline", "streamed"])
+@pytest.mark.parametrize("request_task_tensors", [True, False], ids=["asked", "ahead"])
+def test_tensors_that_are_asked_for_and_those_pulled_ahead_are_the_same_bits(
+    tmp_path: Path, request_task_tensors: bool, stream: tuple[str, ...]
+) -> None:
+    """Two tasks are open for the site. While the first is in hand, the second's tensors come only if told ahead."""
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            sent = [pool.submit(controller.send, "a", "echo", tree, timeout_s=60) for tree in (FIRST, SECOND)]
+            came["results"] = [future.result().payload for future in sent]
+
+    with serve(tmp_path, main, stream_tasks=stream) as server, Proxy(server.port) as proxy:
+        with atoll.tasks(proxy.url, "a", request_task_tensors=request_task_tensors) as worker:
+            for number, task in enumerate(worker.tasks()):
+                if number == 0:
+                    wait_until(lambda: len(kept(tmp_path)) == 2, "both tasks at the server")
+                    if not request_task_tensors:
+                        wait_until(lambda: len(pulled(proxy)) == 2, "the second task's tensors")
+                    assert len(pulled(proxy)) == (1 if request_task_tensors else 2)
+                if "again" in task.payload:
+                    assert task.payload["again"] is task.payload["w"]
+                task.answer(task.payload)
+        server.run()
+        assert len(pulled(proxy)) == len(set(pulled(proxy))) == 2  # each once
+    assert bits(came["results"]) == bits([FIRST, SECOND])
+    assert kept(tmp_path) == []
+
+
+@pytest.mark.covers("T2", "T10")
+def test_what_was_pulled_ahead_for_a_task_that_is_over_is_not_given_to_another(tmp_path: Path) -> None:
+    over = threading.Event()
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(controller.send, "a", "echo", {"w": torch.ones(3)}, timeout_s=60)
+            wait_until(lambda: "first" in came, "the first task at the site")
+            with pytest.raises(RunFailed, match="did not answer"):
+                controller.send("a", "echo", {"w": torch.full((3,), 2.0)}, timeout_s=1.0)
+            over.set()
+            came["third"] = controller.send("a", "echo", {"w": torch.full((3,), 3.0)}, timeout_s=60).payload
+            first.result()
+
+    with serve(tmp_path, main, stream_tasks=("echo",)) as server, Proxy(server.port) as proxy:
+        with atoll.tasks(proxy.url, "a", request_task_tensors=False) as worker:
+            for task in worker.tasks():
+                if "first" not in came:
+                    came["first"] = task.payload
+                    wait_until(lambda: len(pulled(proxy)) == 2, "the second task's tensors")
+                    assert over.wait(30)
+                    wait_until(lambda: len(kept(tmp_path)) == 2, "the third task at the server")
+                task.answer(task.payload)
+        server.run()
+    assert torch.equal(came["third"]["w"], torch.full((3,), 3.0))
+    assert kept(tmp_path) == []
+
+
+@pytest.mark.covers("T2")
+@pytest.mark.parametrize("request_task_tensors", [True, False], ids=["asked", "ahead"])
+@pytest.mark.parametrize("stream", [(), ("train",)], ids=["inline", "streamed"])
+def test_a_task_whose_tensors_never_come_ends_in_an_error_that_names_server_and_task(
+    tmp_path: Path, request_task_tensors: bool, stream: tuple[str, ...]
+) -> None:
+    """Nobody set a time for the task: it ends as nothing moves. The site goes on, and so does the workflow."""
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        came["error"] = controller.send("a", "train", {"w": torch.ones(100_000)}).error
+        came["next"] = controller.send("a", "validate", 7).payload
+
+    with serve(tmp_path, main, stream_tasks=stream, idle_timeout_s=0.3) as server, Proxy(server.port) as proxy:
+        proxy.faults += [Fault("GET /v1/objects/", "down", at=60, action="stall") for _ in range(60)]
+        with atoll.tasks(proxy.url, "a", request_task_tensors=request_task_tensors) as worker:
+            worker.task("train")(lambda payload: payload)
+            worker.task("validate")(lambda payload: payload + 1)
+            worker.run()
+        server.run()
+        assert len(proxy.faults) < 60
+        assert re.match(
+            rf"TransferStalled: The tensors of task 'train' \(\w{{8}}\) do not arrive at site a from {proxy.url}: .*"
+            r"moved no byte for 0\.3 s",
+            came["error"],
+        )
+    assert came["next"] == 8
+    assert kept(tmp_path) == []
+
+
+@pytest.mark.covers("T2")
+def test_an_answer_whose_tensors_do_not_get_through_ends_in_an_error_that_names_site_and_task(tmp_path: Path) -> None:
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        came["error"] = controller.send("a", "train", {"w": torch.ones(100_000)}).error
+        came["next"] = controller.send("a", "validate", 7).payload
+
+    with serve(tmp_path, main, idle_timeout_s=0.3) as server, Proxy(server.port) as proxy:
+        proxy.faults += [Fault("PUT /v1/objects/", "up", at=1000, action="stall") for _ in range(60)]
+        with atoll.tasks(proxy.url, "a") as worker:
+            worker.task("train")(lambda payload: payload)
+            worker.task("validate")(lambda payload: payload + 1)
+            worker.run()
+        server.run()
+        assert re.match(
+            rf"TransferError: The tensors of site a's answer to task 'train' \(\w{{8}}\) do not arrive at {proxy.url}",
+            came["error"],
+        )
+    assert came["next"] == 8
+    assert kept(tmp_path) == []
+
+
+@pytest.mark.covers("T2")
+@pytest.mark.parametrize(
+    ("request_line", "direction"), [("GET /v1/objects/", "down"), ("PUT /v1/objects/", "up")], ids=["task", "answer"]
+)
+def test_a_stall_that_passes_is_no_error(tmp_path: Path, request_line: str, direction: Any) -> None:
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        came["result"] = controller.send("a", "train", {"w": torch.ones(100_000)}, timeout_s=60).payload
+
+    with serve(tmp_path, main, idle_timeout_s=0.5) as server, Proxy(server.port) as proxy:
+        # 4 attempts for a part: so often it stands still, once all of them
+        faults = [Fault(request_line, direction, at=60, action="stall") for _ in range(5)]
+        proxy.faults += faults
+        with atoll.tasks(proxy.url, "a") as worker:
+            worker.task("train")(lambda payload: {"w": payload["w"] * 2})
+            worker.run()
+        server.run()
+    assert all(fault.reached.is_set() for fault in faults)
+    assert torch.equal(came["result"]["w"], torch.full((100_000,), 2.0))
