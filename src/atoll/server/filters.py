@@ -187,10 +187,10 @@ class Filtering:
         """Let go of what no round can use any more."""
         for ticket in list(self._kept):
             if self._store.ticket(ticket).state not in ("open", "accepted"):
-                os.close(self._kept.pop(ticket).fd)
+                self.forget(ticket)
 
     def forget(self, ticket: int) -> None:
-        """Its parts are not those that were filtered."""
+        """What was made of this update is of no use. Idempotent."""
         kept = self._kept.pop(ticket, None)
         if kept is not None:
             os.close(kept.fd)
