@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from pathlib import Path
@@ -62,7 +63,9 @@ def play(server: atoll.Server, folder: Path, updates: dict[str, State]) -> State
 
 
 @pytest.mark.covers("T8")
-def test_filters_of_the_run_file_are_for_everybody_or_for_a_named_site(tmp_path: Path) -> None:
+def test_filters_of_the_run_file_are_for_everybody_or_for_a_named_site(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """a's head is dropped; b moved by (6, 8), of norm 10, and is clipped to 5; everybody's n stays.
 
     The mean: w = (1 + 3)/2, (1 + 4)/2. Integers are not averaged, so the 9 of b would have won.
@@ -78,9 +81,11 @@ def test_filters_of_the_run_file_are_for_everybody_or_for_a_named_site(tmp_path:
         """
     )
     given = Settings.read(tmp_path / "run.toml", environ={}).task_result_filters
+    caplog.set_level(logging.INFO, "atoll.server")
     with serving(tmp_path, task_result_filters=given) as server:
         found = play(server, tmp_path, {"a": become([1.0, 1.0], 7.0), "b": become([6.0, 8.0], 0.0, n=9)})
     assert (found["w"].tolist(), found["head"].tolist(), found["n"].item()) == ([2.0, 2.5], [0.0], 7)
+    assert "Drop('n') of every site, Drop('head') of a, NormClip(5, noise=0) of b" in caplog.text
 
 
 @pytest.mark.covers("T8")
