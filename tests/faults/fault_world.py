@@ -154,6 +154,10 @@ def write_run_file(folder: Path, **settings: Any) -> Path:
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(each)}' for key, each in value.items())}}}"
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else f'"{value}"'
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.errors import UsageError
-from atoll.filters import Drop, Filter, NormClip
+from atoll.filters import Drop, Filter, NormClip, Outgoing
 from atoll.worker.federated import FederatedRound
 
 
@@ -147,3 +147,26 @@ def test_a_control_difference_measured_by_hand_does_not_pass_by_the_filters(tmp_
             model = round_.load_into(zero_linear())
             with pytest.raises(UsageError, match=r"without passing its filters.*round\.correct"):
                 round_.submit(model, steps=1, control_difference=round_.own_controls())
+
+
+def test_a_filter_that_fails_at_the_begin_leaves_the_outbox_as_it_was(tmp_path: Path) -> None:
+    """A server that lost power may ask for the update before once more."""
+
+    class Second(Filter):
+        def begin(self, update: Outgoing) -> None:
+            if update.about.round == 2:
+                raise KeyError("salt")
+
+    with serving(tmp_path, zero_linear(), num_workers=1, rounds=2) as server:
+        with atoll.Client(server.url, site="a", folder=tmp_path / "w", filters=[Second()]) as client:
+            for number in (1, 2):
+                assert client.next_round() == number
+                client.pull()
+                if number == 1:
+                    client.submit(zero_linear())
+            with pytest.raises(UsageError, match=r"Second\(\) failed at the begin of the update: KeyError: 'salt'"):
+                client.submit(zero_linear())
+            session = client._session
+            assert session is not None
+            assert session.outbox.note is not None
+            assert session.outbox.note.round == 1

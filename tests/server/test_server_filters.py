@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ import atoll
 from atoll.config import Settings
 from atoll.errors import ConfigError, RunFailed, UsageError
 from atoll.filters import Drop, Filter, NormClip, Outgoing
+from atoll.store.rows import TicketRow
 from atoll.tensors.chunks import CHUNK_ELEMENTS
+from atoll.testing.processes import wait_until
+from atoll.wire import messages, routes
 
 START = {"w": torch.zeros(2), "head": torch.zeros(1), "bn.running_mean": torch.zeros(1), "n": torch.tensor(7)}
 State = dict[str, Tensor]
@@ -58,7 +63,9 @@ def play(server: atoll.Server, folder: Path, updates: dict[str, State]) -> State
 
 
 @pytest.mark.covers("T8")
-def test_filters_of_the_run_file_are_for_everybody_or_for_a_named_site(tmp_path: Path) -> None:
+def test_filters_of_the_run_file_are_for_everybody_or_for_a_named_site(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """a's head is dropped; b moved by (6, 8), of norm 10, and is clipped to 5; everybody's n stays.
 
     The mean: w = (1 + 3)/2, (1 + 4)/2. Integers are not averaged, so the 9 of b would have won.
@@ -74,9 +81,11 @@ def test_filters_of_the_run_file_are_for_everybody_or_for_a_named_site(tmp_path:
         """
     )
     given = Settings.read(tmp_path / "run.toml", environ={}).task_result_filters
+    caplog.set_level(logging.INFO, "atoll.server")
     with serving(tmp_path, task_result_filters=given) as server:
         found = play(server, tmp_path, {"a": become([1.0, 1.0], 7.0), "b": become([6.0, 8.0], 0.0, n=9)})
     assert (found["w"].tolist(), found["head"].tolist(), found["n"].item()) == ([2.0, 2.5], [0.0], 7)
+    assert "Drop('n') of every site, Drop('head') of a, NormClip(5, noise=0) of b" in caplog.text
 
 
 @pytest.mark.covers("T8")
@@ -143,9 +152,18 @@ def test_a_reducer_that_clips_knows_the_norm_behind_the_filters(tmp_path: Path) 
     assert found["w"].tolist() == [0.75, 2.0]
 
 
+class Spy(Filter):
+    seen: list[tuple[str, int, int]] = []  # noqa: RUF012 (shared with the test)
+
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        self.seen.append((name, start, len(values)))
+        return values
+
+
 @pytest.mark.covers("T8")
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str) -> None:
+    Spy.seen.clear()
     generator = torch.Generator().manual_seed(0)
     start: State = {
         "large": torch.randn(CHUNK_ELEMENTS + 5, generator=generator),
@@ -160,10 +178,12 @@ def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str
         for number, site in enumerate("ab", 1)
     }
     results = []
-    for folder, filters in ((tmp_path / "plain", []), (tmp_path / "filtered", [Filter()])):
+    for folder, filters in ((tmp_path / "plain", []), (tmp_path / "filtered", [Spy()])):
         with serving(folder, start, codec=codec, filters=filters) as server:
             results.append(play(server, folder, updates))
     assert [name for name in start if not torch.equal(results[0][name], results[1][name])] == []
+    assert Spy.seen.count(("large", 0, CHUNK_ELEMENTS)) == 2  # once a site, and never more at a time
+    assert Spy.seen.count(("large", CHUNK_ELEMENTS, 5)) == 2
 
 
 @pytest.mark.covers("T8")
@@ -348,3 +368,55 @@ def test_a_filter_in_a_file_beside_the_run_file_and_in_a_variable(tmp_path: Path
     text = '[{path = "cast", args = ["bf16"]}]'
     settings = Settings.read(environ={"ATOLL_TASK_RESULT_FILTERS": text})
     assert settings.task_result_filters == ({"path": "cast", "args": ["bf16"]},)
+
+
+def test_a_flag_has_tables() -> None:
+    from atoll.cli.server import _parsed
+
+    assert _parsed("task_result_filters", '[{path = "drop", args = ["w"]}]') == [{"path": "drop", "args": ["w"]}]
+    with pytest.raises(ConfigError, match="or a list of such tables"):
+        _parsed("task_result_filters", "drop")
+
+
+@pytest.mark.covers("T8")
+def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word that it is complete is sent again while the filter still works: both get the same receipt."""
+
+    class Slow(Filter):
+        def begin(self, update: Outgoing) -> None:
+            begun.set()
+            assert go.wait(30)
+
+    begun, go = threading.Event(), threading.Event()
+    with serving(tmp_path, num_workers=1, filters=[Slow()]) as server:
+        refusal, asked = server._run.filtering.refusal, list[int]()  # type: ignore[union-attr]
+
+        async def counted(row: TicketRow, *rest: Any) -> str:
+            asked.append(row.ticket)
+            return await refusal(row, *rest)
+
+        monkeypatch.setattr(server._run.filtering, "refusal", counted)  # type: ignore[union-attr]
+        client = join(server, tmp_path, "a")["a"]
+        session = client._session
+        assert session is not None
+        threads = [threading.Thread(target=lambda: client.submit(become([2.0, 4.0], 0.0)))]
+        threads[0].start()
+        assert begun.wait(30)
+        note = session.outbox.note
+        assert note is not None
+        said = messages.Complete(
+            digest=note.digest, base_digest=note.base_digest, weight=1.0, steps=0, metrics=dict(note.metrics)
+        )
+        again: list[messages.Receipt] = []
+        path = routes.COMPLETE.format(ticket=note.ticket)
+        threads.append(threading.Thread(target=lambda: again.append(session.http.post(path, said, messages.Receipt))))
+        threads[1].start()
+        wait_until(lambda: len(asked) == 2, "that both wait")
+        go.set()
+        for thread in threads:
+            thread.join()
+        assert [receipt.digest for receipt in again] == [note.digest]
+        assert client.next_round() is None
+        client.close()

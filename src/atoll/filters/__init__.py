@@ -1,6 +1,7 @@
-"""What a site does to its update before any byte of it leaves.
+"""What a site does to its update before any byte of it leaves, and the server before it aggregates.
 
 atoll.join(server, site, filters=[Drop("head.*"), NormClip(1.0, noise=0.5)])
+atoll.Server(model, filters={"clinic-a": [NormClip(10.0)]})
 """
 
 from atoll.filters.base import About, Filter, Outgoing

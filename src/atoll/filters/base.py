@@ -1,4 +1,5 @@
-"""The filter contract: a site changes its own update on its way into the outbox, a run of elements at a time.
+"""The filter contract: an update is changed on its way, a run of elements at a time: by its site before any byte of it
+leaves, or by the server before it is aggregated.
 
 What filters see is the change: version − local, of `params` (the pseudo-gradient) and of float buffers alike, in fp32
 or wider, on the CPU. A run has at most `CHUNK_ELEMENTS`; no tensor of the model is held as a whole.
@@ -39,7 +40,7 @@ class About:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """The update that is about to leave, for a filter that has to look at all of it first.
+    """The update that is on its way, for a filter that has to look at all of it first.
 
     Attributes:
         about: its metadata.

@@ -27,6 +27,7 @@ from torch import Tensor
 from atoll import registry
 from atoll.config import Settings
 from atoll.errors import ConfigError, RunFailed, UsageError
+from atoll.failpoints import failpoint
 from atoll.filters.base import About, Filter
 from atoll.filters.chain import BadFilter, Chain
 from atoll.posix import read_at, write_at
@@ -95,6 +96,12 @@ class SiteFilters:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
+    def __str__(self) -> str:
+        """Which filter is whose, for the log."""
+        return ", ".join(
+            f"{each!r} of {', '.join(sorted(sites)) if sites else 'every site'}" for each, sites in self._entries
+        )
+
     def of(self, site: str) -> tuple[Filter, ...]:
         """Those of one site, in their order."""
         found = self._of.get(site)
@@ -131,14 +138,14 @@ class Filtering:
     """The filters of a run at work, and the files that they have written."""
 
     def __init__(self, filters: SiteFilters, plan: Plan, store: Store) -> None:
-        self._filters, self._plan, self._store = filters, plan, store
+        self.filters, self._plan, self._store = filters, plan, store
         self._kept: dict[int, Source] = {}
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
     def has(self, site: str) -> bool:
         """Whether the updates of a site are filtered."""
-        return bool(self._filters) and bool(self._filters.of(site))
+        return bool(self.filters) and bool(self.filters.of(site))
 
     def prepare(self, row: TicketRow, number: int) -> None:
         """Filter an update whose parts are all there, and keep what comes of it; in a thread.
@@ -187,10 +194,10 @@ class Filtering:
         """Let go of what no round can use any more."""
         for ticket in list(self._kept):
             if self._store.ticket(ticket).state not in ("open", "accepted"):
-                os.close(self._kept.pop(ticket).fd)
+                self.forget(ticket)
 
     def forget(self, ticket: int) -> None:
-        """Its parts are not those that were filtered."""
+        """What was made of this update is of no use. Idempotent."""
         kept = self._kept.pop(ticket, None)
         if kept is not None:
             os.close(kept.fd)
@@ -208,7 +215,7 @@ class Filtering:
         try:
             fd = _file(self._plan)
             about = About(row.site, number, row.base_version, row.weight, row.steps, dict(row.metrics))
-            norm = _Work(self._plan, spool.fd, base.fd).write(fd, self._filters.of(row.site), about)
+            norm = _Work(self._plan, spool.fd, base.fd).write(fd, self.filters.of(row.site), about)
             return Source(fd, norm)
         except BaseException as error:
             if fd >= 0:
@@ -267,6 +274,7 @@ class _Work:
                             )
                         if spec.group == PARAMS:
                             squares.append(float(values.square().sum()))
+                    failpoint("filters.write")
                     write_at(fd, bytes_of(encoded), run.offset)
         return math.sqrt(math.fsum(squares))
 

@@ -294,6 +294,8 @@ class Handlers(ObjectHandlers, TaskHandlers):
         if self.run.filtering.has(lease.site):
             said = replace(row, weight=message.weight, steps=message.steps, metrics=message.metrics)
             reason = await self.run.filtering.refusal(said, self.run.state.rounds[row.fragment].number, self.run.io)
+            if self.store.ticket(ticket).state in ("accepted", "counted"):  # the word came twice, and was taken once
+                return await self.complete(lease, ticket, message)
             self._require_open(lease, ticket)
             if reason:
                 self._refuse(lease, ticket, reason, "the filter is the server's.")

@@ -103,6 +103,8 @@ class Run:
                 self.plan, lambda error: loop.call_soon_threadsafe(self.fail, error), self.filtering
             )
             self.aggregator.start()
+        if self.filtering.filters:
+            LOG.info("updates pass through filters: %s", self.filtering.filters)
         self.state, effects = machine.restore(self._rules, self._recovered, time.monotonic())
         if self._recovered.finished and not self.state.finished:
             self.store.finish(False)  # more rounds were asked for

@@ -309,6 +309,11 @@ class FederatedRound:
                 f"Round {self.number} got a control_difference, and round.correct has measured one already.",
                 "Use one of the two.",
             )
+        if self._session.filters:
+            raise UsageError(
+                f"The control_difference of round {self.number} would leave this site without passing its filters.",
+                "Use round.correct(model, optimizer), which forms it from what they leave; or join without filters.",
+            )
         if steps < 1:
             raise UsageError(
                 f"Round {self.number} got a control_difference and steps={steps}.",

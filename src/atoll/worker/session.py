@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from atoll.codecs.update import codecs_of, encoded_layout
 from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused
@@ -156,13 +156,13 @@ class Session(Pulling):
         on_part: Callable[[Part, bytes], None] | None = None,
     ) -> update.Formed:
         """Write the update of this ticket into the outbox; from here on it survives this process."""
-        self.outbox.begin(ticket.layout_digest)
-        if self.controls is not None:
-            self.controls.begin()
         about = About(self.site, ticket.round, ticket.base_version, weight, steps, metrics)
         filtered = Filtered(self.filters, self.base, tensors, about) if self.filters else None
         if filtered is not None and controls is not None:
-            controls = update.difference_of(controls, filtered)
+            controls = cast(update.Difference, controls).behind(filtered)  # with filters a round takes no other
+        self.outbox.begin(ticket.layout_digest)
+        if self.controls is not None:
+            self.controls.begin()
         formed = update.form_update(
             self.outbox, self.base, tensors, self.codecs, on_part, self._stretches, controls, filtered
         )

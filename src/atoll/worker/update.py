@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
 from atoll.codecs.base import Codec
-from atoll.errors import UsageError
 from atoll.tensors.alone import alone
 from atoll.tensors.chunks import CHUNK_ELEMENTS, assign_run_, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
@@ -86,20 +85,6 @@ def form_update(
             if on_part is not None:
                 on_part(part, digests[-1])
     return Formed(digests, outbox.layout.update_digest(digests), former.is_zero)
-
-
-def difference_of(controls: Runs, filtered: Filtered) -> Runs:
-    """Δc_i of the change as the filters have left it.
-
-    Raises:
-        UsageError: it was measured by hand: it would leave the site without passing them.
-    """
-    if not hasattr(controls, "behind"):
-        raise UsageError(
-            "A control_difference that was measured by hand would leave this site without passing its filters.",
-            "Use round.correct(model, optimizer), which forms it from what they leave; or take part without filters.",
-        )
-    return cast(Difference, controls).behind(filtered)
 
 
 class _Former:

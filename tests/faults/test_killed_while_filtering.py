@@ -1,0 +1,50 @@
+"""The server is killed, or its disk is full, around its filters: same bits as undisturbed, and nobody trains twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, Sites, serving
+
+from atoll.testing.processes import Nursery
+
+FILTERS: list[dict[str, Any]] = [
+    {"path": "norm_clip", "args": {"max_norm": 3.0}},
+    {"path": "drop", "args": ["2.bias"], "sites": ["b"]},
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with serving(folder, task_result_filters=FILTERS) as server:
+        Sites(server.url, folder).join()
+        assert server.wait(60)
+    return Result(folder)
+
+
+@pytest.mark.covers("T8")
+@pytest.mark.parametrize(
+    ("lives", "deaths"),
+    [
+        pytest.param("filters.write=kill@9", 1, id="while-it-filters", marks=pytest.mark.covers("F8")),
+        pytest.param("accept.after=kill@3", 1, id="after-the-accept", marks=pytest.mark.covers("F9")),
+        pytest.param("pass.chunk=kill@2", 1, id="mid-aggregation", marks=pytest.mark.covers("F10")),
+        pytest.param("filters.write=enospc@9", 0, id="disk-full"),
+    ],
+)
+def test_killed_around_the_filters(
+    nursery: Nursery, tmp_path: Path, undisturbed: Result, lives: str, deaths: int
+) -> None:
+    with ServerProcess(nursery, tmp_path, (lives,), task_result_filters=FILTERS) as server:
+        sites = Sites(server.url, tmp_path)
+        sites.join()
+        assert server.kept.wait() == 0
+        assert server.kept.deaths == deaths
+    result = Result(tmp_path)
+    assert result.bits == undisturbed.bits
+    assert result.counted() == EVERY_SITE_AND_ROUND
+    assert sites.trained == dict.fromkeys(EVERY_SITE_AND_ROUND, 1)
+    assert sorted(path.name for path in (tmp_path / "state").iterdir() if path.is_file()) == ["journal.sqlite", "lock"]
