@@ -26,7 +26,7 @@ from atoll.integrations.ranks import Ranks
 from atoll.tensors.modules import named_tensors
 from atoll.wire import messages
 from atoll.worker.border import border
-from atoll.worker.connection import START_RETRIES, Connection, default_site, require_site
+from atoll.worker.connection import default_site, info_of, require_site
 from atoll.worker.correction import Correction, Proximal, Shifted
 from atoll.worker.diloco import DiLoCo
 from atoll.worker.federated import Worker, join
@@ -204,7 +204,8 @@ class AtollCallback(Callback):
         if self._finished:
             return "finished"
         if self._info is None:
-            self._info = self._ask_for_info(self._server)
+            ensure_lines()
+            self._info = info_of(self._server, self._site)
         if self._info.sync_every:
             return "diloco"
         if self._worker is None:
@@ -221,13 +222,6 @@ class AtollCallback(Callback):
     def _site(self) -> str:
         self._given_site = require_site(self._given_site or default_site())
         return self._given_site
-
-    def _ask_for_info(self, server: str) -> messages.RunInfo:
-        """What the run is, before it is joined: DiLoCo joins by itself."""
-        ensure_lines()
-        connection = Connection(server, self._site, labels=None, max_retries=START_RETRIES)
-        connection.http.close()
-        return connection.info
 
     def _receive(self, ranks: Ranks, module: Any) -> None:
         """The round's global model into the module. It is pulled once; after that it comes from the base file."""

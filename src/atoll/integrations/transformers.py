@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from atoll.errors import UsageError
 from atoll.worker.border import border
-from atoll.worker.connection import START_RETRIES, Connection, default_site
+from atoll.worker.connection import default_site, info_of
 from atoll.worker.correction import Correction
 from atoll.worker.diloco import DiLoCo
 from atoll.worker.federated import join
@@ -104,7 +104,7 @@ class AtollCallback(TrainerCallback):
         server = self._server or os.environ.get("ATOLL_SERVER")
         site = self._site or default_site()
         where: dict[str, Any] = {"server": server, "site": site, "folder": self._folder, "labels": self._labels}
-        if server and _is_step_driven(server, site):
+        if server and info_of(server, site).sync_every:
             share = 1.0 if self._weight is None else self._weight
             self._part = _Hooked(DiLoCo(module, optimizer, sync_every=self._sync_every, weight=share, **where))
         else:
@@ -249,13 +249,6 @@ class _Hooked:
 
     def leave(self, error: BaseException | None = None) -> None:
         self._diloco.stop(error)
-
-
-def _is_step_driven(server: str, site: str) -> bool:
-    """Whether a round of the run is a number of steps; asked before this worker takes part."""
-    connection = Connection(server, site, labels=None, max_retries=START_RETRIES)
-    connection.http.close()
-    return connection.info.sync_every > 0
 
 
 def _require_plain(args: TrainingArguments) -> None:
