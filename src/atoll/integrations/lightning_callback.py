@@ -41,7 +41,8 @@ def _callback_class() -> type:
     names = ["lightning.pytorch", "pytorch_lightning"]
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:
-            return import_module(name).Callback  # type: ignore[no-any-return]
+            found: type = import_module(name).Callback
+            return found
         except ImportError:
             continue
     raise ConfigError("Neither lightning nor pytorch_lightning is installed.", "pip install 'atoll[lightning]'")
