@@ -95,6 +95,14 @@ def test_a_tensor_that_occurs_twice_travels_once_and_is_one_again() -> None:
     assert back["b"][1] is back["b"][2]
 
 
+@pytest.mark.covers("T1")
+def test_a_negated_view_is_not_the_tensor_that_it_negates() -> None:
+    """Both have the same address, dtype, shape and strides; torch negates when it reads."""
+    waves = torch.tensor([1 + 2j, 3 - 4j])
+    back = there_and_back([waves.imag, waves.conj().imag])
+    assert [tensor.tolist() for tensor in back] == [[2.0, -4.0], [-2.0, 4.0]]
+
+
 def test_nothing_is_copied_and_parameters_arrive_as_tensors() -> None:
     layer = nn.Linear(3, 2)
     packed = pack(layer.state_dict())

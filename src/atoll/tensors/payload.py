@@ -155,7 +155,7 @@ class _Packer:
             )
         if tensor.is_meta:
             raise UsageError(f"{path} is on the meta device and has no values.", "Give it values first.")
-        return self._add(tensor.detach(), tensor)
+        return self._add(tensor.detach().resolve_neg(), tensor)
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> int:
         native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
