@@ -34,6 +34,9 @@ Plain = Any
 DEPTH = 100
 """Levels of nesting, at most."""
 
+INT_BITS = 14_000
+"""Of an integer, at most: Python reads none of more than 4,300 digits."""
+
 _KEYS = (str, int, float, bool, type(None))
 
 
@@ -92,6 +95,11 @@ class _Packer:
         self._held: list[object] = []  # keeps ids from being given again
 
     def node(self, value: Any, path: str) -> Plain:
+        if type(value) is int and value.bit_length() > INT_BITS:
+            raise UsageError(
+                f"{path} is an integer of {value.bit_length()} bits, which cannot travel.",
+                f"An integer has at most {INT_BITS} bits; send its bytes.",
+            )
         if value is None or type(value) in (bool, int, str):
             return value
         if type(value) is float:
@@ -145,8 +153,10 @@ class _Packer:
         return {"$": "dict", "items": items}
 
     def _tensor(self, tensor: Tensor, path: str) -> int:
-        if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout is not torch.strided:
+        plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and not tensor.is_nested
+        if not plain or tensor.layout is not torch.strided:
             kind = f"a tensor of layout {tensor.layout}" if type(tensor) is Tensor else f"a {_name(tensor)}"
+            kind = "a nested tensor" if tensor.is_nested else kind
             raise UsageError(f"{path} is {kind}, which cannot travel.", "Make it a dense tensor first.")
         if tensor.is_quantized or tensor.dtype not in NAMES:
             raise UsageError(
@@ -158,6 +168,8 @@ class _Packer:
         return self._add(tensor.detach().resolve_neg(), tensor)
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> int:
+        if isinstance(array, np.ma.MaskedArray):
+            raise UsageError(f"{path} is a masked array, which cannot travel.", "Send its data and its mask.")
         native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
         try:
             if not native.flags.writeable or any(stride < 0 for stride in native.strides):
