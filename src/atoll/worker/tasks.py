@@ -17,6 +17,7 @@ A process that is killed and started again gets its open task again. A server th
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -205,11 +206,11 @@ class TaskWorker:
 
 
 @border
-def tasks(server: str, site: str | None = None, *, labels: dict[str, str] | None = None) -> TaskWorker:
+def tasks(server: str | None = None, site: str | None = None, *, labels: dict[str, str] | None = None) -> TaskWorker:
     """Take part in a run that has a workflow.
 
     Args:
-        server: address of the server.
+        server: address of the server; by default `ATOLL_SERVER`.
         site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
         labels: shown in status.
 
@@ -217,6 +218,10 @@ def tasks(server: str, site: str | None = None, *, labels: dict[str, str] | None
         The worker; a context manager that deregisters it.
 
     Raises:
+        UsageError: there is no address: without a server nobody sends tasks.
         ServerUnreachable: nobody answers. VersionSkew: the two sides speak different protocols.
     """
+    server = server or os.environ.get("ATOLL_SERVER")
+    if not server:
+        raise UsageError("Tasks come from a server, and none is named.", "Give its address, or set ATOLL_SERVER.")
     return TaskWorker(server, require_site(site or default_site()), labels)
