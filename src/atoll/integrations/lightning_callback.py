@@ -123,6 +123,8 @@ class AtollCallback(Callback):
 
     @border
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._server:
+            fitting.require_fresh(trainer)
         self._limits.extend(trainer)
         self._fits, self._module = self._fits + 1, pl_module
         self._in_round = False
@@ -360,8 +362,8 @@ class AtollCallback(Callback):
 
 
 def _is_validating(trainer: Any) -> bool:
-    """Whether this is `trainer.validate`, and not a validation inside of fit."""
-    return trainer.state.fn is not None and trainer.state.fn.value == "validate"
+    """Whether this is `trainer.validate` of the global model: not inside of fit, and not of a checkpoint."""
+    return trainer.state.fn is not None and trainer.state.fn.value == "validate" and not trainer.ckpt_path
 
 
 def _follower(local: dict[str, Any], module: Any) -> Correction:
