@@ -28,6 +28,7 @@ from atoll.worker.diloco import DiLoCo
 from atoll.worker.federated import join
 from atoll.worker.given import finite_metrics
 from atoll.worker.local import Round
+from atoll.worker.reporting import LOG
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -189,6 +190,13 @@ class _Rounds:
         self._metrics.update(metrics)
 
     def leave(self, error: BaseException | None = None) -> None:
+        if self._round is not None and self.steps and not self._alone and error is None:
+            LOG.warning(
+                "the Trainer ended %d steps into round %d: they stay local. An update needs %s.",
+                self.steps,
+                self._round.number,
+                "a whole epoch" if self._sync_every is None else f"{self._sync_every} steps",
+            )
         self._round = None
         if self._correction is not None:
             self._correction.close()
