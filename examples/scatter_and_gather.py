@@ -57,7 +57,7 @@ def site() -> None:
     inputs = torch.randn(200, 4, generator=generator)
     targets = inputs @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]]) + 0.1
     model = build()
-    with atoll.tasks(os.environ["ATOLL_SERVER"]) as worker:
+    with atoll.tasks() as worker:
 
         @worker.task("train")
         def train(state: dict[str, Tensor]) -> dict[str, Any]:

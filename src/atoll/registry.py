@@ -101,6 +101,12 @@ def load_attribute(target: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError:
+        here, found = Path(f"{module_name}.py"), getattr(module, "__file__", None) or "a part of Python"
+        if not is_file(target) and here.is_file() and Path(found) != here.resolve():
+            raise ConfigError(
+                f"{target!r}: the module {module_name} is {found} and has no {attribute!r}.",
+                f"Write {here}:{attribute}, or rename {here}: its name is taken.",
+            ) from None
         public = [entry for entry in vars(module) if not entry.startswith("_")]
         raise ConfigError(f"{target!r}: {module_name} has no {attribute!r}.", nearest(attribute, public)) from None
 

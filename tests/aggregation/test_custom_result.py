@@ -73,6 +73,8 @@ BAD: list[Any] = [
     pytest.param(twice(), "gave 'w' twice", id="twice"),
     pytest.param({"w": GOOD["w"]}, "left out 1 of 2 tensors, first 'v'", id="left-out"),
     pytest.param({"w": torch.ones(4)}, "gave 'w' with the shape [4], the model's is [2, 2]", id="shape"),
+    pytest.param({"w": GOOD["w"].to_sparse()}, "gave 'w' as a tensor that is not dense", id="sparse"),
+    pytest.param({"w": GOOD["w"].to("meta")}, "not dense, or on the meta device", id="meta"),
     pytest.param({"w": GOOD["w"].double()}, "gave 'w' as F64, which must be F32", id="dtype"),
     pytest.param({"v": torch.ones(3, dtype=torch.float16)}, "gave 'v' as F16, which must be BF16 or F32", id="half"),
     pytest.param({"w": [[1.0, 2.0], [3.0, 4.0]]}, "gave a list for 'w', not a tensor", id="list"),

@@ -73,6 +73,18 @@ def test_code_that_is_not_there_is_named(target: str, message: str, remedy: str)
 
 
 @pytest.mark.covers("X3")
+def test_a_file_whose_name_is_taken_by_another_module_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python imports `site` when it starts, so that nobody's site.py is found by that name."""
+    (tmp_path / "site.py").write_text("def build(): return 'built'\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"the module site is .*site.py and has no 'build'\. Write site.py:build"):
+        registry.load_attribute("site:build")
+    assert registry.load_attribute("site.py:build")() == "built"
+
+
+@pytest.mark.covers("X3")
 def test_an_unknown_name_lists_the_known_ones_and_offers_the_nearest(plugins: list[EntryPoint]) -> None:
     plugins.append(EntryPoint("ternary", "math:floor", "atoll.codecs"))
     with pytest.raises(ConfigError) as caught:

@@ -356,3 +356,24 @@ def test_a_batch_without_tensors_needs_a_weight(tmp_path: Path) -> None:
         atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path, weight=3)
         trainer.fit(Tiny(), words)
         assert lines(server)[0]["weights"] == [3.0]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_fit_from_a_checkpoint_is_refused_and_a_validation_of_one_stays_here(tmp_path: Path, name: str) -> None:
+    """Guards against a fit whose restored epochs left it without a step, and a checkpoint measured as the global model.
+
+    One epoch alone: w = 1 − 0.9³ = 0.271, which is the checkpoint; the run's first version has w = 0.
+    """
+    kind, file = module_class(name), tmp_path / "alone.ckpt"
+    alone = trainer_of(name)
+    alone.fit(kind(), data())
+    alone.save_checkpoint(file)
+    with serve(tmp_path, rounds=1) as server:
+        trainer, module = trainer_of(name), kind()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        assert trainer.validate(module, data(), ckpt_path=file)[0]["val_w"] == pytest.approx(0.271)
+        with pytest.raises(UsageError, match=r"resumes from the checkpoint '.*alone.ckpt'.*Leave ckpt_path out"):
+            trainer.fit(module, data(), ckpt_path=file)
+        assert trainer.validate(module, data())[0]["val_w"] == 0.0
+        trainer.fit(module, data())
+        assert lines(server)[0]["metrics"]["global_val_w"] == 0.0

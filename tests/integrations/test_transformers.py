@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -344,3 +345,19 @@ def test_scaled_gradients_are_refused_where_they_would_be_corrected(serve: Any, 
 def test_a_wrong_sync_every_is_refused() -> None:
     with pytest.raises(UsageError, match="sync_every is 0"):
         AtollCallback(sync_every=0)
+
+
+def test_steps_that_no_round_holds_are_told(serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """5 steps in rounds of 3: the last 2 reach nobody. A Trainer that ends with a round says nothing."""
+    server = serve("fedavg")
+    for most, words in (
+        (3, ""),
+        (5, "the Trainer ended 2 steps into round 3: they stay local. An update needs 3 steps."),
+    ):
+        callback = AtollCallback(server.url, "a", sync_every=3, folder=tmp_path)
+        with caplog.at_level(logging.WARNING, "atoll"):
+            trainer_for(One(), 1.0, callback, tmp_path, max_steps=most).train()
+        assert callback.rounds == 1
+        assert [
+            record.getMessage() for record in caplog.records if "stay local" in record.message
+        ] == words.splitlines()

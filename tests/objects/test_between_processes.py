@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,27 @@ def test_what_cannot_travel_is_refused_by_name() -> None:
     ):
         with pytest.raises(UsageError, match=rf"payload\['bad'\] is .*{words}"):
             atoll.publish({"good": torch.ones(1), "bad": value})
+
+
+@pytest.mark.covers("P14", "X3")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ref": 3}, "no reference"),
+        ({"ref": b"atoll-ref://"}, "no reference"),
+        ({"idle_timeout_s": 0}, "idle_timeout_s is 0"),
+        ({"idle_timeout_s": math.nan}, "idle_timeout_s is nan"),
+        ({"idle_timeout_s": "60"}, "idle_timeout_s is '60'"),
+        ({"abort": True}, "abort is a bool"),
+        ({"into": [torch.zeros(2)]}, "into is a list"),
+        ({"into": {"a": torch.zeros(1).expand(2)}}, "'a' is expanded"),
+    ],
+    ids=["number", "bytes", "zero", "nan", "text", "abort", "list", "expanded"],
+)
+def test_what_fetch_cannot_use_is_named(options: dict[str, Any], words: str) -> None:
+    ref = atoll.publish({"a": torch.ones(2)})
+    with pytest.raises(UsageError, match=words):
+        atoll.fetch(**{"ref": ref, **options})
 
 
 @pytest.mark.covers("P14", "P2", "X3")

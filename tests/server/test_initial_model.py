@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import atoll
@@ -126,3 +126,43 @@ def test_a_folder_without_a_model_and_one_with_two_are_refused(parts: Path, tmp_
 def test_a_pickle_is_refused_with_what_converts_it(name: str) -> None:
     with pytest.raises(ConfigError, match=r"is a pickle.*save_file\(model\.state_dict\(\), 'model\.safetensors'\)"):
         built(model=name)
+
+
+class Tied(nn.Module):
+    """Two names of one weight, as language models have them; the further name comes first in the alphabet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 2)
+        self.head = nn.Linear(2, 5, bias=False)
+        self.head.weight = self.table.weight
+
+
+@pytest.mark.covers("P7")
+def test_a_run_begins_with_the_export_of_a_tied_model(tmp_path: Path) -> None:
+    """Guards against two tensors where there was one: every worker was refused as another model."""
+    first = {"algorithm": "fedavg", "rounds": 1, "port": 0, "min_free_bytes": 0}
+    with atoll.Server(Tied(), state_dir=tmp_path / "one", **first) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for round_ in worker:
+                round_.submit(round_.load_into(Tied()))
+        assert server.wait(30)
+        export = server.exports / "model.safetensors"
+    with atoll.Server(str(export), state_dir=tmp_path / "two", **first) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for round_ in worker:
+                model = round_.load_into(Tied())
+                assert torch.equal(model.head.weight, load_file(export)["head.weight"])
+                round_.submit(model)
+        assert server.wait(30)
+    settings = Settings.build({"model": str(export)})
+    schema = schema_for(settings, initial_model(settings, None))
+    assert dict(schema.aliases) == {"head.weight": "table.weight"}
+    assert is_known(settings, None, schema)
+
+
+@pytest.mark.parametrize("told", ['{"head.weight": "table.weight"}', '{"head.weight": "gone"}', "[1]", "no JSON"])
+def test_names_that_no_longer_are_one_tensor_stay_two(tmp_path: Path, told: str) -> None:
+    file = tmp_path / "changed.safetensors"
+    save_file({"table.weight": torch.zeros(5, 2), "head.weight": torch.ones(5, 2)}, file, {"atoll.tied": told})
+    assert sorted(built(model=str(file))["head.weight"][0]) == [1.0, 1.0]

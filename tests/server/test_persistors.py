@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,19 @@ def test_an_exception_of_save_is_told_and_the_run_goes_on(tmp_path: Path, caplog
     assert len(Shelf.handed) == 3
     assert "save() of the persistor" in caplog.text
     assert "failed at version 2: OSError: the shelf is full. The run goes on." in caplog.text
+
+
+@pytest.mark.covers("D14")
+def test_one_that_exits_ends_its_own_call_and_not_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Shelf, "save", lambda *_: sys.exit(3))
+    with caplog.at_level(logging.ERROR, "atoll.server"), server_of(tmp_path) as server:
+        play(server, tmp_path, 2)
+    assert "failed at version 2: SystemExit: 3. The run goes on." in caplog.text
+    monkeypatch.setattr(Shelf, "load", lambda _: sys.exit(4))
+    with pytest.raises(ConfigError, match="Shelf' failed: SystemExit: 4"):
+        server_of(tmp_path / "other").start()
 
 
 @pytest.mark.parametrize(

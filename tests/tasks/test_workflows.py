@@ -203,6 +203,19 @@ def test_a_late_answer_is_refused_and_nothing_of_it_is_kept(tmp_path: Path, capl
         assert "is not open for site a: it is over" in caplog.text
 
 
+def test_the_address_is_that_of_the_environment_or_missed_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ATOLL_SERVER", raising=False)
+    with pytest.raises(UsageError, match="set ATOLL_SERVER"):
+        atoll.tasks()
+    with serve(tmp_path, lambda controller: controller.sites(at_least=1, timeout_s=30)) as server:
+        monkeypatch.setenv("ATOLL_SERVER", server.url)
+        monkeypatch.setenv("ATOLL_SITE", "clinic-a")
+        with atoll.tasks() as worker:
+            assert worker.site == "clinic-a"
+
+
 @pytest.mark.covers("T12")
 def test_a_reference_in_a_payload_is_not_followed(nursery: Nursery, tmp_path: Path) -> None:
     came: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from torch import nn
 from atoll.errors import BadRequest, UsageError
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import NAMES
-from atoll.tensors.payload import DEPTH, pack, unpack
+from atoll.tensors.payload import DEPTH, INT_BITS, pack, unpack
 
 
 def there_and_back(payload: Any) -> Any:
@@ -95,6 +95,14 @@ def test_a_tensor_that_occurs_twice_travels_once_and_is_one_again() -> None:
     assert back["b"][1] is back["b"][2]
 
 
+@pytest.mark.covers("T1")
+def test_a_negated_view_is_not_the_tensor_that_it_negates() -> None:
+    """Both have the same address, dtype, shape and strides; torch negates when it reads."""
+    waves = torch.tensor([1 + 2j, 3 - 4j])
+    back = there_and_back([waves.imag, waves.conj().imag])
+    assert [tensor.tolist() for tensor in back] == [[2.0, -4.0], [-2.0, 4.0]]
+
+
 def test_nothing_is_copied_and_parameters_arrive_as_tensors() -> None:
     layer = nn.Linear(3, 2)
     packed = pack(layer.state_dict())
@@ -146,7 +154,12 @@ Point = namedtuple("Point", "x y")
         ({"a": np.array([object()])}, "array of object"),
         ({"a": nn.Linear(1, 1)}, r"payload\['a'\] is a Linear"),
         (nested(DEPTH + 1), "levels deep"),
+        ({"a": [2**INT_BITS]}, r"payload\['a'\]\[0\] is an integer of 14001 bits"),
+        ({-(2**INT_BITS): 1}, "a key of payload is an integer"),
+        ({"a": np.ma.masked_array([1, 2], [True, False])}, r"payload\['a'\] is a masked array"),
+        ({"a": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}, r"payload\['a'\] is a nested tensor"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_travel_is_named_by_its_place(payload: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
@@ -155,6 +168,7 @@ def test_what_cannot_travel_is_named_by_its_place(payload: Any, words: str) -> N
 
 def test_the_deepest_payload_that_may_be_sent_arrives() -> None:
     assert there_and_back(nested(DEPTH)) == nested(DEPTH)
+    assert there_and_back([2**INT_BITS - 1, 1 - 2**INT_BITS]) == [2**INT_BITS - 1, 1 - 2**INT_BITS]
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scaffold_world import ETA, STEPS, TARGETS, one_round, train
 from torch import nn
 
 import atoll
 from atoll.errors import UsageError
-
-ETA, STEPS = 0.1, 3
-TARGETS = {"a": 1.0, "b": -3.0}  # each site's loss is (w − target)²/2, so its gradient is w − target
 
 
 class One(nn.Module):
@@ -23,13 +21,6 @@ class One(nn.Module):
         super().__init__()
         self.w = nn.Parameter(torch.full((1,), w))
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-
-
-def train(model: One, optimizer: torch.optim.Optimizer, target: float, steps: int = STEPS) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        ((model.w - target) ** 2 / 2).sum().backward()
-        optimizer.step()
 
 
 @pytest.fixture
@@ -91,17 +82,9 @@ def test_two_rounds_by_hand_are_those_of_the_paper(serve: Any, tmp_path: Path, p
     loops = {site: iter(worker) for site, worker in workers.items()}
     x, c, own = 0.0, 0.0, dict.fromkeys(TARGETS, 0.0)
     for _ in range(2):
-        models, deltas = [], []
+        x, c, own, y = one_round(x, c, own)
         for site, target in TARGETS.items():
-            y = x
-            for _ in range(STEPS):
-                y -= ETA * ((y - target) - own[site] + c)
-            plus = own[site] - c + (x - y) / (STEPS * ETA)
-            models.append(y)
-            deltas.append(plus - own[site])
-            own[site] = plus
-            assert part(next(loops[site]), target).w.item() == pytest.approx(y, rel=1e-5)
-        x, c = sum(models) / 2, c + sum(deltas) / 2
+            assert part(next(loops[site]), target).w.item() == pytest.approx(y[site], rel=1e-5)
     for site, loop in loops.items():
         assert next(loop, None) is None
         assert workers[site].load_into(One()).w.item() == pytest.approx(x, rel=1e-5)

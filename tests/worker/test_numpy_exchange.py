@@ -96,8 +96,9 @@ def test_arrays_and_tensors_give_the_same_bits(server: atoll.Server, tmp_path: P
         ([1.0, 2.0, 3.0], "'small' is a list: no tensor"),
         (np.array(["a", "b", "c"]), "'small' is an array of <U1, which does not travel"),
         (np.array([{}, {}, {}]), "'small' is an array of object, which does not travel"),
+        (np.ma.masked_array([1.0, 2.0, 3.0], [True, False, False]), "'small' is a masked array"),
     ],
-    ids=["str", "list", "texts", "objects"],
+    ids=["str", "list", "texts", "objects", "masked"],
 )
 def test_what_is_no_array_is_refused_by_name(server: atoll.Server, tmp_path: Path, entry: Any, words: str) -> None:
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from scaffold_world import ETA, TARGETS, one_round, train
 from torch import nn
 
 import atoll
@@ -14,25 +15,14 @@ from atoll.errors import UsageError
 from atoll.worker.controls import Controls
 from atoll.worker.correction import Correction, Proximal
 
-ETA, STEPS, ROUNDS = 0.1, 3, 3
-TARGETS = {"a": 1.0, "b": -3.0}  # each site's loss is (w − target)²/2, so its gradient is w − target
+ROUNDS = 3
 
 
 def reference(rounds: int, eta_g: float = 1.0) -> tuple[float, float, dict[str, float]]:
-    """Algorithm 1, option II: x, c and every c_i after so many rounds of both sites."""
+    """x, c and every c_i after so many rounds of both sites."""
     x, c, own = 0.0, 0.0, dict.fromkeys(TARGETS, 0.0)
     for _ in range(rounds):
-        models, deltas = [], []
-        for site, target in TARGETS.items():
-            y = x
-            for _ in range(STEPS):
-                y -= ETA * ((y - target) - own[site] + c)
-            plus = own[site] - c + (x - y) / (STEPS * ETA)
-            models.append(y)
-            deltas.append(plus - own[site])
-            own[site] = plus
-        x -= eta_g * sum(x - y for y in models) / len(models)
-        c += sum(deltas) / len(TARGETS)
+        x, c, own, _ = one_round(x, c, own, eta_g)
     return x, c, own
 
 
@@ -44,13 +34,6 @@ class One(nn.Module):
         self.w = nn.Parameter(torch.zeros(1))
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
         self.register_buffer("count", torch.zeros(1))
-
-
-def train(model: One, optimizer: torch.optim.Optimizer, target: float, steps: int = STEPS) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        ((model.w - target) ** 2 / 2).sum().backward()
-        optimizer.step()
 
 
 @pytest.fixture

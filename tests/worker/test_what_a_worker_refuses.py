@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -37,6 +38,37 @@ def test_metrics_that_are_not_finite_are_left_out_with_a_warning(
                 round_.submit(round_.load_into(nn.Linear(2, 1)), metrics={"loss": math.nan, "accuracy": 0.5})
         assert server.status().history[0].metrics == {"accuracy": 0.5}
     assert "the metric 'loss' is nan; it is left out" in caplog.text
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"steps": -1}, "steps is -1"),
+        ({"steps": 1.5}, "steps is 1.5"),
+        ({"steps": 2**62}, "steps is 4611686018427387904"),
+        ({"weight": 10**400}, "The weight is 1000"),
+        ({"metrics": [0.5]}, "The metrics are a list"),
+        ({"metrics": {"loss": "low"}}, "The metric 'loss' is 'low'"),
+        ({"metrics": {1: 0.5}}, "'1' is no name of a metric"),
+        ({"metrics": {65 * "m": 0.5}}, "'m+' is no name of a metric"),
+        ({"metrics": {str(number): 0.5 for number in range(65)}}, "There are 65 metrics, and an update has 64"),
+    ],
+    ids=["negative", "float", "huge", "weight", "list", "text", "number", "long", "many"],
+)
+def test_numbers_that_no_update_has_are_named_and_the_round_can_be_submitted_after_all(
+    tmp_path: Path, told: dict[str, Any], words: str
+) -> None:
+    with atoll.Server(nn.Linear(2, 1), port=0, algorithm="fedavg", rounds=1, state_dir=tmp_path / "s") as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            round_ = next(iter(worker))
+            model = round_.load_into(nn.Linear(2, 1))
+            with pytest.raises(UsageError, match=words):
+                round_.submit(model, **told)
+            most = {64 * "m": 10**400} | {str(number): 0.5 for number in range(63)}
+            round_.submit(model, steps=2**62 - 1, metrics=most)
+        assert server.wait(30)
+        assert len(server.status().history[0].metrics) == 63
 
 
 @pytest.mark.covers("F30")

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.errors import StateCorrupt, UsageError
+from atoll.cli.directory import journal_of
+from atoll.errors import StateCorrupt
 
 
 class _Reader:
@@ -49,9 +50,7 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
     """
     from atoll.store import audit
 
-    path = state_dir / "journal.sqlite"
-    if not path.exists():
-        raise UsageError(f"{str(state_dir)!r} holds no run.", "Name the state_dir of the run file.")
+    path = journal_of(state_dir)
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
             db.execute("BEGIN")  # one view of it, while the server writes on

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.cli.directory import journal_of, no_run
 from atoll.errors import Gone, StateCorrupt, StateLocked, UsageError
 
 if TYPE_CHECKING:
@@ -69,8 +70,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
         Gone: the version is not kept.
         StateCorrupt: its file was damaged.
     """
-    if not (state_dir / "journal.sqlite").exists():
-        raise UsageError(f"{str(state_dir)!r} holds no run.", "Name the state_dir of the run file.")
+    journal_of(state_dir)
     from atoll.store.slots import VERSION, FileShape, SlotPool
     from atoll.store.store import Store
     from atoll.tensors.layout import version_header, version_layout
@@ -82,7 +82,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
         raise StateLocked(error.message, "Its server runs: ask it with --server.") from None
     with store:
         if store.run is None:
-            raise UsageError(f"{str(state_dir)!r} holds no run.", "Name the state_dir of the run file.")
+            raise no_run(state_dir)
         row = store.head(0) if version is None else store.version(0, version)
         schema = Schema.from_json(json.loads(store.run.schema_json))
         layout = version_layout(schema, int(json.loads(store.run.settings_json)["part_bytes"]))

@@ -71,6 +71,21 @@ def require_whole_model(trainer: Any) -> None:
         )
 
 
+def require_fresh(trainer: Any) -> None:
+    """Refuse a fit that goes on from a checkpoint: its epochs count as trained, and its weights are not the round's.
+
+    Raises:
+        UsageError: which checkpoint it is.
+    """
+    if trainer.ckpt_path:
+        raise UsageError(
+            f"This fit resumes from the checkpoint {str(trainer.ckpt_path)!r}, and a round begins with the global "
+            "model.",
+            "Leave ckpt_path out: the run goes on from the server's state. Under Slurm, "
+            "plugins=[SLURMEnvironment(auto_requeue=False)].",
+        )
+
+
 def the_optimizer(trainer: Any, module: Any, algorithm: str) -> Any:
     """The one optimizer whose steps an algorithm follows.
 

@@ -26,7 +26,7 @@ from atoll.integrations.ranks import Ranks
 from atoll.tensors.modules import named_tensors
 from atoll.wire import messages
 from atoll.worker.border import border
-from atoll.worker.connection import START_RETRIES, Connection, default_site, require_site
+from atoll.worker.connection import default_site, info_of, require_site
 from atoll.worker.correction import Correction, Proximal, Shifted
 from atoll.worker.diloco import DiLoCo
 from atoll.worker.federated import Worker, join
@@ -41,7 +41,8 @@ def _callback_class() -> type:
     names = ["lightning.pytorch", "pytorch_lightning"]
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:
-            return import_module(name).Callback  # type: ignore[no-any-return]
+            found: type = import_module(name).Callback
+            return found
         except ImportError:
             continue
     raise ConfigError("Neither lightning nor pytorch_lightning is installed.", "pip install 'atoll[lightning]'")
@@ -122,6 +123,8 @@ class AtollCallback(Callback):
 
     @border
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._server:
+            fitting.require_fresh(trainer)
         self._limits.extend(trainer)
         self._fits, self._module = self._fits + 1, pl_module
         self._in_round = False
@@ -204,7 +207,8 @@ class AtollCallback(Callback):
         if self._finished:
             return "finished"
         if self._info is None:
-            self._info = self._ask_for_info(self._server)
+            ensure_lines()
+            self._info = info_of(self._server, self._site)
         if self._info.sync_every:
             return "diloco"
         if self._worker is None:
@@ -221,13 +225,6 @@ class AtollCallback(Callback):
     def _site(self) -> str:
         self._given_site = require_site(self._given_site or default_site())
         return self._given_site
-
-    def _ask_for_info(self, server: str) -> messages.RunInfo:
-        """What the run is, before it is joined: DiLoCo joins by itself."""
-        ensure_lines()
-        connection = Connection(server, self._site, labels=None, max_retries=START_RETRIES)
-        connection.http.close()
-        return connection.info
 
     def _receive(self, ranks: Ranks, module: Any) -> None:
         """The round's global model into the module. It is pulled once; after that it comes from the base file."""
@@ -365,8 +362,8 @@ class AtollCallback(Callback):
 
 
 def _is_validating(trainer: Any) -> bool:
-    """Whether this is `trainer.validate`, and not a validation inside of fit."""
-    return trainer.state.fn is not None and trainer.state.fn.value == "validate"
+    """Whether this is `trainer.validate` of the global model: not inside of fit, and not of a checkpoint."""
+    return trainer.state.fn is not None and trainer.state.fn.value == "validate" and not trainer.ckpt_path
 
 
 def _follower(local: dict[str, Any], module: Any) -> Correction:

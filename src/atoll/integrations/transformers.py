@@ -22,12 +22,13 @@ from torch.optim import Optimizer
 
 from atoll.errors import UsageError
 from atoll.worker.border import border
-from atoll.worker.connection import START_RETRIES, Connection, default_site
+from atoll.worker.connection import default_site, info_of
 from atoll.worker.correction import Correction
 from atoll.worker.diloco import DiLoCo
 from atoll.worker.federated import join
 from atoll.worker.given import finite_metrics
 from atoll.worker.local import Round
+from atoll.worker.reporting import LOG
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -104,7 +105,7 @@ class AtollCallback(TrainerCallback):
         server = self._server or os.environ.get("ATOLL_SERVER")
         site = self._site or default_site()
         where: dict[str, Any] = {"server": server, "site": site, "folder": self._folder, "labels": self._labels}
-        if server and _is_step_driven(server, site):
+        if server and info_of(server, site).sync_every:
             share = 1.0 if self._weight is None else self._weight
             self._part = _Hooked(DiLoCo(module, optimizer, sync_every=self._sync_every, weight=share, **where))
         else:
@@ -189,6 +190,13 @@ class _Rounds:
         self._metrics.update(metrics)
 
     def leave(self, error: BaseException | None = None) -> None:
+        if self._round is not None and self.steps and not self._alone and error is None:
+            LOG.warning(
+                "the Trainer ended %d steps into round %d: they stay local. An update needs %s.",
+                self.steps,
+                self._round.number,
+                "a whole epoch" if self._sync_every is None else f"{self._sync_every} steps",
+            )
         self._round = None
         if self._correction is not None:
             self._correction.close()
@@ -249,13 +257,6 @@ class _Hooked:
 
     def leave(self, error: BaseException | None = None) -> None:
         self._diloco.stop(error)
-
-
-def _is_step_driven(server: str, site: str) -> bool:
-    """Whether a round of the run is a number of steps; asked before this worker takes part."""
-    connection = Connection(server, site, labels=None, max_retries=START_RETRIES)
-    connection.http.close()
-    return connection.info.sync_every > 0
 
 
 def _require_plain(args: TrainingArguments) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from atoll.server.plan import Plan
 from atoll.store.store import Store
-from atoll.tensors.layout import Layout, safetensors_header
+from atoll.tensors.layout import TIED, Layout, safetensors_header
 from atoll.tensors.schema import Schema, TensorSpec
 from atoll.wire import messages
 
@@ -72,7 +72,8 @@ def export_ranges(
         for alias, owner in schema.aliases
     ]
     ordered = sorted(named, key=lambda pair: -pair[0].item_bytes)
-    header = safetensors_header([spec for spec, _ in ordered], {"format": "pt", **(told or {})})
+    tied = {TIED: json.dumps(dict(schema.aliases))} if schema.aliases else {}
+    header = safetensors_header([spec for spec, _ in ordered], {"format": "pt", **tied, **(told or {})})
     return header, [(segments[owner].offset, spec.nbytes) for spec, owner in ordered]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from atoll.config import Settings
 from atoll.errors import ConfigError
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import torch_dtype
-from atoll.tensors.layout import Layout, chunks
+from atoll.tensors.layout import TIED, Layout, chunks
 from atoll.tensors.modules import Tensors, named_tensors, schema_of
 from atoll.tensors.schema import CONTROL, Schema
 
@@ -84,10 +85,28 @@ def _header(path: Path) -> dict[str, Tensor]:
 
     with safe_open(path, framework="pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        return {
+        tensors = {
             name: torch.empty((), dtype=torch_dtype(found.get_dtype())).expand(found.get_shape())
             for name, found in slices.items()
         }
+    return _tie(path, tensors, lambda one, other: one.shape == other.shape and one.dtype == other.dtype)
+
+
+def _tie(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> dict[str, Tensor]:
+    """Names that an export says are one tensor get one, where they still are the same."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        told = (file.metadata() or {}).get(TIED, "{}")
+    try:
+        tied: object = json.loads(told)
+    except ValueError:
+        tied = None
+    for name, owner in tied.items() if isinstance(tied, dict) else ():
+        if name in tensors and owner in tensors and same(tensors[name], tensors[owner]):
+            del tensors[name]
+            tensors[name] = tensors[owner]  # behind its owner
+    return tensors
 
 
 def _files(model: str) -> list[Path]:
@@ -114,7 +133,7 @@ def _from_files(files: Sequence[Path]) -> dict[str, Tensor]:
 
     def load(path: Path) -> dict[str, Tensor]:
         try:
-            return load_file(path)
+            return _tie(path, load_file(path), torch.equal)
         except FileNotFoundError:
             raise ConfigError(f"There is no initial model {str(path)!r}.") from None
         except SafetensorError as error:

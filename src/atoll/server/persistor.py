@@ -94,7 +94,7 @@ class Persistor:
             return None
         try:
             given = resolve(self._user.load())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             LOG.error("the persistor %r failed", self.name, exc_info=error)
             raise ConfigError(
                 f"load() of the persistor {self.name!r} failed: {type(error).__name__}: {error}.",
@@ -162,7 +162,7 @@ class Persistor:
             call(state, {**info, **more})
         except Gone as error:
             LOG.error("the persistor %r was too slow for version %d: %s", self.name, version, error)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             LOG.error(
                 "%s() of the persistor %r failed at version %d: %s: %s. The run goes on.",
                 method,

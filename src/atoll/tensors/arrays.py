@@ -56,6 +56,8 @@ def as_tensor(name: str, value: object) -> Tensor:
             f"{name!r} is a {type(value).__name__}: no tensor, and without DLPack and __array__.",
             "Convert it to numpy, or leave it out of the mapping.",
         )
+    if isinstance(value, np.ma.MaskedArray):
+        raise UsageError(f"{name!r} is a masked array, whose mask would be lost.", "Fill it first: value.filled(…).")
     return _from_numpy(name, np.asarray(value))
 
 

@@ -177,6 +177,10 @@ def file_layout(specs: Sequence[TensorSpec], header: bytes, part_bytes: int = PA
     return Layout(tuple(segments), len(header), offset, part_bytes, {raw.name: raw})
 
 
+TIED = "atoll.tied"
+"""In a file's metadata: further name → name of the tensor that it is, as JSON; for a run that begins with the file."""
+
+
 def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     """The 8-byte length and the JSON of a safetensors file with these tensors in this order, padded to 64 bytes."""
     table: dict[str, object] = {"__metadata__": dict(metadata)}

@@ -36,6 +36,9 @@ Plain = Any
 DEPTH = 100
 """Levels of nesting, at most."""
 
+INT_BITS = 14_000
+"""Of an integer, at most: Python reads none of more than 4,300 digits."""
+
 _KEYS = (str, int, float, bool, type(None))
 
 
@@ -104,6 +107,11 @@ class _Packer:
         self._kinds = 0  # registered types on the way down
 
     def node(self, value: Any, path: str) -> Plain:
+        if type(value) is int and value.bit_length() > INT_BITS:
+            raise UsageError(
+                f"{path} is an integer of {value.bit_length()} bits, which cannot travel.",
+                f"An integer has at most {INT_BITS} bits; send its bytes.",
+            )
         if value is None or type(value) in (bool, int, str):
             return value
         kind = kind_of(value)
@@ -187,8 +195,10 @@ class _Packer:
         return {"$": "dict", "items": items}
 
     def _tensor(self, tensor: Tensor, path: str) -> int:
-        if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout is not torch.strided:
+        plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and not tensor.is_nested
+        if not plain or tensor.layout is not torch.strided:
             kind = f"a tensor of layout {tensor.layout}" if type(tensor) is Tensor else f"a {_name(tensor)}"
+            kind = "a nested tensor" if tensor.is_nested else kind
             raise UsageError(f"{path} is {kind}, which cannot travel.", "Make it a dense tensor first.")
         if tensor.is_quantized or tensor.dtype not in NAMES:
             raise UsageError(
@@ -197,9 +207,11 @@ class _Packer:
             )
         if tensor.is_meta:
             raise UsageError(f"{path} is on the meta device and has no values.", "Give it values first.")
-        return self._add(tensor.detach(), tensor)
+        return self._add(tensor.detach().resolve_neg(), tensor)
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> int:
+        if isinstance(array, np.ma.MaskedArray):
+            raise UsageError(f"{path} is a masked array, which cannot travel.", "Send its data and its mask.")
         native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
         try:
             if not native.flags.writeable or any(stride < 0 for stride in native.strides):

@@ -319,6 +319,18 @@ class Connection:
                     self.reconnections += 1
 
 
+def info_of(server: str, site: str) -> messages.RunInfo:
+    """What the run of a server is, before this site takes part in it.
+
+    Raises:
+        VersionSkew: the two sides speak different protocols.
+        ServerUnreachable: nobody answered.
+    """
+    connection = Connection(server, site, labels=None, max_retries=START_RETRIES)
+    connection.http.close()
+    return connection.info
+
+
 def default_site() -> str:
     """`ATOLL_SITE`, else a name made of host and process."""
     given = os.environ.get("ATOLL_SITE")

@@ -29,7 +29,7 @@ from atoll.worker.border import border
 from atoll.worker.by_hand import difference_runs
 from atoll.worker.connection import START_RETRIES, default_site, require_site
 from atoll.worker.correction import Correction, correction_for
-from atoll.worker.given import finite_metrics, last_words, positive
+from atoll.worker.given import counted, finite_metrics, last_words, positive
 from atoll.worker.local import ALONE, LocalWorker, Model, Round
 from atoll.worker.reporting import LOG, ensure_lines, size
 from atoll.worker.session import Session
@@ -241,7 +241,8 @@ class FederatedRound:
                 `__array__`; read, not changed.
             weight: samples, tokens, or any positive number; the mean is by weight.
             metrics: finite numbers by name; averaged by weight over the workers.
-            steps: local optimizer steps in the round, for status; by default those that `correct` counted.
+            steps: local optimizer steps in the round, for status, and what FedNova divides by; by default those that
+                `correct` counted.
             control_difference: Δc_i of a hand-written SCAFFOLD loop, parameter's name → tensor of its shape; `steps`
                 must be given with it.
 
@@ -249,8 +250,8 @@ class FederatedRound:
             UsageError: the round was submitted before, or the global model was never pulled.
             SchemaMismatch: it is not the model of the run.
             UsageError: an entry of the mapping is no array; it is named.
-            UsageError: the weight is not a positive finite number; or the control difference is not what the run
-                needs, and what is wrong with it is named.
+            UsageError: the weight is not a positive finite number, `steps` or a metric is none; or the control
+                difference is not what the run needs, and what is wrong with it is named.
         """
         if self.done:
             raise UsageError(
@@ -259,6 +260,7 @@ class FederatedRound:
         schema = self._session.schema.model
         tensors = _matching(self._session, model if isinstance(model, nn.Module) else as_tensors(model, schema))
         self._require_base()
+        steps = counted(steps)
         if self._correction is not None:
             self._correction.close()
             steps = steps or self._correction.steps

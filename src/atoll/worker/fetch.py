@@ -48,7 +48,7 @@ from atoll.wire import routes
 from atoll.wire.objects import Manifest
 from atoll.worker.border import border
 from atoll.worker.publish import CONNECTIONS, IDLE_TIMEOUT_S
-from atoll.worker.transfer import LOOK_S, Abort, object_http, watched
+from atoll.worker.transfer import LOOK_S, Abort, object_http, require_timeout, watched
 
 PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Between attempts to reach who serves an object; from the first one again whenever something has come."""
@@ -95,7 +95,8 @@ def fetch(
         raise UsageError("There is no reference.", "Pass optional=True where it may be absent.")
     if into is not None and to_disk:
         raise UsageError("fetch got both into and to_disk.", "Give one of them.")
-    ref = TensorRef.parse(ref) if isinstance(ref, str) else ref
+    ref = ref if isinstance(ref, TensorRef) else TensorRef.parse(ref)
+    require_timeout(idle_timeout_s)
     folder = None if isinstance(to_disk, bool) else Path(to_disk)
     target = None if into is None else _targets(into)
     with _Fetching(ref, idle_timeout_s, abort) as fetching:
@@ -328,6 +329,8 @@ def _targets(into: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
         UsageError: something in it cannot be filled.
     """
     given: nn.Module | Mapping[str, Any] = into
+    if not isinstance(into, nn.Module | Mapping):
+        raise UsageError(f"into is a {type(into).__name__}.", "Give a module, or a mapping name → tensor or array.")
     if not isinstance(into, nn.Module):
         given = {name: _writable(name, value) for name, value in into.items()}
     owners, aliases = named_tensors(given)
@@ -335,6 +338,10 @@ def _targets(into: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _writable(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and any(
+        n > 1 and not stride for n, stride in zip(value.shape, value.stride(), strict=True)
+    ):
+        raise UsageError(f"The tensor {name!r} is expanded: its elements share memory.", "Give a clone of it.")
     if not isinstance(value, np.ndarray):
         return value
     if not value.flags.writeable:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 import traceback
+from collections.abc import Mapping
 
 from atoll.errors import UsageError
+from atoll.wire import messages
 from atoll.worker.reporting import LOG
 
 
@@ -24,20 +27,52 @@ def positive(weight: float) -> float:
     """
     try:
         value = math.nan if isinstance(weight, str) else float(weight)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not 0 < value < float("inf"):
         raise UsageError(f"The weight is {weight}.", "Give the number of samples or tokens: positive and finite.")
     return value
 
 
+def counted(steps: int) -> int:
+    """A number of steps.
+
+    Raises:
+        UsageError: it is negative, or no integer.
+    """
+    try:
+        value = operator.index(steps)
+    except TypeError:
+        value = -1
+    if not 0 <= value < messages.NUMBER_BELOW:
+        raise UsageError(f"steps is {steps!r}.", "Give the number of local optimizer steps in the round.")
+    return value
+
+
 def finite_metrics(metrics: dict[str, float], site: str) -> dict[str, float]:
-    """The finite ones as floats; the others are dropped with a warning."""
+    """The finite ones as floats; the others are dropped with a warning.
+
+    Raises:
+        UsageError: a name or a value is none, or there are too many; it is named.
+    """
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"The metrics are a {type(metrics).__name__}.", "Give a dict: name → number.")
+    if len(metrics) > messages.METRICS:
+        raise UsageError(
+            f"There are {len(metrics)} metrics, and an update has {messages.METRICS} at most.",
+            "Report those that the run is judged by.",
+        )
     values: dict[str, float] = {}
     for key, given in metrics.items():
+        if not isinstance(key, str) or len(key) > messages.METRIC_CHARS:
+            raise UsageError(
+                f"{str(key)[:80]!r} is no name of a metric.", f"Give texts of {messages.METRIC_CHARS} letters at most."
+            )
         try:
             values[key] = float(given)
-        except (TypeError, ValueError):
+        except OverflowError:
+            values[key] = math.inf
+        except (TypeError, ValueError, RuntimeError):
             raise UsageError(f"The metric {key!r} is {given!r}.", "Give a number.") from None
     for key, value in values.items():
         if not abs(value) < float("inf"):

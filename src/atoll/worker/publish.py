@@ -30,7 +30,7 @@ from atoll.transport.tls import read_token
 from atoll.wire import messages, routes
 from atoll.worker.border import border
 from atoll.worker.connection import token_file
-from atoll.worker.transfer import Abort, object_http, watched
+from atoll.worker.transfer import Abort, object_http, require_timeout, watched
 
 CHUNK_BYTES = 8 * 2**20
 """Of a part by default: what is checked, and sent again, alone."""
@@ -144,6 +144,7 @@ def publish(
         ServerUnreachable, AuthError, Busy, DiskFull, BadRequest: the server did not take it.
     """
     expires_s = _lasting(expires_s)
+    require_timeout(idle_timeout_s)
     if server is None:
         return _own().publish(tensors, chunk_bytes=chunk_bytes, expires_s=expires_s)
     part_bytes, inline = _part_bytes(chunk_bytes), chunk_bytes == 0
@@ -193,7 +194,7 @@ def withdraw(ref: TensorRef | str) -> bool:
     Raises:
         AuthError: the reference's secret is another's. ServerUnreachable: nobody answers there.
     """
-    ref = TensorRef.parse(ref) if isinstance(ref, str) else ref
+    ref = ref if isinstance(ref, TensorRef) else TensorRef.parse(ref)
     if _publisher is not None and _publisher[0] == os.getpid() and _publisher[1].withdraw(ref):
         return True
     http = object_http(ref)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -276,7 +277,7 @@ class TaskWorker:
 
 @border
 def tasks(
-    server: str,
+    server: str | None = None,
     site: str | None = None,
     *,
     labels: dict[str, str] | None = None,
@@ -285,7 +286,7 @@ def tasks(
     """Take part in a run that has a workflow.
 
     Args:
-        server: address of the server.
+        server: address of the server; by default `ATOLL_SERVER`.
         site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
         labels: shown in status.
         request_task_tensors: whether a task's tensors are asked for once it has arrived. False: those of the next one
@@ -295,6 +296,10 @@ def tasks(
         The worker; a context manager that deregisters it.
 
     Raises:
+        UsageError: there is no address: without a server nobody sends tasks.
         ServerUnreachable: nobody answers. VersionSkew: the two sides speak different protocols.
     """
+    server = server or os.environ.get("ATOLL_SERVER")
+    if not server:
+        raise UsageError("Tasks come from a server, and none is named.", "Give its address, or set ATOLL_SERVER.")
     return TaskWorker(server, require_site(site or default_site()), labels, request_task_tensors)

@@ -93,6 +93,8 @@ def _checked(segment: Segment, value: object) -> Tensor:
         value = value.resolve()
     if not isinstance(value, Tensor):
         raise BadResult(f"gave {_kind(value)} for {spec.name!r}, not a tensor")
+    if value.layout is not torch.strided or value.is_nested or value.is_meta:
+        raise BadResult(f"gave {spec.name!r} as a tensor that is not dense, or on the meta device")
     if tuple(value.shape) != tuple(spec.shape):
         raise BadResult(f"gave {spec.name!r} with the shape {list(value.shape)}, the model's is {list(spec.shape)}")
     allowed = {torch_dtype(spec.dtype), accumulate_dtype(spec.dtype)}

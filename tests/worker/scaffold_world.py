@@ -1,0 +1,36 @@
+"""SCAFFOLD's algorithm 1, option II, in Python's own numbers: two sites with a weight, both in every round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+ETA, STEPS = 0.1, 3
+TARGETS = {"a": 1.0, "b": -3.0}  # each site's loss is (w − target)²/2, so its gradient is w − target
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, target: float, steps: int = STEPS) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ((model.w - target) ** 2 / 2).sum().backward()
+        optimizer.step()
+
+
+def local_part(x: float, c: float, own: float, target: float) -> tuple[float, float]:
+    """A site's round: y, and c_i⁺."""
+    y = x
+    for _ in range(STEPS):
+        y -= ETA * ((y - target) - own + c)
+    return y, own - c + (x - y) / (STEPS * ETA)
+
+
+def one_round(
+    x: float, c: float, own: dict[str, float], eta_g: float = 1.0
+) -> tuple[float, float, dict[str, float], dict[str, float]]:
+    """x, c and every c_i after a round of all sites, and the y of each."""
+    after = {site: local_part(x, c, own[site], target) for site, target in TARGETS.items()}
+    y, plus = {site: pair[0] for site, pair in after.items()}, {site: pair[1] for site, pair in after.items()}
+    c += sum(plus[site] - own[site] for site in TARGETS) / len(TARGETS)
+    x -= eta_g * sum(x - value for value in y.values()) / len(TARGETS)
+    return x, c, plus, y
