@@ -39,6 +39,31 @@ def runs(pid: int) -> bool:
         return False
 
 
+FORKING = """
+import os, time
+from pathlib import Path
+
+
+def mean(updates):
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
+    (Path(__file__).parent / "child").write_text(str(child))
+    return {name: updates[0].tensors[name] for name in updates[0].tensors}
+"""
+
+
+@pytest.mark.covers("D7")
+def test_what_an_aggregator_forks_ends_with_the_server(nursery: Nursery, tmp_path: Path) -> None:
+    """Else it keeps spools open that were removed, and their space."""
+    (tmp_path / "forking.py").write_text(FORKING)
+    with ServerProcess(nursery, tmp_path, aggregator="forking.py:mean", rounds=1) as server:
+        Sites(server.url, tmp_path).join()
+        assert server.kept.wait() == 0
+    child = int((tmp_path / "child").read_text())
+    wait_until(lambda: not runs(child), "the end of what the aggregator has forked")
+
+
 @pytest.mark.covers("F10", "D7")
 def test_killed_while_the_aggregator_works(nursery: Nursery, tmp_path: Path) -> None:
     plain = tmp_path / "plain"

@@ -7,7 +7,9 @@ directory: it is gone with the server, and a frozen round that was not committed
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -125,11 +127,10 @@ class Aggregator:
         if self._process is None:
             return
         self._channel.close()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        slow = threading.Timer(END_S, self._process.kill)
+        slow.start()
+        self._buried(self._process)
+        slow.cancel()
         self._drop_all()
         if self._result_fd is not None:
             os.close(self._result_fd)
@@ -291,10 +292,19 @@ class Aggregator:
                 break
             self._hear(message)
         assert self._process is not None
-        code = self._process.wait()
+        code = self._buried(self._process)
         self._drop_all()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._fail(0, f"its process ended with {how}")
+
+    @staticmethod
+    def _buried(process: subprocess.Popen[bytes]) -> int:
+        """Wait for the end of the process; what it has forked ends with it, for that may hold spools, too."""
+        with contextlib.suppress(ChildProcessError):  # another thread was first
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["what"] == "error":

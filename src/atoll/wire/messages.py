@@ -30,7 +30,7 @@ LEASE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}:[0-9]{1,18}:[0-9A-Za-z]{0,64}
 NUMBER_BELOW = 2**62
 """Of what the server issues: tickets, versions, parts."""
 
-METRICS, METRIC_CHARS = 64, 64
+METRICS, METRIC_CHARS = 256, 128
 """The most metrics of an update, and the longest name of one."""
 Metrics = Annotated[dict[Annotated[str, StringConstraints(max_length=METRIC_CHARS)], float], Field(max_length=METRICS)]
 Labels = Annotated[
