@@ -102,10 +102,16 @@ def test_killed_while_submitting_it_resumes_at_the_part(
     nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
 ) -> None:
     other = Sites(server.url, tmp_path, names=["b"])
-    site = SiteProcess(nursery, tmp_path, server.url, "a")
-    assert site.start("push.part=kill").wait() == KILLED
-    again = site.start()
-    assert again.wait(60) == 0
+    with Proxy(server.port) as proxy:
+        stall = Fault("PUT .*/parts/3 ", "up", at=1, action="stall")
+        proxy.faults.append(stall)
+        site = SiteProcess(nursery, tmp_path, proxy.url, "a")
+        first = site.start()
+        assert stall.reached.wait(60)
+        wait_until(lambda: any(tmp_path.glob("workers/a/*/outbox.json")), "an update that is whole in the outbox")
+        assert first.kill() == KILLED
+        again = site.start()
+        assert again.wait(60) == 0
     other.join()
     begins = said(again, "begins")
     assert begins is not None
