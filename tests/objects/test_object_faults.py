@@ -24,7 +24,9 @@ from object_world import PART, differences, fetching, flat, large, publishing, s
 import atoll
 from atoll.errors import AuthError, BadRequest, Gone, PartCorrupt, TransferAborted, TransferStalled
 from atoll.posix import write_at
+from atoll.tensors.cuts import Cut
 from atoll.tensors.objects import MOST_PARTS, Contents, Extent, write_object
+from atoll.tensors.payload import pack
 from atoll.tensors.reference import TensorRef
 from atoll.testing.processes import Nursery, Process, wait_until
 from atoll.testing.proxy import Fault, Proxy
@@ -166,7 +168,8 @@ def sound() -> tuple[Manifest, bytes]:
     """A manifest and all bytes of its object."""
     fd = nameless(None)
     with open(fd, "rb") as file:
-        extent, digests = write_object({"a": torch.arange(4.0), "b": torch.arange(3, dtype=torch.int8)}, fd, PART)
+        packed = pack({"a": torch.arange(4.0), "b": torch.arange(3, dtype=torch.int8)})
+        extent, digests = write_object(packed, fd, Cut(PART))
         return Manifest(extent, tuple(digests)), file.read()
 
 
@@ -224,6 +227,7 @@ U8_FIRST = {
     "a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
     "b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
 }
+B = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2], "base64": "AAA="}
 HOSTILE: dict[str, bytes] = {
     "no json": head_of({}, {}, raw=b"{nonsense"),
     "a list": head_of([], {}),
@@ -242,6 +246,15 @@ HOSTILE: dict[str, bytes] = {
     "negative": head_of(ONE, {**FITS, "skeleton": {"$": "tensor", "index": -1}}),
     "unknown kind": head_of(ONE, {**FITS, "skeleton": {"$": "code", "text": "1"}}),
     "no reference": head_of(ONE, {**FITS, "skeleton": {"$": "ref", "text": "atoll-ref://"}}),
+    "inline is a list": head_of(ONE, {**FITS, "inline": []}),
+    "inline is text": head_of(ONE, {**FITS, "inline": {"b": "AAAA"}}),
+    "inline dtype": head_of(ONE, {**FITS, "inline": {"b": {**B, "dtype": "C64"}}}),
+    "inline without bytes": head_of(ONE, {**FITS, "inline": {"b": {**B, "base64": None}}}),
+    "inline too short": head_of(ONE, {**FITS, "inline": {"b": {**B, "base64": "AA=="}}}),
+    "inline enormous": head_of(ONE, {**FITS, "inline": {"b": {**B, "shape": [2**62], "data_offsets": [0, 2**62]}}}),
+    "inline no base64": head_of(ONE, {**FITS, "inline": {"b": {**B, "base64": "!AA="}}}),
+    "inline unnamed": head_of(ONE, {**FITS, "inline": {"b": B}}),
+    "inline and in the file": head_of(ONE, {**FITS, "names": ["a", "a"], "inline": {"a": B}}),
     "deep": head_of(ONE, '{"names":["a"],"skeleton":' + "[" * 10**5 + "]" * 10**5 + "}"),
 }
 

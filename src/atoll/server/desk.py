@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from atoll.errors import ConfigError, Conflict, PartCorrupt, TicketClosed
 from atoll.store.objects import Kept, ObjectStore
+from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.objects import Contents, Extent
 from atoll.wire import task_messages as tm
 from atoll.wire.objects import new_id
@@ -97,9 +98,18 @@ class Desk:
 
     # -- what the workflow does
 
-    def open(self, name: str, sites: Sequence[str], body: tm.Body, streamed: bool, kept: Kept | None) -> Open:
-        """Give a task to these sites."""
-        message = tm.Task(task=new_id(), name=name, streamed=streamed, body=body)
+    def open(
+        self, name: str, sites: Sequence[str], body: tm.Body, kept: Kept | None, *, streamed: bool, sizes: ChunkSizes
+    ) -> Open:
+        """Give a task to these sites; `streamed` and `sizes` are for their answers."""
+        message = tm.Task(
+            task=new_id(),
+            name=name,
+            streamed=streamed,
+            tensor_chunk_bytes=sizes.tensor,
+            np_chunk_bytes=sizes.np,
+            body=body,
+        )
         task = self._open[message.task] = Open(message, tuple(sites), kept)
         self.wake()
         return task

@@ -4,30 +4,37 @@
     parts  [0      ][1      ]                                 [2        ][3        ][4        ][5       ]
 
 The head has parts of its own, so that a receiver knows where every tensor belongs before the first of them comes. The
-rest is cut every `part_bytes`, through tensors. The digest is over the sizes and the digests of all parts.
+rest is cut every `part_bytes`, through tensors. The digest is over the sizes and the digests of all parts. Tensors that
+are to travel inline while others are streamed are in the head itself, beside the skeleton.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
+from atoll.config import LEAST_CHUNK_BYTES as LEAST_PART_BYTES
+from atoll.config import MOST_CHUNK_BYTES as MOST_PART_BYTES
 from atoll.errors import BadRequest, UsageError
 from atoll.posix import write_at
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of, run_of
-from atoll.tensors.dtypes import dtype_name
+from atoll.tensors.cuts import Cut
+from atoll.tensors.dtypes import dtype_name, torch_dtype
 from atoll.tensors.header import MOST_BYTES as MOST_HEAD_BYTES
-from atoll.tensors.header import read_header
+from atoll.tensors.header import read_header, read_tensor
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Segment, safetensors_header
-from atoll.tensors.payload import Plain, pack, unpack
+from atoll.tensors.payload import Packed, Plain, pack, unpack
 from atoll.tensors.schema import TensorSpec
 
-LEAST_PART_BYTES, MOST_PART_BYTES = 2**16, 2**24
 MOST_PARTS = 400_000
 """Of an object: their digests are held in memory, and travel in one message of 27 MB."""
 
@@ -97,31 +104,38 @@ class Extent:
         return hasher.hexdigest()
 
 
-def write_object(tree: Any, fd: int, part_bytes: int) -> tuple[Extent, list[bytes]]:
-    """Write a tree into the file `fd`, in runs of `CHUNK_BYTES`; no tensor of it is referred to afterwards.
+def pack_object(tree: Any) -> Packed:
+    """Take what is published apart: nested dicts, lists and tuples; or a module, for its state. Nothing is copied.
 
-    Args:
-        tree: nested dicts, lists and tuples with tensors, arrays and plain values; or a module, for its state.
-        part_bytes: the most bytes of a part.
+    Raises:
+        UsageError: something in it cannot travel; it is named.
+    """
+    return pack(tree.state_dict(keep_vars=True) if isinstance(tree, nn.Module) else tree)
+
+
+def write_object(packed: Packed, fd: int, cut: Cut) -> tuple[Extent, list[bytes]]:
+    """Write a tree into the file `fd`, in runs of `CHUNK_BYTES`.
 
     Returns:
         The sizes, and BLAKE3 of every part.
 
     Raises:
-        UsageError: something in it cannot travel; it is named.
+        UsageError: it is too large for one object.
         OSError: as `write`.
     """
-    packed = pack(tree.state_dict(keep_vars=True) if isinstance(tree, nn.Module) else tree)
     names = _names(packed.skeleton, len(packed.tensors))
-    order = sorted(range(len(names)), key=lambda index: -packed.tensors[index].itemsize)
+    order = sorted(set(range(len(names))) - cut.in_head, key=lambda index: -packed.tensors[index].itemsize)
     tensors = [packed.tensors[index] for index in order]
     specs = [
         TensorSpec(names[index], dtype_name(tensor.dtype), tuple(tensor.shape))
         for index, tensor in zip(order, tensors, strict=True)
     ]
-    payload = json.dumps({"names": names, "skeleton": packed.skeleton}, separators=(",", ":"))
-    head = safetensors_header(specs, {"format": "pt", _PAYLOAD: payload})
-    extent = Extent(len(head), len(head) + sum(spec.nbytes for spec in specs), part_bytes)
+    payload: dict[str, Plain] = {"names": names, "skeleton": packed.skeleton}
+    if cut.in_head:
+        payload["inline"] = {names[index]: _as_text(packed.tensors[index]) for index in sorted(cut.in_head)}
+    text = json.dumps(payload, separators=(",", ":"))
+    head = safetensors_header(specs, {"format": "pt", _PAYLOAD: text})
+    extent = Extent(len(head), len(head) + sum(spec.nbytes for spec in specs), cut.part_bytes)
     if len(head) > MOST_HEAD_BYTES or extent.count > MOST_PARTS:
         raise UsageError(
             f"The object has a head of {len(head)} bytes and {extent.count} parts; "
@@ -163,13 +177,15 @@ class Contents:
 
     Attributes:
         skeleton: the tree without its tensors.
-        names: of the tensors in the file, by their index in the tree.
-        layout: where each of them lies.
+        names: of the tensors, by their index in the tree.
+        layout: where each one lies that is in the file.
+        inline: those that came within the head, by name.
     """
 
     skeleton: Plain
     names: tuple[str, ...]
     layout: Layout
+    inline: Mapping[str, Tensor]
 
     @classmethod
     def read(cls, head: bytes | bytearray, extent: Extent, what: str) -> Contents:
@@ -184,9 +200,10 @@ class Contents:
         widths = [spec.item_bytes for spec, _ in header.tensors if spec.numel]
         if widths != sorted(widths, reverse=True):  # else runs of bytes would not end at borders of elements
             raise BadRequest(f"{what} does not have its tensors in the order of their element sizes.", _REMEDY)
-        skeleton, names = _payload(header.metadata.get(_PAYLOAD, ""), what)
+        skeleton, names, inline = _payload(header.metadata.get(_PAYLOAD, ""), what)
         segments = [Segment(spec, "none", 0, spec.numel, at, spec.nbytes) for spec, at in header.tensors]
-        if sorted(names) != sorted(segment.spec.name for segment in segments):
+        described = [*(segment.spec.name for segment in segments), *inline]
+        if sorted(names) != sorted(described) or len(set(names)) != len(names):
             raise BadRequest(f"{what} names other tensors in its payload than in its head.", _REMEDY)
 
         def at(index: int) -> object:
@@ -196,14 +213,24 @@ class Contents:
 
         unpack(skeleton, at)
         layout = Layout(tuple(segments), extent.head_bytes, extent.nbytes, extent.part_bytes, {})
-        return cls(skeleton, names, layout)
+        return cls(skeleton, names, layout, inline)
 
     def tree(self, tensors: Mapping[str, Any]) -> Any:
-        """The tree with these tensors by name, or with what stands for them."""
-        given = [tensors[name] for name in self.names]
+        """The tree with these tensors by name, or with what stands for them; those of the head are there already."""
+        all_of_them = {**self.inline, **tensors}
+        given = [all_of_them[name] for name in self.names]
         if given and not isinstance(given[0], Tensor):
             return unpack(self.skeleton, lambda index: given[index])
         return unpack(self.skeleton, given)
+
+    @functools.cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Name → what the tensor is, wherever it travels."""
+        inline = {
+            name: TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+            for name, tensor in self.inline.items()
+        }
+        return {segment.spec.name: segment.spec for segment in self.layout.segments} | inline
 
     def by_key(self) -> dict[str, str] | None:
         """Key → name in the file, for a flat dict of tensors and arrays; None for any other tree."""
@@ -231,7 +258,7 @@ def _names(skeleton: Plain, count: int) -> list[str]:
     return [named[str(index)] for index in range(count)]
 
 
-def _payload(text: str, what: str) -> tuple[Plain, tuple[str, ...]]:
+def _payload(text: str, what: str) -> tuple[Plain, tuple[str, ...], dict[str, Tensor]]:
     try:
         payload = json.loads(text)
     except (ValueError, RecursionError):
@@ -239,4 +266,31 @@ def _payload(text: str, what: str) -> tuple[Plain, tuple[str, ...]]:
     names = payload.get("names") if isinstance(payload, dict) else None
     if not isinstance(names, list) or not all(type(name) is str for name in names) or "skeleton" not in payload:
         raise BadRequest(f"{what} has a payload without names or without a skeleton.", _REMEDY)
-    return payload["skeleton"], tuple(names)
+    inline = payload.get("inline", {})
+    if not isinstance(inline, dict):
+        raise BadRequest(f"{what} has a payload whose inline tensors are none.", _REMEDY)
+    return payload["skeleton"], tuple(names), {name: _from_text(name, entry, what) for name, entry in inline.items()}
+
+
+def _as_text(tensor: Tensor) -> dict[str, Plain]:
+    data = base64.b64encode(bytes_of(run_of(tensor, 0, tensor.numel()).cpu())).decode()
+    entry = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [0, tensor.nbytes]}
+    return {**entry, "base64": data}
+
+
+def _from_text(name: str, entry: Plain, what: str) -> Tensor:
+    """A tensor of the head.
+
+    Raises:
+        BadRequest: it is none.
+    """
+    text = entry.pop("base64", None) if isinstance(entry, dict) else None
+    spec, _, _ = read_tensor(name, entry, what)
+    try:
+        data = bytearray(base64.b64decode(text, validate=True)) if isinstance(text, str) else bytearray()
+    except (binascii.Error, ValueError):
+        data = bytearray()
+    if len(data) != spec.nbytes or type(text) is not str:
+        raise BadRequest(f"{what} has {name!r} in its head with {len(data)} of {spec.nbytes} bytes.", _REMEDY)
+    dtype = torch_dtype(spec.dtype)
+    return torch.frombuffer(data, dtype=dtype).view(spec.shape) if data else torch.empty(spec.shape, dtype=dtype)

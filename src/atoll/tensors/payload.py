@@ -44,10 +44,12 @@ class Packed:
     Attributes:
         skeleton: everything but the tensors, as `json.dumps` takes it.
         tensors: in the order of their first place in the payload; the payload's own memory, nothing is copied.
+        arrays: numbers of those that are NumPy's.
     """
 
     skeleton: Plain
     tensors: tuple[Tensor, ...]
+    arrays: frozenset[int]
 
 
 def pack(payload: Any) -> Packed:
@@ -58,7 +60,7 @@ def pack(payload: Any) -> Packed:
     """
     packer = _Packer()
     skeleton = packer.node(payload, "payload")
-    return Packed(skeleton, tuple(packer.tensors))
+    return Packed(skeleton, tuple(packer.tensors), frozenset(packer.arrays))
 
 
 def unpack(skeleton: Plain, tensors: Sequence[Any] | Callable[[int], Any]) -> Any:
@@ -87,6 +89,7 @@ def unpack(skeleton: Plain, tensors: Sequence[Any] | Callable[[int], Any]) -> An
 class _Packer:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
+        self.arrays: set[int] = set()
         self._index_of: dict[tuple[object, ...], int] = {}
         self._open: dict[int, str] = {}  # containers on the way down: a cycle would come back to one
         self._held: list[object] = []  # keeps ids from being given again
@@ -170,7 +173,9 @@ class _Packer:
             raise UsageError(
                 f"{path} is an array of {array.dtype}, which cannot travel.", "Convert it to numbers or booleans."
             )
-        return self._add(tensor, array)
+        number = self._add(tensor, array)
+        self.arrays.add(number)
+        return number
 
     def _add(self, tensor: Tensor, original: Any) -> int:
         identity: tuple[object, ...] = (type(original), id(original))

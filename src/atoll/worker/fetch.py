@@ -35,9 +35,9 @@ from atoll.errors import (
     UsageError,
 )
 from atoll.posix import read_at, write_at
-from atoll.tensors.chunks import Scatter
+from atoll.tensors.chunks import Scatter, bytes_of
 from atoll.tensors.dtypes import dtype_name, torch_dtype
-from atoll.tensors.layout import Part
+from atoll.tensors.layout import Part, Segment
 from atoll.tensors.lazy import Handle, LazyState, LazyTensor
 from atoll.tensors.modules import named_tensors
 from atoll.tensors.objects import Contents
@@ -47,8 +47,8 @@ from atoll.transport.publisher import disk_error, nameless
 from atoll.wire import routes
 from atoll.wire.objects import Manifest
 from atoll.worker.border import border
-from atoll.worker.publish import CONNECTIONS, IDLE_TIMEOUT_S
-from atoll.worker.transfer import LOOK_S, Abort, object_http, watched
+from atoll.worker.publish import CONNECTIONS
+from atoll.worker.transfer import LOOK_S, Abort, idle_timeout, object_http, watched
 
 PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Between attempts to reach who serves an object; from the first one again whenever something has come."""
@@ -60,7 +60,7 @@ T = TypeVar("T")
 def fetch(
     ref: TensorRef | str | None,
     *,
-    idle_timeout_s: float = IDLE_TIMEOUT_S,
+    idle_timeout_s: float | None = None,
     optional: bool = False,
     abort: Abort | None = None,
     to_disk: bool | str | os.PathLike[str] = False,
@@ -70,7 +70,8 @@ def fetch(
 
     Args:
         ref: of `atoll.publish`, or its text.
-        idle_timeout_s: a connection that moves no byte for so long is given up.
+        idle_timeout_s: a connection that moves no byte for so long is given up; by default `ATOLL_IDLE_TIMEOUT_S`,
+            else 60.
         optional: whether None is returned where it is not there (no reference, expired, withdrawn, its process ended).
         abort: an event that ends the transfer in its middle.
         to_disk: True, or a folder: the bytes go to a file without a name, which goes with the last value that
@@ -98,7 +99,7 @@ def fetch(
     ref = TensorRef.parse(ref) if isinstance(ref, str) else ref
     folder = None if isinstance(to_disk, bool) else Path(to_disk)
     target = None if into is None else _targets(into)
-    with _Fetching(ref, idle_timeout_s, abort) as fetching:
+    with _Fetching(ref, idle_timeout(idle_timeout_s), abort) as fetching:
         if not fetching.begin(optional):
             return None
         if target is not None:
@@ -165,19 +166,25 @@ class _Fetching:
         """All of it, where it belongs."""
         chosen, copies = self._assign(targets)
         self._pull(self._data_parts(), [], Scatter(self._contents.layout, chosen))
+        for name, source in self._contents.inline.items():
+            chosen[name].copy_(source)
         for source, target in copies:
             target.copy_(source)
 
     def to_disk(self, folder: Path | None) -> Any:
         """All of it, in a file that the values share."""
-        fd = nameless(folder)
+        fd, segments = nameless(folder), dict(self._contents.layout.by_name)
         try:
-            self._pull(self._data_parts(), [_File(fd)])
+            file, at = _File(fd), self._manifest.extent.nbytes
+            self._pull(self._data_parts(), [file])
+            for name, tensor in self._contents.inline.items():  # behind the others
+                file.write(at, bytes_of(tensor))
+                segments[name] = Segment(self._contents.specs[name], "none", 0, tensor.numel(), at, tensor.nbytes)
+                at += tensor.nbytes
         except BaseException:
             os.close(fd)
             raise
         handle = Handle(lambda offset, memory: read_at(fd, memory, offset), lambda: os.close(fd))
-        segments = self._contents.layout.by_name
         keys = self._contents.by_key()
         if keys is not None:
             return LazyState(handle, {key: segments[name] for key, name in keys.items()})
@@ -244,7 +251,7 @@ class _Fetching:
             lacking = next((name for name in one if name not in other), None)
             if lacking is not None:
                 raise _mismatch(self._what, f"only {where} {lacking!r}")
-        specs = {segment.spec.name: segment.spec for segment in self._contents.layout.segments}
+        specs = self._contents.specs
         chosen: dict[str, Tensor] = {}
         taken: dict[int, str] = {}
         copies: list[tuple[Tensor, Tensor]] = []

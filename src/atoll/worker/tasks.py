@@ -22,15 +22,19 @@ from types import TracebackType
 from typing import Any
 
 from atoll.errors import AtollError, BadRequest, Conflict, Gone, PartCorrupt, TicketClosed, UsageError
+from atoll.tensors.cuts import ChunkSizes
+from atoll.tensors.payload import pack
 from atoll.tensors.reference import TensorRef
+from atoll.transport.publisher import Draft, written
 from atoll.wire import routes
 from atoll.wire import task_messages as tm
 from atoll.wire.tasks import read_plain, way_of
 from atoll.worker.border import border
 from atoll.worker.connection import START_RETRIES, Connection, NetworkLost, default_site, require_site
 from atoll.worker.fetch import fetch
-from atoll.worker.publish import publish, withdraw
+from atoll.worker.publish import EXPIRES_S, send, withdraw
 from atoll.worker.reporting import LOG
+from atoll.worker.transfer import chunk_sizes, idle_timeout
 
 Handler = Callable[[Any], Any]
 
@@ -50,6 +54,7 @@ class Task:
     def __init__(self, connection: Connection, message: tm.Task, payload: Any) -> None:
         self.name, self.id, self.payload = message.name, message.task, payload
         self._connection, self._streamed = connection, message.streamed
+        self._sizes = ChunkSizes(message.tensor_chunk_bytes, message.np_chunk_bytes)
 
     @border
     def answer(self, payload: Any = None) -> bool:
@@ -61,15 +66,13 @@ class Task:
         Raises:
             UsageError: something in it cannot travel; it is named.
         """
-        way = way_of(self.name, payload, streamed=self._streamed)
+        packed = pack(payload)
+        way = way_of(self.name, packed, chunk_sizes(self._sizes), streamed=self._streamed)
         if way.plain is not None:
             return self._send(tm.TaskAnswer(body=tm.Body(plain=way.plain)))
-        connection = self._connection
-        ref = connection.patiently(
-            lambda: publish(payload, server=connection.http.server, chunk_bytes=0 if way.inline else None),
-            None,
-            f"send the answer to task {self.name!r}",
-        )
+        draft = written(packed, way.cut, None)
+        del payload, packed
+        ref = self._upload(draft)
         key = tm.ObjectKey(object=ref.object, secret=ref.secret, digest=ref.digest, expires_at=ref.expires_at)
         taken = self._send(tm.TaskAnswer(body=tm.Body(object=key)))
         if not taken:
@@ -86,6 +89,18 @@ class Task:
         """
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         return self._send(tm.TaskAnswer(error=text[:ERROR_CHARS] or "it gave no reason"))
+
+    def _upload(self, draft: Draft) -> TensorRef:
+        connection = self._connection
+        idle_timeout_s = idle_timeout(None, connection.info.idle_timeout_s)
+        try:
+            return connection.patiently(
+                lambda: send(draft, connection.http.server, expires_s=EXPIRES_S, idle_timeout_s=idle_timeout_s),
+                None,
+                f"send the answer to task {self.name!r}",
+            )
+        finally:
+            draft.close()
 
     def _send(self, answer: tm.TaskAnswer) -> bool:
         connection, path = self._connection, routes.TASK_ANSWER.format(task=self.id)
@@ -138,7 +153,7 @@ class TaskWorker:
                 continue
             try:
                 result = handler(task.payload)
-                way_of(task.name, result, streamed=False)  # what cannot travel is the handler's error, too
+                pack(result)  # what cannot travel is the handler's error, too
             except Exception as error:
                 LOG.exception("%s: task %r failed", self.site, task.name)
                 task.fail(error)
@@ -186,7 +201,7 @@ class TaskWorker:
         ref = TensorRef(
             http.host, http.port, http.secure is not None, given.object, given.secret, given.digest, given.expires_at
         )
-        return fetch(ref, idle_timeout_s=self._connection.info.idle_timeout_s)
+        return fetch(ref, idle_timeout_s=idle_timeout(None, self._connection.info.idle_timeout_s))
 
     def _doing(self, state: str) -> None:
         self._connection.heartbeat = self._connection.heartbeat.model_copy(update={"state": state})
