@@ -26,7 +26,8 @@ from atoll.config import LEAST_CHUNK_BYTES as LEAST_PART_BYTES
 from atoll.config import MOST_CHUNK_BYTES as MOST_PART_BYTES
 from atoll.errors import BadRequest, UsageError
 from atoll.posix import write_at
-from atoll.tensors.chunks import CHUNK_BYTES, bytes_of, run_of
+from atoll.tensors.chunks import CHUNK_BYTES, ROOM_BYTES, bytes_of, run_of
+from atoll.tensors.collector import no_collections
 from atoll.tensors.cuts import Cut
 from atoll.tensors.dtypes import dtype_name, torch_dtype
 from atoll.tensors.header import MOST_BYTES as MOST_HEAD_BYTES
@@ -123,6 +124,27 @@ def write_object(packed: Packed, fd: int, cut: Cut) -> tuple[Extent, list[bytes]
         UsageError: it is too large for one object.
         OSError: as `write`.
     """
+    with no_collections():
+        head, tensors = _head(packed, cut)
+    extent = Extent(len(head), len(head) + sum(tensor.nbytes for tensor in tensors), cut.part_bytes)
+    if len(head) > MOST_HEAD_BYTES or extent.count > MOST_PARTS:
+        raise UsageError(
+            f"The object has a head of {len(head)} bytes and {extent.count} parts; "
+            f"the most are {MOST_HEAD_BYTES} and {MOST_PARTS}.",
+            "Publish it in pieces, or with a larger chunk_bytes.",
+        )
+    writer = _Writer(fd, extent)
+    writer.write(memoryview(head))
+    for tensor in tensors:
+        step = CHUNK_BYTES // tensor.itemsize
+        for start in range(0, tensor.numel(), step):
+            writer.write(bytes_of(run_of(tensor, start, min(start + step, tensor.numel())).cpu()))
+    writer.flush()
+    return extent, writer.digests
+
+
+def _head(packed: Packed, cut: Cut) -> tuple[bytes, list[Tensor]]:
+    """The head, and the tensors behind it in their order."""
     names = _names(packed.skeleton, len(packed.tensors))
     order = sorted(set(range(len(names))) - cut.in_head, key=lambda index: -packed.tensors[index].itemsize)
     tensors = [packed.tensors[index] for index in order]
@@ -134,32 +156,36 @@ def write_object(packed: Packed, fd: int, cut: Cut) -> tuple[Extent, list[bytes]
     if cut.in_head:
         payload["inline"] = {names[index]: _as_text(packed.tensors[index]) for index in sorted(cut.in_head)}
     text = json.dumps(payload, separators=(",", ":"))
-    head = safetensors_header(specs, {"format": "pt", _PAYLOAD: text})
-    extent = Extent(len(head), len(head) + sum(spec.nbytes for spec in specs), cut.part_bytes)
-    if len(head) > MOST_HEAD_BYTES or extent.count > MOST_PARTS:
-        raise UsageError(
-            f"The object has a head of {len(head)} bytes and {extent.count} parts; "
-            f"the most are {MOST_HEAD_BYTES} and {MOST_PARTS}.",
-            "Publish it in pieces, or with a larger chunk_bytes.",
-        )
-    writer = _Writer(fd, extent)
-    writer.write(memoryview(head))
-    for tensor in tensors:
-        step = max(1, CHUNK_BYTES // tensor.itemsize)
-        for start in range(0, tensor.numel(), step):
-            writer.write(bytes_of(run_of(tensor, start, min(start + step, tensor.numel())).cpu()))
-    return extent, writer.digests
+    return safetensors_header(specs, {"format": "pt", _PAYLOAD: text}), tensors
 
 
 class _Writer:
-    """Appends to a file, and takes the digest of each part on the way."""
+    """Appends to a file, and takes the digest of each part on the way. What is small is gathered to runs."""
 
     def __init__(self, fd: int, extent: Extent) -> None:
         self._fd, self._extent, self._offset = fd, extent, 0
         self._hasher, self._part = blake3(), extent.part(0)
+        self._held, self._held_bytes = memoryview(bytearray(CHUNK_BYTES)), 0
         self.digests: list[bytes] = []
 
     def write(self, data: memoryview) -> None:
+        end = self._held_bytes + len(data)
+        if len(data) >= ROOM_BYTES or end > CHUNK_BYTES:
+            self.flush()
+            end = len(data)
+        if len(data) >= ROOM_BYTES:
+            self._append(data)
+            return
+        self._held[self._held_bytes : end] = data
+        self._held_bytes = end
+
+    def flush(self) -> None:
+        """Write what is held."""
+        if self._held_bytes:
+            self._append(self._held[: self._held_bytes])
+        self._held_bytes = 0
+
+    def _append(self, data: memoryview) -> None:
         write_at(self._fd, data, self._offset)
         while data:
             run, data = data[: self._part.stop - self._offset], data[self._part.stop - self._offset :]
@@ -194,6 +220,11 @@ class Contents:
         Raises:
             BadRequest: it is none of an object, or describes something else than these sizes.
         """
+        with no_collections():
+            return cls._read(head, extent, what)
+
+    @classmethod
+    def _read(cls, head: bytes | bytearray, extent: Extent, what: str) -> Contents:
         header = read_header(lambda at, count: bytes(head[at : at + count]), extent.nbytes, what)
         if header.nbytes != extent.head_bytes:
             raise BadRequest(f"{what} has a head of {header.nbytes} bytes, not of {extent.head_bytes}.", _REMEDY)
@@ -219,9 +250,8 @@ class Contents:
         """The tree with these tensors by name, or with what stands for them; those of the head are there already."""
         all_of_them = {**self.inline, **tensors}
         given = [all_of_them[name] for name in self.names]
-        if given and not isinstance(given[0], Tensor):
-            return unpack(self.skeleton, lambda index: given[index])
-        return unpack(self.skeleton, given)
+        with no_collections():
+            return unpack(self.skeleton, given.__getitem__)
 
     @functools.cached_property
     def specs(self) -> dict[str, TensorSpec]:

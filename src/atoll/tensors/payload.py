@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import BadRequest, UsageError
+from atoll.tensors.collector import no_collections
 from atoll.tensors.dtypes import NAMES, NOT_IN_NUMPY
 from atoll.tensors.reference import TensorRef
 
@@ -59,7 +60,8 @@ def pack(payload: Any) -> Packed:
         UsageError: something in it cannot travel; its path in the payload is named.
     """
     packer = _Packer()
-    skeleton = packer.node(payload, "payload")
+    with no_collections():
+        skeleton = packer.node(payload, "payload")
     return Packed(skeleton, tuple(packer.tensors), frozenset(packer.arrays))
 
 

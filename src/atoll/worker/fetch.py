@@ -36,10 +36,11 @@ from atoll.errors import (
 )
 from atoll.posix import read_at, write_at
 from atoll.tensors.chunks import Scatter, bytes_of
+from atoll.tensors.collector import no_collections
 from atoll.tensors.dtypes import dtype_name, torch_dtype
 from atoll.tensors.layout import Part, Segment
 from atoll.tensors.lazy import Handle, LazyState, LazyTensor
-from atoll.tensors.modules import named_tensors
+from atoll.tensors.modules import Tensors, named_tensors
 from atoll.tensors.objects import Contents
 from atoll.tensors.reference import TensorRef
 from atoll.transport.parts import Memory, Parts, Sink
@@ -98,7 +99,8 @@ def fetch(
         raise UsageError("fetch got both into and to_disk.", "Give one of them.")
     ref = TensorRef.parse(ref) if isinstance(ref, str) else ref
     folder = None if isinstance(to_disk, bool) else Path(to_disk)
-    target = None if into is None else _targets(into)
+    with no_collections():
+        target = None if into is None else _targets(into)
     with _Fetching(ref, idle_timeout(idle_timeout_s), abort) as fetching:
         if not fetching.begin(optional):
             return None
@@ -151,21 +153,22 @@ class _Fetching:
 
     def to_memory(self) -> Any:
         """All of it, in new memory."""
-        specs = {segment.spec.name: segment.spec for segment in self._contents.layout.segments}
+        specs = (segment.spec for segment in self._contents.layout.segments)
         try:
-            tensors = {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in specs.items()}
+            tensors = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in specs}
         except (RuntimeError, MemoryError) as error:
             raise UsageError(
                 f"{self._what} has {self._manifest.extent.nbytes} bytes, for which there is no memory.",
                 "Fetch it with to_disk=True.",
             ) from error
-        self._pull(self._data_parts(), [], Scatter(self._contents.layout, tensors))
+        self._scatter(tensors)
         return self._contents.tree(tensors)
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """All of it, where it belongs."""
-        chosen, copies = self._assign(targets)
-        self._pull(self._data_parts(), [], Scatter(self._contents.layout, chosen))
+        with no_collections():
+            chosen, copies = self._assign(targets)
+        self._scatter(chosen)
         for name, source in self._contents.inline.items():
             chosen[name].copy_(source)
         for source, target in copies:
@@ -195,6 +198,11 @@ class _Fetching:
     def _data_parts(self) -> list[Part]:
         extent = self._manifest.extent
         return [extent.part(index) for index in range(extent.head_count, extent.count)]
+
+    def _scatter(self, tensors: Tensors) -> None:
+        with no_collections():
+            scatter = Scatter(self._contents.layout, tensors)
+        self._pull(self._data_parts(), [], scatter)
 
     def _pull(self, parts: Sequence[Part], sinks: Sequence[Sink], into: Memory | None = None) -> None:
         """Get parts, each until it is whole."""
@@ -257,8 +265,8 @@ class _Fetching:
         copies: list[tuple[Tensor, Tensor]] = []
         for key, name in keys.items():
             target, spec = targets[key], specs[name]
-            mine = f"{dtype_name(target.dtype)}{list(target.shape)}"
-            if (dtype_name(target.dtype), tuple(target.shape)) != (spec.dtype, spec.shape):
+            if dtype_name(target.dtype) != spec.dtype or target.shape != spec.shape:
+                mine = f"{dtype_name(target.dtype)}{list(target.shape)}"
                 raise _mismatch(self._what, f"{key!r} is {spec.dtype}{list(spec.shape)} there, {mine} in the target")
             if taken.setdefault(id(target), name) != name:
                 raise _mismatch(self._what, f"the target ties {key!r} to another tensor, the object does not")
