@@ -171,14 +171,14 @@ def send(
             inline=draft.inline,
             expires_s=expires_s,
         )
-        opened = http.post(routes.OBJECTS, opening, messages.ObjectOpened)
+        opened = http.post(routes.OBJECTS, opening, messages.ObjectOpened, timeout_s=idle_timeout_s)
         http.secret, path = opened.secret, routes.OBJECT.format(object=opened.object)
         digest = draft.digest
         try:
             with watched(parts, abort):
                 parts.push(routes.parts_of_object(opened.object), draft.fd, extent.parts(), draft.digests)
             complete = routes.OBJECT_COMPLETE.format(object=opened.object)
-            http.send(complete, messages.ObjectComplete(digest=digest))
+            http.send(complete, messages.ObjectComplete(digest=digest), timeout_s=idle_timeout_s)
         except BaseException:
             _forget(http, path)
             raise
