@@ -134,4 +134,4 @@ def test_the_program_that_measures_it_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert set(told) == {"50", "5000"}
-    assert set(told["50"]) == {"publish", "fetch", "fetch into", "fetch to disk", "load"}
+    assert set(told["50"]) == {"publish", "fetch", "fetch into", "fetch to disk", "load", "lazily, both"}
