@@ -83,21 +83,22 @@ def both_ways(folder: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch)
         return kept, fd
 
     monkeypatch.setattr(ObjectStore, "take", spy)
-    with echoing(folder, settings, came) as server, atoll.tasks(server.url, "a") as worker:
-        connection = worker._connection
-        request = tm.TaskRequest(wait_s=20.0)
-        task = connection.http.post(routes.TASKS, request, tm.TaskReply, timeout_s=30.0).task
-        assert task is not None
-        assert task.body.object is not None
-        connection.http.secret = task.body.object.secret
-        path = routes.OBJECT.format(object=task.body.object.object)
-        manifest = connection.http.get(path, messages.ObjectManifest)
-        connection.http.secret = ""
-        extent = Extent(manifest.head_bytes, manifest.nbytes, manifest.part_bytes)
-        found.append(told(extent, manifest.inline is not None))
-        worker.task("train")(lambda payload: payload)
-        worker.run()
-        server.run()
+    with echoing(folder, settings, came) as server:
+        with atoll.tasks(server.url, "a") as worker:
+            connection = worker._connection
+            request = tm.TaskRequest(wait_s=20.0)
+            task = connection.http.post(routes.TASKS, request, tm.TaskReply, timeout_s=30.0).task
+            assert task is not None
+            assert task.body.object is not None
+            connection.http.secret = task.body.object.secret
+            path = routes.OBJECT.format(object=task.body.object.object)
+            manifest = connection.http.get(path, messages.ObjectManifest)
+            connection.http.secret = ""
+            extent = Extent(manifest.head_bytes, manifest.nbytes, manifest.part_bytes)
+            found.append(told(extent, manifest.inline is not None))
+            worker.task("train")(lambda payload: payload)
+            worker.run()
+        server.run()  # once the site has left: it would be waited for
     assert differences(tree(), came["back"]) == []
     assert came["back"]["a"] is came["back"]["again"][0]
     return found
