@@ -10,15 +10,34 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from atoll import registry
 from atoll.errors import AtollError, ConfigError
 
 DEFAULT_PORT = 8512
 ENV_PREFIX = "ATOLL_"
+
+CHUNK_BYTES = 8 * 2**20
+"""Of a part of a published object, by default: 2 and 4 MiB take longer, 16 MiB is not faster (decision 0012)."""
+LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, CHUNK_STEP_BYTES = 2**16, 2**24, 64
+IDLE_TIMEOUT_S = 60.0
+
+
+def _chunk(nbytes: int) -> int:
+    if nbytes and (not LEAST_CHUNK_BYTES <= nbytes <= MOST_CHUNK_BYTES or nbytes % CHUNK_STEP_BYTES):
+        raise PydanticCustomError(
+            "chunk",
+            f"it should be 0, or {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} and a multiple of {CHUNK_STEP_BYTES}",
+        )
+    return nbytes
+
+
+ChunkBytes = Annotated[int, AfterValidator(_chunk)]
+"""Bytes of a part; 0 for none."""
 
 
 class Settings(BaseModel):
@@ -105,6 +124,15 @@ class Settings(BaseModel):
         ("train",), description="Tasks whose tensors are streamed in parts; those of others travel inline, in one go."
     )
 
+    tensor_download_chunk_size: ChunkBytes = Field(
+        CHUNK_BYTES,
+        description="Bytes of a part of what tasks, their answers and `atoll.publish` stream of torch tensors: 65536 "
+        "to 16777216, a multiple of 64; 0: torch tensors travel inline, in one go.",
+    )
+    np_download_chunk_size: ChunkBytes = Field(
+        CHUNK_BYTES, description="The same for NumPy arrays; 0: NumPy arrays travel inline, whatever torch tensors do."
+    )
+
     best_metric: str | None = Field(
         None,
         min_length=1,
@@ -129,7 +157,9 @@ class Settings(BaseModel):
     heartbeat_timeout_s: float = Field(
         120.0, ge=0, description="Silence after which a worker is declared dead; 0: never."
     )
-    idle_timeout_s: float = Field(60.0, gt=0, description="A transfer that moves no byte for so long has failed.")
+    idle_timeout_s: float = Field(
+        IDLE_TIMEOUT_S, gt=0, description="A transfer that moves no byte for so long has failed."
+    )
     connections: int = Field(2, ge=1, le=64, description="Parallel connections a worker uses for tensors.")
     part_bytes: int = Field(16 * 2**20, ge=2**16, le=16 * 2**20, description="The most bytes of one part.")
 
