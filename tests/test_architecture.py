@@ -64,6 +64,7 @@ LIGHT: dict[str, set[str]] = {
     "atoll.tensors.layout": {"torch", "numpy"},
     "atoll.rounds.events": {"torch"},
     "atoll.wire.messages": {"torch", "aiohttp"},
+    "atoll.wire.status_messages": {"torch", "aiohttp"},
     "atoll.wire.routes": {"torch", "aiohttp"},
 }
 """Module → what its import must not bring: `atoll status` answers before torch would be imported."""

@@ -14,8 +14,8 @@ from atoll.store.objects import Kept, ObjectStore
 from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.objects import Contents, Extent
 from atoll.wire import task_messages as tm
-from atoll.wire.messages import TaskStatus
 from atoll.wire.objects import new_id
+from atoll.wire.status_messages import TaskStatus
 from atoll.wire.tasks import read_plain
 
 LOG = logging.getLogger("atoll.server")
