@@ -10,34 +10,18 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from atoll import registry
 from atoll.errors import AtollError, ConfigError
+from atoll.sizes import CHUNK_BYTES, ChunkBytes
 
 DEFAULT_PORT = 8512
 ENV_PREFIX = "ATOLL_"
 
-CHUNK_BYTES = 8 * 2**20
-"""Of a part of a published object, by default: 2 and 4 MiB take longer, 16 MiB is not faster (decision 0012)."""
-LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, CHUNK_STEP_BYTES = 2**16, 2**24, 64
 IDLE_TIMEOUT_S = 60.0
-
-
-def _chunk(nbytes: int) -> int:
-    if nbytes and (not LEAST_CHUNK_BYTES <= nbytes <= MOST_CHUNK_BYTES or nbytes % CHUNK_STEP_BYTES):
-        raise PydanticCustomError(
-            "chunk",
-            f"it should be 0, or {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} and a multiple of {CHUNK_STEP_BYTES}",
-        )
-    return nbytes
-
-
-ChunkBytes = Annotated[int, AfterValidator(_chunk)]
-"""Bytes of a part; 0 for none."""
 
 
 class Settings(BaseModel):
@@ -373,7 +357,6 @@ NOT_SETTINGS = frozenset(
     }
 )
 """ATOLL_* variables that are no setting of a run: they belong to a worker, are secret, or are for tests."""
-
 
 OTHER_NAMES = {"ATOLL_TENSOR_DOWNLOAD_TO_DISK": "download_to_disk"}
 """Variables that are not named after their setting."""

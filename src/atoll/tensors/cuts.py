@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 
-from atoll.config import CHUNK_BYTES
+from atoll.sizes import CHUNK_BYTES
 from atoll.tensors.payload import Packed
 
 MOST_INLINE_BYTES = 15 * 2**20

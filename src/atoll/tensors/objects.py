@@ -22,10 +22,10 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from atoll.config import LEAST_CHUNK_BYTES as LEAST_PART_BYTES
-from atoll.config import MOST_CHUNK_BYTES as MOST_PART_BYTES
 from atoll.errors import BadRequest, UsageError
 from atoll.posix import write_at
+from atoll.sizes import LEAST_CHUNK_BYTES as LEAST_PART_BYTES
+from atoll.sizes import MOST_CHUNK_BYTES as MOST_PART_BYTES
 from atoll.tensors.chunks import CHUNK_BYTES, ROOM_BYTES, bytes_of, run_of
 from atoll.tensors.collector import collections_as_usual, no_collections
 from atoll.tensors.cuts import Cut

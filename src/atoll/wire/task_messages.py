@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from atoll.config import MOST_CHUNK_BYTES
+from atoll.sizes import MOST_CHUNK_BYTES
 from atoll.wire.messages import Count, Hex16, Hex32, Message, Text
 
 TaskName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
