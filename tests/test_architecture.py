@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "atoll"
 
 LAYERS: list[set[str]] = [
-    {"_version", "errors", "failpoints", "posix"},
+    {"_version", "errors", "failpoints", "posix", "sizes"},
     {"registry"},
     {"config"},
     {"tensors"},
@@ -64,6 +64,7 @@ LIGHT: dict[str, set[str]] = {
     "atoll.tensors.layout": {"torch", "numpy"},
     "atoll.rounds.events": {"torch"},
     "atoll.wire.messages": {"torch", "aiohttp"},
+    "atoll.wire.status_messages": {"torch", "aiohttp"},
     "atoll.wire.routes": {"torch", "aiohttp"},
 }
 """Module → what its import must not bring: `atoll status` answers before torch would be imported."""

@@ -16,9 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from atoll import registry
 from atoll.errors import AtollError, ConfigError
+from atoll.sizes import CHUNK_BYTES, ChunkBytes
 
 DEFAULT_PORT = 8512
 ENV_PREFIX = "ATOLL_"
+
+IDLE_TIMEOUT_S = 60.0
 
 
 class Settings(BaseModel):
@@ -105,6 +108,15 @@ class Settings(BaseModel):
         ("train",), description="Tasks whose tensors are streamed in parts; those of others travel inline, in one go."
     )
 
+    tensor_download_chunk_size: ChunkBytes = Field(
+        CHUNK_BYTES,
+        description="Bytes of a part of what tasks, their answers and `atoll.publish` stream of torch tensors: 65536 "
+        "to 16777216, a multiple of 64; 0: torch tensors travel inline, in one go.",
+    )
+    np_download_chunk_size: ChunkBytes = Field(
+        CHUNK_BYTES, description="The same for NumPy arrays; 0: NumPy arrays travel inline, whatever torch tensors do."
+    )
+
     best_metric: str | None = Field(
         None,
         min_length=1,
@@ -129,7 +141,9 @@ class Settings(BaseModel):
     heartbeat_timeout_s: float = Field(
         120.0, ge=0, description="Silence after which a worker is declared dead; 0: never."
     )
-    idle_timeout_s: float = Field(60.0, gt=0, description="A transfer that moves no byte for so long has failed.")
+    idle_timeout_s: float = Field(
+        IDLE_TIMEOUT_S, gt=0, description="A transfer that moves no byte for so long has failed."
+    )
     connections: int = Field(2, ge=1, le=64, description="Parallel connections a worker uses for tensors.")
     part_bytes: int = Field(16 * 2**20, ge=2**16, le=16 * 2**20, description="The most bytes of one part.")
 
@@ -343,7 +357,6 @@ NOT_SETTINGS = frozenset(
     }
 )
 """ATOLL_* variables that are no setting of a run: they belong to a worker, are secret, or are for tests."""
-
 
 OTHER_NAMES = {"ATOLL_TENSOR_DOWNLOAD_TO_DISK": "download_to_disk"}
 """Variables that are not named after their setting."""

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from atoll.wire import messages, routes
+from atoll.wire import messages, routes, status_messages
 
 RUN = messages.RunInfo(
     protocol=routes.PROTOCOL,
@@ -32,7 +32,7 @@ RUN = messages.RunInfo(
     idle_timeout_s=60,
 )
 
-WORKER = messages.WorkerStatus(
+WORKER = status_messages.WorkerStatus(
     site="clinic-a",
     host="box",
     state="alive",
@@ -52,7 +52,7 @@ WORKER = messages.WorkerStatus(
     labels={},
 )
 
-STATUS = messages.Status(
+STATUS = status_messages.Status(
     run="r" * 32,
     name="canned",
     algorithm="fedavg",
@@ -66,11 +66,11 @@ STATUS = messages.Status(
     codec="none",
     sync_every=0,
     fragments=[
-        messages.FragmentStatus(
+        status_messages.FragmentStatus(
             fragment=0,
             version=2,
             phase="collecting",
-            waiting_for=[messages.Missing(site="clinic-b", for_s=31.0)],
+            waiting_for=[status_messages.Missing(site="clinic-b", for_s=31.0)],
             reason="round 3 needs 2 updates",
         )
     ],
@@ -79,7 +79,7 @@ STATUS = messages.Status(
         WORKER.model_copy(update={"site": "clinic-b", "state": "dead", "error": "no heartbeat for 120 s"}),
     ],
     history=[
-        messages.RoundSummary(
+        status_messages.RoundSummary(
             fragment=0,
             round=2,
             version=2,

@@ -11,7 +11,7 @@ from atoll.cli import main as cli
 from atoll.cli import server
 from atoll.config import Settings
 from atoll.errors import ConfigError
-from atoll.wire import messages
+from atoll.wire import status_messages
 
 
 @pytest.fixture
@@ -102,9 +102,9 @@ def test_a_run_file_that_was_not_named_is_offered(tmp_path, monkeypatch, present
     assert ("Did you mean: atoll server run.toml?" in str(outcome.exception)) is present
 
 
-def fragment(reason: str = "", **awaited_s: float) -> messages.FragmentStatus:
-    missing = [messages.Missing(site=site, for_s=seconds) for site, seconds in awaited_s.items()]
-    return messages.FragmentStatus(fragment=0, version=1, phase="collecting", waiting_for=missing, reason=reason)
+def fragment(reason: str = "", **awaited_s: float) -> status_messages.FragmentStatus:
+    missing = [status_messages.Missing(site=site, for_s=seconds) for site, seconds in awaited_s.items()]
+    return status_messages.FragmentStatus(fragment=0, version=1, phase="collecting", waiting_for=missing, reason=reason)
 
 
 def test_only_who_is_late_is_told() -> None:

@@ -7,12 +7,12 @@ import json
 import pytest
 
 from atoll.cli import status
-from atoll.wire import messages
+from atoll.wire import messages, status_messages
 
 
 @pytest.fixture
-def known(canned) -> messages.Status:
-    return messages.Status.model_validate_json(canned.answers["/v1/status"][1])
+def known(canned) -> status_messages.Status:
+    return status_messages.Status.model_validate_json(canned.answers["/v1/status"][1])
 
 
 @pytest.mark.covers("L13")
@@ -36,7 +36,7 @@ def test_plain_lines_name_the_awaited_and_align_the_workers(canned, atoll_comman
 
 def test_json_is_the_message_itself(canned, atoll_command, known) -> None:
     outcome = atoll_command("status", "--server", canned.url, "--json")
-    assert messages.Status.model_validate_json(outcome.stdout) == known
+    assert status_messages.Status.model_validate_json(outcome.stdout) == known
 
 
 def test_watching_ends_with_the_run(canned, atoll_command, known) -> None:

@@ -13,7 +13,7 @@ from atoll.tensors.layout import version_layout
 from atoll.tensors.modules import schema_of
 from atoll.testing.processes import Nursery, wait_until
 from atoll.testing.proxy import Fault, Proxy
-from atoll.wire import messages
+from atoll.wire import status_messages
 from atoll.worker.client import status
 
 
@@ -161,8 +161,8 @@ def test_the_epoch_rises_with_every_start(nursery: Nursery, tmp_path: Path) -> N
     assert seen == [1, 2, 3]
 
 
-def patient_status(url: str) -> messages.Status:
-    def ask() -> messages.Status | None:
+def patient_status(url: str) -> status_messages.Status:
+    def ask() -> status_messages.Status | None:
         try:
             return status(url)
         except ServerUnreachable:

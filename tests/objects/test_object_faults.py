@@ -7,12 +7,16 @@ more. With two connections the 17 are asked for in runs of 17 // 4 = 4: 5 reques
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import json
+import os
 import re
+import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +28,14 @@ from object_world import PART, differences, fetching, flat, large, publishing, s
 import atoll
 from atoll.errors import AuthError, BadRequest, Gone, PartCorrupt, TransferAborted, TransferStalled
 from atoll.posix import write_at
+from atoll.tensors.cuts import Cut
 from atoll.tensors.objects import MOST_PARTS, Contents, Extent, write_object
+from atoll.tensors.payload import pack
 from atoll.tensors.reference import TensorRef
 from atoll.testing.processes import Nursery, Process, wait_until
 from atoll.testing.proxy import Fault, Proxy
+from atoll.transport import parts
+from atoll.transport.lane import Lane
 from atoll.transport.publisher import Served, nameless
 from atoll.wire import routes
 from atoll.wire.objects import Manifest
@@ -74,6 +82,70 @@ def test_a_transfer_that_moves_no_byte_ends_by_the_idle_timeout() -> None:
         proxy.faults += [Fault(DATA, "down", at=1000, action="stall") for _ in range(40)]
         with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*moved no byte for 0\.2 s"):
             atoll.fetch(dataclasses.replace(ref, port=proxy.port), idle_timeout_s=0.2)
+
+
+@contextmanager
+def silent() -> Iterator[tuple[int, list[socket.socket]]]:
+    """A port that takes connections and says nothing, and the connections that came."""
+    came: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    came.append(listener.accept()[0])
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield listener.getsockname()[1], came
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for sock in came:
+                sock.close()
+
+
+@pytest.mark.covers("P5")
+def test_a_peer_that_never_answers_is_asked_once() -> None:
+    ref = atoll.publish(flat(), chunk_bytes=PART)
+    with silent() as (port, came):
+        with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*moved no byte for 0\.2 s"):
+            atoll.fetch(dataclasses.replace(ref, port=port), idle_timeout_s=0.2)
+        assert len(came) == 1
+    with silent() as (port, came):
+        with pytest.raises(TransferStalled, match=r"moved no byte for 0\.2 s"):
+            atoll.publish(flat(), server=f"http://127.0.0.1:{port}", idle_timeout_s=0.2)
+        assert len(came) == 1
+
+
+@pytest.mark.covers("P5")
+def test_a_publisher_that_falls_silent_in_the_middle_is_not_asked_again_and_again(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped, not killed: connections stay, new ones are taken. Of the two that stand still, the first one may
+    be tried again, as the other has moved later; and either may have had the end of a run in its buffer before."""
+    publisher, ref = publishing(nursery, tmp_path, "large")
+    arrived: list[str] = []
+    asked: list[str] = []
+    get = Lane.get
+
+    def stop(name: str) -> None:
+        arrived.append(name)
+        if len(arrived) == 2:  # the first part is that of the head
+            os.kill(publisher.pid, signal.SIGSTOP)
+
+    def spy(lane: Lane, path: str, *given: Any) -> Any:
+        if len(arrived) >= 2:
+            asked.append(path)
+        return get(lane, path, *given)
+
+    monkeypatch.setattr(parts, "failpoint", stop)
+    monkeypatch.setattr(Lane, "get", spy)
+    with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*moved no byte for 0\.5 s"):
+        atoll.fetch(ref, idle_timeout_s=0.5, to_disk=tmp_path)
+    assert len(asked) <= 3  # four attempts each would be 6 more at least
+    publisher.kill()
 
 
 @pytest.mark.covers("P5", "D4")
@@ -166,7 +238,8 @@ def sound() -> tuple[Manifest, bytes]:
     """A manifest and all bytes of its object."""
     fd = nameless(None)
     with open(fd, "rb") as file:
-        extent, digests = write_object({"a": torch.arange(4.0), "b": torch.arange(3, dtype=torch.int8)}, fd, PART)
+        packed = pack({"a": torch.arange(4.0), "b": torch.arange(3, dtype=torch.int8)})
+        extent, digests = write_object(packed, fd, Cut(PART))
         return Manifest(extent, tuple(digests)), file.read()
 
 
@@ -224,6 +297,7 @@ U8_FIRST = {
     "a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
     "b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
 }
+B = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2], "base64": "AAA="}
 HOSTILE: dict[str, bytes] = {
     "no json": head_of({}, {}, raw=b"{nonsense"),
     "a list": head_of([], {}),
@@ -242,6 +316,15 @@ HOSTILE: dict[str, bytes] = {
     "negative": head_of(ONE, {**FITS, "skeleton": {"$": "tensor", "index": -1}}),
     "unknown kind": head_of(ONE, {**FITS, "skeleton": {"$": "code", "text": "1"}}),
     "no reference": head_of(ONE, {**FITS, "skeleton": {"$": "ref", "text": "atoll-ref://"}}),
+    "inline is a list": head_of(ONE, {**FITS, "inline": []}),
+    "inline is text": head_of(ONE, {**FITS, "inline": {"b": "AAAA"}}),
+    "inline dtype": head_of(ONE, {**FITS, "inline": {"b": {**B, "dtype": "C64"}}}),
+    "inline without bytes": head_of(ONE, {**FITS, "inline": {"b": {**B, "base64": None}}}),
+    "inline too short": head_of(ONE, {**FITS, "inline": {"b": {**B, "base64": "AA=="}}}),
+    "inline enormous": head_of(ONE, {**FITS, "inline": {"b": {**B, "shape": [2**62], "data_offsets": [0, 2**62]}}}),
+    "inline no base64": head_of(ONE, {**FITS, "inline": {"b": {**B, "base64": "!AA="}}}),
+    "inline unnamed": head_of(ONE, {**FITS, "inline": {"b": B}}),
+    "inline and in the file": head_of(ONE, {**FITS, "names": ["a", "a"], "inline": {"a": B}}),
     "deep": head_of(ONE, '{"names":["a"],"skeleton":' + "[" * 10**5 + "]" * 10**5 + "}"),
 }
 

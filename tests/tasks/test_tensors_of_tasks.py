@@ -179,8 +179,7 @@ def test_a_stall_that_passes_is_no_error(tmp_path: Path, request_line: str, dire
         came["result"] = controller.send("a", "train", {"w": torch.ones(100_000)}, timeout_s=60).payload
 
     with serve(tmp_path, main, idle_timeout_s=0.5) as server, Proxy(server.port) as proxy:
-        # 4 attempts for a part: so often it stands still, once all of them
-        faults = [Fault(request_line, direction, at=60, action="stall") for _ in range(5)]
+        faults = [Fault(request_line, direction, at=60, action="stall")]  # two transfers in a row would be an error
         proxy.faults += faults
         with atoll.tasks(proxy.url, "a") as worker:
             worker.task("train")(lambda payload: {"w": payload["w"] * 2})

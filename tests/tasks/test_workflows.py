@@ -15,6 +15,8 @@ import torch
 
 import atoll
 from atoll.errors import AuthError, BadRequest, ConfigError, Conflict, RunFailed, UsageError
+from atoll.tensors.cuts import ChunkSizes
+from atoll.tensors.payload import pack
 from atoll.tensors.reference import TensorRef
 from atoll.testing.processes import Nursery, Process, wait_until
 from atoll.transport.client import Http
@@ -324,7 +326,7 @@ def test_how_a_payload_travels_and_what_is_warned_of() -> None:
     """Inline are 16 MiB, of which 1 MiB is for the head: 15 MiB of tensors and their text are one byte too many."""
     fits, large = torch.empty(15 * 2**20 - 1000, dtype=torch.uint8), torch.empty(15 * 2**20, dtype=torch.uint8)
     found = {
-        case: way_of("t", payload, streamed=streamed)
+        case: way_of("t", pack(payload), ChunkSizes(), streamed=streamed)
         for case, payload, streamed in (
             ("small", [fits], False),
             ("large", [large], False),

@@ -13,7 +13,7 @@ from torch import nn
 import atoll
 from atoll.testing.processes import wait_until
 from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
-from atoll.wire import messages
+from atoll.wire import status_messages
 from atoll.worker import connection
 from atoll.worker.session import Session
 
@@ -26,7 +26,7 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
         yield server
 
 
-def told(server: atoll.Server) -> messages.WorkerStatus:
+def told(server: atoll.Server) -> status_messages.WorkerStatus:
     (worker,) = server.status().workers
     return worker
 

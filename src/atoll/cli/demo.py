@@ -25,7 +25,7 @@ from atoll.errors import AtollError, RunFailed, ServerUnreachable, UsageError
 
 if TYPE_CHECKING:
     from atoll.cli.demo_view import View
-    from atoll.wire import messages
+    from atoll.wire import status_messages
 
 POLL_S = 0.5
 START_S = 60.0
@@ -245,17 +245,17 @@ def _watch(demo: Demo, children: Children, sites: list[str], address: str, view:
         time.sleep(POLL_S)
 
 
-def _status(demo: Demo, children: Children, address: str) -> messages.Status | None:
+def _status(demo: Demo, children: Children, address: str) -> status_messages.Status | None:
     """The server's status; None once it has ended well, which a short run may have done between two questions.
 
     Raises:
         RunFailed: the server has ended with an error.
     """
     from atoll.cli.ask import ask
-    from atoll.wire import messages, routes
+    from atoll.wire import routes, status_messages
 
     try:
-        return ask(address, routes.STATUS, messages.Status)
+        return ask(address, routes.STATUS, status_messages.Status)
     except ServerUnreachable:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = children.processes["server"].wait(END_S)

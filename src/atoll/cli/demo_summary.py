@@ -10,22 +10,22 @@ from atoll.cli.text import duration, size
 
 if TYPE_CHECKING:
     from atoll.cli.demo import Demo
-    from atoll.wire import messages
+    from atoll.wire import status_messages
 
 MODEL, METRICS, CURVE = "model.safetensors", "metrics.jsonl", "loss.png"
 
 
-def rounds_of(demo: Demo) -> list[messages.RoundSummary]:
+def rounds_of(demo: Demo) -> list[status_messages.RoundSummary]:
     """Every round, from the server's own file."""
-    from atoll.wire import messages
+    from atoll.wire import status_messages
 
     lines = (demo.folder / METRICS).read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
-    fields = messages.RoundSummary.model_fields
-    return [messages.RoundSummary(**{key: row[key] for key in fields}) for row in rows]
+    fields = status_messages.RoundSummary.model_fields
+    return [status_messages.RoundSummary(**{key: row[key] for key in fields}) for row in rows]
 
 
-def show(demo: Demo, status: messages.Status | None, seconds: float) -> None:
+def show(demo: Demo, status: status_messages.Status | None, seconds: float) -> None:
     """Judge the exported model, draw the curve, print the summary."""
     rounds = rounds_of(demo)
     print("\nthe run has ended; measuring the final model on held-out data, which takes some seconds …", flush=True)
@@ -71,7 +71,7 @@ def judge(demo: Demo, path: Path) -> float:
     return demo_models.accuracy(net, *demo_data.digits(demo.workers, demo.seed)[1])
 
 
-def traffic(demo: Demo, status: messages.Status) -> list[str]:
+def traffic(demo: Demo, status: status_messages.Status) -> list[str]:
     """Bytes that a worker sent, against data-parallel training for the same steps.
 
     A ring all-reduce of n workers sends 2·(n − 1)/n times the gradients' bytes (fp32) from each in each step.
@@ -93,7 +93,7 @@ def traffic(demo: Demo, status: messages.Status) -> list[str]:
     return lines
 
 
-def _result(demo: Demo, worker: messages.WorkerStatus) -> dict[str, Any]:
+def _result(demo: Demo, worker: status_messages.WorkerStatus) -> dict[str, Any]:
     """What the worker itself counted; nothing of one that did not live to the end."""
     path = demo.result_file(worker.site)
     counted: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

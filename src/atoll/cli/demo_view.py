@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from atoll.cli.demo import Demo
-    from atoll.wire import messages
+    from atoll.wire import status_messages
 
 SIGNS_OF_LIFE_S = 10.0
 """How often plain lines say how far a round is."""
@@ -27,8 +27,8 @@ class View(ABC):
     def __init__(self, demo: Demo) -> None:
         self.demo = demo
         self.begin = time.monotonic()
-        self.status: messages.Status | None = None
-        self.rounds: dict[int, messages.RoundSummary] = {}
+        self.status: status_messages.Status | None = None
+        self.rounds: dict[int, status_messages.RoundSummary] = {}
 
     @property
     def clock(self) -> str:
@@ -38,12 +38,12 @@ class View(ABC):
     def say(self, text: str) -> None:
         """An event."""
 
-    def update(self, status: messages.Status) -> None:
+    def update(self, status: status_messages.Status) -> None:
         """A new look at the run."""
         self.status = status
         self.rounds_done(status.history)
 
-    def rounds_done(self, rounds: Iterable[messages.RoundSummary]) -> None:
+    def rounds_done(self, rounds: Iterable[status_messages.RoundSummary]) -> None:
         """Rounds that are over; those already shown are passed over."""
         for summary in rounds:
             if summary.round not in self.rounds:
@@ -51,7 +51,7 @@ class View(ABC):
                 self.show_round(summary)
 
     @abstractmethod
-    def show_round(self, summary: messages.RoundSummary) -> None:
+    def show_round(self, summary: status_messages.RoundSummary) -> None:
         """A round is over."""
 
 
@@ -66,7 +66,7 @@ class Lines(View):
         self.said = time.monotonic()
         print(f"{self.clock}  {text}", flush=True)
 
-    def update(self, status: messages.Status) -> None:
+    def update(self, status: status_messages.Status) -> None:
         super().update(status)
         if time.monotonic() - self.said >= SIGNS_OF_LIFE_S:
             workers = ", ".join(_short(worker) for worker in status.workers if worker.state == "alive")
@@ -75,7 +75,7 @@ class Lines(View):
                 f"round {len(self.rounds) + 1}: {workers or 'the workers start'}{f'; {waiting}' if waiting else ''}"
             )
 
-    def show_round(self, summary: messages.RoundSummary) -> None:
+    def show_round(self, summary: status_messages.RoundSummary) -> None:
         self.say(round_text(self.demo, summary))
 
 
@@ -91,11 +91,11 @@ class Live(View):
         self.notes.append(f"{self.clock}  {text}")
         self._draw()
 
-    def update(self, status: messages.Status) -> None:
+    def update(self, status: status_messages.Status) -> None:
         super().update(status)
         self._draw()
 
-    def show_round(self, summary: messages.RoundSummary) -> None:
+    def show_round(self, summary: status_messages.RoundSummary) -> None:
         self._draw()
 
     def _draw(self) -> None:
@@ -114,7 +114,7 @@ class Live(View):
         parts += [Text(note, style="dim") for note in self.notes[-4:]]
         self.live.update(Group(*parts), refresh=True)
 
-    def _table(self, status: messages.Status) -> RenderableType:
+    def _table(self, status: status_messages.Status) -> RenderableType:
         from rich.table import Table
         from rich.text import Text
 
@@ -144,7 +144,7 @@ class Live(View):
         return table
 
 
-def round_text(demo: Demo, summary: messages.RoundSummary) -> str:
+def round_text(demo: Demo, summary: status_messages.RoundSummary) -> str:
     """One round in one line; the global measure is that of the version it began with."""
     measure, loss = (_number(summary.metrics.get(key), ".4f") for key in (demo.metric, "loss"))
     return (
@@ -153,7 +153,7 @@ def round_text(demo: Demo, summary: messages.RoundSummary) -> str:
     )
 
 
-def _short(worker: messages.WorkerStatus) -> str:
+def _short(worker: status_messages.WorkerStatus) -> str:
     loss = worker.metrics.get("loss")
     return f"{worker.site} step {worker.step}{f' loss {loss:.3f}' if loss is not None else ''}"
 

@@ -124,9 +124,9 @@ def best_of_server(server: str, out: Path) -> int:
         Gone: none was measured yet, or it can only be copied on the server's machine.
     """
     from atoll.cli.ask import ask
-    from atoll.wire import messages, routes
+    from atoll.wire import routes, status_messages
 
-    best = ask(server, routes.STATUS, messages.Status).best
+    best = ask(server, routes.STATUS, status_messages.Status).best
     if best is None:
         raise UsageError("The run tracks no metric.", "Start it with best_metric = the name of one.")
     if best.version is None:
@@ -187,7 +187,7 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
     """
     from atoll.transport.client import Http
     from atoll.transport.tls import read_token
-    from atoll.wire import messages, routes
+    from atoll.wire import routes, status_messages
 
     token_file = os.environ.get("ATOLL_TOKEN_FILE")
     token = read_token(Path(token_file) if token_file else None)
@@ -196,7 +196,7 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
         for attempt in range(1, ATTEMPTS + 1):
             number = version
             if number is None:
-                number = http.get(routes.STATUS, messages.Status).fragments[0].version
+                number = http.get(routes.STATUS, status_messages.Status).fragments[0].version
             try:
                 _pull(http, number, out)
                 return number

@@ -26,7 +26,7 @@ from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
     from atoll.server.embed import Server
-    from atoll.wire import messages
+    from atoll.wire import status_messages
 
 LOG = logging.getLogger("atoll.cli")
 
@@ -139,7 +139,7 @@ class Reminder:
         self._said_s, self._pause_s = now_s, REMIND_S
         self._said: object = None
 
-    def line(self, fragments: Sequence[messages.FragmentStatus], now_s: float) -> str:
+    def line(self, fragments: Sequence[status_messages.FragmentStatus], now_s: float) -> str:
         """What is to be said at `now_s`; empty for nothing."""
         late = []
         for fragment in fragments:

@@ -16,7 +16,7 @@ from atoll.errors import ServerUnreachable
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from atoll.wire import messages
+    from atoll.wire import status_messages
 
 WATCH_S = 1.0
 ROUNDS_SHOWN = 5
@@ -55,14 +55,14 @@ def command(
         _on_terminal(status, address, watch)
 
 
-def _ask(address: str) -> messages.Status:
+def _ask(address: str) -> status_messages.Status:
     from atoll.cli.ask import ask
-    from atoll.wire import messages, routes
+    from atoll.wire import routes, status_messages
 
-    return ask(address, routes.STATUS, messages.Status)
+    return ask(address, routes.STATUS, status_messages.Status)
 
 
-def _on_terminal(status: messages.Status, address: str, watch: bool) -> None:
+def _on_terminal(status: status_messages.Status, address: str, watch: bool) -> None:
     from rich.console import Console
 
     if not watch:
@@ -79,7 +79,9 @@ def _on_terminal(status: messages.Status, address: str, watch: bool) -> None:
 
 
 @contextmanager
-def live_table(status: messages.Status, address: str, console: Console | None = None) -> Iterator[Callable[..., None]]:
+def live_table(
+    status: status_messages.Status, address: str, console: Console | None = None
+) -> Iterator[Callable[..., None]]:
     """`table`, to be drawn anew with `show(status)`, or `show(status, trouble)`. What is printed appears above it."""
     from rich.console import Console, Group
     from rich.live import Live
@@ -87,7 +89,7 @@ def live_table(status: messages.Status, address: str, console: Console | None = 
 
     with Live(table(status, address), console=console or Console(), auto_refresh=False) as live:
 
-        def show(status: messages.Status, trouble: str = "") -> None:
+        def show(status: status_messages.Status, trouble: str = "") -> None:
             view = table(status, address)
             live.update(Group(view, Text(trouble, style="red")) if trouble else view, refresh=True)
 
@@ -111,7 +113,7 @@ COLUMNS = (
 )
 
 
-def worker_row(worker: messages.WorkerStatus) -> list[str]:
+def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
     """One worker in the order of `COLUMNS`."""
     return [
         worker.site,
@@ -130,7 +132,7 @@ def worker_row(worker: messages.WorkerStatus) -> list[str]:
     ]
 
 
-def headline(status: messages.Status, address: str) -> list[str]:
+def headline(status: status_messages.Status, address: str) -> list[str]:
     """What concerns the run as a whole, a line each."""
     durable = f", durable version {status.durable_version}" if status.durable_version is not None else ""
     lines = [
@@ -152,7 +154,7 @@ def headline(status: messages.Status, address: str) -> list[str]:
     return lines + [f"warning: {warning}" for warning in status.warnings]
 
 
-def plain(status: messages.Status, address: str) -> list[str]:
+def plain(status: status_messages.Status, address: str) -> list[str]:
     """Status as lines of text, columns aligned."""
     rows = [list(COLUMNS), *map(worker_row, status.workers)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
@@ -160,13 +162,13 @@ def plain(status: messages.Status, address: str) -> list[str]:
     return [*headline(status, address), *(body if status.workers else ["no worker has joined yet"]), *latest(status)]
 
 
-def latest(status: messages.Status) -> list[str]:
+def latest(status: status_messages.Status) -> list[str]:
     """The last rounds, or the last tasks of a workflow, a line each."""
     rounds = [round_line(summary) for summary in status.history[-ROUNDS_SHOWN:]]
     return [*rounds, *(task_line(task) for task in status.sent[-ROUNDS_SHOWN:])]
 
 
-def table(status: messages.Status, address: str) -> RenderableType:
+def table(status: status_messages.Status, address: str) -> RenderableType:
     """Status as a rich table under the lines of the run."""
     from rich.console import Group
     from rich.table import Table

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 from atoll.wire.units import size as size
 
 if TYPE_CHECKING:
-    from atoll.wire import messages
+    from atoll.wire import status_messages
 
 
 def duration(seconds: float) -> str:
@@ -29,7 +29,7 @@ def numbers(metrics: Mapping[str, float], leave_out: Iterable[str] = ()) -> str:
     return ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if key not in skipped)
 
 
-def awaited(fragment: messages.FragmentStatus) -> str:
+def awaited(fragment: status_messages.FragmentStatus) -> str:
     """Who a round waits for, for how long and why; empty where it waits for nobody."""
     sites = ", ".join(f"{missing.site} ({duration(missing.for_s)})" for missing in fragment.waiting_for)
     reason = fragment.reason
@@ -38,7 +38,7 @@ def awaited(fragment: messages.FragmentStatus) -> str:
     return "; ".join(filter(None, [f"waiting for {sites}" if sites else "", reason]))
 
 
-def round_line(summary: messages.RoundSummary) -> str:
+def round_line(summary: status_messages.RoundSummary) -> str:
     """One round in one line."""
     told = numbers(summary.metrics)
     return (
@@ -53,7 +53,7 @@ def task_totals(tasks: Mapping[str, int]) -> str:
     return f"{sum(tasks.values())} tasks sent: {ways}" if tasks else ""
 
 
-def task_line(task: messages.TaskStatus) -> str:
+def task_line(task: status_messages.TaskStatus) -> str:
     """A task of a workflow in one line."""
     count = sum(task.answers.values())
     ways = ", ".join(f"{number} {way}" for way, number in task.answers.items())
@@ -64,7 +64,7 @@ def task_line(task: messages.TaskStatus) -> str:
     )
 
 
-def best_line(best: messages.BestStatus) -> str:
+def best_line(best: status_messages.BestStatus) -> str:
     """The best version so far in one line."""
     if best.value is None:
         return f"best {best.metric}: not reported yet"

@@ -19,7 +19,7 @@ from atoll.server.persistor import Persistor
 from atoll.server.plan import Plan
 from atoll.store.rows import VersionRow
 from atoll.store.store import Store
-from atoll.wire import messages
+from atoll.wire import status_messages
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Behind:
         if self.persistor is not None:
             self.persistor.close()
 
-    async def after_commit(self, row: VersionRow, summary: messages.RoundSummary, *, finished: bool) -> None:
+    async def after_commit(self, row: VersionRow, summary: status_messages.RoundSummary, *, finished: bool) -> None:
         """What may lag behind a commit: the metrics file, an export, the durable version."""
         loop = asyncio.get_running_loop()
         every = self._settings.save_every

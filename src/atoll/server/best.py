@@ -18,7 +18,7 @@ from atoll.server.persistor import Best
 from atoll.server.plan import Plan
 from atoll.store.rows import HistoryRow
 from atoll.store.store import Store
-from atoll.wire import messages
+from atoll.wire import status_messages
 
 MODEL, NOTE = "best.safetensors", "best.json"
 
@@ -94,20 +94,20 @@ def measured_of(history: list[HistoryRow], metric: str) -> list[Measured]:
     found, base = [], 0
     for row in history:
         if row.summary_json:
-            summary = messages.RoundSummary.model_validate_json(row.summary_json)
+            summary = status_messages.RoundSummary.model_validate_json(row.summary_json)
             if (value := value_of(summary, metric)) is not None:
                 found.append(Measured(base, summary.round, value))
         base = row.version
     return found
 
 
-def value_of(summary: messages.RoundSummary, metric: str) -> float | None:
+def value_of(summary: status_messages.RoundSummary, metric: str) -> float | None:
     """The round's value of the metric; None where nobody reported it, or the mean is not finite."""
     value = summary.metrics.get(metric)
     return value if value is not None and math.isfinite(value) else None
 
 
-def missing(summary: messages.RoundSummary, tracking: Tracking) -> str:
+def missing(summary: status_messages.RoundSummary, tracking: Tracking) -> str:
     """What to say where a round says nothing about the tracked metric."""
     has = ", ".join(sorted(summary.metrics)) or "none"
     return (

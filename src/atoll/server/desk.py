@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 from atoll.errors import ConfigError, Conflict, PartCorrupt, TicketClosed
 from atoll.store.objects import Kept, ObjectStore
+from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.objects import Contents, Extent
 from atoll.wire import task_messages as tm
-from atoll.wire.messages import TaskStatus
 from atoll.wire.objects import new_id
+from atoll.wire.status_messages import TaskStatus
 from atoll.wire.tasks import read_plain
 
 LOG = logging.getLogger("atoll.server")
@@ -126,11 +127,26 @@ class Desk:
     # -- what the workflow does
 
     def open(
-        self, name: str, sites: Sequence[str], body: tm.Body, way: str, kept: Kept | None, *, streamed: bool
+        self,
+        name: str,
+        sites: Sequence[str],
+        body: tm.Body,
+        way: str,
+        kept: Kept | None,
+        *,
+        streamed: bool,
+        sizes: ChunkSizes,
     ) -> Open:
-        """Give a task to these sites; `way` is how its payload travels, `streamed` how answers are to."""
+        """Give a task to these sites; `way` is how its payload travels, `streamed` and `sizes` how answers are to."""
         self.counts[way] += 1
-        message = tm.Task(task=new_id(), name=name, streamed=streamed, body=body)
+        message = tm.Task(
+            task=new_id(),
+            name=name,
+            streamed=streamed,
+            tensor_chunk_bytes=sizes.tensor,
+            np_chunk_bytes=sizes.np,
+            body=body,
+        )
         task = Open(sum(self.counts.values()), message, way, tuple(sites), kept, time.monotonic())
         self._open[message.task] = task
         self.wake()

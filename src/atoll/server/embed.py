@@ -33,7 +33,7 @@ from atoll.tensors.modules import Tensors
 from atoll.transport.bypass import Bypass
 from atoll.transport.door import Door, connections_within, raise_files_limit
 from atoll.transport.tls import server_context
-from atoll.wire import messages, routes
+from atoll.wire import routes, status_messages
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
@@ -100,7 +100,7 @@ class Server:
         self._ready = threading.Event()
         self._finished = threading.Event()
         self._error: BaseException | None = None
-        self._last_status: messages.Status | None = None
+        self._last_status: status_messages.Status | None = None
         self._questions: set[concurrent.futures.Future[Any]] = set()
         self.port = 0
 
@@ -172,7 +172,7 @@ class Server:
         """Whether the run is finished, and its result exported."""
         return self._error is None and self._run is not None and self._run.finished.is_set()
 
-    def status(self) -> messages.Status:
+    def status(self) -> status_messages.Status:
         """All there is to know at this moment; after the end, what there was to know then."""
         if self._last_status is not None:
             return self._last_status

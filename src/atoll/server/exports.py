@@ -12,7 +12,7 @@ from atoll.server.plan import Plan
 from atoll.store.store import Store
 from atoll.tensors.layout import TIED, Layout, safetensors_header
 from atoll.tensors.schema import Schema, TensorSpec
-from atoll.wire import messages
+from atoll.wire import status_messages
 
 MODEL = "model.safetensors"
 METRICS = "metrics.jsonl"
@@ -40,7 +40,7 @@ class Exports:
                 self._store.export(numbered, version=version, header=header, ranges=ranges)
             return self._store.export(self.folder / MODEL, version=version, header=header, ranges=ranges)
 
-    def append_metrics(self, summary: messages.RoundSummary, at: str) -> None:
+    def append_metrics(self, summary: status_messages.RoundSummary, at: str) -> None:
         """Add the line of a round."""
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ from atoll.server.tasks import TaskHandlers
 from atoll.server.uploads import Uploads
 from atoll.store.rows import PartRow, TicketRow
 from atoll.transport.host import parts_within, serve_file
-from atoll.wire import messages, routes
+from atoll.wire import messages, routes, status_messages
 
 LOG = logging.getLogger("atoll.server")
 
@@ -80,7 +80,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
     async def get_schema(self) -> messages.SchemaMessage:
         return messages.SchemaMessage.of(self.plan.schema)
 
-    async def get_status(self) -> messages.Status:
+    async def get_status(self) -> status_messages.Status:
         return status_of(self.run)
 
     async def get_metrics(self) -> web.Response:

@@ -15,7 +15,7 @@ from atoll.server.plan import Plan
 from atoll.store.rows import TicketRow, VersionRow
 from atoll.store.slots import disk_error
 from atoll.store.store import Store
-from atoll.wire import messages
+from atoll.wire import status_messages
 from atoll.wire.units import size
 
 
@@ -29,7 +29,7 @@ def close_round(
     cancelled: threading.Event,
     filtering: Filtering,
     aggregator: Aggregator | None = None,
-) -> tuple[VersionRow, messages.RoundSummary]:
+) -> tuple[VersionRow, status_messages.RoundSummary]:
     """Reduce exactly these tickets in this order, step, write the next version and move the head.
 
     Args:
@@ -104,7 +104,7 @@ def _summary(
     seconds: float,
     grad_norm: float,
     population: int,
-) -> messages.RoundSummary:
+) -> status_messages.RoundSummary:
     """Metrics are averaged by the updates' weights, per key over those that reported it."""
     means: dict[str, float] = {}
     counts: dict[str, int] = {}
@@ -112,7 +112,7 @@ def _summary(
         reported = [(row.metrics[key], row.weight) for row in rows if key in row.metrics]
         means[key] = sum(value * weight for value, weight in reported) / sum(weight for _, weight in reported)
         counts[key] = len(reported)
-    return messages.RoundSummary(
+    return status_messages.RoundSummary(
         fragment=fragment,
         round=number,
         version=version,
@@ -127,7 +127,7 @@ def _summary(
     )
 
 
-def in_words(summary: messages.RoundSummary, row: VersionRow) -> str:
+def in_words(summary: status_messages.RoundSummary, row: VersionRow) -> str:
     """A round, for the log."""
     numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())
     count = len(summary.workers)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from atoll.rounds import machine
-from atoll.wire import messages, routes
+from atoll.wire import routes, status_messages
 
 if TYPE_CHECKING:
     from atoll.server.roster import Presence
@@ -17,18 +17,18 @@ HISTORY = 20
 """Rounds that a status shows; `metrics.jsonl` has them all."""
 
 
-def status_of(run: Run) -> messages.Status:
+def status_of(run: Run) -> status_messages.Status:
     """The status of a run."""
     now_s = time.monotonic()
     settings, algorithm = run.settings, run.plan.algorithm
     lost = run.store.lost_versions() if run.state.rounds[0].lost else ()
     assert run.store.run is not None
     history = [
-        messages.RoundSummary.model_validate_json(row.summary_json)
+        status_messages.RoundSummary.model_validate_json(row.summary_json)
         for row in run.store.history(HISTORY)
         if row.summary_json
     ]
-    return messages.Status(
+    return status_messages.Status(
         run=run.store.run.run_id,
         name=settings.name,
         algorithm=algorithm.name,
@@ -58,11 +58,11 @@ def status_of(run: Run) -> messages.Status:
     )
 
 
-def _best(run: Run) -> messages.BestStatus | None:
+def _best(run: Run) -> status_messages.BestStatus | None:
     tracking, progress = run.state.rules.tracking, run.state.progress
     if not tracking.metric:
         return None
-    status = messages.BestStatus(metric=tracking.metric, mode=tracking.mode, stale=progress.stale)
+    status = status_messages.BestStatus(metric=tracking.metric, mode=tracking.mode, stale=progress.stale)
     if progress.best is None:
         return status
     is_there = run.behind.best.saved == progress.best
@@ -76,12 +76,13 @@ def _best(run: Run) -> messages.BestStatus | None:
     )
 
 
-def _fragment(run: Run, index: int, now_s: float) -> messages.FragmentStatus:
+def _fragment(run: Run, index: int, now_s: float) -> status_messages.FragmentStatus:
     round_ = run.state.rounds[index]
     waiting = [
-        messages.Missing(site=site, for_s=max(0.0, now_s - since)) for site, since in machine.missing(run.state, index)
+        status_messages.Missing(site=site, for_s=max(0.0, now_s - since))
+        for site, since in machine.missing(run.state, index)
     ]
-    return messages.FragmentStatus(
+    return status_messages.FragmentStatus(
         fragment=index,
         version=round_.head,
         phase=round_.phase,
@@ -103,10 +104,10 @@ def staleness(head: int, version: int, lost: Sequence[int]) -> int:
     return max(0, head - version - sum(number > version for number in lost))
 
 
-def _worker(run: Run, presence: Presence, now_s: float, lost: Sequence[int]) -> messages.WorkerStatus:
+def _worker(run: Run, presence: Presence, now_s: float, lost: Sequence[int]) -> status_messages.WorkerStatus:
     beat = presence.beat
     version = max(beat.version, presence.base_version)
-    return messages.WorkerStatus(
+    return status_messages.WorkerStatus(
         site=presence.site,
         host=presence.host,
         state=presence.state,

@@ -31,15 +31,15 @@ from atoll.server.desk import Answer, Open, key_to
 from atoll.server.run import Run
 from atoll.store.objects import Kept
 from atoll.store.slots import disk_error
+from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.objects import Stored, write_object
+from atoll.tensors.payload import Packed, pack
 from atoll.wire import task_messages as tm
 from atoll.wire.tasks import Way, read_plain, way_of
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
 
-PART_BYTES = 8 * 2**20
-"""Of a payload that is streamed: what is checked, and sent again, alone."""
 SAY_S = 30.0
 """How long sites are awaited before the log says so."""
 
@@ -67,7 +67,10 @@ class Result:
         if answer.contents is not None:
             fd, answer.fd = answer.fd, -1
             self._stored = Stored(
-                answer.contents, lambda offset, memory: _read(fd, memory, offset), lambda: os.close(fd)
+                answer.contents,
+                lambda offset, memory: _read(fd, memory, offset),
+                lambda: os.close(fd),
+                behind=answer.contents.behind,
             )
 
     @property
@@ -115,6 +118,7 @@ class Controller:
         self._run, self._loop = run, loop
         self._lock, self._stopped = threading.Lock(), False
         self._asked: set[concurrent.futures.Future[Any]] = set()
+        self._sizes = ChunkSizes(run.settings.tensor_download_chunk_size, run.settings.np_download_chunk_size)
 
     def sites(self, at_least: int = 0, *, timeout_s: float | None = None) -> list[str]:
         """The sites that take part at this moment, in the order of their names.
@@ -176,12 +180,12 @@ class Controller:
                 f"min_responses is {min_responses}, but task {task!r} goes to {len(chosen)} sites.",
                 "Ask for fewer, or send it to more.",
             )
-        streamed = task in self._run.settings.stream_tasks
-        way = way_of(task, payload, streamed=streamed)
+        packed = pack(payload)
+        way = way_of(task, packed, self._sizes, streamed=task in self._run.settings.stream_tasks)
         if way.warning:
             self._run.desk.warn(task, way.warning)
-        draft = None if way.plain is not None else self._write(payload, way)
-        del payload
+        draft = None if way.plain is not None else self._write(packed, way)
+        del payload, packed
         answers = self._ask(self._collect(task, chosen, way, draft, min_responses, timeout_s))
         return [Result(task, answer) for answer in sorted(answers, key=lambda answer: answer.site)]
 
@@ -198,12 +202,12 @@ class Controller:
 
     # -- inside
 
-    def _write(self, payload: Any, way: Way) -> _Draft:
+    def _write(self, packed: Packed, way: Way) -> _Draft:
         """Put a payload on disk."""
         objects = self._run.objects
         object_id, fd = objects.draft()
         try:
-            extent, digests = write_object(payload, fd, PART_BYTES)
+            extent, digests = write_object(packed, fd, way.cut)
         except OSError as error:
             objects.discard(object_id)
             raise disk_error(error, self._run.settings.state_dir) from error
@@ -212,7 +216,9 @@ class Controller:
             raise
         finally:
             os.close(fd)
-        return lambda: objects.hold(object_id, extent, digests, inline=way.inline), lambda: objects.discard(object_id)
+        return lambda: objects.hold(object_id, extent, digests, inline=way.cut.inline), lambda: objects.discard(
+            object_id
+        )
 
     async def _collect(
         self,
@@ -234,7 +240,7 @@ class Controller:
                 raise
             body = tm.Body(object=key_to(kept, secret))
         streamed = name in self._run.settings.stream_tasks
-        task = desk.open(name, sites, body, way.kind, kept, streamed=streamed)
+        task = desk.open(name, sites, body, way.kind, kept, streamed=streamed, sizes=self._sizes)
         try:
             await self._answered(task, min_responses, timeout_s)
             if min_responses is not None and task.good < min_responses:

@@ -57,7 +57,9 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, what: str) -
         raise _wrong(what, f"claims a head of {length} bytes, and has {file_bytes} in all")
     table = _table(read(_LENGTH_BYTES, length), what)
     metadata = _metadata(table.pop("__metadata__", {}), what)
-    tensors = sorted((_tensor(name, entry, what) for name, entry in table.items()), key=lambda each: (each[1], each[2]))
+    tensors = sorted(
+        (read_tensor(name, entry, what) for name, entry in table.items()), key=lambda each: (each[1], each[2])
+    )
     end = 0
     for spec, start, stop in tensors:
         if start != end:
@@ -93,8 +95,12 @@ def _metadata(given: Any, what: str) -> dict[str, str]:
     return given
 
 
-def _tensor(name: str, entry: Any, what: str) -> tuple[TensorSpec, int, int]:
-    """(tensor, first, last + 1 byte of the data)."""
+def read_tensor(name: str, entry: Any, what: str) -> tuple[TensorSpec, int, int]:
+    """One entry of a head, as (tensor, first, last + 1 byte of the data).
+
+    Raises:
+        BadRequest: it is none.
+    """
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise _wrong(what, f"describes {name!r} by something else than dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

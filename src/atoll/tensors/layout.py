@@ -186,12 +186,9 @@ def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str])
     table: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for spec in specs:
-        table[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.nbytes],
-        }
-        offset += spec.nbytes
+        end = offset + spec.nbytes
+        table[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGN_BYTES)
     return len(text).to_bytes(8, "little") + text

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import BadRequest, UsageError
+from atoll.tensors.collector import collections_as_usual, no_collections
 from atoll.tensors.dtypes import NAMES, NOT_IN_NUMPY
 from atoll.tensors.kinds import Kind, Stream, kind_named, kind_of
 from atoll.tensors.reference import TensorRef
@@ -50,10 +51,12 @@ class Packed:
         skeleton: everything but the tensors, as `json.dumps` takes it.
         tensors: in the order of their first place in the payload; the payload's own memory, nothing is copied.
             A `Stream` has its values made when it is sent.
+        arrays: numbers of those that are NumPy's; a `Stream` is none.
     """
 
     skeleton: Plain
     tensors: tuple[Tensor | Stream, ...]
+    arrays: frozenset[int]
 
 
 def pack(payload: Any) -> Packed:
@@ -63,8 +66,9 @@ def pack(payload: Any) -> Packed:
         UsageError: something in it cannot travel; its path in the payload is named.
     """
     packer = _Packer()
-    skeleton = packer.node(payload, "payload")
-    return Packed(skeleton, tuple(packer.tensors))
+    with no_collections():
+        skeleton = packer.node(payload, "payload")
+    return Packed(skeleton, tuple(packer.tensors), frozenset(packer.arrays))
 
 
 def unpack(
@@ -86,21 +90,22 @@ def unpack(
     Raises:
         BadRequest: it is no skeleton, names a tensor that is not there, or has a type that cannot be rebuilt here.
     """
-    if callable(tensors):
-        return _Unpacker(tensors, streams or tensors, build).node(skeleton, "payload", 0)
-    given: Sequence[Any] = tensors
 
-    def at(index: int) -> Any:
+    def of_sequence(index: int) -> Any:
+        given: Any = tensors
         if index >= len(given):
             raise BadRequest(f"The payload names tensor {index}, but only {len(given)} came with it.")
         return given[index]
 
-    return _Unpacker(at, streams or at, build).node(skeleton, "payload", 0)
+    at = tensors if callable(tensors) else of_sequence
+    with no_collections():
+        return _Unpacker(at, streams or at, build).node(skeleton, "payload", 0)
 
 
 class _Packer:
     def __init__(self) -> None:
         self.tensors: list[Tensor | Stream] = []
+        self.arrays: set[int] = set()
         self._index_of: dict[tuple[object, ...], int] = {}
         self._open: dict[int, str] = {}  # containers on the way down: a cycle would come back to one
         self._held: list[object] = []  # keeps ids from being given again
@@ -162,7 +167,8 @@ class _Packer:
 
     def _registered(self, kind: Kind, value: Any, path: str) -> Plain:
         def write(value: Any, path: str) -> Plain:
-            produced = kind.take_apart(value, path)
+            with collections_as_usual():
+                produced = kind.take_apart(value, path)
             self._held.append(produced)
             return {"$": "registered", "type": kind.name, "as": self.node(produced, f"{path} (as {kind.name})")}
 
@@ -224,7 +230,9 @@ class _Packer:
             raise UsageError(
                 f"{path} is an array of {array.dtype}, which cannot travel.", "Convert it to numbers or booleans."
             )
-        return self._add(tensor, array)
+        number = self._add(tensor, array)
+        self.arrays.add(number)
+        return number
 
     def _add(self, tensor: Tensor | Stream, original: Any) -> int:
         identity: tuple[object, ...] = (type(original), id(original))
@@ -304,7 +312,10 @@ class _Unpacker:
         self._kinds += 1
         sent = self.node(node["as"], f"{path} (as {name})", depth + 1)
         self._kinds -= 1
-        return None if kind is None else kind.put_together(sent, path)
+        if kind is None:
+            return None
+        with collections_as_usual():
+            return kind.put_together(sent, path)
 
     def _tensor(self, kind: str, index: int) -> Any:
         value = self._at(_index(index))

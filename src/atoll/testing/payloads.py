@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from atoll.posix import read_at
+from atoll.tensors.cuts import Cut
 from atoll.tensors.kinds import kind_of
 from atoll.tensors.objects import Contents, Extent, Stored, write_object
 from atoll.tensors.payload import pack
@@ -94,7 +95,7 @@ class PayloadTypeContract:
     def test_sending_it_takes_a_few_chunks_of_memory(self, tmp_path: Path) -> None:
         value = self.make(tmp_path, LARGE_BYTES)
         with tempfile.TemporaryFile(dir=tmp_path) as file:
-            assert peak_growth(lambda: write_object(value, file.fileno(), PART_BYTES)) < MORE_BYTES
+            assert peak_growth(lambda: write_object(pack(value), file.fileno(), Cut(PART_BYTES))) < MORE_BYTES
 
     def test_receiving_it_takes_a_few_chunks_beyond_the_value(self, tmp_path: Path) -> None:
         stored, arrived = written(self.make(tmp_path, LARGE_BYTES)), []
@@ -115,7 +116,7 @@ class PayloadTypeContract:
 def written(tree: Any) -> Stored:
     """A tree as it lies on disk once it has arrived."""
     with tempfile.TemporaryFile() as file:
-        extent, _ = write_object(tree, file.fileno(), PART_BYTES)
+        extent, _ = write_object(pack(tree), file.fileno(), Cut(PART_BYTES))
         fd = os.dup(file.fileno())
     contents = Contents.read(os.pread(fd, extent.head_bytes, 0), _told(extent), "The value")
     return Stored(contents, lambda offset, memory: read_at(fd, memory, offset), lambda: os.close(fd))
@@ -142,7 +143,7 @@ def _kib(key: str) -> int:
 
 def _digest(value: Any) -> str:
     with tempfile.TemporaryFile() as file:
-        extent, digests = write_object(value, file.fileno(), PART_BYTES)
+        extent, digests = write_object(pack(value), file.fileno(), Cut(PART_BYTES))
     return extent.digest(digests)
 
 

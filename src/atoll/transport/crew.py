@@ -7,6 +7,7 @@ files that are about to be closed, nor keep the process alive until a network th
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -32,6 +33,15 @@ class Crew:
         self._lock = threading.Lock()
         self._lanes: set[Lane] = set()
         self._cut = False
+        self._moved_s = time.monotonic()
+
+    def moved(self) -> None:
+        """Something of the transfer has moved."""
+        self._moved_s = time.monotonic()
+
+    def is_silent(self, idle_timeout_s: float) -> bool:
+        """Whether nothing of the transfer has moved for so long, over any connection."""
+        return time.monotonic() - self._moved_s >= idle_timeout_s
 
     def submit(self, work: Callable[P, R], *args: P.args, **more: P.kwargs) -> Future[R]:
         future = self._pool.submit(work, *args, **more)

@@ -18,6 +18,9 @@ from urllib3.util.wait import wait_for_read
 
 from atoll.tensors.chunks import CHUNK_BYTES
 
+STEP_BYTES = 2**18
+"""Received at a time: what a slow connection has to bring within the idle timeout of another one that stands still."""
+
 
 class Lane:
     """A connection that one thread uses at a time, and that lasts for many parts; another thread may cut it.
@@ -25,6 +28,9 @@ class Lane:
     Args:
         secure: TLS context; None for plain HTTP.
         idle_timeout_s: a call that moves no byte for so long raises `TimeoutError`.
+
+    Attributes:
+        on_move: called when bytes of a body have moved: a run of `STEP_BYTES`, or less.
     """
 
     def __init__(self, host: str, port: int, secure: ssl.SSLContext | None, idle_timeout_s: float) -> None:
@@ -38,6 +44,7 @@ class Lane:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None  # the connection's, from before it is connected
         self.is_cut = False
+        self.on_move: Callable[[], None] = lambda: None
 
     def close(self) -> None:
         with self._lock:
@@ -114,10 +121,11 @@ class Lane:
             run, filled = room(scratch[:left]), 0
             while filled < len(run):  # whole runs, so that they end at borders of elements
                 self._require_whole()  # what had arrived before the cut is not handed out after it
-                count = response.readinto(run[filled:])
+                count = response.readinto(run[filled : filled + STEP_BYTES])  # returns when it is full
                 if not count:
                     raise http.client.IncompleteRead(b"", left - filled)
                 filled += count
+                self.on_move()
             self._require_whole()
             yield run
 
@@ -178,3 +186,4 @@ class Lane:
         run = run[: os.preadv(fd, [run], offset)]
         while run:  # not sendall, whose timeout is one for all of the run
             run = run[self._connection.sock.send(run) :]
+            self.on_move()

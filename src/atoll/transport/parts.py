@@ -309,34 +309,52 @@ class Parts:
             raise TransferAborted(f"The transfer with {self._http.server} was told to stop.")
 
     def _attempt(self, work: Work, todo: list[Part], hands: Crew, look: Look | None = None) -> bool:
-        """Do these parts, with a few attempts for each; False, and not all done, where another has failed for good."""
-        failures = 0
+        """Do these parts, with a few attempts for each; False, and not all done, where another has failed for good.
+
+        A connection that stands still is tried again as long as others move. What it moves then counts once it has
+        brought a part: buffers take bytes for a peer that is silent, too.
+        """
+        failures, stood_still, left = 0, False, len(todo)
+
+        def on_move() -> None:
+            if not stood_still or len(todo) < left:
+                hands.moved()
+
         while todo and not hands.ended.is_set():
             left = len(todo)
             try:
-                self._once(work, todo, hands)
-            except (PartCorrupt, ServerUnreachable, TransferStalled):
+                self._once(work, todo, hands, on_move)
+            except (PartCorrupt, ServerUnreachable, TransferStalled) as error:
+                if hands.ended.is_set():  # a consequence of what has failed elsewhere
+                    return False
                 self._http.counters.add(retries=1)
+                stalled = isinstance(error, TransferStalled)
+                if stalled and hands.is_silent(self._idle_timeout_s):  # it is asked nothing more
+                    hands.break_off()
+                    raise
                 if look is not None and len(todo) > 1:
                     look(todo)
                 failures = failures + 1 if len(todo) == left else 1
                 if failures == PART_ATTEMPTS:
                     hands.ended.set()
                     raise
+                stood_still = stalled or (stood_still and len(todo) == left)
             except BaseException:
                 hands.ended.set()
                 raise
         return not todo
 
-    def _once(self, work: Work, todo: list[Part], hands: Crew) -> None:
+    def _once(self, work: Work, todo: list[Part], hands: Crew, on_move: Callable[[], None]) -> None:
         """One attempt on a connection, which is kept only if all went well: else its state is not known."""
         with self._lock:
             lane = self._idle.pop() if self._idle else None
         if lane is None:
             lane = Lane(self._http.host, self._http.port, self._http.secure, self._idle_timeout_s)
         try:
+            lane.on_move = on_move
             with hands.using(lane):
                 work(lane, todo)
+            hands.moved()
         except _NETWORK_ERRORS as error:
             lane.close()
             raise network_error(self._http.server, self._idle_timeout_s, error) from error

@@ -18,13 +18,15 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 
 from atoll.errors import AtollError, ConfigError, DiskFull, Gone, PortInUse, StoreError, UsageError
 from atoll.posix import read_at
-from atoll.tensors.objects import write_object
+from atoll.tensors.cuts import Cut
+from atoll.tensors.objects import Extent, write_object
+from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
 from atoll.transport.bypass import Bypass
 from atoll.transport.door import Door, connections_within, files_limit
@@ -125,24 +127,21 @@ class ObjectHost:
 
     # -- what a publisher does
 
-    def publish(self, tree: Any, *, part_bytes: int, inline: bool, expires_s: float) -> TensorRef:
+    def publish(self, packed: Packed, cut: Cut, *, expires_s: float) -> TensorRef:
         """Write a tree to disk and serve it; nothing of it is referred to afterwards.
 
         Raises:
-            UsageError: something in it cannot travel, or too much to be inline; or the host is closed.
+            UsageError: it is too much to be inline; or the host is closed.
             DiskFull, StoreError: the disk's.
         """
-        fd = nameless(self._folder)
+        draft = written(packed, cut, self._folder)
         try:
-            extent, digests = written(tree, fd, part_bytes)
-            if inline:
-                require_inline(extent.nbytes)
-            manifest = Manifest(extent, tuple(digests))
-            secret, object_id, digest = new_id(), new_id(), extent.digest(digests)
-            served = Served(seal(secret), manifest, inline, fd, time.monotonic() + expires_s, digest)
+            manifest = Manifest(draft.extent, tuple(draft.digests))
+            secret, object_id, digest = new_id(), new_id(), draft.digest
+            served = Served(seal(secret), manifest, cut.inline, draft.fd, time.monotonic() + expires_s, digest)
             self._on_loop(lambda: self._begin(object_id, served, expires_s))
         except BaseException:
-            os.close(fd)
+            draft.close()
             raise
         expires_at = int(time.time() + expires_s)
         return TensorRef(self.name, self.port, self._context is not None, object_id, secret, digest, expires_at)
@@ -337,12 +336,47 @@ def nameless(folder: Path | None) -> int:
         ) from error
 
 
-def written(tree: Any, fd: int, part_bytes: int) -> Any:
-    """As `write_object`, with the disk's errors as Atoll's."""
+@dataclass(frozen=True)
+class Draft:
+    """An object on disk that nobody serves yet; nothing in it refers to the tensors any more.
+
+    Attributes:
+        fd: of a file without a name.
+        digests: BLAKE3 of every part.
+    """
+
+    fd: int
+    extent: Extent
+    digests: list[bytes]
+    inline: bool
+
+    @property
+    def digest(self) -> str:
+        return self.extent.digest(self.digests)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
+    """Write a tree to disk.
+
+    Raises:
+        UsageError: it is too much to be inline, or for one object.
+        DiskFull, StoreError: the disk's.
+    """
+    fd = nameless(folder)
     try:
-        return write_object(tree, fd, part_bytes)
-    except OSError as error:
-        raise disk_error(error) from error
+        extent, digests = write_object(packed, fd, cut)
+        if cut.inline and extent.nbytes > routes.INLINE_BYTES:
+            raise UsageError(
+                f"The object has {extent.nbytes} bytes, too many to travel inline (chunk_bytes = 0).",
+                f"At most {routes.INLINE_BYTES}; leave chunk_bytes out for a larger one.",
+            )
+    except BaseException as error:
+        os.close(fd)
+        raise (disk_error(error) if isinstance(error, OSError) else error) from error
+    return Draft(fd, extent, digests, cut.inline)
 
 
 def disk_error(error: OSError) -> StoreError:
@@ -352,16 +386,3 @@ def disk_error(error: OSError) -> StoreError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(f"The disk of {where} is full.", remedy)
     return StoreError(f"A file in {where} failed: {error.strerror}.", remedy)
-
-
-def require_inline(nbytes: int) -> None:
-    """Refuse to send within a manifest what is too large for one.
-
-    Raises:
-        UsageError: it is.
-    """
-    if nbytes > routes.INLINE_BYTES:
-        raise UsageError(
-            f"The object has {nbytes} bytes, too many to travel inline (chunk_bytes = 0).",
-            f"At most {routes.INLINE_BYTES}; leave chunk_bytes out for a larger one.",
-        )

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from atoll.wire import messages, routes, task_messages
+from atoll.wire import messages, routes, status_messages, task_messages
 
 STATUS_OF: dict[str, int] = {
     "bad_request": 400,
@@ -230,7 +230,7 @@ OPERATIONS: tuple[Operation, ...] = (
         lease=True,
         problems=(*_LEASED, "gone", "conflict", "ticket_closed", "config"),
     ),
-    Operation("get_status", "GET", routes.STATUS, "All there is to know at this moment.", reply=messages.Status),
+    Operation("get_status", "GET", routes.STATUS, "All there is to know at this moment.", reply=status_messages.Status),
     Operation("get_metrics", "GET", routes.METRICS, "Prometheus metrics.", reply=str),
     Operation("get_health", "GET", routes.HEALTH, "Whether the server serves.", reply=str, open=True),
     Operation("get_openapi", "GET", routes.OPENAPI, "This document.", reply=dict[str, Any]),

@@ -6,10 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
+from atoll.sizes import MOST_CHUNK_BYTES
 from atoll.wire.messages import Count, Hex16, Hex32, Message, Text
 
 TaskName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
 """`train`, `validate`, `submit_model`, or a name of the user's own."""
+
+
+Chunk = Annotated[int, Field(ge=0, le=MOST_CHUNK_BYTES)]
 
 
 class ObjectKey(Message):
@@ -39,6 +43,8 @@ class Task(Message):
     task: Hex16 = Field(description="Id of the task, one for all its sites.")
     name: TaskName
     streamed: bool = Field(description="Whether tensors of the answer are to be streamed rather than sent inline.")
+    tensor_chunk_bytes: Chunk = Field(description="Of a part of torch tensors in it; 0: they go inline all the same.")
+    np_chunk_bytes: Chunk = Field(description="Of a part of NumPy arrays.")
     body: Body
 
 

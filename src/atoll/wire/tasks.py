@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from atoll.errors import BadRequest
-from atoll.tensors.payload import pack, unpack
-from atoll.wire import routes
+from atoll.tensors.cuts import INLINE, MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
+from atoll.tensors.payload import Packed, unpack
 
 PLAIN_BYTES = 24 * 2**10
 """A payload without tensors travels as text within its message up to this; text in text may be twice as long."""
-
-INLINE_TENSOR_BYTES = routes.INLINE_BYTES - 2**20
-"""Tensors that travel inline have no more: the rest of `INLINE_BYTES` is for the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,39 +20,38 @@ class Way:
 
     Attributes:
         plain: its text, where it travels within the message.
-        inline: whether its object comes in one answer, with its manifest; else in parts.
+        cut: else that of its object.
         warning: what the user should know; empty for nothing.
     """
 
     plain: str | None
-    inline: bool
+    cut: Cut
     warning: str = ""
 
     @property
     def kind(self) -> str:
         """What status calls it: `skipped` had no tensors to be moved."""
-        return "skipped" if self.plain is not None else "inline" if self.inline else "streamed"
+        return "skipped" if self.plain is not None else "inline" if self.cut.inline else "streamed"
 
 
-def way_of(name: str, payload: Any, *, streamed: bool, what: str = "payload") -> Way:
+def way_of(name: str, packed: Packed, sizes: ChunkSizes, *, streamed: bool, what: str = "payload") -> Way:
     """Decide it for a payload of the task `name`; `what` warnings call it.
 
-    Raises:
-        UsageError: something in the payload cannot travel; it is named.
+    Args:
+        sizes: of what is streamed.
+        streamed: whether the task is among `stream_tasks`.
     """
-    packed = pack(payload)
-    text = json.dumps(packed.skeleton, separators=(",", ":"))
-    nbytes = sum(tensor.nbytes for tensor in packed.tensors)
     if not packed.tensors:
+        text = json.dumps(packed.skeleton, separators=(",", ":"))
         small = len(text) <= PLAIN_BYTES
         warning = f"task {name!r} is among stream_tasks, but its {what} has no tensors: it goes inline"
-        return Way(text if small else None, len(text) <= INLINE_TENSOR_BYTES, warning if streamed else "")
-    if streamed:
-        return Way(None, False)
-    if nbytes + len(text) > INLINE_TENSOR_BYTES:
-        warning = f"the {what} of task {name!r} has {nbytes} bytes of tensors, too many to go inline: it is streamed"
-        return Way(None, False, warning + "; name the task in stream_tasks")
-    return Way(None, True)
+        cut = replace(cut_of(packed, sizes), inline=len(text) <= MOST_INLINE_BYTES)
+        return Way(text if small else None, cut, warning if streamed else "")
+    cut = cut_of(packed, sizes if streamed else INLINE)
+    if not cut.too_large:
+        return Way(None, cut)
+    warning = f"the {what} of task {name!r} has {cut.too_large} bytes of tensors, too many to go inline: it is streamed"
+    return Way(None, cut, warning if streamed else warning + "; name the task in stream_tasks")
 
 
 def read_plain(text: str, *, build: bool = True) -> Any:

@@ -21,7 +21,7 @@ from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays
 from atoll.transport.client import Http
 from atoll.transport.tls import read_token
-from atoll.wire import messages, routes
+from atoll.wire import routes, status_messages
 from atoll.worker.border import border
 from atoll.worker.connection import START_RETRIES, default_site, require_site, token_file
 from atoll.worker.correction import Correction
@@ -133,7 +133,7 @@ class Client:
         )
 
     @border
-    def status(self) -> messages.Status:
+    def status(self) -> status_messages.Status:
         """The run at this moment."""
         return status(self._server)
 
@@ -154,12 +154,12 @@ class Client:
         return self._round
 
 
-def status(server: str) -> messages.Status:
+def status(server: str) -> status_messages.Status:
     """The status of the run at `server`, without taking part."""
     import os
 
     http = Http(server, token=read_token(token_file()), ca=os.environ.get("ATOLL_TLS_CA"))
     try:
-        return http.get(routes.STATUS, messages.Status)
+        return http.get(routes.STATUS, status_messages.Status)
     finally:
         http.close()

@@ -36,10 +36,11 @@ from atoll.errors import (
 )
 from atoll.posix import read_at, write_at
 from atoll.tensors.chunks import Scatter
+from atoll.tensors.collector import no_collections
 from atoll.tensors.dtypes import dtype_name, torch_dtype
 from atoll.tensors.layout import Part
 from atoll.tensors.lazy import LazyState
-from atoll.tensors.modules import named_tensors
+from atoll.tensors.modules import Tensors, named_tensors
 from atoll.tensors.objects import Contents, Stored
 from atoll.tensors.reference import TensorRef
 from atoll.transport.parts import Memory, Parts, Sink
@@ -47,8 +48,8 @@ from atoll.transport.publisher import disk_error, nameless
 from atoll.wire import routes
 from atoll.wire.objects import Manifest
 from atoll.worker.border import border
-from atoll.worker.publish import CONNECTIONS, IDLE_TIMEOUT_S
-from atoll.worker.transfer import LOOK_S, Abort, object_http, require_timeout, watched
+from atoll.worker.publish import CONNECTIONS
+from atoll.worker.transfer import LOOK_S, Abort, idle_timeout, object_http, watched
 
 PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Between attempts to reach who serves an object; from the first one again whenever something has come."""
@@ -60,7 +61,7 @@ T = TypeVar("T")
 def fetch(
     ref: TensorRef | str | None,
     *,
-    idle_timeout_s: float = IDLE_TIMEOUT_S,
+    idle_timeout_s: float | None = None,
     optional: bool = False,
     abort: Abort | None = None,
     to_disk: bool | str | os.PathLike[str] = False,
@@ -70,7 +71,8 @@ def fetch(
 
     Args:
         ref: of `atoll.publish`, or its text.
-        idle_timeout_s: a connection that moves no byte for so long is given up.
+        idle_timeout_s: a connection that moves no byte for so long is given up; by default `ATOLL_IDLE_TIMEOUT_S`,
+            else 60.
         optional: whether None is returned where it is not there (no reference, expired, withdrawn, its process ended).
         abort: an event that ends the transfer in its middle.
         to_disk: True, or a folder: the bytes go to a file without a name, which goes with the last value that
@@ -96,9 +98,10 @@ def fetch(
     if into is not None and to_disk:
         raise UsageError("fetch got both into and to_disk.", "Give one of them.")
     ref = ref if isinstance(ref, TensorRef) else TensorRef.parse(ref)
-    require_timeout(idle_timeout_s)
+    idle_timeout_s = idle_timeout(idle_timeout_s)
     folder = None if isinstance(to_disk, bool) else Path(to_disk)
-    target = None if into is None else _targets(into)
+    with no_collections():
+        target = None if into is None else _targets(into)
     with _Fetching(ref, idle_timeout_s, abort) as fetching:
         if not fetching.begin(optional):
             return None
@@ -160,21 +163,24 @@ class _Fetching:
         """All of it, in new memory; but what consumers read in runs is on disk."""
         if self._contents.streams:
             return self.stored(None).tree()
-        specs = {segment.spec.name: segment.spec for segment in self._contents.layout.segments}
+        specs = (segment.spec for segment in self._contents.layout.segments)
         try:
-            tensors = {name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in specs.items()}
+            tensors = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in specs}
         except (RuntimeError, MemoryError) as error:
             raise UsageError(
                 f"{self._what} has {self._manifest.extent.nbytes} bytes, for which there is no memory.",
                 "Fetch it with to_disk=True.",
             ) from error
-        self._pull(self._data_parts(), [], Scatter(self._contents.layout, tensors))
-        return self._contents.tree(tensors.__getitem__)
+        self._scatter(tensors)
+        return self._contents.tree({**tensors, **self._contents.inline}.__getitem__)
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """All of it, where it belongs."""
-        chosen, copies = self._assign(targets)
-        self._pull(self._data_parts(), [], Scatter(self._contents.layout, chosen))
+        with no_collections():
+            chosen, copies = self._assign(targets)
+        self._scatter(chosen)
+        for name, source in self._contents.inline.items():
+            chosen[name].copy_(source)
         for source, target in copies:
             target.copy_(source)
 
@@ -183,15 +189,16 @@ class _Fetching:
         stored = self.stored(folder)
         keys = self._contents.by_key()
         if keys is not None:
-            segments = self._contents.layout.by_name
-            return LazyState(stored.handle, {key: segments[name] for key, name in keys.items()})
+            return LazyState(stored.handle, {key: stored.segments[name] for key, name in keys.items()})
         return self._contents.tree(stored.lazy.__getitem__)
 
     def stored(self, folder: Path | None) -> Stored:
         """All of it, in a file without a name."""
         fd = nameless(folder)
         try:
-            self._pull(self._data_parts(), [_File(fd)])
+            file = _File(fd)
+            self._pull(self._data_parts(), [file])
+            file.write(self._manifest.extent.nbytes, memoryview(self._contents.behind))
         except BaseException:
             os.close(fd)
             raise
@@ -202,6 +209,11 @@ class _Fetching:
     def _data_parts(self) -> list[Part]:
         extent = self._manifest.extent
         return [extent.part(index) for index in range(extent.head_count, extent.count)]
+
+    def _scatter(self, tensors: Tensors) -> None:
+        with no_collections():
+            scatter = Scatter(self._contents.layout, tensors)
+        self._pull(self._data_parts(), [], scatter)
 
     def _pull(self, parts: Sequence[Part], sinks: Sequence[Sink], into: Memory | None = None) -> None:
         """Get parts, each until it is whole."""
@@ -258,14 +270,14 @@ class _Fetching:
             lacking = next((name for name in one if name not in other), None)
             if lacking is not None:
                 raise _mismatch(self._what, f"only {where} {lacking!r}")
-        specs = {segment.spec.name: segment.spec for segment in self._contents.layout.segments}
+        segments = self._contents.segments
         chosen: dict[str, Tensor] = {}
         taken: dict[int, str] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         for key, name in keys.items():
-            target, spec = targets[key], specs[name]
-            mine = f"{dtype_name(target.dtype)}{list(target.shape)}"
-            if (dtype_name(target.dtype), tuple(target.shape)) != (spec.dtype, spec.shape):
+            target, spec = targets[key], segments[name].spec
+            if dtype_name(target.dtype) != spec.dtype or target.shape != spec.shape:
+                mine = f"{dtype_name(target.dtype)}{list(target.shape)}"
                 raise _mismatch(self._what, f"{key!r} is {spec.dtype}{list(spec.shape)} there, {mine} in the target")
             if taken.setdefault(id(target), name) != name:
                 raise _mismatch(self._what, f"the target ties {key!r} to another tensor, the object does not")
@@ -338,9 +350,7 @@ def _targets(into: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _writable(name: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and any(
-        n > 1 and not stride for n, stride in zip(value.shape, value.stride(), strict=True)
-    ):
+    if isinstance(value, Tensor) and _is_expanded(value):
         raise UsageError(f"The tensor {name!r} is expanded: its elements share memory.", "Give a clone of it.")
     if not isinstance(value, np.ndarray):
         return value
@@ -350,6 +360,11 @@ def _writable(name: str, value: Any) -> Any:
         return torch.from_numpy(value)
     except (TypeError, ValueError) as error:
         raise UsageError(f"The array {name!r} cannot be filled: {error}.", "Give a plain array of numbers.") from None
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 0 and any(n > 1 and not stride for n, stride in pairs)
 
 
 def _mismatch(what: str, how: str) -> SchemaMismatch:

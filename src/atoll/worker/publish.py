@@ -20,22 +20,22 @@ from types import TracebackType
 from typing import Any
 
 from atoll.errors import AtollError, UsageError
-from atoll.tensors.layout import ALIGN_BYTES
-from atoll.tensors.objects import LEAST_PART_BYTES, MOST_PART_BYTES
+from atoll.sizes import CHUNK_BYTES, CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
+from atoll.tensors.cuts import Cut, cut_of
+from atoll.tensors.objects import pack_object
+from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Http
 from atoll.transport.parts import Parts
-from atoll.transport.publisher import LONGEST_S, ObjectHost, nameless, require_inline, written
+from atoll.transport.publisher import LONGEST_S, Draft, ObjectHost, written
 from atoll.transport.tls import read_token
 from atoll.wire import messages, routes
 from atoll.worker.border import border
 from atoll.worker.connection import token_file
-from atoll.worker.transfer import Abort, object_http, require_timeout, watched
+from atoll.worker.reporting import LOG
+from atoll.worker.transfer import Abort, chunk_sizes, idle_timeout, object_http, watched
 
-CHUNK_BYTES = 8 * 2**20
-"""Of a part by default: what is checked, and sent again, alone."""
 EXPIRES_S = 3600.0
-IDLE_TIMEOUT_S = 60.0
 CONNECTIONS = 2
 
 
@@ -48,7 +48,8 @@ class Publisher:
         name: under which others reach this machine; by default `host`.
         tls_cert, tls_key: PEM files; the key has mode 0600.
         insecure: listen beyond loopback without TLS.
-        idle_timeout_s: a receiver that takes no byte for so long is broken off.
+        idle_timeout_s: a receiver that takes no byte for so long is broken off; by default `ATOLL_IDLE_TIMEOUT_S`,
+            else 60.
         folder: where the bytes lie, in files without names; by default that of temporary files.
 
     Raises:
@@ -65,7 +66,7 @@ class Publisher:
         tls_cert: str | Path | None = None,
         tls_key: str | Path | None = None,
         insecure: bool = False,
-        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        idle_timeout_s: float | None = None,
         folder: str | Path | None = None,
     ) -> None:
         self._host = ObjectHost(
@@ -75,7 +76,7 @@ class Publisher:
             tls_cert=Path(tls_cert) if tls_cert else None,
             tls_key=Path(tls_key) if tls_key else None,
             insecure=insecure,
-            idle_timeout_s=idle_timeout_s,
+            idle_timeout_s=idle_timeout(idle_timeout_s),
             folder=Path(folder) if folder else None,
         )
 
@@ -87,10 +88,8 @@ class Publisher:
     @border
     def publish(self, tensors: Any, *, chunk_bytes: int | None = None, expires_s: float = EXPIRES_S) -> TensorRef:
         """As `atoll.publish`, served by this publisher."""
-        expires_s = _lasting(expires_s)
-        return self._host.publish(
-            tensors, part_bytes=_part_bytes(chunk_bytes), inline=chunk_bytes == 0, expires_s=expires_s
-        )
+        expires_s, packed = _lasting(expires_s), pack_object(tensors)
+        return self._host.publish(packed, _cut(packed, chunk_bytes), expires_s=expires_s)
 
     @border
     def withdraw(self, ref: TensorRef) -> bool:
@@ -118,7 +117,7 @@ def publish(
     expires_s: float = EXPIRES_S,
     server: str | None = None,
     abort: Abort | None = None,
-    idle_timeout_s: float = IDLE_TIMEOUT_S,
+    idle_timeout_s: float | None = None,
 ) -> TensorRef:
     """Put tensors under a reference, from which `atoll.fetch` gets them in another process.
 
@@ -127,13 +126,16 @@ def publish(
     Args:
         tensors: a dict of tensors, or any nested dicts, lists and tuples of tensors, arrays, references and plain
             values; or a module, for its state.
-        chunk_bytes: bytes of a part, which is checked and sent again alone: 64 KiB to 16 MiB, a multiple of 64; by
-            default 8 MiB. 0: all travels within the manifest, in one answer (16 MiB at most).
+        chunk_bytes: bytes of a part, which is checked and sent again alone: 64 KiB to 16 MiB, a multiple of 64.
+            0: all travels within the manifest, in one answer (16 MiB at most). By default
+            `ATOLL_TENSOR_DOWNLOAD_CHUNK_SIZE` for torch tensors and `ATOLL_NP_DOWNLOAD_CHUNK_SIZE` for NumPy arrays,
+            else 8 MiB.
         expires_s: seconds after which it is kept no more. A server may keep it shorter.
         server: address of an Atoll server that is to keep it, for processes that cannot reach this one. By default
             this process serves it, on loopback; `Publisher` does so on another address.
         abort: an event that ends the upload to a server.
-        idle_timeout_s: an upload that moves no byte for so long is given up.
+        idle_timeout_s: an upload that moves no byte for so long is given up; by default `ATOLL_IDLE_TIMEOUT_S`, else
+            60.
 
     Returns:
         The reference. Whoever has it can fetch the tensors; nobody else can.
@@ -144,42 +146,46 @@ def publish(
         ServerUnreachable, AuthError, Busy, DiskFull, BadRequest: the server did not take it.
     """
     expires_s = _lasting(expires_s)
-    require_timeout(idle_timeout_s)
+    idle_timeout_s = idle_timeout(idle_timeout_s)
     if server is None:
         return _own().publish(tensors, chunk_bytes=chunk_bytes, expires_s=expires_s)
-    part_bytes, inline = _part_bytes(chunk_bytes), chunk_bytes == 0
-    fd = nameless(None)
+    packed = pack_object(tensors)
+    draft = written(packed, _cut(packed, chunk_bytes), None)
+    del tensors, packed
     try:
-        extent, digests = written(tensors, fd, part_bytes)
-        del tensors
-        if inline:
-            require_inline(extent.nbytes)
-        http = Http(server, token=read_token(token_file()), ca=os.environ.get("ATOLL_TLS_CA"))
-        parts = Parts(http, CONNECTIONS, idle_timeout_s)
-        try:
-            opening = messages.ObjectOpen(
-                head_bytes=extent.head_bytes,
-                nbytes=extent.nbytes,
-                part_bytes=part_bytes,
-                inline=inline,
-                expires_s=expires_s,
-            )
-            opened = http.post(routes.OBJECTS, opening, messages.ObjectOpened)
-            http.secret, path = opened.secret, routes.OBJECT.format(object=opened.object)
-            digest = extent.digest(digests)
-            try:
-                with watched(parts, abort):
-                    parts.push(routes.parts_of_object(opened.object), fd, extent.parts(), digests)
-                complete = routes.OBJECT_COMPLETE.format(object=opened.object)
-                http.send(complete, messages.ObjectComplete(digest=digest))
-            except BaseException:
-                _forget(http, path)
-                raise
-        finally:
-            parts.close()
-            http.close()
+        return send(draft, server, expires_s=expires_s, idle_timeout_s=idle_timeout_s, abort=abort)
     finally:
-        os.close(fd)
+        draft.close()
+
+
+def send(
+    draft: Draft, server: str, *, expires_s: float, idle_timeout_s: float, abort: Abort | None = None
+) -> TensorRef:
+    """Let a server keep what is on disk here; errors as `publish`."""
+    http = Http(server, token=read_token(token_file()), ca=os.environ.get("ATOLL_TLS_CA"))
+    parts, extent = Parts(http, CONNECTIONS, idle_timeout_s), draft.extent
+    try:
+        opening = messages.ObjectOpen(
+            head_bytes=extent.head_bytes,
+            nbytes=extent.nbytes,
+            part_bytes=extent.part_bytes,
+            inline=draft.inline,
+            expires_s=expires_s,
+        )
+        opened = http.post(routes.OBJECTS, opening, messages.ObjectOpened, timeout_s=idle_timeout_s)
+        http.secret, path = opened.secret, routes.OBJECT.format(object=opened.object)
+        digest = draft.digest
+        try:
+            with watched(parts, abort):
+                parts.push(routes.parts_of_object(opened.object), draft.fd, extent.parts(), draft.digests)
+            complete = routes.OBJECT_COMPLETE.format(object=opened.object)
+            http.send(complete, messages.ObjectComplete(digest=digest), timeout_s=idle_timeout_s)
+        except BaseException:
+            _forget(http, path)
+            raise
+    finally:
+        parts.close()
+        http.close()
     expires_at = int(time.time() + opened.expires_s)
     return TensorRef(http.host, http.port, http.secure is not None, opened.object, opened.secret, digest, expires_at)
 
@@ -230,19 +236,25 @@ def _own() -> Publisher:
         return _publisher[1]
 
 
-def _part_bytes(chunk_bytes: int | None) -> int:
-    if chunk_bytes is None or chunk_bytes == 0:
-        return CHUNK_BYTES if chunk_bytes is None else MOST_PART_BYTES
-    if type(chunk_bytes) is not int or not LEAST_PART_BYTES <= chunk_bytes <= MOST_PART_BYTES:
+def _cut(packed: Packed, chunk_bytes: int | None) -> Cut:
+    """How a tree travels: as `publish` was told, else as the environment says."""
+    if chunk_bytes is None:
+        cut = cut_of(packed, chunk_sizes())
+        if cut.too_large:
+            LOG.warning("%d bytes of tensors are too many to travel inline: they are streamed", cut.too_large)
+        return cut
+    if chunk_bytes == 0:
+        return Cut(CHUNK_BYTES, inline=True)
+    if type(chunk_bytes) is not int or not LEAST_CHUNK_BYTES <= chunk_bytes <= MOST_CHUNK_BYTES:
         raise UsageError(
-            f"chunk_bytes is {chunk_bytes!r}.", f"Give {LEAST_PART_BYTES} to {MOST_PART_BYTES}, or 0 for inline."
+            f"chunk_bytes is {chunk_bytes!r}.", f"Give {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES}, or 0 for inline."
         )
-    if chunk_bytes % ALIGN_BYTES:
+    if chunk_bytes % CHUNK_STEP_BYTES:
         raise UsageError(
-            f"chunk_bytes is {chunk_bytes}, no multiple of {ALIGN_BYTES}.",
-            f"Give {chunk_bytes // ALIGN_BYTES * ALIGN_BYTES}.",
+            f"chunk_bytes is {chunk_bytes}, no multiple of {CHUNK_STEP_BYTES}.",
+            f"Give {chunk_bytes // CHUNK_STEP_BYTES * CHUNK_STEP_BYTES}.",
         )
-    return chunk_bytes
+    return Cut(chunk_bytes)
 
 
 def _lasting(expires_s: float) -> float:

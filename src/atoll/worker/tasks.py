@@ -35,8 +35,11 @@ from atoll.errors import (
     TransferStalled,
     UsageError,
 )
+from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.objects import Stored
+from atoll.tensors.payload import pack
 from atoll.tensors.reference import TensorRef
+from atoll.transport.publisher import Draft, written
 from atoll.wire import routes
 from atoll.wire import task_messages as tm
 from atoll.wire.tasks import read_plain, way_of
@@ -44,8 +47,9 @@ from atoll.worker.ahead import Ahead
 from atoll.worker.border import border
 from atoll.worker.connection import START_RETRIES, Connection, NetworkLost, default_site, require_site
 from atoll.worker.fetch import fetch, fetch_stored
-from atoll.worker.publish import publish, withdraw
+from atoll.worker.publish import EXPIRES_S, send, withdraw
 from atoll.worker.reporting import LOG
+from atoll.worker.transfer import chunk_sizes, idle_timeout
 
 Handler = Callable[[Any], Any]
 
@@ -69,6 +73,7 @@ class Task:
         self._warned = warned  # of which names of tasks the user has been warned
         self.name, self.id, self.payload = message.name, message.task, payload
         self._connection, self._streamed = connection, message.streamed
+        self._sizes = ChunkSizes(message.tensor_chunk_bytes, message.np_chunk_bytes)
 
     @border
     def answer(self, payload: Any = None) -> bool:
@@ -81,32 +86,16 @@ class Task:
             UsageError: something in it cannot travel; it is named.
             TransferError: the server answers, but takes no byte of the tensors.
         """
-        way = way_of(self.name, payload, streamed=self._streamed, what="answer")
+        packed = pack(payload)
+        way = way_of(self.name, packed, chunk_sizes(self._sizes), streamed=self._streamed, what="answer")
         if way.warning and self.name not in self._warned:
             self._warned.add(self.name)
             LOG.warning("%s: %s", self._connection.site, way.warning)
         if way.plain is not None:
             return self._send(tm.TaskAnswer(body=tm.Body(plain=way.plain)))
-        connection, stalls = self._connection, 0
-
-        def upload() -> TensorRef:
-            nonlocal stalls
-            server, idle_timeout_s = connection.http.server, connection.info.idle_timeout_s
-            try:
-                return publish(
-                    payload, server=server, chunk_bytes=0 if way.inline else None, idle_timeout_s=idle_timeout_s
-                )
-            except TransferStalled as error:
-                stalls += 1
-                if stalls < STALLS:
-                    raise
-                raise TransferError(
-                    f"The tensors of site {connection.site}'s answer to {self.described} do not arrive at {server}: "
-                    f"{error.message}",
-                    error.remedy,
-                ) from error
-
-        ref = connection.patiently(upload, None, f"send the answer to task {self.name!r}")
+        draft = written(packed, way.cut, None)
+        del payload, packed
+        ref = self._upload(draft)
         key = tm.ObjectKey(object=ref.object, secret=ref.secret, digest=ref.digest, expires_at=ref.expires_at)
         taken = self._send(tm.TaskAnswer(body=tm.Body(object=key)))
         if not taken:
@@ -128,6 +117,30 @@ class Task:
     def described(self) -> str:
         """Its name and the beginning of its id, as errors say it."""
         return f"task {self.name!r} ({self.id[:8]})"
+
+    def _upload(self, draft: Draft) -> TensorRef:
+        connection, stalls = self._connection, 0
+        server = connection.http.server
+        idle_timeout_s = idle_timeout(None, connection.info.idle_timeout_s)
+
+        def upload() -> TensorRef:
+            nonlocal stalls
+            try:
+                return send(draft, server, expires_s=EXPIRES_S, idle_timeout_s=idle_timeout_s)
+            except TransferStalled as error:
+                stalls += 1
+                if stalls < STALLS:
+                    raise
+                raise TransferError(
+                    f"The tensors of site {connection.site}'s answer to {self.described} do not arrive at {server}: "
+                    f"{error.message}",
+                    error.remedy,
+                ) from error
+
+        try:
+            return connection.patiently(upload, None, f"send the answer to task {self.name!r}")
+        finally:
+            draft.close()
 
     def _send(self, answer: tm.TaskAnswer) -> bool:
         connection, path = self._connection, routes.TASK_ANSWER.format(task=self.id)
@@ -182,7 +195,7 @@ class TaskWorker:
                 continue
             try:
                 result = handler(task.payload)
-                way_of(task.name, result, streamed=False)  # what cannot travel is the handler's error, too
+                pack(result)  # what cannot travel is the handler's error, too
             except Exception as error:
                 LOG.exception("%s: task %r failed", self.site, task.name)
                 task.fail(error)
@@ -236,16 +249,19 @@ class TaskWorker:
             return stored.tree()
         if message.body.object is None:
             return read_plain(message.body.plain or "")
-        return fetch(self._ref_to(message.body.object), idle_timeout_s=self._connection.info.idle_timeout_s)
+        return fetch(self._ref_to(message.body.object), idle_timeout_s=self._idle_timeout_s())
 
     def _stored(self, key: tm.ObjectKey, abort: threading.Event) -> Stored:
-        return fetch_stored(self._ref_to(key), idle_timeout_s=self._connection.info.idle_timeout_s, abort=abort)
+        return fetch_stored(self._ref_to(key), idle_timeout_s=self._idle_timeout_s(), abort=abort)
 
     def _ref_to(self, key: tm.ObjectKey) -> TensorRef:
         http = self._connection.http
         return TensorRef(
             http.host, http.port, http.secure is not None, key.object, key.secret, key.digest, key.expires_at
         )
+
+    def _idle_timeout_s(self) -> float:
+        return idle_timeout(None, self._connection.info.idle_timeout_s)
 
     def _never_came(self, task: Task, why: TransferStalled) -> TransferStalled:
         """Names who did not send what."""

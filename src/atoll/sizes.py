@@ -1,0 +1,25 @@
+"""Sizes of the parts of published objects: which ones there can be, and what is usual."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+CHUNK_BYTES = 8 * 2**20
+"""Of a part by default: 2 and 4 MiB take longer, 16 MiB is not faster (decision 0012)."""
+LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, CHUNK_STEP_BYTES = 2**16, 2**24, 64
+
+
+def _chunk(nbytes: int) -> int:
+    if nbytes and (not LEAST_CHUNK_BYTES <= nbytes <= MOST_CHUNK_BYTES or nbytes % CHUNK_STEP_BYTES):
+        raise PydanticCustomError(
+            "chunk",
+            f"it should be 0, or {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} and a multiple of {CHUNK_STEP_BYTES}",
+        )
+    return nbytes
+
+
+ChunkBytes = Annotated[int, AfterValidator(_chunk)]
+"""Bytes of a part, as a setting; 0 for none."""

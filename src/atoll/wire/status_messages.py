@@ -1,0 +1,118 @@
+"""Messages of the status: all there is to know about a run; closed and typed as those of `messages`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from atoll.wire.messages import Count, Message
+
+
+class WorkerStatus(Message):
+    site: str
+    host: str
+    state: str = Field(description="alive, dead, left or failed")
+    doing: str
+    joined_at: str
+    last_heartbeat_s: float = Field(description="Seconds since it was last heard of, or since the server restarted.")
+    heard: bool = Field(True, description="Whether it was heard of since the server restarted.")
+    step: Count
+    steps_per_s: float
+    rounds: Count = Field(description="Updates of it that counted.")
+    version: Count
+    staleness: Count = Field(description="Rounds that the head is ahead of it.")
+    bytes_up: Count
+    bytes_down: Count
+    retries: Count
+    reconnections: Count
+    metrics: dict[str, float]
+    labels: dict[str, str]
+    error: str = ""
+
+
+class Missing(Message):
+    site: str
+    for_s: float = Field(description="Seconds that the round has waited for it.")
+
+
+class RoundSummary(Message):
+    fragment: Count
+    round: Count
+    version: Count
+    workers: list[str]
+    weights: list[float]
+    metrics: dict[str, float] = Field(description="Mean by weight over those that reported the key.")
+    counts: dict[str, Count] = Field(description="How many reported it.")
+    seconds: float
+    grad_norm: float | None = Field(
+        None, description="L2 norm of what the round reduced its updates to, before the outer step; null: not finite."
+    )
+    bytes_up: Count
+    population: Count = Field(0, description="Workers that had ever joined when the round closed.")
+
+
+class FragmentStatus(Message):
+    fragment: Count
+    version: Count
+    phase: str
+    waiting_for: list[Missing]
+    reason: str
+
+
+class BestStatus(Message):
+    """The best version so far, by the setting `best_metric`."""
+
+    metric: str
+    mode: Literal["max", "min"]
+    version: Count | None = Field(None, description="Null: no round has reported the metric yet.")
+    round: Count | None = Field(None, description="Whose workers pulled and measured it.")
+    value: float | None = None
+    stale: Count = Field(0, description="Measurements since the last improvement, by `early_stop_min_delta`.")
+    file: str = Field("", description="Where the server keeps it; empty while it is not written.")
+
+
+class TaskStatus(Message):
+    """A task that a workflow has sent. How payloads travel: streamed, inline, or skipped (no tensors to be moved)."""
+
+    number: Count = Field(description="From 1 on, since the server was started.")
+    name: str
+    way: str = Field(description="How its payload travels, once for each site.")
+    sites: list[str]
+    missing: list[str] = Field(description="Sites that have not answered.")
+    answers: dict[str, Count] = Field(description="How many answers came in each way; failed: errors.")
+    open: bool
+    seconds: float
+
+
+class Status(Message):
+    """All there is to know about a run at this moment."""
+
+    run: str
+    name: str
+    algorithm: str
+    policy: str = Field(description="What closes a round, in words.")
+    protocol: int
+    epoch: Count
+    rounds: Count
+    finished: bool
+    stopped: str = Field("", description="Why the run ended before its last round; else empty.")
+    best: BestStatus | None = Field(None, description="Null: the run tracks no metric.")
+    uptime_s: float
+    model_bytes: Count
+    codec: str
+    sync_every: Count
+    fragments: list[FragmentStatus]
+    workers: list[WorkerStatus]
+    history: list[RoundSummary] = Field(description="The last rounds, oldest first.")
+    bytes_up: Count = Field(description="Of updates that the server has received since it was started.")
+    bytes_down: Count = Field(description="Of versions that it has sent since.")
+    deaths: Count = Field(description="Workers that were declared dead, in the whole run.")
+    refused: Count = Field(description="Updates that were refused, in the whole run.")
+    tasks: dict[str, Count] = Field(
+        default_factory=dict, description="Payloads that a workflow sent: streamed, inline, and skipped (no tensors)."
+    )
+    sent: list[TaskStatus] = Field(default_factory=list, description="The last tasks of a workflow, oldest first.")
+    durability: str
+    durable_version: Count | None = None
+    warnings: list[str] = Field(default_factory=list)
