@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import atoll
 from atoll.config import Settings
 from atoll.errors import ConfigError, RunFailed, UsageError
 from atoll.filters import Drop, Filter, NormClip, Outgoing
+from atoll.server.filters import HOLDER
 from atoll.store.rows import TicketRow
 from atoll.tensors.chunks import CHUNK_ELEMENTS
 from atoll.testing.processes import wait_until
@@ -143,12 +146,35 @@ def test_reducers_and_aggregators_see_what_the_filters_left(tmp_path: Path, how:
     assert found["w"].tolist() == [2.0, 3.0]
 
 
+@pytest.mark.covers("T8", "D13")
+@pytest.mark.parametrize("to_disk", [True, False])
+def test_what_filters_leave_is_a_file_without_a_name_or_memory(tmp_path: Path, to_disk: bool) -> None:
+    """A machine without a disk has nothing of it in the state directory, not even nameless."""
+    state, nameless = tmp_path / "state", set[bool]()
+
+    class Looking(Filter):
+        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+            links = []
+            for entry in os.listdir("/proc/self/fd"):
+                with suppress(FileNotFoundError):  # closed by another thread meanwhile
+                    links.append(os.readlink(f"/proc/self/fd/{entry}"))
+            nameless.add(any(link.startswith(f"{state}/") and link.endswith("(deleted)") for link in links))
+            return values
+
+    with serving(tmp_path, num_workers=1, filters=[Looking()], download_to_disk=to_disk) as server:
+        play(server, tmp_path, {"a": become([2.0, 4.0], 0.0)})
+    assert nameless == {to_disk}
+
+
 @pytest.mark.covers("T8")
 def test_a_reducer_that_clips_knows_the_norm_behind_the_filters(tmp_path: Path) -> None:
-    """Halves of (6, 8) and (0, 4): norms 5 and 2. Clipped to 2.5: (1.5, 2) and (0, 2); the mean is (0.75, 2)."""
+    """Halves of (6, 8) and (0, 4): norms 5 and 2. Clipped to 2.5: (1.5, 2) and (0, 2); the mean is (0.75, 2).
+
+    The norm is that of parameters: a's buffer, which moves by 24, does not count.
+    """
     options = {"reducer": "clipped_mean", "reducer_options": {"max_norm": 2.5}}
     with serving(tmp_path, filters=[Halved()], **options) as server:
-        found = play(server, tmp_path, {"a": become([6.0, 8.0], 0.0), "b": become([0.0, 4.0], 0.0)})
+        found = play(server, tmp_path, {"a": become([6.0, 8.0], 0.0, 24.0), "b": become([0.0, 4.0], 0.0)})
     assert found["w"].tolist() == [0.75, 2.0]
 
 
@@ -382,13 +408,18 @@ def test_a_flag_has_tables() -> None:
 def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The word that it is complete is sent again while the filter still works: both get the same receipt."""
+    """The word that it is complete is sent again while the filter still works: both get the same receipt.
+
+    The filter, which keeps state, works once; and no other update takes the place of what it reads.
+    """
 
     class Slow(Filter):
         def begin(self, update: Outgoing) -> None:
+            begins.append(update.about.site)
             begun.set()
             assert go.wait(30)
 
+    begins: list[str] = []
     begun, go = threading.Event(), threading.Event()
     with serving(tmp_path, num_workers=1, filters=[Slow()]) as server:
         refusal, asked = server._run.filtering.refusal, list[int]()  # type: ignore[union-attr]
@@ -414,9 +445,13 @@ def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
         threads.append(threading.Thread(target=lambda: again.append(session.http.post(path, said, messages.Receipt))))
         threads[1].start()
         wait_until(lambda: len(asked) == 2, "that both wait")
+        slot = server._run.store.spool(note.ticket).slot  # type: ignore[union-attr]
+        assert slot.holds[HOLDER] == 1
         go.set()
         for thread in threads:
             thread.join()
+        assert begins == ["a"]
+        assert HOLDER not in slot.holds
         assert [receipt.digest for receipt in again] == [note.digest]
         assert client.next_round() is None
         client.close()

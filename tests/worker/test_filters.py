@@ -137,8 +137,8 @@ def test_a_filter_may_ask_for_the_whole_and_its_metadata(tmp_path: Path) -> None
 
 
 def test_noise_has_its_size_and_is_another_in_every_place_and_round(tmp_path: Path) -> None:
-    """z·C = 2 · 1.5 = 3; the standard deviation of 200,000 draws is within 1 % of it (6 standard errors)."""
-    numel = 200_000
+    """z·C = 2 · 1.5 = 3; the standard deviation of so many draws is within 1 % of it (more than 6 standard errors)."""
+    numel = 2 * CHUNK_ELEMENTS  # two runs of each tensor
     start = {"v": torch.zeros(numel), "w": torch.zeros(numel)}
     seed = blake3(b"seed").digest()
     found = []
@@ -153,6 +153,16 @@ def test_noise_has_its_size_and_is_another_in_every_place_and_round(tmp_path: Pa
     assert torch.equal(first["v"], again["v"])
     assert not torch.equal(first["v"], second["v"])
     assert not torch.equal(first["v"], first["w"])
+    assert not torch.equal(first["v"][:CHUNK_ELEMENTS], first["v"][CHUNK_ELEMENTS:])
+
+
+def test_two_updates_of_one_round_do_not_share_their_noise(tmp_path: Path) -> None:
+    """The first was refused after it had left: the difference of both would show the change without any noise."""
+    found, filter_ = [], NormClip(1.0, noise=1.0)
+    for name in ("refused", "again"):
+        (tmp_path / name).mkdir()
+        found.append(sent(tmp_path / name, [filter_])["w"])
+    assert not torch.equal(*found)
 
 
 def test_two_filters_without_a_seed_have_noise_of_their_own(tmp_path: Path) -> None:
