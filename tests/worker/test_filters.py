@@ -13,10 +13,11 @@ from torch import Tensor
 
 from atoll.errors import UsageError
 from atoll.filters import About, Cast, Drop, Filter, NormClip, Outgoing
+from atoll.filters.base import require_filters
 from atoll.tensors.chunks import CHUNK_ELEMENTS
 from atoll.tensors.schema import BUFFERS, TensorSpec
 from atoll.worker.files import BaseFile, Outbox
-from atoll.worker.filtering import Filtered, require_filters
+from atoll.worker.filtering import Filtered
 from atoll.worker.update import form_update
 
 START = {"w": torch.zeros(2), "head": torch.ones(2), "bn.running_mean": torch.tensor([0.0]), "n": torch.tensor(7)}
@@ -235,6 +236,14 @@ def test_what_is_no_filter_is_refused() -> None:
     with pytest.raises(UsageError, match="is not a filter"):
         require_filters([lambda values: values])  # type: ignore[list-item]
     assert require_filters([]) == ()
+    with pytest.raises(UsageError, match=r"filters is Drop\('w'\) alone.*Give a list: \[Drop\('w'\)\]"):
+        require_filters(Drop("w"))  # type: ignore[arg-type]
+
+
+def test_filters_that_can_be_read_once_are_not_lost() -> None:
+    """A site whose filters came from a generator would send its update as it is."""
+    filter_ = Drop("w")
+    assert require_filters(each for each in [filter_]) == (filter_,)  # type: ignore[arg-type]
 
 
 def test_a_run_of_a_buffer_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

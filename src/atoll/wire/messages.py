@@ -30,11 +30,9 @@ LEASE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}:[0-9]{1,18}:[0-9A-Za-z]{0,64}
 NUMBER_BELOW = 2**62
 """Of what the server issues: tickets, versions, parts."""
 
-Metrics = Annotated[dict[Annotated[str, StringConstraints(max_length=64)], float], Field(max_length=64)]
-Labels = Annotated[
-    dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=256)]],
-    Field(max_length=32),
-]
+Key = Annotated[str, StringConstraints(max_length=64)]
+Metrics = Annotated[dict[Key, float], Field(max_length=64)]
+Labels = Annotated[dict[Key, Annotated[str, StringConstraints(max_length=256)]], Field(max_length=32)]
 Text = Annotated[str, StringConstraints(max_length=2000)]
 Count = Annotated[int, Field(ge=0, lt=NUMBER_BELOW)]
 
