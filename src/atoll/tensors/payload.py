@@ -155,7 +155,6 @@ class _Packer:
     def _registered(self, kind: Kind, value: Any, path: str) -> Plain:
         def write(value: Any, path: str) -> Plain:
             produced = kind.take_apart(value, path)
-            self._held.append(produced)
             return {"$": "registered", "type": kind.name, "as": self.node(produced, f"{path} (as {kind.name})")}
 
         self._kinds += 1
