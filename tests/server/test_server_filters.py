@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import atoll
+from atoll import failpoints
 from atoll.config import Settings
-from atoll.errors import ConfigError, RunFailed, UsageError
+from atoll.errors import ConfigError, DiskFull, RunFailed, UsageError
 from atoll.filters import Drop, Filter, NormClip, Outgoing
 from atoll.server.filters import HOLDER
 from atoll.store.rows import TicketRow
@@ -164,6 +165,29 @@ def test_what_filters_leave_is_a_file_without_a_name_or_memory(tmp_path: Path, t
     with serving(tmp_path, num_workers=1, filters=[Looking()], download_to_disk=to_disk) as server:
         play(server, tmp_path, {"a": become([2.0, 4.0], 0.0)})
     assert nameless == {to_disk}
+
+
+@pytest.mark.covers("T8")
+def test_a_disk_without_space_for_what_filters_leave_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site is told to come back, and does."""
+    raised: list[type[BaseException]] = []
+    with serving(tmp_path, num_workers=1, filters=[Halved()]) as server:
+        prepare = server._run.filtering.prepare  # type: ignore[union-attr]
+
+        def noted(row: TicketRow, number: int) -> None:
+            try:
+                prepare(row, number)
+            except BaseException as error:
+                raised.append(type(error))
+                raise
+
+        monkeypatch.setattr(server._run.filtering, "prepare", noted)  # type: ignore[union-attr]
+        monkeypatch.setattr(failpoints, "_actions", failpoints._parse("filters.write=enospc"))
+        monkeypatch.setattr(failpoints, "_reached", type(failpoints._reached)())
+        assert play(server, tmp_path, {"a": become([2.0, 4.0], 0.0)})["w"].tolist() == [1.0, 2.0]
+    assert raised == [DiskFull]
 
 
 @pytest.mark.covers("T8")

@@ -20,6 +20,7 @@ from atoll.tensors.layout import Layout, Part, update_layout
 from atoll.tensors.schema import TensorSpec
 from atoll.testing.processes import wait_until
 from atoll.transport.client import Http
+from atoll.transport.crew import crew
 from atoll.transport.parts import PART_ATTEMPTS, Parts
 from atoll.transport.pushing import Pushing
 from atoll.wire import messages
@@ -225,3 +226,26 @@ def test_only_parts_that_follow_each_other_go_together(writer: Writer, receiver:
     bodies = [body_of(part) for part in LAYOUT.parts]
     assert receiver.bodies == {0: [bodies[0] + bodies[1]], 3: [bodies[3] + bodies[4]]}
     assert pushing.sent == {0, 1, 3, 4}
+
+
+def test_attempts_are_counted_for_each_part(writer: Writer, receiver: Receiver) -> None:
+    """Of three that go together the first arrives at once, the second with the last attempt that one part has.
+
+    Five requests that fail or not for three parts; the second half needs one.
+    """
+    receiver.answers = {0: [PartCorrupt("damaged")], 1: [PartCorrupt("damaged")] * (PART_ATTEMPTS - 1)}
+    arrived = [{0}] * (PART_ATTEMPTS - 1) + [{0, 1}]
+    with writer.parts.pushing(path_of, writer.fd, PARTS, lambda _: arrived.pop(0)) as pushing:
+        for part in LAYOUT.parts:
+            pushing.add(part, writer.write(part))
+    assert pushing.error is None
+    assert pushing.sent == set(range(PARTS))
+    assert {part: len(bodies) for part, bodies in receiver.bodies.items()} == {0: 1, 1: PART_ATTEMPTS - 1, 2: 1, 3: 1}
+
+
+def test_a_connection_that_was_cut_is_not_kept(writer: Writer) -> None:
+    with crew(1) as hands:
+        writer.parts._once(lambda lane, _: lane.cut(), [], hands)
+        assert writer.parts._idle == []
+        writer.parts._once(lambda lane, _: None, [], hands)
+        assert len(writer.parts._idle) == 1
