@@ -23,6 +23,7 @@ from atoll.filters import Drop, Filter, NormClip, Outgoing
 from atoll.server.filters import HOLDER
 from atoll.store.rows import TicketRow
 from atoll.tensors.chunks import CHUNK_ELEMENTS
+from atoll.tensors.schema import TensorSpec
 from atoll.testing.processes import wait_until
 from atoll.wire import messages, routes
 
@@ -265,6 +266,11 @@ class Broken(Filter):
         return values
 
 
+class Undecided(Filter):
+    def keeps(self, spec: TensorSpec) -> bool:
+        raise KeyError(spec.name)
+
+
 class Shorter(Filter):
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
         return values[1:]
@@ -280,11 +286,12 @@ class Infinite(Filter):
     ("kind", "told"),
     [
         (Broken, r"update of b is refused: the server's filter Broken\(\) failed at 'head': KeyError: 'salt'"),
+        (Undecided, r"update of b is refused: the server's filter Undecided\(\) failed at '\w+': KeyError: '\w+'"),
         (Shorter, r"update of b is refused: the server's filter Shorter\(\) made torch.float32 \[\d\] where '\w+' had"),
         (Infinite, r"update of b is refused: what the server's filter Infinite\(\) left of '\w+' is not finite"),
         (lambda: Drop("haed"), r"update of b is refused: .*no tensor of the model is called 'haed'"),
     ],
-    ids=["raises", "shape", "infinite", "name"],
+    ids=["raises", "keeps", "shape", "infinite", "name"],
 )
 def test_the_round_goes_on_without_a_site_whose_filter_fails(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, told: str

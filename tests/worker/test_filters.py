@@ -194,10 +194,16 @@ class Broken(Filter):
         raise ZeroDivisionError("by zero")
 
 
+class Undecided(Filter):
+    def keeps(self, spec: TensorSpec) -> bool:
+        raise KeyError("salt")
+
+
 @pytest.mark.covers("T8")
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
+        (Undecided, r"Undecided\(\) failed at '[\w.]+': KeyError: 'salt'"),
         (Shorter, r"Shorter\(\) made torch.float32 \[1\] where 'w' had torch.float32 \[2\]"),
         (Wider, r"Wider.* made torch.float64"),
         (Forgetful, r"Forgetful.* made NoneType"),
