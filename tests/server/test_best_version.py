@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import atoll
 from atoll.cli import export
 from atoll.cli.status import headline
 from atoll.errors import ConfigError, Gone, UsageError
+from atoll.store.store import Store
 from atoll.testing.processes import wait_until
 
 SETTINGS: dict[str, Any] = {
@@ -210,3 +212,28 @@ def test_export_of_the_best(tmp_path: Path) -> None:
 def test_settings_that_mean_nothing_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         serve(tmp_path, **settings)
+
+
+@pytest.mark.covers("X41")
+def test_what_best_json_says_is_on_the_disk_before_it_has_its_name_and_the_name_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, str]] = []
+    sync, replace = Store.sync, os.replace
+
+    def synced(self: Store, fd: int, what: str) -> None:
+        sync(self, fd, what)
+        done.append(("sync", Path(what).name))
+
+    def replaced(source: Any, target: Any) -> None:
+        replace(source, target)
+        done.append(("name", Path(target).name))
+
+    with serve(tmp_path, rounds=9, save_every=0) as server:
+        monkeypatch.setattr(Store, "sync", synced)
+        monkeypatch.setattr(os, "replace", replaced)
+        work(server, tmp_path, [{"acc": 0.5}])
+        saved(server)
+        names = (".best.json.tmp", "best.json", server.exports.name)
+        found = [each for each in list(done) if each[1] in names]
+    assert found[-3:] == [("sync", ".best.json.tmp"), ("name", "best.json"), ("sync", server.exports.name)]

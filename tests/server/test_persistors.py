@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,16 @@ def test_rounds_do_not_wait_for_a_slow_save_best_and_the_end_of_the_run_does(
         assert server.wait(30)
         server.run()
     assert Slow.handed == [(0, [0.0, 1.0, 2.0], {"accuracy": 0.5}), (2, [2.0, 3.0, 4.0], {"accuracy": 0.9})]
+    assert [link for link in open_files() if "best.safetensors" in link] == []  # nor that of the one passed over
+
+
+def open_files() -> list[str]:
+    """What the descriptors of this process lead to."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # closed by another thread meanwhile
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return found
 
 
 @pytest.mark.covers("D14", "X41")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import atoll
+from atoll import failpoints
 from atoll.config import Settings
-from atoll.errors import ConfigError, RunFailed, UsageError
+from atoll.errors import ConfigError, DiskFull, RunFailed, UsageError
 from atoll.filters import Drop, Filter, NormClip, Outgoing
+from atoll.server.filters import HOLDER
 from atoll.store.rows import TicketRow
 from atoll.tensors.chunks import CHUNK_ELEMENTS
+from atoll.tensors.schema import TensorSpec
 from atoll.testing.processes import wait_until
 from atoll.wire import messages, routes
 
@@ -143,12 +148,58 @@ def test_reducers_and_aggregators_see_what_the_filters_left(tmp_path: Path, how:
     assert found["w"].tolist() == [2.0, 3.0]
 
 
+@pytest.mark.covers("T8", "D13")
+@pytest.mark.parametrize("to_disk", [True, False])
+def test_what_filters_leave_is_a_file_without_a_name_or_memory(tmp_path: Path, to_disk: bool) -> None:
+    """A machine without a disk has nothing of it in the state directory, not even nameless."""
+    state, nameless = tmp_path / "state", set[bool]()
+
+    class Looking(Filter):
+        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+            links = []
+            for entry in os.listdir("/proc/self/fd"):
+                with suppress(FileNotFoundError):  # closed by another thread meanwhile
+                    links.append(os.readlink(f"/proc/self/fd/{entry}"))
+            nameless.add(any(link.startswith(f"{state}/") and link.endswith("(deleted)") for link in links))
+            return values
+
+    with serving(tmp_path, num_workers=1, filters=[Looking()], download_to_disk=to_disk) as server:
+        play(server, tmp_path, {"a": become([2.0, 4.0], 0.0)})
+    assert nameless == {to_disk}
+
+
+@pytest.mark.covers("T8")
+def test_a_disk_without_space_for_what_filters_leave_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site is told to come back, and does."""
+    raised: list[type[BaseException]] = []
+    with serving(tmp_path, num_workers=1, filters=[Halved()]) as server:
+        prepare = server._run.filtering.prepare  # type: ignore[union-attr]
+
+        def noted(row: TicketRow, number: int) -> None:
+            try:
+                prepare(row, number)
+            except BaseException as error:
+                raised.append(type(error))
+                raise
+
+        monkeypatch.setattr(server._run.filtering, "prepare", noted)  # type: ignore[union-attr]
+        monkeypatch.setattr(failpoints, "_actions", failpoints._parse("filters.write=enospc"))
+        monkeypatch.setattr(failpoints, "_reached", type(failpoints._reached)())
+        assert play(server, tmp_path, {"a": become([2.0, 4.0], 0.0)})["w"].tolist() == [1.0, 2.0]
+    assert raised == [DiskFull]
+
+
 @pytest.mark.covers("T8")
 def test_a_reducer_that_clips_knows_the_norm_behind_the_filters(tmp_path: Path) -> None:
-    """Halves of (6, 8) and (0, 4): norms 5 and 2. Clipped to 2.5: (1.5, 2) and (0, 2); the mean is (0.75, 2)."""
+    """Halves of (6, 8) and (0, 4): norms 5 and 2. Clipped to 2.5: (1.5, 2) and (0, 2); the mean is (0.75, 2).
+
+    The norm is that of parameters: a's buffer, which moves by 24, does not count.
+    """
     options = {"reducer": "clipped_mean", "reducer_options": {"max_norm": 2.5}}
     with serving(tmp_path, filters=[Halved()], **options) as server:
-        found = play(server, tmp_path, {"a": become([6.0, 8.0], 0.0), "b": become([0.0, 4.0], 0.0)})
+        found = play(server, tmp_path, {"a": become([6.0, 8.0], 0.0, 24.0), "b": become([0.0, 4.0], 0.0)})
     assert found["w"].tolist() == [0.75, 2.0]
 
 
@@ -215,6 +266,11 @@ class Broken(Filter):
         return values
 
 
+class Undecided(Filter):
+    def keeps(self, spec: TensorSpec) -> bool:
+        raise KeyError(spec.name)
+
+
 class Shorter(Filter):
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
         return values[1:]
@@ -230,11 +286,12 @@ class Infinite(Filter):
     ("kind", "told"),
     [
         (Broken, r"update of b is refused: the server's filter Broken\(\) failed at 'head': KeyError: 'salt'"),
+        (Undecided, r"update of b is refused: the server's filter Undecided\(\) failed at '\w+': KeyError: '\w+'"),
         (Shorter, r"update of b is refused: the server's filter Shorter\(\) made torch.float32 \[\d\] where '\w+' had"),
         (Infinite, r"update of b is refused: what the server's filter Infinite\(\) left of '\w+' is not finite"),
         (lambda: Drop("haed"), r"update of b is refused: .*no tensor of the model is called 'haed'"),
     ],
-    ids=["raises", "shape", "infinite", "name"],
+    ids=["raises", "keeps", "shape", "infinite", "name"],
 )
 def test_the_round_goes_on_without_a_site_whose_filter_fails(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, told: str
@@ -382,13 +439,18 @@ def test_a_flag_has_tables() -> None:
 def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The word that it is complete is sent again while the filter still works: both get the same receipt."""
+    """The word that it is complete is sent again while the filter still works: both get the same receipt.
+
+    The filter, which keeps state, works once; and no other update takes the place of what it reads.
+    """
 
     class Slow(Filter):
         def begin(self, update: Outgoing) -> None:
+            begins.append(update.about.site)
             begun.set()
             assert go.wait(30)
 
+    begins: list[str] = []
     begun, go = threading.Event(), threading.Event()
     with serving(tmp_path, num_workers=1, filters=[Slow()]) as server:
         refusal, asked = server._run.filtering.refusal, list[int]()  # type: ignore[union-attr]
@@ -414,9 +476,13 @@ def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
         threads.append(threading.Thread(target=lambda: again.append(session.http.post(path, said, messages.Receipt))))
         threads[1].start()
         wait_until(lambda: len(asked) == 2, "that both wait")
+        slot = server._run.store.spool(note.ticket).slot  # type: ignore[union-attr]
+        held = slot.holds[HOLDER]
         go.set()
         for thread in threads:
             thread.join()
+        assert (begins, held) == (["a"], 1)
+        assert HOLDER not in slot.holds
         assert [receipt.digest for receipt in again] == [note.digest]
         assert client.next_round() is None
         client.close()

@@ -115,6 +115,48 @@ def test_what_was_pulled_ahead_for_a_task_that_is_over_is_not_given_to_another(t
     assert kept(tmp_path) == []
 
 
+@pytest.mark.covers("T2", "T10")
+def test_a_pull_ahead_that_stands_still_ends_with_its_task(tmp_path: Path) -> None:
+    """Else nothing more would be pulled ahead until the network had timed out, which is a minute."""
+    over, came = threading.Event(), dict[Any, Any]()
+
+    def main(controller: Any) -> None:
+        def echo(number: float) -> Any:
+            return controller.send("a", "echo", {"w": torch.full((3,), number)}, timeout_s=60).payload
+
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(echo, 1.0)
+            wait_until(lambda: 1 in came, "the first task at the site")
+            with pytest.raises(RunFailed, match="did not answer"):
+                controller.send("a", "echo", {"w": torch.full((3,), 2.0)}, timeout_s=1.0)
+            over.set()
+            third = pool.submit(echo, 3.0)
+            wait_until(lambda: 3 in came, "the third task at the site")
+            came["fourth"] = echo(4.0)
+            first.result()
+            third.result()
+
+    with serve(tmp_path, main, stream_tasks=("echo",)) as server, Proxy(server.port) as proxy:
+        with atoll.tasks(proxy.url, "a", request_task_tensors=False) as worker:
+            stall = Fault("GET /v1/objects/", "down", at=60, action="stall")
+            for task in worker.tasks():
+                number = int(task.payload["w"][0])
+                if number == 1:
+                    proxy.faults.append(stall)
+                came[number] = task.payload
+                if number == 1:
+                    assert stall.reached.wait(30)
+                    assert over.wait(30)
+                    wait_until(lambda: len(kept(tmp_path)) == 2, "the third task at the server")
+                if number == 3:
+                    wait_until(lambda: len(set(pulled(proxy))) == 4, "the fourth task's tensors, ahead")
+                task.answer(task.payload)
+        server.run()
+    assert came["fourth"]["w"].tolist() == [4.0, 4.0, 4.0]
+    assert set(came) == {1, 3, 4, "fourth"}
+    assert kept(tmp_path) == []
+
+
 @pytest.mark.covers("T2")
 @pytest.mark.parametrize("request_task_tensors", [True, False], ids=["asked", "ahead"])
 @pytest.mark.parametrize("stream", [(), ("train",)], ids=["inline", "streamed"])

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections import OrderedDict, namedtuple
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import nn
 from atoll.errors import BadRequest, UsageError
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import NAMES
+from atoll.tensors.kinds import Stream, register
 from atoll.tensors.payload import DEPTH, INT_BITS, pack, unpack
 
 
@@ -101,6 +103,29 @@ def test_a_negated_view_is_not_the_tensor_that_it_negates() -> None:
     waves = torch.tensor([1 + 2j, 3 - 4j])
     back = there_and_back([waves.imag, waves.conj().imag])
     assert [tensor.tolist() for tensor in back] == [[2.0, -4.0], [-2.0, 4.0]]
+
+
+@pytest.mark.covers("T1")
+def test_views_of_one_memory_that_differ_travel_apart() -> None:
+    square = torch.arange(4.0).reshape(2, 2)
+    back = there_and_back([square, square.t(), square.view(torch.int32), square[0]])
+    assert [tensor.tolist() for tensor in (back[0], back[1], back[3])] == [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [0, 1]]
+    assert back[2].dtype == torch.int32
+
+
+class Turned:
+    """A type whose producer makes an array for every value, which nobody else holds."""
+
+    def __init__(self, values: np.ndarray[Any, Any]) -> None:
+        self.values = values
+
+
+@pytest.mark.covers("T1", "T13")
+def test_arrays_that_live_only_while_they_are_taken_apart_are_not_taken_for_each_other() -> None:
+    """Python gives a new object the id of one that is gone; these are copied, so that nothing else keeps them."""
+    register(Turned, "test.turned", lambda value: value.values[::-1], Turned)
+    back = there_and_back([Turned(np.array([number, -number])) for number in range(20)])
+    assert [value.values.tolist() for value in back] == [[-number, number] for number in range(20)]
 
 
 def test_nothing_is_copied_and_parameters_arrive_as_tensors() -> None:
@@ -201,3 +226,19 @@ def test_what_stands_for_a_tensor_may_be_anything() -> None:
     stand_ins = {0: "lazy 0", 1: "lazy 1"}
     packed = pack({"a": torch.ones(1), "b": np.ones(1)})
     assert unpack(packed.skeleton, stand_ins.__getitem__) == {"a": "lazy 0", "b": "lazy 1"}
+
+
+@pytest.mark.covers("T13")
+def test_a_stream_that_does_not_end_is_stopped_where_it_has_given_too_much() -> None:
+    """Of 4 elements: two chunks of three are read, the first alone is handed on."""
+    asked: list[int] = []
+
+    def chunks() -> Iterator[bytes]:
+        for number in range(100):
+            asked.append(number)
+            yield bytes(3)
+
+    handed: list[int] = []
+    with pytest.raises(UsageError, match=r"a stream gave more than the 4 bytes of torch.uint8\[4\]"):
+        handed.extend(len(run) for run in Stream(torch.uint8, (4,), chunks).runs())
+    assert (asked, handed) == ([0, 1], [3])

@@ -60,6 +60,8 @@ def with_the_helper(round_: Any, target: float) -> One:
     assert scaffold.steps == STEPS
     assert difference["frozen"].tolist() == [0.0, 0.0]
     assert torch.equal(scaffold.own_controls["w"], round_.own_controls()["w"] + difference["w"])
+    assert torch.equal(scaffold.finish()["w"], difference["w"])
+    assert torch.equal(scaffold.own_controls["w"], round_.own_controls()["w"] + difference["w"])  # asked once more
     round_.submit(model, control_difference=difference, steps=scaffold.steps)
     return model
 
@@ -75,13 +77,16 @@ def with_the_round(round_: Any, target: float) -> One:
 
 @pytest.mark.covers("S10", "S12")
 @pytest.mark.parametrize("part", [plainly, with_the_helper, with_the_round])
-def test_two_rounds_by_hand_are_those_of_the_paper(serve: Any, tmp_path: Path, part: Any) -> None:
-    """Algorithm 1, option II, in Python's own numbers; two sites, both take part in every round."""
-    server = serve(num_workers=2)
+def test_rounds_by_hand_are_those_of_the_paper(serve: Any, tmp_path: Path, part: Any) -> None:
+    """Algorithm 1, option II, in Python's own numbers; two sites, both take part in every round.
+
+    Three rounds: the third is the first that begins with a c_i which was made from another one than zero.
+    """
+    server = serve(num_workers=2, rounds=3)
     workers = {site: atoll.join(server.url, site=site, folder=tmp_path / site) for site in TARGETS}
     loops = {site: iter(worker) for site, worker in workers.items()}
     x, c, own = 0.0, 0.0, dict.fromkeys(TARGETS, 0.0)
-    for _ in range(2):
+    for _ in range(3):
         x, c, own, y = one_round(x, c, own)
         for site, target in TARGETS.items():
             assert part(next(loops[site]), target).w.item() == pytest.approx(y[site], rel=1e-5)

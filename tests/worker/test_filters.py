@@ -13,10 +13,11 @@ from torch import Tensor
 
 from atoll.errors import UsageError
 from atoll.filters import About, Cast, Drop, Filter, NormClip, Outgoing
+from atoll.filters.base import require_filters
 from atoll.tensors.chunks import CHUNK_ELEMENTS
 from atoll.tensors.schema import BUFFERS, TensorSpec
 from atoll.worker.files import BaseFile, Outbox
-from atoll.worker.filtering import Filtered, require_filters
+from atoll.worker.filtering import Filtered
 from atoll.worker.update import form_update
 
 START = {"w": torch.zeros(2), "head": torch.ones(2), "bn.running_mean": torch.tensor([0.0]), "n": torch.tensor(7)}
@@ -137,8 +138,8 @@ def test_a_filter_may_ask_for_the_whole_and_its_metadata(tmp_path: Path) -> None
 
 
 def test_noise_has_its_size_and_is_another_in_every_place_and_round(tmp_path: Path) -> None:
-    """z·C = 2 · 1.5 = 3; the standard deviation of 200,000 draws is within 1 % of it (6 standard errors)."""
-    numel = 200_000
+    """z·C = 2 · 1.5 = 3; the standard deviation of so many draws is within 1 % of it (more than 6 standard errors)."""
+    numel = 2 * CHUNK_ELEMENTS  # two runs of each tensor
     start = {"v": torch.zeros(numel), "w": torch.zeros(numel)}
     seed = blake3(b"seed").digest()
     found = []
@@ -153,6 +154,16 @@ def test_noise_has_its_size_and_is_another_in_every_place_and_round(tmp_path: Pa
     assert torch.equal(first["v"], again["v"])
     assert not torch.equal(first["v"], second["v"])
     assert not torch.equal(first["v"], first["w"])
+    assert not torch.equal(first["v"][:CHUNK_ELEMENTS], first["v"][CHUNK_ELEMENTS:])
+
+
+def test_two_updates_of_one_round_do_not_share_their_noise(tmp_path: Path) -> None:
+    """The first was refused after it had left: the difference of both would show the change without any noise."""
+    found, filter_ = [], NormClip(1.0, noise=1.0)
+    for name in ("refused", "again"):
+        (tmp_path / name).mkdir()
+        found.append(sent(tmp_path / name, [filter_])["w"])
+    assert not torch.equal(*found)
 
 
 def test_two_filters_without_a_seed_have_noise_of_their_own(tmp_path: Path) -> None:
@@ -183,10 +194,16 @@ class Broken(Filter):
         raise ZeroDivisionError("by zero")
 
 
+class Undecided(Filter):
+    def keeps(self, spec: TensorSpec) -> bool:
+        raise KeyError("salt")
+
+
 @pytest.mark.covers("T8")
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
+        (Undecided, r"Undecided\(\) failed at '[\w.]+': KeyError: 'salt'"),
         (Shorter, r"Shorter\(\) made torch.float32 \[1\] where 'w' had torch.float32 \[2\]"),
         (Wider, r"Wider.* made torch.float64"),
         (Forgetful, r"Forgetful.* made NoneType"),
@@ -225,6 +242,14 @@ def test_what_is_no_filter_is_refused() -> None:
     with pytest.raises(UsageError, match="is not a filter"):
         require_filters([lambda values: values])  # type: ignore[list-item]
     assert require_filters([]) == ()
+    with pytest.raises(UsageError, match=r"filters is Drop\('w'\) alone.*Give a list: \[Drop\('w'\)\]"):
+        require_filters(Drop("w"))  # type: ignore[arg-type]
+
+
+def test_filters_that_can_be_read_once_are_not_lost() -> None:
+    """A site whose filters came from a generator would send its update as it is."""
+    filter_ = Drop("w")
+    assert require_filters(each for each in [filter_]) == (filter_,)  # type: ignore[arg-type]
 
 
 def test_a_run_of_a_buffer_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

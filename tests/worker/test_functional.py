@@ -19,6 +19,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import UsageError
+from atoll.filters import Drop
 from atoll.worker import functional
 
 ROUNDS = 2
@@ -93,6 +94,20 @@ def test_what_was_sent_and_received_is_forgotten_unless_told(
     assert (pulled() is None) == clear_cache
     assert (sent() is None) == clear_cache
     assert (received.params == {}) == clear_cache
+
+
+@pytest.mark.covers("T8")
+def test_what_is_sent_passes_the_sites_filters(server: atoll.Server, tmp_path: Path) -> None:
+    """The weights stay as they were, the biases become 6."""
+    model = ones()
+    atoll.init(server.url, "a", folder=tmp_path / "w", filters=[Drop("weight")])
+    atoll.receive(into=model)
+    with torch.no_grad():
+        model.weight += 5
+        model.bias += 5
+    atoll.send(model)
+    atoll.receive(into=model)
+    assert (model.weight.unique().tolist(), model.bias.unique().tolist()) == ([1.0], [6.0])
 
 
 @pytest.mark.covers("P15")

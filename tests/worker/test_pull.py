@@ -1,13 +1,16 @@
 """What is in the model and the base file after a pull, whatever happened on the way."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import atoll
+from atoll.errors import ServerUnreachable
+from atoll.tensors.layout import Part
 from atoll.tensors.modules import named_tensors
 from atoll.worker import files
 from atoll.worker.files import BaseNote
@@ -41,6 +44,33 @@ def test_a_resumed_pull_fills_the_model_too(server: atoll.Server, tmp_path: Path
     session.pull(ticket.base_version, ticket.base_digest, tensors)
     torch.manual_seed(0)
     expected = named_tensors(nn.Linear(300, 100))[0]
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    session.leave()
+
+
+@pytest.mark.covers("P8")
+def test_a_pull_that_breaks_off_goes_on_with_the_parts_that_are_missing(
+    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(server.url, "a", folder=tmp_path / "w")
+    ticket = session.next_ticket().ticket
+    assert ticket is not None
+    asked: list[list[int]] = []
+
+    def pull(path: str, digests: Sequence[bytes], parts: Sequence[Part], *rest: Any, **more: Any) -> None:
+        asked.append([part.index for part in parts])
+        if len(asked) == 1:
+            really(path, digests, parts[:1], *rest, **more)
+            raise ServerUnreachable("The network is gone.")
+        really(path, digests, parts, *rest, **more)
+
+    really = session.parts.pull
+    monkeypatch.setattr(session.parts, "pull", pull)
+    tensors = named_tensors(nn.Linear(300, 100))[0]
+    session.pull(ticket.base_version, ticket.base_digest, tensors)
+    torch.manual_seed(0)
+    expected = named_tensors(nn.Linear(300, 100))[0]
+    assert asked == [[0, 1, 2], [1, 2]]
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     session.leave()
 

@@ -13,7 +13,7 @@ from torch import nn
 import atoll
 from atoll.errors import UsageError
 from atoll.worker.controls import Controls
-from atoll.worker.correction import Correction, Proximal
+from atoll.worker.correction import Correction, Proximal, Shifted
 
 ROUNDS = 3
 
@@ -203,7 +203,7 @@ def test_a_schedule_is_followed(server: atoll.Server, tmp_path: Path) -> None:
         train(model, optimizer, 1.0, steps=1)
     assert (correction.steps, correction.rates) == (3, pytest.approx(0.3))
     y = 1 - 0.9 * 0.8
-    assert correction.controls()("atoll.control.w", 0, 1).item() == pytest.approx(-y / 0.3)
+    assert correction.control_difference()("atoll.control.w", 0, 1).item() == pytest.approx(-y / 0.3)
     for worker in workers:
         worker.leave()
 
@@ -246,7 +246,7 @@ def test_what_is_pending_is_forgotten_only_when_the_next_update_is_formed(server
     train(model, optimizer, TARGETS["a"])
     controls = known["workers"]["a"]._session.controls
     controls.belongs_to(99)
-    correction.controls()
+    correction.control_difference()
     assert controls.note.pending == 99
     round_.submit(model)
     assert controls.note.pending == round_._ticket.ticket
@@ -280,3 +280,35 @@ def test_a_file_that_is_new_holds_no_control(tmp_path: Path) -> None:
     fresh = Controls(tmp_path, schema)
     assert fresh.read("atoll.control.w", 0, 1).item() == 0.0
     fresh.close()
+
+
+def test_what_a_new_update_is_written_over_no_longer_counts_for_the_old_one(tmp_path: Path) -> None:
+    """Killed while the next update is formed: half of it lies where c_i⁺ of ticket 7 was."""
+    from atoll.tensors.modules import schema_of
+
+    schema = schema_of(One()).with_controls()
+    controls = Controls(tmp_path, schema)
+    controls.begin()
+    controls.write("atoll.control.frozen", 0, torch.tensor([5.0, 6.0]))
+    controls.belongs_to(7)
+    controls.begin()
+    controls.write("atoll.control.frozen", 0, torch.tensor([9.0]))
+    controls.close()
+    again = Controls(tmp_path, schema)
+    again.settle(lambda ticket: pytest.fail(f"asked for ticket {ticket}"))
+    assert again.read("atoll.control.frozen", 0, 2).tolist() == [0.0, 0.0]
+    again.close()
+
+
+def test_a_step_without_gradients_is_none() -> None:
+    """Nothing is corrected where the optimizer moved nothing; behind one with them, w ← w − η·g − η·(c − c_i)."""
+    model = One()
+    optimizer = torch.optim.SGD([model.w], lr=0.5)
+    shifted = Shifted(model)
+    shifted.offsets = {"w": torch.tensor([4.0])}
+    with shifted.attach(optimizer):
+        optimizer.step()
+        assert (model.w.item(), shifted.steps, shifted.rates) == (0.0, 0, 0.0)
+        model.w.grad = torch.tensor([2.0])
+        optimizer.step()
+    assert (model.w.item(), shifted.steps, shifted.rates) == (-3.0, 1, 0.5)  # 0 − 0.5·2 − 0.5·4

@@ -7,12 +7,13 @@ or wider, on the CPU. A run has at most `CHUNK_ELEMENTS`; no tensor of the model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from atoll.errors import UsageError
 from atoll.tensors.chunks import CHUNK_ELEMENTS
 from atoll.tensors.schema import TensorSpec
 
@@ -99,3 +100,18 @@ class Filter:
             [n], of the dtype of `values`; those may be changed in place and returned.
         """
         return values
+
+
+def require_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
+    """What a user gave as `filters`.
+
+    Raises:
+        UsageError: one is no filter.
+    """
+    if isinstance(filters, Filter):
+        raise UsageError(f"filters is {filters!r} alone.", f"Give a list: [{filters!r}].")
+    given = tuple(filters)  # first: what can be read once, a generator, would else be empty behind the check
+    for each in given:
+        if not isinstance(each, Filter):
+            raise UsageError(f"{each!r} is not a filter.", "Derive it from atoll.filters.Filter.")
+    return given

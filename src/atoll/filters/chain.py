@@ -39,7 +39,7 @@ class Chain:
             accumulation.
 
     Raises:
-        BadFilter: a `begin` raised.
+        BadFilter: a `begin` or `keeps` raised.
     """
 
     def __init__(
@@ -57,7 +57,9 @@ class Chain:
                 return self._behind(name, start, raw(name, start, stop), index)
 
             _call(filter_, "the begin of the update", partial(filter_.begin, Outgoing(about, kept, before)))
-            self._kept -= {name for name, spec in kept.items() if not filter_.keeps(spec)}
+            self._kept -= {
+                name for name, spec in kept.items() if not _call(filter_, f"{name!r}", partial(filter_.keeps, spec))
+            }
 
     def sends(self, name: str) -> bool:
         """Whether every filter keeps this tensor."""

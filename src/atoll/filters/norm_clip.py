@@ -28,7 +28,8 @@ class NormClip(Filter):
     Args:
         max_norm: C, the largest L2 norm that leaves.
         noise: z, the noise multiplier: the standard deviation is z·C for every element.
-        seed: 32 bytes for tests; by default drawn anew, and told to nobody.
+        seed: 32 bytes for tests, from which site and round make the noise; by default drawn anew for every update, and
+            told to nobody: two updates of one round (the first one was refused) never share their noise.
     """
 
     def __init__(self, max_norm: float, noise: float = 0.0, *, seed: bytes | None = None) -> None:
@@ -37,17 +38,18 @@ class NormClip(Filter):
         if not (math.isfinite(noise) and noise >= 0):
             raise UsageError(f"NormClip: the noise {noise:g} is not a number of at least 0.", "0 adds none.")
         self.max_norm, self.noise = max_norm, noise
-        self._seed = seed or secrets.token_bytes(32)
-        self._site, self._round, self._scale = "", 0, 1.0
+        self._seed = seed
+        self._key, self._site, self._round, self._scale = b"", "", 0, 1.0
 
     def __repr__(self) -> str:
         return f"NormClip({self.max_norm:g}, noise={self.noise:g})"
 
     def begin(self, update: Outgoing) -> None:
-        """One pass over the update for ‖Δ‖₂, in fp64."""
+        """One pass over the update for ‖Δ‖₂, in fp64; and new noise."""
         squares = math.fsum(float(values.double().square().sum()) for _, _, values in update.runs())
         norm = math.sqrt(squares)
         self._scale = min(1.0, self.max_norm / norm) if norm else 1.0
+        self._key = self._seed or secrets.token_bytes(32)
         self._site, self._round = update.about.site, update.about.round
 
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
@@ -59,6 +61,6 @@ class NormClip(Filter):
         return values
 
     def _generator(self, name: str, start: int) -> torch.Generator:
-        """Of the noise for one run: the same if the run is asked for twice, another for every round and site."""
-        key = blake3(f"{self._site}\n{self._round}\n{start}\n{name}".encode(), key=self._seed).digest(8)
+        """Of the noise for one run: the same if the run is asked for twice, another for every run, round and site."""
+        key = blake3(f"{self._site}\n{self._round}\n{start}\n{name}".encode(), key=self._key).digest(8)
         return torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))

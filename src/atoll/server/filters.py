@@ -28,7 +28,7 @@ from atoll import registry
 from atoll.config import Settings
 from atoll.errors import ConfigError, RunFailed, UsageError
 from atoll.failpoints import failpoint
-from atoll.filters.base import About, Filter
+from atoll.filters.base import About, Filter, require_filters
 from atoll.filters.chain import BadFilter, Chain
 from atoll.posix import read_at, write_at
 from atoll.server.plan import Plan
@@ -84,11 +84,10 @@ class SiteFilters:
         if given:
             by_site: Mapping[str, Sequence[Filter]] = given if isinstance(given, Mapping) else {"": given}
             self._entries = [
-                (each, frozenset([site] if site else [])) for site, all_ in by_site.items() for each in all_
+                (each, frozenset([site] if site else []))
+                for site, filters in by_site.items()
+                for each in require_filters(filters)
             ]
-            for each, _ in self._entries:
-                if not isinstance(each, Filter):
-                    raise UsageError(f"{each!r} is not a filter.", "Derive it from atoll.filters.Filter.")
         else:
             self._entries = [_made(entry) for entry in settings.task_result_filters]
         self._of: dict[str, tuple[Filter, ...]] = {}

@@ -46,23 +46,23 @@ def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: S
 
 def _require_controls(message: messages.Join, store: Store) -> None:
     """Refuse a site without the c_i that the run's c has counted, unless it begins at zero on purpose."""
-    rounds = _rounds(message.site, store)
-    if not rounds:
+    site, count = message.site, _updates(message.site, store)
+    if not count:
         return  # it comes for the first time: zero is what it has
-    updates = "1 update of {} is" if rounds == 1 else f"{rounds} updates of {{}} are"
-    told = f"{updates.format(message.site)} in this run's controls"
+    told = f"1 update of {site} is" if count == 1 else f"{count} updates of {site} are"
+    told += " in this run's controls"
     if message.controls == "new":
         LOG.warning("%s, and the site has lost its own: it begins at zero again", told)
         return
     raise ConfigError(
         f"{told}, and on {message.host or 'its machine'} the site has none of its own: "
         "another folder or machine, or its files were removed.",
-        f"Set ATOLL_DIR to where it took part before, or bring {message.site}/{store.run.run_id if store.run else ''} "
+        f"Set ATOLL_DIR to where it took part before, or bring {site}/{store.run.run_id if store.run else ''} "
         "from there; without it, begin a new run from the export, or set ATOLL_NEW_CONTROLS=1 to begin at zero.",
     )
 
 
-def _rounds(site: str, store: Store) -> int:
+def _updates(site: str, store: Store) -> int:
     """How many updates of a site the run has counted, or is going to."""
     counted = next((member.rounds_counted for member in store.members() if member.site == site), 0)
     last = store.last_ticket(site)

@@ -169,7 +169,6 @@ class _Packer:
         def write(value: Any, path: str) -> Plain:
             with collections_as_usual():
                 produced = kind.take_apart(value, path)
-            self._held.append(produced)
             return {"$": "registered", "type": kind.name, "as": self.node(produced, f"{path} (as {kind.name})")}
 
         self._kinds += 1

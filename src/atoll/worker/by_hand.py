@@ -124,7 +124,7 @@ class Scaffold:
         """
         self._correction.close()
         with torch.no_grad():
-            difference = self._correction.controls()
+            difference = self._correction.control_difference()
             return {
                 name: difference(CONTROL_PREFIX + name, 0, _numel(shape)).reshape(shape)
                 for name, shape in self._shapes.items()

@@ -84,7 +84,7 @@ class Correction:
     ) -> None:
         self.close()
 
-    def controls(self) -> Runs | None:
+    def control_difference(self) -> Runs | None:
         """Δc_i of what was trained; None for algorithms without controls."""
         return None
 
@@ -210,7 +210,7 @@ class Scaffold(Shifted):
                 )
             self.offsets[name] = offset.view(value.shape).to(value.device, value.dtype)
 
-    def controls(self) -> Runs:
+    def control_difference(self) -> Runs:
         """Δc_i = (x − y_i) / Σ η − c, as the update is formed; c_i⁺ is written on the way.
 
         Raises:

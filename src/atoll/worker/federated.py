@@ -264,7 +264,7 @@ class FederatedRound:
         if self._correction is not None:
             self._correction.close()
             steps = steps or self._correction.steps
-        controls = self._difference(control_difference, steps)
+        difference = self._difference(control_difference, steps)
         finite = finite_metrics(metrics or {}, self._session.site)
         if self._session.is_over(self._ticket):
             LOG.warning("%s: round %d is over, it does not count", self._session.site, self.number)
@@ -272,7 +272,12 @@ class FederatedRound:
             return
         try:
             self._session.submit(
-                self._ticket, tensors, weight=positive(weight), steps=steps, metrics=finite, controls=controls
+                self._ticket,
+                tensors,
+                weight=positive(weight),
+                steps=steps,
+                metrics=finite,
+                control_difference=difference,
             )
         except TicketClosed as error:  # kept, as an update that counted is: the server may fall back to its base
             LOG.warning("%s: round %d went on without this update: %s", self._session.site, self.number, error)
@@ -293,7 +298,7 @@ class FederatedRound:
         info, own = self._session.info, self._session.controls
         if given is None:
             if self._correction is not None:
-                return self._correction.controls()
+                return self._correction.control_difference()
             if info.local.get("correction", "none") == "none":
                 return None
             by_hand = ", or submit the control_difference of a loop written by hand" if own is not None else ""

@@ -80,15 +80,3 @@ def _told(call: Callable[[], T]) -> T:
             f"The filter {error}.",
             "A filter returns as many elements as it was given, of the same dtype; this update does not count.",
         ) from None
-
-
-def require_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
-    """What a user gave as `filters`.
-
-    Raises:
-        UsageError: one is no filter.
-    """
-    for each in filters:
-        if not isinstance(each, Filter):
-            raise UsageError(f"{each!r} is not a filter.", "Derive it from atoll.filters.Filter.")
-    return tuple(filters)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from atoll.errors import UsageError
+from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays
 from atoll.worker.border import border
 from atoll.worker.correction import Correction
@@ -91,6 +92,7 @@ def init(
     *,
     folder: str | Path | None = None,
     labels: dict[str, str] | None = None,
+    filters: Sequence[Filter] = (),
 ) -> None:
     """Take part in a run; the arguments are those of `join`. Without a server the script runs alone, for one round.
 
@@ -103,7 +105,7 @@ def init(
     global _part
     if _part is not None and not _part.over:
         raise UsageError("atoll.init() was called twice.", "Call it once, before the loop.")
-    _part = _Part(join(server, site, folder=folder, labels=labels))
+    _part = _Part(join(server, site, folder=folder, labels=labels, filters=filters))
     atexit.register(_leave_at_exit, _part)
 
 

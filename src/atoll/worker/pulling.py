@@ -50,33 +50,29 @@ class Pulling(Connection):
         )
         if manifest.digest != digest:
             raise Gone(f"Version {version} is no longer the one that was offered.", "Ask for the head again.")
-        note = base.note
-        if note is not None and note.run == self.info.run and note.version > version:
+        held = base.note
+        if held is not None and held.run == self.info.run and held.version > version:
             LOG.warning(
                 "%s: the server went back from version %d to %d: restored, or fell back after a power loss",
                 self.site,
-                note.version,
+                held.version,
                 version,
             )
         digests = [bytes.fromhex(text) for text in manifest.part_digests]
         path = routes.VERSION_DATA.format(fragment=0, version=version, digest=digest)
         note = BaseNote(self.info.run, 0, version, digest, manifest.part_digests, complete=False)
-        resumed = base.note is not None and base.note.digest == digest
+        resumed = held is not None and held.digest == digest
         wanted = base.begin(note)
         model = Scatter(self.layout, into) if into is not None and not resumed else None
-        remaining = {part.index: part for part in wanted}
+        again = False
 
         def fetch() -> None:
-            todo = (
-                [part for part in remaining.values() if base.digest(part) != digests[part.index]]
-                if attempts
-                else wanted
-            )
-            attempts.append(len(todo))
+            nonlocal again
+            todo = [part for part in wanted if base.digest(part) != digests[part.index]] if again else wanted
+            again = True
             bar.resume()
             self.parts.pull(path, digests, todo, [base], into=model, on_bytes=bar.add)
 
-        attempts: list[int] = []
         self.heartbeat = self.heartbeat.model_copy(update={"state": f"pulling version {version}"})
         with progress(f"{self.site}: pulling version {version}", sum(part.nbytes for part in wanted)) as bar:
             self.patiently(fetch, None, f"pull version {version}")

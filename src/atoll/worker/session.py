@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from atoll.codecs.update import codecs_of, encoded_layout
 from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused
 from atoll.failpoints import failpoint
-from atoll.filters.base import About, Filter
+from atoll.filters.base import About, Filter, require_filters
 from atoll.tensors.layout import Part, version_layout
 from atoll.tensors.modules import Tensors
 from atoll.tensors.schema import Schema
@@ -25,7 +25,7 @@ from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.files import BaseFile, Outbox, OutboxNote, locked, remove_earlier
-from atoll.worker.filtering import Filtered, require_filters
+from atoll.worker.filtering import Filtered
 from atoll.worker.pulling import Pulling
 from atoll.worker.reporting import LOG, Progress, progress, size
 from atoll.worker.stretches import Stretches
@@ -118,7 +118,7 @@ class Session(Pulling):
         weight: float,
         steps: int,
         metrics: dict[str, float],
-        controls: update.Runs | None = None,
+        control_difference: update.Runs | None = None,
         max_retries: int | None = None,
     ) -> update.Formed:
         """Form the update of this ticket and send it; its parts are on their way while the later ones are formed.
@@ -126,7 +126,8 @@ class Session(Pulling):
         Raises:
             TicketClosed, UpdateRefused: as `send`.
         """
-        how: dict[str, Any] = {"weight": weight, "steps": steps, "metrics": metrics, "controls": controls}
+        how: dict[str, Any] = {"weight": weight, "steps": steps, "metrics": metrics}
+        how["control_difference"] = control_difference
         if len(self.outbox.layout.parts) == 1:
             formed = self.form(ticket, tensors, **how)
             self.send(max_retries)
@@ -152,19 +153,20 @@ class Session(Pulling):
         weight: float,
         steps: int,
         metrics: dict[str, float],
-        controls: update.Runs | None = None,
+        control_difference: update.Runs | None = None,
         on_part: Callable[[Part, bytes], None] | None = None,
     ) -> update.Formed:
         """Write the update of this ticket into the outbox; from here on it survives this process."""
         about = About(self.site, ticket.round, ticket.base_version, weight, steps, metrics)
         filtered = Filtered(self.filters, self.base, tensors, about) if self.filters else None
-        if filtered is not None and controls is not None:
-            controls = cast(update.Difference, controls).behind(filtered)  # with filters a round takes no other
+        if filtered is not None and control_difference is not None:
+            # with filters a round takes no other
+            control_difference = cast(update.Difference, control_difference).behind(filtered)
         self.outbox.begin(ticket.layout_digest)
         if self.controls is not None:
             self.controls.begin()
         formed = update.form_update(
-            self.outbox, self.base, tensors, self.codecs, on_part, self._stretches, controls, filtered
+            self.outbox, self.base, tensors, self.codecs, on_part, self._stretches, control_difference, filtered
         )
         if self.controls is not None:
             self.controls.belongs_to(ticket.ticket)

@@ -61,7 +61,7 @@ def form_update(
     codecs: Mapping[str, Codec],
     on_part: Callable[[Part, bytes], None] | None = None,
     stretches: Stretches | None = None,
-    controls: Runs | None = None,
+    control_difference: Runs | None = None,
     filtered: Filtered | None = None,
 ) -> Formed:
     """Write the update of `tensors` against `base` into the outbox.
@@ -73,11 +73,11 @@ def form_update(
         codecs: by name, all that the layout uses.
         on_part: told of each part, with its BLAKE3, as soon as it is in the outbox.
         stretches: of these layouts and codecs; who forms more than one update keeps them.
-        controls: Δc_i, where the layout has controls.
+        control_difference: Δc_i, where the layout has controls.
         filtered: what leaves in place of `tensors`, where the site has filters.
     """
     former = _Former(outbox, base, tensors, codecs, stretches or Stretches(outbox.layout, base.layout, codecs))
-    former.controls, former.filtered = controls, filtered
+    former.control_difference, former.filtered = control_difference, filtered
     with torch.no_grad(), alone():
         digests = []
         for part in outbox.layout.parts:
@@ -88,7 +88,7 @@ def form_update(
 
 
 class _Former:
-    controls: Runs | None = None
+    control_difference: Runs | None = None
     filtered: Filtered | None = None
 
     def __init__(
@@ -120,8 +120,8 @@ class _Former:
     def _encode(self, stretch: Stretch, target: Tensor) -> None:
         spec, codec = stretch.spec, self.codecs[stretch.codec]
         if spec.group == CONTROL:
-            assert self.controls is not None
-            codec.encode_(self.controls(*stretch.runs[0]), target, spec.dtype)
+            assert self.control_difference is not None
+            codec.encode_(self.control_difference(*stretch.runs[0]), target, spec.dtype)
             return
         if self.filtered is not None:
             self._encode_filtered(self.filtered, stretch, target)

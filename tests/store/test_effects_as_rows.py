@@ -1,0 +1,44 @@
+"""What the round machine decides is in the journal afterwards, row by row, and a new start finds it there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from store_world import begin, write_version
+
+from atoll.rounds import effects as fx
+from atoll.server import journalled
+from atoll.server.roster import Presence
+
+
+def test_effects_outlive_the_process(tmp_path: Path) -> None:
+    """b left and came back late: the round that both began waits for a alone, whatever happens to the server."""
+    store, _ = begin(tmp_path)
+    write_version(store, 0)
+    roster = {"b": Presence("b")}
+    decided = [
+        fx.LeaseGranted("a", 1),
+        fx.LeaseGranted("b", 2),
+        fx.RoundOpened(0, 0, ("a", "b")),
+        fx.TicketIssued("a", 1, 0, 0, new=True),
+        fx.TicketIssued("a", 1, 0, 0, new=False),  # given again: no second row
+        fx.TicketIssued("b", 2, 0, 0, new=True),
+        fx.LeaseEnded("b", 2, "left", "Ctrl-C"),
+        fx.TicketsExpired((2,), "b left"),
+        fx.ExpectedChanged(0, 0, ("a",)),
+        fx.LeaseGranted("b", 3),
+    ]
+    for effect in decided:
+        with store.transaction():
+            journalled.write(effect, store, roster)
+    store.close()
+    store, _ = begin(tmp_path)
+    round_ = store.round(0, 0)
+    assert round_ is not None
+    assert (round_.state, round_.expected) == ("open", ("a",))
+    assert {member.site: (member.lease, member.state) for member in store.members()} == {
+        "a": (1, "alive"),
+        "b": (3, "alive"),
+    }
+    assert [(row.ticket, row.state) for row in (store.ticket(1), store.ticket(2))] == [(1, "open"), (2, "expired")]
+    store.close()
