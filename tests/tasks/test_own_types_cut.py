@@ -54,7 +54,7 @@ def consume(sent: Any) -> Blob:
     return Blob(b"".join(run.numpy().tobytes() for run in sent.runs(PART)))
 
 
-register(Blob, "tests.blob", produce, consume)
+register(Blob, "tests.cut_blob", produce, consume)
 
 
 def tree() -> dict[str, Any]:
