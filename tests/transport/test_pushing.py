@@ -245,7 +245,7 @@ def test_attempts_are_counted_for_each_part(writer: Writer, receiver: Receiver) 
 
 def test_a_connection_that_was_cut_is_not_kept(writer: Writer) -> None:
     with crew(1) as hands:
-        writer.parts._once(lambda lane, _: lane.cut(), [], hands)
+        writer.parts._once(lambda lane, _: lane.cut(), [], hands, lambda: None)
         assert writer.parts._idle == []
-        writer.parts._once(lambda lane, _: None, [], hands)
+        writer.parts._once(lambda lane, _: None, [], hands, lambda: None)
         assert len(writer.parts._idle) == 1
