@@ -6,7 +6,11 @@ import errno
 import fcntl
 import os
 import socket
+import tempfile
 from pathlib import Path
+
+FULL = {errno.ENOSPC, errno.EDQUOT}
+"""What the system says where no space is left."""
 
 
 class Held(Exception):
@@ -33,6 +37,16 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
         done += os.pwrite(fd, view[done:], offset + done)
+
+
+def nameless_file(folder: Path | None) -> int:
+    """A new file without a name, which is gone when its last descriptor is closed, however the process ends.
+
+    Args:
+        folder: on whose disk it lies; None: that of temporary files.
+    """
+    with tempfile.TemporaryFile(dir=folder, prefix="atoll-") as file:
+        return os.dup(file.fileno())
 
 
 def take_lock(path: Path) -> int:

@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -229,23 +228,11 @@ class Aggregator:
     def _result_file(self) -> int:
         if self._result_fd is None:
             try:
-                fd = self._new_file()
-                try:
-                    os.posix_fallocate(fd, 0, max(self._layout.nbytes, 1))
-                except OSError:
-                    os.close(fd)
-                    raise
-                self._result_fd = fd
+                self._result_fd = self._plan.new_file("aggregate", self._layout.nbytes)
             except OSError as error:
                 raise disk_error(error, self._settings.state_dir / "aggregate") from error
             self._send({"what": "file"}, self._result_fd)
         return self._result_fd
-
-    def _new_file(self) -> int:
-        if not self._settings.download_to_disk:
-            return os.memfd_create("aggregate", os.MFD_CLOEXEC)
-        with tempfile.TemporaryFile(dir=self._settings.state_dir) as file:
-            return os.dup(file.fileno())
 
     def _send(self, message: dict[str, Any], fd: int | None = None) -> None:
         """One that cannot be told something may not go on without it; `_listen` says how it ended."""

@@ -13,12 +13,10 @@ import copy
 import logging
 import math
 import os
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -212,7 +210,7 @@ class Filtering:
         spool.pool.hold(spool.slot, HOLDER)
         fd = -1
         try:
-            fd = _file(self._plan)
+            fd = self._plan.new_file("filters", self._plan.update.nbytes)
             about = About(row.site, number, row.base_version, row.weight, row.steps, dict(row.metrics))
             norm = _Work(self._plan, spool.fd, base.fd).write(fd, self.filters.of(row.site), about)
             return Source(fd, norm)
@@ -231,21 +229,6 @@ class Filtering:
         finally:
             spool.pool.drop(spool.slot, HOLDER)
             base.release()
-
-
-def _file(plan: Plan) -> int:
-    """A file without a name that an update fits into, zeros everywhere."""
-    if plan.settings.download_to_disk:
-        with tempfile.TemporaryFile(dir=Path(plan.settings.state_dir)) as file:
-            fd = os.dup(file.fileno())
-    else:
-        fd = os.memfd_create("filters", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(fd, 0, max(plan.update.nbytes, 1))
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 class _Work:

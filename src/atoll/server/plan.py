@@ -18,6 +18,7 @@ from atoll.codecs.update import codecs_of, encoded_layout
 from atoll.config import Settings
 from atoll.outer.build import build_outer
 from atoll.outer.rule import OuterRule
+from atoll.posix import nameless_file
 from atoll.reducers.base import Reducer
 from atoll.reducers.build import build_reducers
 from atoll.reducers.per_step import NormalisedMean
@@ -72,6 +73,24 @@ class Plan:
             tables=Tables(rule.granularity, codecs, state[1] if state else None),
             threads=settings.threads or min(os.cpu_count() or 1, 8),
         )
+
+    def new_file(self, name: str, nbytes: int) -> int:
+        """A file of zeros without a name: beside the run's other files, or in memory where the run has none on disk.
+
+        Args:
+            name: what the system calls one in memory.
+
+        Raises:
+            OSError: no space; nothing of it is left behind.
+        """
+        to_disk = self.settings.download_to_disk
+        fd = nameless_file(self.settings.state_dir) if to_disk else os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, max(nbytes, 1))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def shapes(self) -> FragmentShapes:
         """Sizes and digest regions of the run's files."""

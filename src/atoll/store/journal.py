@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from atoll.errors import DiskFull, StateCorrupt, StoreError, SyncFailed
 from atoll.failpoints import failpoint
+from atoll.posix import FULL
 from atoll.store.tables import SCHEMA, SCHEMA_VERSION
 
 Durability = Literal["process", "power"]
-FULL = {errno.ENOSPC, errno.EDQUOT}
 _FSYNC = {sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC}
 _CORRUPT = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}

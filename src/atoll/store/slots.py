@@ -23,8 +23,7 @@ from blake3 import blake3
 
 from atoll.errors import DiskFull, StoreError
 from atoll.failpoints import failpoint
-from atoll.posix import write_at
-from atoll.store.journal import FULL
+from atoll.posix import FULL, write_at
 
 JOURNAL, WRITER, PULL, READER = "journal", "writer", "pull", "reader"
 VERSION, STATE, SPOOL = "version", "state", "spool"

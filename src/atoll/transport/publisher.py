@@ -7,7 +7,6 @@ it is published, and read by byte range: no receiver waits for another, and one 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import socket
@@ -23,7 +22,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from atoll.errors import AtollError, ConfigError, DiskFull, Gone, PortInUse, StoreError, UsageError
-from atoll.posix import read_at
+from atoll.posix import FULL, nameless_file, read_at
 from atoll.tensors.cuts import Cut
 from atoll.tensors.objects import Extent, write_object
 from atoll.tensors.payload import Packed
@@ -321,14 +320,13 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def nameless(folder: Path | None) -> int:
-    """A new file without a name, which is gone when its last descriptor is closed, however the process ends.
+    """`nameless_file`, for what is published.
 
     Raises:
         StoreError: the folder takes none.
     """
     try:
-        with tempfile.TemporaryFile(dir=folder, prefix="atoll-") as file:
-            return os.dup(file.fileno())
+        return nameless_file(folder)
     except OSError as error:
         raise StoreError(
             f"No file can be made in {folder or tempfile.gettempdir()}: {error.strerror}.",
@@ -383,6 +381,6 @@ def disk_error(error: OSError) -> StoreError:
     """What an error of a temporary file means."""
     where = "the folder of temporary files"
     remedy = "Make space, or give another folder; TMPDIR decides where files lie by default."
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in FULL:
         return DiskFull(f"The disk of {where} is full.", remedy)
     return StoreError(f"A file in {where} failed: {error.strerror}.", remedy)
