@@ -101,6 +101,7 @@ def fetch(ref: str, how: str = "memory", what: str = "flat", abort: str = "", ho
 def measure(mb: int) -> None:
     tensor = across(mb)
     held: dict[str, Any] = {}
+    atoll.publish({"small": torch.zeros(1)})  # modules and threads come with the first
     publishing = grown_mb(lambda: held.update(ref=atoll.publish({"w": tensor}, chunk_bytes=16 * 2**20)))
     ref = str(held["ref"])
     print(json.dumps({"publish": publishing, "ref": ref}), flush=True)
@@ -109,6 +110,8 @@ def measure(mb: int) -> None:
 
 def measure_fetch(ref: str, mb: int) -> None:
     held: dict[str, Any] = {}
+    small = atoll.publish({"small": torch.zeros(1)})
+    atoll.fetch(str(small))  # as above
     grown = grown_mb(lambda: held.update(state=atoll.fetch(ref, to_disk=True)))
     target = torch.zeros(mb * 256, 1024, dtype=torch.int32)
     target.add_(1)  # its pages are there before

@@ -284,11 +284,11 @@ def test_others_can_reach_a_publisher_only_with_tls(tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 @pytest.mark.covers("P2", "D1")
 def test_neither_side_holds_more_than_a_few_chunks(nursery: Nursery, tmp_path: Path) -> None:
-    # 96 MiB in parts of 16 MiB: two whole parts in memory, one for each connection, would be 32 MiB
+    # 96 MiB in parts of 16 MiB, of which none is ever whole in memory
     publisher = nursery.start(str(SCRIPT), "measure", json.dumps({"mb": 96}), cwd=tmp_path)
     told = json.loads(wait_until(lambda: publisher.output() if "\n" in publisher.output() else "", "the reference"))
     fetcher = nursery.start(str(SCRIPT), "measure_fetch", json.dumps({"ref": told["ref"], "mb": 96}), cwd=tmp_path)
     came = json.loads(said(fetcher, 60.0))
-    assert told["publish"] < 16
-    assert came["disk"] < 16
-    assert came["into"] < 16
+    assert told["publish"] < 8
+    assert came["disk"] < 8
+    assert came["into"] < 8

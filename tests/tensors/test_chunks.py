@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from atoll.errors import UsageError
-from atoll.tensors.chunks import ROOM_BYTES, Scatter, assign_run_, bytes_of, run_of
+from atoll.tensors import chunks
+from atoll.tensors.chunks import ROOM_BYTES, Scatter, assign_run_, bytes_of, run_of, runs_of
 from atoll.tensors.layout import version_header, version_layout
 from atoll.tensors.modules import fits, named_tensors, schema_of
 
@@ -42,6 +43,16 @@ def test_a_run_is_a_slice_in_row_major_order(tensor: Tensor, data: st.DataObject
     expected = torch.zeros(tensor.numel())
     expected[start:stop] = flat[start:stop]
     assert torch.equal(target.reshape(-1), expected)
+
+
+@given(strided())
+@settings(max_examples=100, deadline=None)
+def test_runs_together_are_the_tensor(tensor: Tensor) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "CHUNK_BYTES", 4 * 7)
+        runs = [bytes(run) for run in runs_of(tensor)]
+    assert b"".join(runs) == tensor.contiguous().numpy().tobytes()
+    assert [len(run) for run in runs[:-1]] == [28] * (len(runs) - 1)
 
 
 def test_scatter_fills_every_kind_of_tensor_from_one_stream() -> None:

@@ -35,9 +35,36 @@ def run_of(tensor: Tensor, start: int, stop: int) -> Tensor:
         flat = tensor.reshape(-1)
         return flat if stop - start == flat.numel() else flat[start:stop]
     out = torch.empty(stop - start, dtype=tensor.dtype, device=tensor.device)
-    for source, low, high in _blocks(tensor, start, stop, 0):
-        out[low:high].copy_(source.reshape(-1))
+    _gather(tensor, start, stop, out)
     return out
+
+
+def runs_of(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in runs of `CHUNK_BYTES`; each holds until the next is asked for.
+
+    Runs that are not views share one scratch: memory taken anew for each is not taken where the last one was, so that
+    a long tensor grows the process.
+    """
+    numel, step = tensor.numel(), CHUNK_BYTES // tensor.itemsize
+    scratch = None
+    if not (tensor.is_cpu and tensor.is_contiguous()):
+        scratch = torch.empty(min(step, numel), dtype=tensor.dtype)
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        if scratch is None:
+            yield bytes_of(run_of(tensor, start, stop))
+            continue
+        run = scratch[: stop - start]
+        if tensor.is_cpu:
+            _gather(tensor, start, stop, run)
+        else:
+            run.copy_(run_of(tensor, start, stop))
+        yield bytes_of(run)
+
+
+def _gather(tensor: Tensor, start: int, stop: int, out: Tensor) -> None:
+    for source, low, high in _blocks(tensor, start, stop, 0):
+        out[low:high].view(source.shape).copy_(source)
 
 
 def assign_run_(tensor: Tensor, start: int, values: Tensor) -> None:

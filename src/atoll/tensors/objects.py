@@ -14,7 +14,7 @@ import base64
 import binascii
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from atoll.errors import BadRequest, UsageError
 from atoll.posix import write_at
 from atoll.sizes import LEAST_CHUNK_BYTES as LEAST_PART_BYTES
 from atoll.sizes import MOST_CHUNK_BYTES as MOST_PART_BYTES
-from atoll.tensors.chunks import CHUNK_BYTES, ROOM_BYTES, bytes_of, run_of
+from atoll.tensors.chunks import CHUNK_BYTES, ROOM_BYTES, bytes_of, run_of, runs_of
 from atoll.tensors.collector import collections_as_usual, no_collections
 from atoll.tensors.cuts import Cut
 from atoll.tensors.dtypes import dtype_name, torch_dtype
@@ -142,7 +142,7 @@ def write_object(packed: Packed, fd: int, cut: Cut) -> tuple[Extent, list[bytes]
     writer = _Writer(fd, extent)
     writer.write(memoryview(head))
     for tensor in tensors:
-        for run in tensor.runs() if isinstance(tensor, Stream) else _runs(tensor):
+        for run in tensor.runs() if isinstance(tensor, Stream) else runs_of(tensor):
             writer.write(run)
             del run  # before the next one is made
     writer.flush()
@@ -163,12 +163,6 @@ def _head(packed: Packed, cut: Cut) -> tuple[bytes, list[Tensor | Stream]]:
         payload["inline"] = {names[index]: _as_text(packed.tensors[index]) for index in sorted(cut.in_head)}
     text = json.dumps(payload, separators=(",", ":"))
     return safetensors_header(specs, {"format": "pt", _PAYLOAD: text}), tensors
-
-
-def _runs(tensor: Tensor) -> Iterator[memoryview]:
-    step = CHUNK_BYTES // tensor.itemsize
-    for start in range(0, tensor.numel(), step):
-        yield bytes_of(run_of(tensor, start, min(start + step, tensor.numel())).cpu())
 
 
 class _Writer:
