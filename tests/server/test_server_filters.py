@@ -367,7 +367,7 @@ def test_scaffolds_controls_pass_as_they_came(tmp_path: Path) -> None:
 
 def test_every_site_has_a_filter_of_its_own(tmp_path: Path) -> None:
     """Filters keep state between `begin` and `apply`: one for both would give the second site the first one's."""
-    from atoll.server.filters import SiteFilters
+    from atoll.server.site_filters import SiteFilters
 
     filters = SiteFilters(Settings(), [NormClip(1.0)])
     (a,), (b,) = filters.of("a"), filters.of("b")

@@ -24,9 +24,9 @@ from atoll.server.app import HTTP_LOG, make_app
 from atoll.server.auth import open_gate
 from atoll.server.begin import open_run
 from atoll.server.exports import export_ranges
-from atoll.server.filters import Given, SiteFilters
 from atoll.server.persistor import Persistor
 from atoll.server.run import Run
+from atoll.server.site_filters import Given, SiteFilters
 from atoll.server.status import status_of
 from atoll.server.workflow import Function, Workflow, wanted
 from atoll.tensors.modules import Tensors

@@ -21,7 +21,7 @@ from atoll.server.aggregator import Aggregator
 from atoll.server.behind import DISK_RETRY_S, Behind
 from atoll.server.best import measured_of, missing, value_of
 from atoll.server.desk import Desk
-from atoll.server.filters import Filtering, SiteFilters
+from atoll.server.filters import Filtering
 from atoll.server.journalled import write
 from atoll.server.passing import directory_gone, passing
 from atoll.server.persistor import Persistor
@@ -29,6 +29,7 @@ from atoll.server.plan import Plan
 from atoll.server.reduce import close_round, in_words
 from atoll.server.restore import snapshot_of
 from atoll.server.roster import Lease, Presence, lease_refused, roster_of
+from atoll.server.site_filters import SiteFilters
 from atoll.store.objects import ObjectStore
 from atoll.store.rows import Recovered, TicketRow
 from atoll.store.store import Store
