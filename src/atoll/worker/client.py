@@ -19,11 +19,9 @@ from torch.optim import Optimizer
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays
-from atoll.transport.client import Http
-from atoll.transport.tls import read_token
 from atoll.wire import routes, status_messages
 from atoll.worker.border import border
-from atoll.worker.connection import START_RETRIES, default_site, require_site, token_file
+from atoll.worker.connection import START_RETRIES, default_site, http_to, require_site
 from atoll.worker.correction import Correction
 from atoll.worker.federated import FederatedRound
 from atoll.worker.session import Session
@@ -156,9 +154,7 @@ class Client:
 
 def status(server: str) -> status_messages.Status:
     """The status of the run at `server`, without taking part."""
-    import os
-
-    http = Http(server, token=read_token(token_file()), ca=os.environ.get("ATOLL_TLS_CA"))
+    http = http_to(server)
     try:
         return http.get(routes.STATUS, status_messages.Status)
     finally:

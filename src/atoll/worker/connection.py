@@ -71,7 +71,7 @@ class Connection:
 
     def __init__(self, server: str, site: str, *, labels: dict[str, str] | None, max_retries: int | None) -> None:
         self.site = site
-        self.http = Http(server, token=read_token(token_file()), ca=os.environ.get("ATOLL_TLS_CA"))
+        self.http = http_to(server)
         self.reconnections = 0
         self._heartbeat = messages.Heartbeat()
         self._news = threading.Event()
@@ -356,6 +356,15 @@ def require_site(site: str) -> str:
         ) from None
 
 
-def token_file() -> Path | None:
+def http_to(server: str) -> Http:
+    """Requests to a server, with the token and the authority that the environment names.
+
+    Raises:
+        ConfigError: one of them cannot be read, or `server` is no address.
+    """
+    return Http(server, token=read_token(_token_file()), ca=os.environ.get("ATOLL_TLS_CA"))
+
+
+def _token_file() -> Path | None:
     path = os.environ.get("ATOLL_TOKEN_FILE")
     return Path(path) if path else None

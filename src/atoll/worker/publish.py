@@ -28,10 +28,9 @@ from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Http
 from atoll.transport.parts import Parts
 from atoll.transport.publisher import LONGEST_S, Draft, ObjectHost, written
-from atoll.transport.tls import read_token
 from atoll.wire import messages, routes
 from atoll.worker.border import border
-from atoll.worker.connection import token_file
+from atoll.worker.connection import http_to
 from atoll.worker.reporting import LOG
 from atoll.worker.transfer import Abort, chunk_sizes, idle_timeout, object_http, watched
 
@@ -162,7 +161,7 @@ def send(
     draft: Draft, server: str, *, expires_s: float, idle_timeout_s: float, abort: Abort | None = None
 ) -> TensorRef:
     """Let a server keep what is on disk here; errors as `publish`."""
-    http = Http(server, token=read_token(token_file()), ca=os.environ.get("ATOLL_TLS_CA"))
+    http = http_to(server)
     parts, extent = Parts(http, CONNECTIONS, idle_timeout_s), draft.extent
     try:
         opening = messages.ObjectOpen(
