@@ -12,8 +12,13 @@ CHUNK_BYTES = 8 * 2**20
 LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, CHUNK_STEP_BYTES = 2**16, 2**24, 64
 
 
+def is_chunk(nbytes: int) -> bool:
+    """Whether parts can have so many bytes."""
+    return LEAST_CHUNK_BYTES <= nbytes <= MOST_CHUNK_BYTES and nbytes % CHUNK_STEP_BYTES == 0
+
+
 def _chunk(nbytes: int) -> int:
-    if nbytes and (not LEAST_CHUNK_BYTES <= nbytes <= MOST_CHUNK_BYTES or nbytes % CHUNK_STEP_BYTES):
+    if nbytes and not is_chunk(nbytes):
         raise PydanticCustomError(
             "chunk",
             f"it should be 0, or {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} and a multiple of {CHUNK_STEP_BYTES}",

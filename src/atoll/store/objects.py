@@ -117,7 +117,7 @@ class ObjectStore:
                 f"The object has {extent.nbytes} bytes, this server keeps at most {self._max_bytes} of objects.",
                 "Publish it from your own process, or raise objects_max_bytes at the server.",
             )
-        taken = sum(kept.extent.nbytes for kept in self._kept.values())
+        taken = self._taken_bytes()
         arriving = sum(kept.fd >= 0 for kept in self._kept.values())
         if taken + extent.nbytes > self._max_bytes or len(self._kept) >= MOST_OBJECTS or arriving >= MOST_OPEN:
             busy = Busy(
@@ -128,14 +128,9 @@ class ObjectStore:
             busy.retry_after_s = 5.0
             raise busy
         secret = new_id()
+        object_id, fd = self.draft()
         expires_at = time.time() + min(expires_s, self._max_expires_s)
-        kept = Kept(new_id(), seal(secret), extent, inline, expires_at, touched_s=time.monotonic())
-        path = self._path(kept, "part")
-        try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            kept.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise disk_error(error, path) from error
+        kept = Kept(object_id, seal(secret), extent, inline, expires_at, fd=fd, touched_s=time.monotonic())
         self._kept[kept.object] = kept
         return kept, secret
 
@@ -184,10 +179,13 @@ class ObjectStore:
     # -- what the server itself puts here, and takes
 
     def draft(self) -> tuple[str, int]:
-        """A new file for an object of the server's own, from any thread; ends with `hold` or `discard`.
+        """A new file for an object, from any thread; of the server's own, it ends with `hold` or `discard`.
 
         Returns:
             The object's id, and a descriptor that the caller closes.
+
+        Raises:
+            DiskFull, StoreError: the disk's.
         """
         object_id = new_id()
         path = self._folder / f"{object_id}.part"
@@ -207,7 +205,7 @@ class ObjectStore:
         Raises:
             Busy: there is no room. DiskFull, StoreError: the disk's.
         """
-        taken = sum(kept.extent.nbytes for kept in self._kept.values())
+        taken = self._taken_bytes()
         if taken + extent.nbytes > self._max_bytes:
             raise Busy(
                 f"The server keeps objects of {taken} bytes, and has no room for a payload of {extent.nbytes}.",
@@ -329,6 +327,9 @@ class ObjectStore:
     def _is_whole(self, kept: Kept) -> bool:
         path = self._path(kept, "safetensors")
         return path.is_file() and path.stat().st_size == kept.extent.nbytes
+
+    def _taken_bytes(self) -> int:
+        return sum(kept.extent.nbytes for kept in self._kept.values())
 
     def _path(self, kept: Kept, kind: str) -> Path:
         return self._folder / f"{kept.object}.{kind}"

@@ -78,12 +78,21 @@ def as_tensors(given: Arrays, schema: Schema) -> dict[str, Tensor]:
     return tensors
 
 
-def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> Tensor:
+def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    """An array as a tensor in its memory, or in new memory where torch does not take it as it is.
+
+    Raises:
+        TypeError: torch has no such dtype.
+    """
     native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
     if not native.flags.writeable or any(stride < 0 for stride in native.strides):
         native = native.copy()  # torch warns of the one and refuses the other
+    return torch.from_numpy(native)
+
+
+def _from_numpy(name: str, array: np.ndarray[Any, Any]) -> Tensor:
     try:
-        return torch.from_numpy(native)
+        return from_numpy(array)
     except TypeError as error:
         raise UsageError(
             f"{name!r} is an array of {array.dtype}, which does not travel.", "Convert it to one of numbers."

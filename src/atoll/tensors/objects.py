@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from atoll.errors import BadRequest, UsageError
 from atoll.posix import write_at
-from atoll.sizes import LEAST_CHUNK_BYTES as LEAST_PART_BYTES
-from atoll.sizes import MOST_CHUNK_BYTES as MOST_PART_BYTES
+from atoll.sizes import CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, is_chunk
 from atoll.tensors.chunks import CHUNK_BYTES, ROOM_BYTES, bytes_of, run_of, runs_of
 from atoll.tensors.collector import collections_as_usual, no_collections
 from atoll.tensors.cuts import Cut
@@ -65,10 +64,10 @@ class Extent:
         Raises:
             BadRequest: which.
         """
-        if not LEAST_PART_BYTES <= self.part_bytes <= MOST_PART_BYTES or self.part_bytes % ALIGN_BYTES:
+        if not is_chunk(self.part_bytes):
             raise BadRequest(
                 f"{what} has parts of {self.part_bytes} bytes.",
-                f"Parts have {LEAST_PART_BYTES} to {MOST_PART_BYTES} bytes, a multiple of {ALIGN_BYTES}.",
+                f"Parts have {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} bytes, a multiple of {CHUNK_STEP_BYTES}.",
             )
         if not 0 < self.head_bytes <= MOST_HEAD_BYTES or self.head_bytes % ALIGN_BYTES or self.head_bytes > self.nbytes:
             raise BadRequest(f"{what} has a head of {self.head_bytes} of its {self.nbytes} bytes.", _REMEDY)

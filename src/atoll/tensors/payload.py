@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import BadRequest, UsageError
+from atoll.tensors.arrays import from_numpy
 from atoll.tensors.collector import collections_as_usual, no_collections
 from atoll.tensors.dtypes import NAMES, NOT_IN_NUMPY
 from atoll.tensors.kinds import Kind, Stream, kind_named, kind_of
@@ -217,11 +218,8 @@ class _Packer:
     def _array(self, array: np.ndarray[Any, Any], path: str) -> int:
         if isinstance(array, np.ma.MaskedArray):
             raise UsageError(f"{path} is a masked array, which cannot travel.", "Send its data and its mask.")
-        native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
         try:
-            if not native.flags.writeable or any(stride < 0 for stride in native.strides):
-                native = native.copy()
-            tensor = torch.from_numpy(native)
+            tensor = from_numpy(array)
             travels = tensor.dtype in NAMES
         except (TypeError, ValueError):
             travels = False

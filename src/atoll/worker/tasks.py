@@ -37,7 +37,7 @@ from atoll.errors import (
 )
 from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.objects import Stored
-from atoll.tensors.payload import pack
+from atoll.tensors.payload import Packed, pack
 from atoll.tensors.reference import TensorRef
 from atoll.transport.publisher import Draft, written
 from atoll.wire import routes
@@ -86,16 +86,24 @@ class Task:
             UsageError: something in it cannot travel; it is named.
             TransferError: the server answers, but takes no byte of the tensors.
         """
-        packed = pack(payload)
+        answer = self._written(pack(payload))
+        del payload  # its memory is not needed while the answer is on its way
+        return self._deliver(answer)
+
+    def _written(self, packed: Packed) -> tm.TaskAnswer | Draft:
+        """An answer as it travels: in a message, or from disk."""
         way = way_of(self.name, packed, chunk_sizes(self._sizes), streamed=self._streamed, what="answer")
         if way.warning and self.name not in self._warned:
             self._warned.add(self.name)
             LOG.warning("%s: %s", self._connection.site, way.warning)
         if way.plain is not None:
-            return self._send(tm.TaskAnswer(body=tm.Body(plain=way.plain)))
-        draft = written(packed, way.cut, None)
-        del payload, packed
-        ref = self._upload(draft)
+            return tm.TaskAnswer(body=tm.Body(plain=way.plain))
+        return written(packed, way.cut, None)
+
+    def _deliver(self, answer: tm.TaskAnswer | Draft) -> bool:
+        if isinstance(answer, tm.TaskAnswer):
+            return self._send(answer)
+        ref = self._upload(answer)
         key = tm.ObjectKey(object=ref.object, secret=ref.secret, digest=ref.digest, expires_at=ref.expires_at)
         taken = self._send(tm.TaskAnswer(body=tm.Body(object=key)))
         if not taken:
@@ -194,19 +202,19 @@ class TaskWorker:
                 task.fail(f"there is no handler for task {task.name!r}, only for {known}")
                 continue
             try:
-                result = handler(task.payload)
-                pack(result)  # what cannot travel is the handler's error, too
+                packed = pack(handler(task.payload))  # what cannot travel is the handler's error, too
             except Exception as error:
                 LOG.exception("%s: task %r failed", self.site, task.name)
                 task.fail(error)
                 continue
             task.payload = None  # given back while the answer is on its way
             try:
-                task.answer(result)
+                answer = task._written(packed)
+                del packed
+                task._deliver(answer)
             except (TransferError, UsageError) as error:  # a stream may fail only while it is sent
                 LOG.error("%s: %s", self.site, error)
                 task.fail(error)
-            del result
 
     def tasks(self) -> Iterator[Task]:
         """The tasks of this site as they come, each with its payload; ends with the workflow."""
