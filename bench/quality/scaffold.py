@@ -50,10 +50,11 @@ class Task:
     """A data set, and how it is trained; the same for all algorithms but for the servers' own settings.
 
     Attributes:
-        steps: optimizer steps of every site in every round, as in the paper.
+        steps: optimizer steps of every site in every round, as in the paper; 0: see `epochs`.
         rate: of the sites' SGD.
         adam_rate: of FedAdam's server.
         mu: of FedProx.
+        epochs: of every site's own pictures in every round, where the steps are not the same for all.
         measured_every: rounds from one measurement of the global model to the next; divides `rounds`.
         cosine: whether the rate falls from round to round, to nearly zero in the last.
         chosen: how the rates were.
@@ -68,6 +69,7 @@ class Task:
     rate: float
     adam_rate: float
     mu: float = 0.01
+    epochs: int = 0
     measured_every: int = 1
     cosine: bool = False
     chosen: str = ""
@@ -163,8 +165,8 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     loader = DataLoader(TensorDataset(*own), batch_size=task.batch, shuffle=True, generator=generator)
     trainer = Trainer(
-        max_epochs=-1,
-        max_steps=task.steps,
+        max_epochs=task.epochs or -1,
+        max_steps=task.steps or -1,
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,

@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from aiohttp import web
 from torch import nn
 
 from atoll._version import VERSION
@@ -30,10 +29,9 @@ from atoll.server.site_filters import Given, SiteFilters
 from atoll.server.status import status_of
 from atoll.server.workflow import Function, Workflow, wanted
 from atoll.tensors.modules import Tensors
-from atoll.transport.bypass import Bypass
-from atoll.transport.door import Door, connections_within, raise_files_limit
+from atoll.transport.door import Door, open_door, raise_files_limit, runner_of
 from atoll.transport.tls import server_context
-from atoll.wire import routes, status_messages
+from atoll.wire import status_messages
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
@@ -254,17 +252,7 @@ class Server:
             listener.close()
             raise
         self._model = None  # version 0 is on disk; nothing here keeps the memory of a model
-        runner = web.AppRunner(
-            make_app(run, self._gate, VERSION),
-            access_log=None,
-            logger=HTTP_LOG,
-            handler_cancellation=True,
-            read_bufsize=READ_BYTES,
-            max_line_size=routes.HEADER_BYTES // 2,
-            max_field_size=routes.HEADER_BYTES // 2,
-            keepalive_timeout=75.0,
-            shutdown_timeout=2.0,
-        )
+        runner = runner_of(make_app(run, self._gate, VERSION), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
         door: Door | None = None
         try:
             await runner.setup()
@@ -275,17 +263,8 @@ class Server:
             self._run = run
             if workflow is not None:
                 workflow.start(run)
-            protocol = runner.server
-            assert protocol is not None
             self.port = listener.getsockname()[1]
-            idle_timeout_s = self.settings.idle_timeout_s
-            door = Door(
-                listener,
-                lambda: Bypass(protocol(), direct=context is None, idle_timeout_s=idle_timeout_s),
-                context,
-                connections_within(files),
-            )
-            door.open()
+            door = await open_door(listener, runner, context, files=files, idle_timeout_s=self.settings.idle_timeout_s)
             self._ready.set()
             await self._until_end(run)
         finally:

@@ -15,7 +15,10 @@ import ssl
 import time
 from collections.abc import Callable, Coroutine
 
+from aiohttp import web
+
 from atoll.transport.bypass import Bypass
+from atoll.wire import routes
 
 LOG = logging.getLogger("atoll.server")
 
@@ -25,6 +28,8 @@ RESERVED_FILES = 256
 """For slots, journal and exports, and for the program that the server is embedded in."""
 FILES_OF_ONE = 2
 """Descriptors of a connection: its socket, and once more while a thread moves tensor bytes over it."""
+KEEPALIVE_S = 75.0
+"""A connection is kept for so long without a request."""
 PAUSE_S = 0.2
 """Before it is tried again to accept, where the process or the system has no descriptor left."""
 SAY_S = 60.0
@@ -50,6 +55,43 @@ def files_limit() -> int:
 def connections_within(files: int) -> int:
     """How many connections a process takes that may open so many files."""
     return max(16, (files - RESERVED_FILES) // FILES_OF_ONE)
+
+
+def runner_of(app: web.Application, logger: logging.Logger, *, read_bytes: int, linger_s: float) -> web.AppRunner:
+    """What answers the requests of a door.
+
+    Args:
+        read_bytes: of a request, in memory at a time.
+        linger_s: that requests have to end in, when it is stopped.
+    """
+    return web.AppRunner(
+        app,
+        access_log=None,
+        logger=logger,
+        handler_cancellation=True,
+        read_bufsize=read_bytes,
+        max_line_size=routes.HEADER_BYTES // 2,
+        max_field_size=routes.HEADER_BYTES // 2,
+        keepalive_timeout=KEEPALIVE_S,
+        shutdown_timeout=linger_s,
+    )
+
+
+async def open_door(
+    listener: socket.socket, runner: web.AppRunner, secure: ssl.SSLContext | None, *, files: int, idle_timeout_s: float
+) -> Door:
+    """Begin to accept connections for a runner, as many as go with so many open files."""
+    if runner.server is None:
+        await runner.setup()
+    protocol = runner.server
+    assert protocol is not None
+
+    def make() -> Bypass:
+        return Bypass(protocol(), direct=secure is None, idle_timeout_s=idle_timeout_s)
+
+    door = Door(listener, make, secure, connections_within(files))
+    door.open()
+    return door
 
 
 class Door:

@@ -27,8 +27,7 @@ from atoll.tensors.cuts import Cut
 from atoll.tensors.objects import Extent, write_object
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
-from atoll.transport.bypass import Bypass
-from atoll.transport.door import Door, connections_within, files_limit
+from atoll.transport.door import files_limit, open_door, runner_of
 from atoll.transport.host import problem, serve_file
 from atoll.transport.sockets import break_off
 from atoll.transport.tls import is_loopback, server_context
@@ -251,27 +250,10 @@ class ObjectHost:
         app.router.add_get(routes.OBJECT, self._manifest)
         app.router.add_get(routes.OBJECT_DATA, self._data)
         app.router.add_delete(routes.OBJECT, self._remove)
-        runner = web.AppRunner(
-            app,
-            access_log=None,
-            logger=LOG,
-            handler_cancellation=True,
-            read_bufsize=2**16,
-            max_line_size=routes.HEADER_BYTES // 2,
-            max_field_size=routes.HEADER_BYTES // 2,
-            shutdown_timeout=0.5,
+        runner = runner_of(app, LOG, read_bytes=2**16, linger_s=0.5)
+        door = await open_door(
+            self._listener, runner, self._context, files=files_limit(), idle_timeout_s=self._idle_timeout_s
         )
-        await runner.setup()
-        protocol = runner.server
-        assert protocol is not None
-        direct, idle_timeout_s = self._context is None, self._idle_timeout_s
-        door = Door(
-            self._listener,
-            lambda: Bypass(protocol(), direct=direct, idle_timeout_s=idle_timeout_s),
-            self._context,
-            connections_within(files_limit()),
-        )
-        door.open()
         self._ready.set()
         try:
             await self._stopping.wait()
