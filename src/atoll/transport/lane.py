@@ -18,10 +18,6 @@ from urllib3.util.wait import wait_for_read
 
 from atoll.tensors.chunks import CHUNK_BYTES
 
-STEP_BYTES = 2**18
-"""Received at a time: what a slow connection has to bring within the idle timeout of another one that stands still."""
-
-
 class Lane:
     """A connection that one thread uses at a time, and that lasts for many parts; another thread may cut it.
 
@@ -30,7 +26,7 @@ class Lane:
         idle_timeout_s: a call that moves no byte for so long raises `TimeoutError`.
 
     Attributes:
-        on_move: called when bytes of a body have moved: a run of `STEP_BYTES`, or less.
+        on_move: called whenever bytes of a body have moved.
     """
 
     def __init__(self, host: str, port: int, secure: ssl.SSLContext | None, idle_timeout_s: float) -> None:
@@ -116,18 +112,21 @@ class Lane:
     def _runs(
         self, response: http.client.HTTPResponse, room: Callable[[memoryview], memoryview]
     ) -> Iterator[memoryview]:
-        scratch = memoryview(self._scratch)
-        while (left := response.length or 0) > 0:
+        # not by `response.readinto`, which waits until all is full, and so does not see a slow connection move
+        scratch, body, left = memoryview(self._scratch), response.fp, response.length or 0
+        while left > 0:
             run, filled = room(scratch[:left]), 0
             while filled < len(run):  # whole runs, so that they end at borders of elements
                 self._require_whole()  # what had arrived before the cut is not handed out after it
-                count = response.readinto(run[filled : filled + STEP_BYTES])  # returns when it is full
+                count = body.readinto1(run[filled:])
                 if not count:
                     raise http.client.IncompleteRead(b"", left - filled)
                 filled += count
                 self.on_move()
             self._require_whole()
+            left -= len(run)
             yield run
+        response.close()  # else nothing more can be asked over this connection
 
     def _answer(self) -> tuple[int, bytes]:
         response = self._connection.getresponse()
