@@ -261,7 +261,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cifar", type=Path, help="CIFAR-10 in place of digits: a zip or a folder, see pictures.py")
     parser.add_argument("--rounds", type=int, help="by default 20, for CIFAR-10 48; a multiple of 4 there")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--epochs", type=int, help="of each site's own pictures a round, not as many steps for all")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument(
         "--more", action="store_true", help="keep the seeds that docs/results has of the same settings, and add these"
     )
@@ -276,6 +277,8 @@ def main() -> None:
     task = TASKS[name]
     if options.rounds:
         task = replace(task, rounds=options.rounds)
+    if options.epochs:
+        task = replace(task, steps=0, epochs=options.epochs)
     pictures = cifar10(options.cifar) if options.cifar else None
     if options.pilot:
         pilot(name, task, pictures, PILOT)
@@ -309,7 +312,8 @@ def found_before(name: str, task: Task) -> dict[str, list[dict[str, Any]]]:
         SystemExit: they are of other settings.
     """
     kept = json.loads((FOLDER / f"scaffold_{name}.json").read_text())
-    if {key: kept["settings"].get(key) for key in settings_of(task)} != settings_of(task):
+    now = {key: value for key, value in settings_of(task).items() if key != "chosen"}
+    if {key: kept["settings"].get(key, 0) for key in now} != now:
         raise SystemExit(f"docs/results/scaffold_{name}.json is of other settings: leave --more out.")
     found: dict[str, list[dict[str, Any]]] = kept["figures"]
     return found

@@ -106,9 +106,11 @@ class Sites:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, **settings: Any) -> Iterator[atoll.Server]:
-    """The run, served by this process."""
-    server = atoll.Server(build(), **(SETTINGS | {"port": 0, "state_dir": folder / "state"} | settings)).start()
+def serving(folder: Path, model: nn.Module | None = None, **settings: Any) -> Iterator[atoll.Server]:
+    """The run, served by this process; of another model where one is given."""
+    server = atoll.Server(
+        model or build(), **(SETTINGS | {"port": 0, "state_dir": folder / "state"} | settings)
+    ).start()
     try:
         yield server
     finally:

@@ -1,6 +1,6 @@
 """A connection that stands still while others move is tried again; a peer that is silent ends the transfer at once.
 
-A file of two parts of 16 MiB over two connections: each part is one request, of which a slow peer brings 4 KiB at a time.
+A file of two parts of 16 MiB over two connections: each part is one request, and a slow peer brings 4 KiB at a time.
 """
 
 from __future__ import annotations

@@ -18,6 +18,9 @@ from atoll.store.store import Store
 from atoll.wire import status_messages
 from atoll.wire.units import size
 
+WEIGHTS_APART = 4.0
+"""Largest by smallest weight of a round, from which on it is said what SCAFFOLD makes of it."""
+
 
 def close_round(
     plan: Plan,
@@ -124,6 +127,18 @@ def _summary(
         grad_norm=grad_norm if math.isfinite(grad_norm) else None,
         bytes_up=sum(row.bytes for row in rows),
         population=population,
+    )
+
+
+def unequal_weights(summary: status_messages.RoundSummary) -> str:
+    """What to say of a round with controls where weights differ much; nothing where they do not."""
+    (least, light), (most, heavy) = (f(zip(summary.weights, summary.workers, strict=True)) for f in (min, max))
+    if most < WEIGHTS_APART * least:
+        return ""
+    return (
+        f"the weights of round {summary.round} go from {least:g} ({light}) to {most:g} ({heavy}). SCAFFOLD's controls "
+        "count every site alike, so that it trains what is best for their plain mean. Let all sites submit with the "
+        "same weight, and make about as many steps; or run fedavg or fednova"
     )
 
 

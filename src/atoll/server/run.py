@@ -26,7 +26,7 @@ from atoll.server.journalled import write
 from atoll.server.passing import directory_gone, passing
 from atoll.server.persistor import Persistor
 from atoll.server.plan import Plan
-from atoll.server.reduce import close_round, in_words
+from atoll.server.reduce import close_round, in_words, unequal_weights
 from atoll.server.restore import snapshot_of
 from atoll.server.roster import Lease, Presence, lease_refused, roster_of
 from atoll.server.site_filters import SiteFilters
@@ -34,6 +34,7 @@ from atoll.store.objects import ObjectStore
 from atoll.store.rows import Recovered, TicketRow
 from atoll.store.store import Store
 from atoll.tensors.alone import stay_alone
+from atoll.tensors.schema import CONTROL
 from atoll.wire import messages
 
 LOG = logging.getLogger("atoll.server")
@@ -76,7 +77,8 @@ class Run:
         self.aggregator: Aggregator | None = None
         self._changed = asyncio.Event()
         self._cancelled = threading.Event()
-        self._said_missing = False
+        self._said_missing = self._said_apart = False
+        self._has_controls = any(spec.group == CONTROL for spec in plan.schema.tensors)
         self._untold: list[ev.Event] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.state: machine.State
@@ -294,6 +296,9 @@ class Run:
             if site in self.roster:
                 self.roster[site].rounds += 1
         LOG.info("%s", in_words(summary, row))
+        if self._has_controls and (apart := unequal_weights(summary)) and not self._said_apart:
+            self._said_apart = True
+            LOG.warning("%s", apart)
         value = value_of(summary, tracking.metric) if (tracking := self._rules.tracking).metric else None
         if tracking.metric and value is None and not self._said_missing:
             self._said_missing = True

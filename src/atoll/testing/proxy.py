@@ -5,7 +5,8 @@
         worker = atoll.join(proxy.url, ...)
         assert proxy.count("PUT .*/parts/2") == 2      # it alone was sent again
 
-It reads HTTP/1.1 only so far as to know where a message's body begins. `cut` and `heal` make a partition of it.
+It reads HTTP/1.1 only so far as to know where a message's body begins. `cut` and `heal` make a partition of it. With a
+`Pace` it is a long and lossy line, on which each connection is slow, however many there are.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 _READ_BYTES = 64 * 2**10
+_PACED_BYTES = 4 * 2**10
 _LOOK_S = 0.02
 BEFORE_HEADER = -1
 
@@ -47,6 +50,19 @@ class Fault:
     wait: Callable[[], None] = lambda: None
 
 
+@dataclass(frozen=True)
+class Pace:
+    """What TCP leaves to one connection of a line on which packets are lost; others have as much for themselves.
+
+    Attributes:
+        delay_s: before what a side sends behind a pause reaches the other one.
+        bytes_per_s: each way. Reno and CUBIC come to about 1.2 · 1460 bytes/(round trip · √loss) where that is little.
+    """
+
+    delay_s: float
+    bytes_per_s: float
+
+
 class Broken(Exception):
     """This connection is over."""
 
@@ -54,13 +70,19 @@ class Broken(Exception):
 class Proxy:
     """Listens on a port of 127.0.0.1 and passes everything on to another one.
 
+    Args:
+        port: the other one.
+        pace: of every connection; None: as fast as they go.
+
     Attributes:
         faults: waiting to happen; each is removed when it does.
         requests: request lines in the order in which they came.
+        moved_bytes: up and down, one pair for every connection there was.
     """
 
-    def __init__(self, port: int) -> None:
-        self._target = port
+    def __init__(self, port: int, pace: Pace | None = None) -> None:
+        self._target, self._pace = port, pace
+        self.moved_bytes: list[dict[str, int]] = []
         self.faults: list[Fault] = []
         self.requests: list[str] = []
         self._lock = threading.Lock()
@@ -132,6 +154,7 @@ class Proxy:
             with self._lock:
                 link = _Link(self, client, server)
                 self._links.add(link)
+                self.moved_bytes.append(link.moved_bytes)
                 cut = self._cut
             if cut:
                 link.end(reset=True)
@@ -164,6 +187,7 @@ class _Link:
     def __init__(self, proxy: Proxy, client: socket.socket, server: socket.socket) -> None:
         self._proxy, self._client, self._server = proxy, client, server
         self._ended = threading.Event()
+        self.moved_bytes = {"up": 0, "down": 0}
         self.frozen = False
         self.request = ""
         self._threads = [
@@ -185,9 +209,15 @@ class _Link:
             _end(side, reset=reset)
 
     def _pump(self, source: socket.socket, target: socket.socket, direction: str) -> None:
-        messages = _Messages()
+        messages, pace, free_s = _Messages(), self._proxy._pace, 0.0
         try:
             while data := self._read(source):
+                if pace is not None:
+                    now_s = time.monotonic()
+                    paused = now_s - free_s > pace.delay_s
+                    free_s = now_s + pace.delay_s * paused + len(data) / pace.bytes_per_s
+                    self._ended.wait(free_s - now_s)
+                self.moved_bytes[direction] += len(data)
                 for begins, offset, piece in messages.split(data):
                     if begins and direction == "up":
                         self.request = piece.split(b"\r\n", 1)[0].decode("latin-1")
@@ -212,7 +242,7 @@ class _Link:
         while not waiting.poll(_LOOK_S * 1000):
             if self._ended.is_set():
                 raise Broken
-        return source.recv(_READ_BYTES)
+        return source.recv(_READ_BYTES if self._proxy._pace is None else _PACED_BYTES)
 
     def _pass(self, target: socket.socket, direction: str, offset: int, piece: bytes) -> None:
         """Send a piece of a message on: its header (offset −1) or bytes of its body."""

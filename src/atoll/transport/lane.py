@@ -18,6 +18,7 @@ from urllib3.util.wait import wait_for_read
 
 from atoll.tensors.chunks import CHUNK_BYTES
 
+
 class Lane:
     """A connection that one thread uses at a time, and that lasts for many parts; another thread may cut it.
 
