@@ -283,14 +283,17 @@ def main() -> None:
     if options.pilot:
         pilot(name, task, pictures, PILOT)
         return
+    command = f"python bench/quality/scaffold.py{' --cifar PATH' if options.cifar else ''}"
     runs = found_before(name, task) if options.more else {algorithm: [] for algorithm in ALGORITHMS}
     for seed in options.seeds:
         sites, test = split(name, seed, pictures)
         for algorithm in ALGORITHMS:  # beside each other, so that what else the machine does falls on all of them
             runs[algorithm].append({"seed": seed, **run(task, algorithm, sites, test, seed)})
             print(f"seed {seed} {algorithm:9} {told(runs[algorithm][-1])}", flush=True)
-    if not options.dry:
-        report(name, task, runs, f"python bench/quality/scaffold.py{' --cifar PATH' if options.cifar else ''}")
+        if not options.dry:  # after each seed: what was found is not lost if the next one is broken off
+            report(name, task, runs, command)
+    if not options.dry and not options.seeds:
+        report(name, task, runs, command)
 
 
 def settings_of(task: Task) -> dict[str, Any]:
