@@ -88,9 +88,15 @@ class Settings(BaseModel):
     )
     task_result_filters: tuple[dict[str, Any], ...] = Field(
         (),
-        description="What updates pass through at the server before they are aggregated, in this order: tables "
-        "`{path, args, sites}`, where `path` is `drop`, `norm_clip`, `cast` or `module:attribute` of your own, `args` "
-        "its arguments, and `sites` whose updates; by default everybody's.",
+        description="What updates pass through at the server before they are aggregated, and answers to tasks before "
+        "the workflow has them, in this order: tables `{path, args, sites, tasks}`, where `path` is `drop`, "
+        "`norm_clip`, `cast` or `module:attribute` of your own, `args` its arguments, `sites` whose updates or "
+        "answers, by default everybody's, and `tasks` the names of a workflow's tasks, by default all.",
+    )
+    task_data_filters: tuple[dict[str, Any], ...] = Field(
+        (),
+        description="What payloads of tasks pass through at the server before they are sent to a site; tables as those "
+        "of `task_result_filters`. A run with rounds has none.",
     )
     codec: str | None = Field(
         None, description="`none`, `bf16` or a codec of your own; by default bf16 for DiLoCo, else none."
@@ -210,11 +216,6 @@ class Settings(BaseModel):
             raise ConfigError(
                 f"workflow is {self.workflow!r}, and rounds is {self.rounds}: a run has a workflow or rounds.",
                 "Leave rounds out; the run is finished when the workflow returns.",
-            )
-        if self.workflow and self.task_result_filters:
-            raise ConfigError(
-                f"workflow is {self.workflow!r}, and task_result_filters are set: they are for the updates of rounds.",
-                "Leave them out; the workflow itself may change what it is given.",
             )
         if self.aggregator and self.reducer:
             raise ConfigError(

@@ -58,9 +58,9 @@ def file_layer(path: Path, fields: Fields) -> Layer:
     for key in ("aggregator", "persistor", "workflow"):
         if isinstance(table.get(key), str) and registry.is_file(table[key]):
             layer[key] = (str(path.parent / table[key]), str(path))
-    filters = table.get("task_result_filters")
-    if isinstance(filters, list):
-        layer["task_result_filters"] = ([_beside(each, path) for each in filters], str(path))
+    for key in ("task_result_filters", "task_data_filters"):
+        if isinstance(table.get(key), list):
+            layer[key] = ([_beside(each, path) for each in table[key]], str(path))
     model = table.get("model")
     if isinstance(model, str) and (model.endswith(".safetensors") or (path.parent / model).is_dir()):
         layer["model"] = (str(path.parent / model), str(path))
