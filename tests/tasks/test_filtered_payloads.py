@@ -16,11 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from atoll.config import Settings
 from atoll.errors import UsageError
 from atoll.filters import About, Cast, Drop, Filter, NormClip, Outgoing
 from atoll.filters.payloads import filtered
 from atoll.payloads import Stream, register
 from atoll.posix import read_at
+from atoll.server.desk import Answer, read_contents
+from atoll.server.task_filters import TaskFilters
+from atoll.server.workflow import Result
+from atoll.store.objects import ObjectStore
 from atoll.tensors.chunks import CHUNK_ELEMENTS
 from atoll.tensors.cuts import Cut
 from atoll.tensors.objects import Contents, Stored, write_object
@@ -253,6 +258,23 @@ def test_filtering_takes_a_few_runs_of_memory(tmp_path: Path, filters: list[Filt
         behind({"w": torch.ones(1)}, filters)  # what is loaded once
         growth = peak_growth(lambda: write_object(behind(tree, filters), file.fileno(), Cut(PART_BYTES)))
     assert growth < MORE_BYTES
+
+
+@pytest.mark.covers("T8", "D1")
+def test_filtering_an_answer_that_has_come_takes_a_few_runs_of_memory(tmp_path: Path) -> None:
+    """64 MiB on disk become half of it on disk; the file that came is closed, and the other has no name."""
+    objects = ObjectStore(tmp_path / "objects", max_bytes=2**30, max_expires_s=60.0, idle_timeout_s=60.0)
+    filters = TaskFilters(Settings(state_dir=tmp_path), results={"a": [NormClip(2.0**11)]})
+    object_id, fd = objects.draft()
+    extent, _ = write_object(pack({"w": torch.ones(2**24)}), fd, Cut(PART_BYTES))  # of the norm 2¹²
+    answer = Answer("a", "key", way="streamed", contents=read_contents(fd, extent, "It"), fd=fd)
+    behind: list[Answer] = []
+    assert peak_growth(lambda: behind.append(filters.received(answer, "train", objects))) < MORE_BYTES
+    assert (answer.fd, behind[0].error, behind[0].way) == (-1, "", "streamed")
+    (tensor,) = Result("train", behind[0]).payload.values()
+    assert torch.equal(tensor, torch.full((2**24,), 0.5))
+    objects.discard(object_id)
+    assert list((tmp_path / "objects").iterdir()) == []
 
 
 @pytest.mark.covers("T6", "T8")

@@ -8,6 +8,7 @@ are asked for. Integers, booleans and NumPy scalars stay as they are.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -80,6 +81,12 @@ def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str)
             through[index] = _Through(packed.tensors[index].dtype, specs[name].shape, runs)
     dropped = frozenset(index for index, (name, *_) in names.items() if not chain.sends(name))
     return without(replace(packed, tensors=tuple(through)), dropped)
+
+
+def said(error: BaseException) -> str:
+    """An error for the log, with the traceback of what a filter raised: as text, since a record keeps no payload."""
+    cause = "" if error.__cause__ is None else "\n" + "".join(traceback.format_exception(error.__cause__)).rstrip()
+    return f"{error}{cause}"
 
 
 class _Through(Stream):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from atoll.errors import UsageError
+from atoll.filters.payloads import said
 from atoll.server.desk import Sent, key_to
 from atoll.server.run import Run
 from atoll.server.task_filters import TaskFilters
@@ -104,7 +105,7 @@ class Packing:
                         if mine is not packed:
                             parcels.own[site] = self._parcel(task, mine)
                 except UsageError as error:
-                    LOG.error("%s", error, exc_info=error.__cause__)
+                    LOG.error("%s", said(error))
                     parcels.failed[site] = str(error)
             if len(parcels.own) + len(parcels.failed) < len(sites) or not sites:
                 parcels.shared = self._parcel(task, packed)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from atoll.config import Settings
 from atoll.errors import AtollError, ConfigError, PartCorrupt
 from atoll.filters.base import About
-from atoll.filters.payloads import filtered
+from atoll.filters.payloads import filtered, said
 from atoll.posix import read_at
 from atoll.server.desk import Answer, read_contents
 from atoll.server.site_filters import Given, SiteFilters
@@ -87,7 +87,7 @@ class TaskFilters:
             with self.results.lock(answer.site), alone():
                 return self._behind(answer, task, objects)
         except AtollError as error:
-            LOG.error("%s", error, exc_info=error.__cause__)
+            LOG.error("%s", said(error))
             return Answer(answer.site, answer.key, error=str(error))
         finally:
             answer.close()
@@ -106,9 +106,13 @@ class TaskFilters:
         behind = replace(answer, contents=None, fd=fd)
         try:
             extent, _ = write_object(mine, fd, Cut(contents.layout.part_bytes))
+            behind.contents = read_contents(fd, extent, what)
         except OSError as error:
+            behind.close()
             raise disk_error(error, self._folder) from error
-        behind.contents = read_contents(fd, extent, what)
+        except BaseException:
+            behind.close()
+            raise
         return behind
 
 

@@ -35,7 +35,7 @@ from atoll.errors import (
     TransferStalled,
     UsageError,
 )
-from atoll.filters.payloads import ByTask
+from atoll.filters.payloads import ByTask, said
 from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.objects import Stored
 from atoll.tensors.payload import Packed, pack
@@ -228,7 +228,7 @@ class TaskWorker:
                     del packed
                 task._deliver(answer)
             except (TransferError, UsageError) as error:  # a stream may fail only while it is sent
-                LOG.error("%s: %s", self.site, error)
+                LOG.error("%s: %s", self.site, said(error))
                 task.fail(error)
 
     def tasks(self) -> Iterator[Task]:
