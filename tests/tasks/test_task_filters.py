@@ -368,6 +368,87 @@ def test_an_answer_that_comes_again_while_it_is_filtered_counts_once(
     assert came["w"] == [1.0, 2.0]
 
 
+@pytest.mark.covers("T8", "T7")
+def test_an_answer_whose_task_ends_while_it_is_filtered_leaves_nothing(tmp_path: Path) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    class Slow(Filter):
+        def begin(self, update: Outgoing) -> None:
+            begun.set()
+            assert go.wait(30)
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=1, timeout_s=30)
+        assert controller.broadcast("train", None, timeout_s=3.0) == []
+        go.set()
+        assert over.wait(30)
+
+    over = threading.Event()
+    with serving(tmp_path, main, filters=[Slow()]) as server, atoll.tasks(server.url, "a") as worker:
+        for task in worker.tasks():
+            if not over.is_set():
+                assert task.answer({"w": torch.ones(5)}) is False
+                assert begun.is_set()
+                assert left(tmp_path) == []
+                over.set()
+
+
+@pytest.mark.covers("T8", "T4")
+def test_arrays_in_the_head_of_an_object_are_filtered_like_what_is_streamed(tmp_path: Path) -> None:
+    """On all three ways: sent, answered, taken. 8 and 16 become 1 and 2."""
+    came: dict[str, Any] = {}
+    tree = {"w": torch.full((3,), 8.0), "b": np.full(2, 16.0), "n": np.arange(2)}
+
+    def main(controller: Any) -> None:
+        came["payload"] = controller.send("a", "train", tree, timeout_s=30).payload
+
+    sizes = {"stream_tasks": ("train",), "np_download_chunk_size": 0}
+    with serving(tmp_path, main, data_filters=[Halved()], filters=[Halved()], **sizes) as server:
+        with atoll.tasks(server.url, "a", filters=[Halved()]) as worker:
+            worker.task("train")(lambda payload: payload)
+            worker.run()
+    assert plain(came["payload"]) == {"w": [1.0] * 3, "b": [2.0] * 2, "n": [0, 1]}
+    assert isinstance(came["payload"]["b"], np.ndarray)
+
+
+@pytest.mark.covers("T8", "T10")
+def test_what_is_pulled_ahead_is_the_sites_own(tmp_path: Path) -> None:
+    """Several tasks are open for the site: each is behind its filters, whenever its tensors come."""
+    came: list[float] = []
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=1, timeout_s=30)
+        with ThreadPoolExecutor(3) as pool:
+            sent = [{"w": torch.full((3,), 2.0 * number)} for number in (1, 2, 3)]
+            done = pool.map(lambda each: controller.send("a", "train", each, timeout_s=30), sent)
+            came.extend(result.payload for result in done)
+
+    with serving(tmp_path, main, data_filters={"a": [Halved()]}) as server:
+        with atoll.tasks(server.url, "a", request_task_tensors=False) as worker:
+            worker.task("train")(lambda payload: payload["w"].mean().item())
+            worker.run()
+    assert came == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.covers("T8", "X3")
+def test_a_task_that_no_site_can_be_sent_has_its_errors_at_once(tmp_path: Path) -> None:
+    """Nobody is asked, so nobody is waited for; the site may not answer what it was not given."""
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=1, timeout_s=30)
+        came["failed"] = controller.send("a", "train", model())
+        came["next"] = controller.send("a", "measure", 1, timeout_s=30).payload
+
+    with serving(tmp_path, main, data_filters=[Broken()]) as server, atoll.tasks(server.url, "a") as worker:
+        worker.task("measure")(lambda payload: payload)
+        worker.run()
+        row = server._run.desk.status()[0]  # type: ignore[union-attr]
+    assert "The payload of task 'train' for site a is not sent: the filter Broken()" in came["failed"].error
+    assert came["next"] == 1
+    assert (row.answers, row.missing) == ({"failed": 1}, [])
+
+
 @pytest.mark.covers("T8")
 def test_two_payloads_of_one_site_do_not_meet_in_its_filter(tmp_path: Path) -> None:
     """A filter keeps state from the begin of a payload to its end; a workflow may send from several threads."""
