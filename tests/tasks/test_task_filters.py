@@ -20,7 +20,7 @@ from torch import Tensor
 
 import atoll
 from atoll.config import Settings
-from atoll.errors import ConfigError, RunFailed, UsageError
+from atoll.errors import Busy, ConfigError, RunFailed, UsageError
 from atoll.filters import Drop, Filter, NormClip, Outgoing
 from atoll.tensors.chunks import CHUNK_ELEMENTS
 from atoll.testing.processes import wait_until
@@ -509,6 +509,26 @@ def test_a_disk_that_is_full_is_told_as_such(tmp_path: Path, monkeypatch: pytest
         worker.run()
     assert "is full" in came["told"]
     assert came["next"]
+
+
+@pytest.mark.covers("T8", "T7")
+def test_a_server_without_room_for_a_sites_own_payload_says_so_and_keeps_none(tmp_path: Path) -> None:
+    """There is room for one object of 80 kB, not for that of b and, beside it, that of a."""
+    came: list[Any] = []
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=2, timeout_s=30)
+        payload = {"w": torch.ones(20_000)}
+        with pytest.raises(Busy, match="no room for a payload"):
+            controller.broadcast("train", payload, timeout_s=30)
+        came.append(left(tmp_path))
+        came.append(controller.send("b", "train", payload, timeout_s=30).payload)
+
+    options = {"objects_max_bytes": 100_000, "data_filters": {"a": [Halved()]}}
+    with serving(tmp_path, main, **options) as server:
+        with sites(server, {"train": lambda payload: payload["w"].sum().item()}):
+            assert server.wait(60)
+    assert came == [[], 20_000.0]
 
 
 def test_what_is_no_filter_is_refused_before_anybody_is_asked() -> None:
