@@ -124,7 +124,7 @@ def check_complete() -> None:
         raise SystemExit(f"reference: describe the exit codes {sorted(unknown)} in EXIT_CODES.")
     undescribed = [key for key, field in config.Settings.model_fields.items() if not field.description]
     if undescribed:
-        raise SystemExit(f"reference: give {', '.join(undescribed)} a description in config.py.")
+        raise SystemExit(f"reference: give {', '.join(undescribed)} a description in config/settings.py.")
 
 
 def _kind(field: FieldInfo) -> str:

@@ -17,6 +17,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import SchemaMismatch, UsageError
+from atoll.filters import NormClip
 from atoll.integrations.transformers import AtollCallback, _metrics_in
 
 TARGETS = {"a": 1.0, "b": -3.0}  # each site's loss is (w − target)²/2, so its gradient is w − target
@@ -361,3 +362,20 @@ def test_steps_that_no_round_holds_are_told(serve: Any, tmp_path: Path, caplog: 
         assert [
             record.getMessage() for record in caplog.records if "stay local" in record.message
         ] == words.splitlines()
+
+
+@pytest.mark.covers("T8", "S10")
+@pytest.mark.parametrize("algorithm", ["fedavg", "diloco"])
+def test_what_the_trainer_sends_passes_the_sites_filters(serve: Any, tmp_path: Path, algorithm: str) -> None:
+    """Towards 1 the three rounds move w by more than 0.05 each (the last one by 0.067): by 0.05 behind the filter."""
+    diloco = {"sync_every": STEPS, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
+    server = serve(algorithm, **diloco if algorithm == "diloco" else {})
+    model = One()
+    filters = [NormClip(0.05)]
+    callback = AtollCallback(server.url, "a", sync_every=STEPS, folder=tmp_path / "a", filters=filters)
+    trainer_for(model, 1.0, callback, tmp_path / "out").train()
+    assert server.wait(30)
+    assert load_file(server.exports / "model.safetensors")["w"].item() == pytest.approx(0.15)
+    assert model.w.item() == pytest.approx(0.15)
+    with pytest.raises(UsageError, match="is not a filter"):
+        AtollCallback(filters=["drop"])  # type: ignore[list-item]

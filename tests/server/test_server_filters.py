@@ -413,14 +413,24 @@ def test_what_a_program_gives_wrongly_is_refused() -> None:
         atoll.Server(START, filters=["drop"])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="Give one of them"):
         atoll.Server(START, filters=[Halved()], task_result_filters=[{"path": "cast", "args": ["bf16"]}])
-    with pytest.raises(ConfigError, match="for the updates of rounds"):
-        atoll.Server(workflow=lambda controller: None, filters=[Halved()])
+    with pytest.raises(UsageError, match="Server got data_filters, and its settings have task_data_filters"):
+        atoll.Server(START, data_filters=[Halved()], task_data_filters=[{"path": "cast", "args": ["bf16"]}])
+
+
+@pytest.mark.covers("T8", "X3")
+def test_rounds_refuse_filters_that_only_tasks_can_have() -> None:
+    for options in ({"data_filters": [Halved()]}, {"task_data_filters": [{"path": "cast", "args": ["bf16"]}]}):
+        told = r"task_data_filters are set \(.* of every site\), and the run has rounds.*one file.*Leave them out"
+        with pytest.raises(ConfigError, match=told):
+            atoll.Server(START, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"name the tasks train, and a run of rounds has none.*Leave tasks out"):
+        atoll.Server(START, filters={"a": {"train": [Halved()]}})
 
 
 def test_a_filter_in_a_file_beside_the_run_file_and_in_a_variable(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("from atoll.filters import Filter\nclass Mine(Filter): ...\n")
     (tmp_path / "run.toml").write_text('task_result_filters = [{path = "own.py:Mine"}]\n')
-    (filter_,) = atoll.Server(START, Settings.read(tmp_path / "run.toml", environ={}))._filters.of("a")
+    (filter_,) = atoll.Server(START, Settings.read(tmp_path / "run.toml", environ={}))._filters.results.of("a")
     assert repr(filter_) == "Mine()"
     text = '[{path = "cast", args = ["bf16"]}]'
     settings = Settings.read(environ={"ATOLL_TASK_RESULT_FILTERS": text})

@@ -1,8 +1,9 @@
-"""The filter contract: an update is changed on its way, a run of elements at a time: by its site before any byte of it
-leaves, or by the server before it is aggregated.
+"""The filter contract: what travels is changed on its way, a run of elements at a time, by a site or by the server.
 
-What filters see is the change: version − local, of `params` (the pseudo-gradient) and of float buffers alike, in fp32
-or wider, on the CPU. A run has at most `CHUNK_ELEMENTS`; no tensor of the model is held as a whole.
+In rounds that is an update, before any byte of it leaves its site or before it is aggregated. What filters see is the
+change: version − local, of `params` (the pseudo-gradient) and of float buffers alike. In tasks it is a payload or an
+answer, whose float tensors filters see as they are. Values are in fp32 or wider, on the CPU; a run has at most
+`CHUNK_ELEMENTS`, and no tensor is held as a whole.
 """
 
 from __future__ import annotations
@@ -20,38 +21,43 @@ from atoll.tensors.schema import TensorSpec
 
 @dataclass(frozen=True)
 class About:
-    """What is known of an update besides its values.
+    """What is known of an update, or of a payload, besides its values.
 
     Attributes:
-        site: whose it is.
-        round: counts from 1.
+        site: whose it is; of what is sent to a site, that site.
+        round: counts from 1; 0 in tasks, as what follows but `task`.
         version: it was trained from.
         weight: of the update.
         steps: local optimizer steps; 0 where nobody said.
         metrics: that travel with it.
+        task: name of the task; empty in rounds.
     """
 
     site: str
-    round: int
-    version: int
-    weight: float
-    steps: int
-    metrics: Mapping[str, float]
+    round: int = 0
+    version: int = 0
+    weight: float = 0.0
+    steps: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    task: str = ""
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """The update that is on its way, for a filter that has to look at all of it first.
+    """The update or payload that is on its way, for a filter that has to look at all of it first.
 
     Attributes:
         about: its metadata.
         tensors: by name, those that the filters before this one keep.
-        changes: (name, start, stop) → those elements of version − local [stop − start], behind the filters before.
+        changes: (name, start, stop) → those elements [stop − start], behind the filters before: of version − local, or
+            of the payload.
+        aliases: further name → name, of a payload's tensors that are in several places.
     """
 
     about: About
     tensors: Mapping[str, TensorSpec]
     changes: Callable[[str, int, int], Tensor] = field(repr=False)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def runs(self) -> Iterator[tuple[str, int, Tensor]]:
         """(name, first element, values) of all float tensors, in file order, one run at a time."""
@@ -61,7 +67,7 @@ class Outgoing:
                     yield name, start, self.changes(name, start, min(start + CHUNK_ELEMENTS, spec.numel))
 
     def tensor(self, name: str) -> Tensor:
-        """All of one tensor's change, in its shape and in new memory.
+        """All of one tensor's change, or of the payload's tensor, in its shape and in new memory.
 
         Raises:
             KeyError: no float tensor has this name.
@@ -75,23 +81,25 @@ class Outgoing:
 
 
 class Filter:
-    """Leaves an update as it is; others override what they need."""
+    """Leaves what travels as it is; others override what they need."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
     def begin(self, update: Outgoing) -> None:
-        """A round's update is about to leave; called once for each, before `keeps` and `apply`.
+        """A round's update, or a task's payload, is on its way; called once for each, before `keeps` and `apply`.
 
         A filter that needs to know the whole first looks at `update.runs()`: one pass more over the update.
         """
 
     def keeps(self, spec: TensorSpec) -> bool:
-        """Whether this tensor is sent; else the server gets no change of it: it stays as the version has it."""
+        """Whether this tensor is sent. Else the server gets no change of it: it stays as the version has it; a payload
+        has None in its place.
+        """
         return True
 
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        """What to send in place of `values` [n], elements from `start` on of the change of `name`.
+        """What to send in place of `values` [n], elements from `start` on of `name`.
 
         May be called more than once for the same elements, and from several threads; it gives the same each time.
         Integer tensors are not asked for.

@@ -1,8 +1,9 @@
-"""Several filters, one behind the other, over the runs of one update."""
+"""Several filters, one behind the other, over the runs of one update or payload."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -29,14 +30,16 @@ class BadFilter(Exception):
 
 
 class Chain:
-    """The change of an update behind every filter.
+    """The change of an update, or what a payload holds, behind every filter.
 
     Args:
         filters: in their order; `begin` of each is called here.
         specs: by name, the tensors that filters see.
-        about: the update's metadata.
-        raw: (name, start, stop) → those elements of version − local before any filter, in new memory, in the dtype of
-            accumulation.
+        about: the metadata.
+        raw: (name, start, stop) → those elements of version − local, or of the payload, before any filter, in new
+            memory, in the dtype of accumulation.
+        aliases: further name → name; a tensor is kept under all its names, or not at all.
+        finite: whether a filter that leaves NaN or Inf is refused here.
 
     Raises:
         BadFilter: a `begin` or `keeps` raised.
@@ -48,17 +51,25 @@ class Chain:
         specs: Mapping[str, TensorSpec],
         about: About,
         raw: Callable[[str, int, int], Tensor],
+        *,
+        aliases: Mapping[str, str] | None = None,
+        finite: bool = False,
     ) -> None:
         self._filters, self.specs, self._raw, self._kept = filters, specs, raw, set(specs)
+        self._finite, aliases = finite, aliases or {}
+        whole = "the payload" if about.task else "the update"
         for index, filter_ in enumerate(filters):
             kept = {name: spec for name, spec in specs.items() if name in self._kept}
 
             def before(name: str, start: int, stop: int, index: int = index) -> Tensor:
                 return self._behind(name, start, raw(name, start, stop), index)
 
-            _call(filter_, "the begin of the update", partial(filter_.begin, Outgoing(about, kept, before)))
+            further = {alias: name for alias, name in aliases.items() if name in kept}
+            _call(filter_, f"the begin of {whole}", partial(filter_.begin, Outgoing(about, kept, before, further)))
+            named = list(kept.items())
+            named += [(name, replace(kept[name], name=alias)) for alias, name in further.items()]
             self._kept -= {
-                name for name, spec in kept.items() if not _call(filter_, f"{name!r}", partial(filter_.keeps, spec))
+                name for name, spec in named if not _call(filter_, f"{spec.name!r}", partial(filter_.keeps, spec))
             }
 
     def sends(self, name: str) -> bool:
@@ -66,10 +77,10 @@ class Chain:
         return name in self._kept
 
     def change(self, name: str, start: int, stop: int) -> Tensor:
-        """version − local [stop − start] of a float tensor; zeros where a filter does not keep it.
+        """The elements [stop − start] of a float tensor behind every filter; zeros where one does not keep it.
 
         Raises:
-            BadFilter: one raised, or gave another shape or dtype.
+            BadFilter: one raised, gave another shape or dtype, or what is not finite.
         """
         if name not in self._kept:
             return torch.zeros(stop - start, dtype=accumulate_dtype(self.specs[name].dtype))
@@ -89,6 +100,8 @@ class Chain:
                 told = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
                 raise BadFilter(filter_, f"made {told} where {name!r} had {wide} {list(values.shape)}", raised=False)
             values = found.to("cpu")
+            if self._finite and not bool(torch.isfinite(values).all()):
+                raise BadFilter(filter_, f"left NaN or Inf in {name!r}", raised=False)
         return values
 
 

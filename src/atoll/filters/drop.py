@@ -1,4 +1,4 @@
-"""Tensors that stay at the site: the server gets no change of them."""
+"""Tensors that stay where they are: the other side gets nothing of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from atoll.tensors.schema import TensorSpec
 
 
 class Drop(Filter):
-    """Send no change of the tensors whose names match.
+    """Send no change of, or in tasks none of, the tensors whose names match.
 
     The mean counts this site's change of them as zero. What the site itself has trained in them is overwritten when the
-    next version is loaded.
+    next version is loaded. The payload of a task has None in their places.
 
     Args:
         patterns: names, or patterns as a shell has them: `"head.*"`, `"*.running_mean"`.
@@ -34,11 +34,15 @@ class Drop(Filter):
         Raises:
             UsageError: naming it.
         """
+        what, remedy = "model", "Print the names with `[name for name in model.state_dict()]`."
+        if update.about.task:
+            what, remedy = "payload", "A tensor is called by its path in the payload, as in 'model.w'."
+        names = [*update.tensors, *update.aliases]
         for pattern in self.patterns:
-            if not any(fnmatchcase(name, pattern) for name in update.tensors):
+            if not any(fnmatchcase(name, pattern) for name in names):
                 raise UsageError(
-                    f"{self!r}: no tensor of the model is called {pattern!r}; nothing was sent.",
-                    nearest(pattern, update.tensors, "Print the names with `[name for name in model.state_dict()]`."),
+                    f"{self!r}: no tensor of the {what} is called {pattern!r}; nothing was sent.",
+                    nearest(pattern, names, remedy),
                 )
 
     def keeps(self, spec: TensorSpec) -> bool:

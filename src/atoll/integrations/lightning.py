@@ -10,11 +10,12 @@ The same with a Trainer of `lightning.pytorch` and of `pytorch_lightning`; neith
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atoll.errors import UsageError
+from atoll.filters.base import Filter
 from atoll.worker.border import border
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def patch(
     steps: int | Callable[[], int] | None = None,
     folder: str | Path | None = None,
     labels: dict[str, str] | None = None,
+    filters: Sequence[Filter] = (),
 ) -> AtollCallback:
     """Let every `trainer.fit` from here on be a round of a run; the arguments are `AtollCallback`'s.
 
@@ -55,7 +57,7 @@ def patch(
         raise UsageError(f"{type(trainer).__name__} is not a Lightning Trainer.", "Give the Trainer that fits.")
     if any(isinstance(callback, AtollCallback) for callback in trainer.callbacks):
         raise UsageError("This Trainer takes part in a run already.", "Patch it once, or give it one AtollCallback.")
-    callback = AtollCallback(server, site, weight=weight, steps=steps, folder=folder, labels=labels)
+    callback = AtollCallback(server, site, weight=weight, steps=steps, folder=folder, labels=labels, filters=filters)
     trainer.callbacks.insert(0, callback)  # before the others, which then see the global model
     return callback
 

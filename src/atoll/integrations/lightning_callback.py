@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from atoll.errors import ConfigError, UsageError
+from atoll.filters.base import Filter, require_filters
 from atoll.integrations import fitting
 from atoll.integrations.ranks import Ranks
 from atoll.tensors.modules import named_tensors
@@ -65,6 +66,10 @@ class AtollCallback(Callback):
         steps: optimizer steps of a round, in place of those that were counted: a number, or a function.
         folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
         labels: anything to be shown in status.
+        filters: that every update of this site passes through, in this order, before any byte of it leaves.
+
+    Raises:
+        UsageError: one is no filter.
     """
 
     def __init__(
@@ -76,11 +81,12 @@ class AtollCallback(Callback):
         steps: int | Callable[[], int] | None = None,
         folder: str | Path | None = None,
         labels: dict[str, str] | None = None,
+        filters: Sequence[Filter] = (),
     ) -> None:
         super().__init__()
         self._server = server or os.environ.get("ATOLL_SERVER")
         self._given_site, self._folder, self._labels = site, folder, labels
-        self._weight, self._steps = weight, steps
+        self._weight, self._steps, self._filters = weight, steps, require_filters(filters)
         self._limits = fitting.Limits()
         self._info: messages.RunInfo | None = None
         self._worker: Worker | None = None
@@ -212,7 +218,7 @@ class AtollCallback(Callback):
         if self._info.sync_every:
             return "diloco"
         if self._worker is None:
-            worker = join(self._server, self._site, folder=self._folder, labels=self._labels)
+            worker = join(self._server, self._site, folder=self._folder, labels=self._labels, filters=self._filters)
             assert isinstance(worker, Worker)
             self._worker, self._rounds = worker, iter(worker)
             weakref.finalize(self, worker.leave)  # a script that just ends leaves, too
@@ -347,6 +353,7 @@ class AtollCallback(Callback):
             metrics=lambda: fitting.metrics_of(trainer),
             folder=self._folder,
             labels=self._labels,
+            filters=self._filters,
         )
         self._diloco = diloco.start()
         weakref.finalize(trainer, diloco.stop)

@@ -13,7 +13,7 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from atoll.errors import UsageError
+from atoll.filters.base import Filter, require_filters
 from atoll.worker.border import border
 from atoll.worker.connection import default_site, info_of
 from atoll.worker.correction import Correction
@@ -52,6 +53,10 @@ class AtollCallback(TrainerCallback):
         module: what travels, where it is not the Trainer's whole model: `atoll.integrations.peft.adapter(model)`.
         folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
         labels: anything to be shown in status.
+        filters: that every update of this site passes through, in this order, before any byte of it leaves.
+
+    Raises:
+        UsageError: one is no filter.
 
     Attributes:
         rounds: that this worker has brought to their end.
@@ -68,11 +73,13 @@ class AtollCallback(TrainerCallback):
         module: nn.Module | None = None,
         folder: str | Path | None = None,
         labels: dict[str, str] | None = None,
+        filters: Sequence[Filter] = (),
     ) -> None:
         if sync_every is not None and sync_every < 1:
             raise UsageError(f"sync_every is {sync_every}.", "Give the number of optimizer steps of a round.")
         self._server, self._site, self._sync_every = server, site, sync_every
         self._weight, self._module, self._folder, self._labels = weight, module, folder, labels
+        self._filters = require_filters(filters)
         self._part: _Rounds | _Hooked | None = None
 
     @property
@@ -105,6 +112,7 @@ class AtollCallback(TrainerCallback):
         server = self._server or os.environ.get("ATOLL_SERVER")
         site = self._site or default_site()
         where: dict[str, Any] = {"server": server, "site": site, "folder": self._folder, "labels": self._labels}
+        where["filters"] = self._filters
         if server and info_of(server, site).sync_every:
             share = 1.0 if self._weight is None else self._weight
             self._part = _Hooked(DiLoCo(module, optimizer, sync_every=self._sync_every, weight=share, **where))

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from atoll.errors import ConfigError, Conflict, PartCorrupt, TicketClosed
@@ -52,18 +52,41 @@ class Answer:
         if fd >= 0:
             os.close(fd)
 
+    def __del__(self) -> None:
+        """One that nobody waits for any more, as its request was broken off."""
+        self.close()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A payload that sites may read, and how it travels; `kept` where it is an object."""
+
+    body: tm.Body
+    way: str
+    kept: Kept | None = None
+
 
 @dataclass(eq=False)
 class Open:
-    """A task that sites are to answer; `kept` is its payload, one object for all of them, and `way` how it travels."""
+    """A task that sites are to answer: its payload is `shared` but for the sites that have their `own`."""
 
     number: int
     message: tm.Task
-    way: str
+    shared: Sent | None
+    own: dict[str, Sent]
     sites: tuple[str, ...]
-    kept: Kept | None
     begun_s: float
     answers: dict[str, Answer] = field(default_factory=dict)
+
+    @property
+    def way(self) -> str:
+        """How its payload travels; of one that differs by site, to the first of them."""
+        return next((sent.way for sent in (self.shared, *self.own.values()) if sent), "skipped")
+
+    def message_for(self, site: str) -> tm.Task:
+        """The task as a site is given it."""
+        own = self.own.get(site)
+        return self.message if own is None else self.message.model_copy(update={"body": own.body})
 
     @property
     def missing(self) -> list[str]:
@@ -100,6 +123,7 @@ class Desk:
     def __init__(self, objects: ObjectStore, wake: Callable[[], None], alive: Callable[[], list[str]]) -> None:
         self.objects, self.wake, self.alive = objects, wake, alive
         self.active = self.finished = False
+        self.received: Callable[[Answer, str, ObjectStore], Answer] | None = None  # what an answer passes, in a thread
         self.counts: dict[str, int] = {"streamed": 0, "inline": 0, "skipped": 0}
         self.warnings: dict[str, str] = {}  # by the name of the task
         self._over: deque[TaskStatus] = deque(maxlen=SHOWN)
@@ -130,24 +154,34 @@ class Desk:
         self,
         name: str,
         sites: Sequence[str],
-        body: tm.Body,
-        way: str,
-        kept: Kept | None,
+        shared: Sent | None,
+        own: dict[str, Sent],
+        failed: Mapping[str, str],
         *,
         streamed: bool,
         sizes: ChunkSizes,
     ) -> Open:
-        """Give a task to these sites; `way` is how its payload travels, `streamed` and `sizes` how answers are to."""
-        self.counts[way] += 1
+        """Give a task to these sites.
+
+        Args:
+            shared, own: their payloads.
+            failed: why a site is not given it; that counts as its answer.
+            streamed, sizes: how answers are to travel.
+        """
         message = tm.Task(
             task=new_id(),
             name=name,
             streamed=streamed,
             tensor_chunk_bytes=sizes.tensor,
             np_chunk_bytes=sizes.np,
-            body=body,
+            body=shared.body if shared else tm.Body(),
         )
-        task = Open(sum(self.counts.values()), message, way, tuple(sites), kept, time.monotonic())
+        number = sum(self.counts.values()) + 1
+        task = Open(number, message, shared, own, tuple(sites), time.monotonic())
+        self.counts[task.way] += 1
+        for site, error in failed.items():
+            task.answers[site] = Answer(site, "", error=error)
+            self._taken[message.task, site] = ""
         self._open[message.task] = task
         self.wake()
         return task
@@ -156,8 +190,12 @@ class Desk:
         """No answer to it is taken any more, and its payload goes. Idempotent."""
         if self._open.pop(task.message.task, None) is not None:
             self._over.append(task.status(is_open=False))
-        if task.kept is not None:
-            self.objects.let_go(task.kept)
+        for sent in (task.shared, *task.own.values()):
+            self._let_go(sent)
+
+    def _let_go(self, sent: Sent | None) -> None:
+        if sent is not None and sent.kept is not None:
+            self.objects.let_go(sent.kept)
 
     def finish(self) -> None:
         """The workflow has ended: sites are told."""
@@ -179,7 +217,7 @@ class Desk:
 
     def next_for(self, site: str, besides: str | None = None) -> tm.Task | None:
         """The oldest task that the site has not answered: the same again until it has, unless it is `besides`."""
-        messages = (task.message for task in self._open.values() if site in task.missing)
+        messages = (task.message_for(site) for task in self._open.values() if site in task.missing)
         return next((message for message in messages if message.task != besides), None)
 
     def is_taken(self, task_id: str, site: str, key: str) -> bool:
@@ -202,6 +240,11 @@ class Desk:
             )
         return False
 
+    def name_of(self, task_id: str) -> str:
+        """The name of an open task; empty where it is over."""
+        task = self._open.get(task_id)
+        return task.message.name if task else ""
+
     def put(self, task_id: str, answer: Answer) -> None:
         """Take an answer to a task; one that comes again, or too late, is closed.
 
@@ -215,7 +258,9 @@ class Desk:
         except BaseException:
             answer.close()
             raise
-        self._open[task_id].answers[answer.site] = answer
+        task = self._open[task_id]
+        task.answers[answer.site] = answer
+        self._let_go(task.own.get(answer.site))  # nobody else reads it
         self._taken[task_id, answer.site] = answer.key
         while len(self._taken) > REMEMBERED:
             del self._taken[next(iter(self._taken))]

@@ -25,8 +25,9 @@ from atoll.server.begin import open_run
 from atoll.server.exports import export_ranges
 from atoll.server.persistor import Persistor
 from atoll.server.run import Run
-from atoll.server.site_filters import Given, SiteFilters
+from atoll.server.site_filters import Given
 from atoll.server.status import status_of
+from atoll.server.task_filters import TaskFilters
 from atoll.server.workflow import Function, Workflow, wanted
 from atoll.tensors.modules import Tensors
 from atoll.transport.door import Door, open_door, raise_files_limit, runner_of
@@ -55,8 +56,10 @@ class Server:
         model: the initial model: a module, a mapping name → tensor, or what the setting `model` may be. Read once, when
             the run begins. None where the settings name it, or the state directory has the run already.
         workflow: a function of a `controller`, in place of the setting `workflow`.
-        filters: that updates pass through at the server, for all sites or by a site's name; in place of the setting
-            `task_result_filters`.
+        filters: that updates, or answers to tasks, pass through at the server, for all sites or by a site's name; for
+            answers also `{site: {task: filters}}`. In place of the setting `task_result_filters`.
+        data_filters: that payloads of tasks pass through before they are sent, in the same forms; in place of the
+            setting `task_data_filters`.
         settings: of the run; or give them as keywords: `Server(model, num_workers=3, rounds=10)`.
 
     Raises:
@@ -70,6 +73,7 @@ class Server:
         *,
         workflow: Function | None = None,
         filters: Given = (),
+        data_filters: Given = (),
         **options: Any,
     ) -> None:
         if settings is not None and options:
@@ -82,12 +86,9 @@ class Server:
         self._model = model
         self._function = workflow
         self._has_workflow = wanted(self.settings, workflow)
-        self._filters = SiteFilters(self.settings, filters)
-        if self._has_workflow and self._filters:
-            raise ConfigError(
-                "Server got filters and a workflow: they are for the updates of rounds.",
-                "Leave them out; the workflow itself may change what it is given.",
-            )
+        self._filters = TaskFilters(self.settings, data_filters, filters)
+        if not self._has_workflow:
+            self._filters.require_rounds()
         if self._has_workflow and model is None and self.settings.model is None and not self.settings.persistor:
             self._model = NO_MODEL
         self._gate = open_gate(self.settings)
@@ -245,9 +246,9 @@ class Server:
         files = raise_files_limit()
         listener = _listen(self.settings)
         try:
-            workflow = Workflow(self.settings, self._function) if self._has_workflow else None
+            workflow = Workflow(self.settings, self._function, self._filters) if self._has_workflow else None
             persistor = Persistor(self.settings) if self.settings.persistor else None
-            run = Run(*open_run(self.settings, self._model, persistor), persistor, self._filters)
+            run = Run(*open_run(self.settings, self._model, persistor), persistor, self._filters.results)
         except BaseException:
             listener.close()
             raise

@@ -48,7 +48,8 @@ class Handlers(ObjectHandlers, TaskHandlers):
     """The operations on one run."""
 
     def __init__(self, run: Run) -> None:
-        super().__init__()
+        ObjectHandlers.__init__(self)
+        TaskHandlers.__init__(self)
         self.run, self.store, self.plan = run, run.store, run.plan
         self._uploads = Uploads(run)
 

@@ -51,8 +51,8 @@ class Run:
         plan: Plan,
         store: Store,
         recovered: Recovered,
-        persistor: Persistor | None = None,
-        filters: SiteFilters | None = None,
+        persistor: Persistor | None,
+        filters: SiteFilters,
     ) -> None:
         self.plan, self.store, self.settings = plan, store, plan.settings
         self.roster = roster_of(recovered.members)
@@ -73,7 +73,7 @@ class Run:
         )
         self.desk = Desk(self.objects, self.wake, self._alive)
         self.behind = Behind(plan, store, self.io, persistor)
-        self.filtering = Filtering(filters or SiteFilters(self.settings), plan, store)
+        self.filtering = Filtering(filters, plan, store)
         self.aggregator: Aggregator | None = None
         self._changed = asyncio.Event()
         self._cancelled = threading.Event()
@@ -107,7 +107,7 @@ class Run:
             )
             self.aggregator.start()
         if self.filtering.filters:
-            LOG.info("updates pass through filters: %s", self.filtering.filters)
+            LOG.info("what sites send passes through filters: %s", self.filtering.filters)
         self.state, effects = machine.restore(self._rules, self._recovered, time.monotonic())
         if self._recovered.finished and not self.state.finished:
             self.store.finish(False)  # more rounds were asked for

@@ -1,44 +1,54 @@
-"""Which of the server's filters are whose: from the run file, or from a program."""
+"""Which of the server's filters are whose, and for which tasks: from the run file, or from a program."""
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from atoll import registry
 from atoll.config import Settings
 from atoll.errors import ConfigError, UsageError
-from atoll.filters.base import Filter, require_filters
+from atoll.filters.base import Filter
+from atoll.filters.payloads import ByTask, for_tasks
 
-Given = Sequence[Filter] | Mapping[str, Sequence[Filter]]
-"""Filters for every site, or by the name of a site."""
+Given = Sequence[Filter] | Mapping[str, ByTask]
+"""Filters for every site, or by the name of a site: for every task, or by the name of a task."""
+
+Setting = Literal["task_result_filters", "task_data_filters"]
+
+_ARGUMENT = {"task_result_filters": "filters", "task_data_filters": "data_filters"}
+"""What a program calls them."""
+
+_Entry = tuple[Filter, frozenset[str], frozenset[str]]
+"""A filter with its sites and its tasks; none for all."""
 
 
 class SiteFilters:
-    """Which filters each site's updates pass through; each site has copies of its own, since filters keep state.
+    """Which filters each site's updates or payloads pass through; each site has copies of its own, since filters keep
+    state.
 
     Args:
-        settings: `task_result_filters`, in their order.
+        settings: has them by the name `setting`, in their order.
         given: by a program, in place of these.
+        setting: of what comes from a site, or of what is sent to one.
 
     Raises:
         ConfigError: an entry is not understood. UsageError: what a program gave is no filter, or both are there.
     """
 
-    def __init__(self, settings: Settings, given: Given = ()) -> None:
-        if given and settings.task_result_filters:
-            raise UsageError("Server got filters, and its settings have task_result_filters.", "Give one of them.")
-        if given:
-            by_site: Mapping[str, Sequence[Filter]] = given if isinstance(given, Mapping) else {"": given}
-            self._entries = [
-                (each, frozenset([site] if site else []))
-                for site, filters in by_site.items()
-                for each in require_filters(filters)
-            ]
-        else:
-            self._entries = [_made(entry) for entry in settings.task_result_filters]
-        self._of: dict[str, tuple[Filter, ...]] = {}
+    def __init__(self, settings: Settings, given: Given = (), setting: Setting = "task_result_filters") -> None:
+        entries: tuple[dict[str, Any], ...] = getattr(settings, setting)
+        if given and entries:
+            raise UsageError(f"Server got {_ARGUMENT[setting]}, and its settings have {setting}.", "Give one of them.")
+        self._entries = [_made(entry, setting) for entry in entries]
+        by_site: Mapping[str, ByTask] = given if isinstance(given, Mapping) else {"": given}
+        for site, filters in by_site.items():
+            sites = frozenset([site] if site else [])
+            self._entries += [(each, sites, tasks) for each, tasks in for_tasks(filters)]
+        self._of: dict[str, list[_Entry]] = {}
+        self._locks: dict[str, threading.Lock] = {}
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -46,36 +56,50 @@ class SiteFilters:
     def __str__(self) -> str:
         """Which filter is whose, for the log."""
         return ", ".join(
-            f"{each!r} of {', '.join(sorted(sites)) if sites else 'every site'}" for each, sites in self._entries
+            f"{each!r} of {', '.join(sorted(sites)) if sites else 'every site'}"
+            + (f" in {', '.join(sorted(tasks))}" if tasks else "")
+            for each, sites, tasks in self._entries
         )
 
-    def of(self, site: str) -> tuple[Filter, ...]:
-        """Those of one site, in their order."""
-        found = self._of.get(site)
-        if found is None:
-            mine = [copy.copy(each) for each, sites in self._entries if not sites or site in sites]
-            found = self._of.setdefault(site, tuple(mine))
-        return found
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the tasks that some are for."""
+        return sorted({task for _, _, tasks in self._entries for task in tasks})
+
+    def of(self, site: str, task: str = "") -> tuple[Filter, ...]:
+        """Those of one site, in their order; of a task's payload where one is named."""
+        mine = self._of.get(site)
+        if mine is None:
+            copies = [
+                (copy.copy(each), sites, tasks) for each, sites, tasks in self._entries if not sites or site in sites
+            ]
+            mine = self._of.setdefault(site, copies)
+        return tuple(each for each, _, tasks in mine if not tasks or task in tasks)
+
+    def lock(self, site: str) -> threading.Lock:
+        """Held while the filters of a site are at one payload: they keep state from its beginning to its end."""
+        return self._locks.setdefault(site, threading.Lock())
 
 
-def _made(entry: Mapping[str, Any]) -> tuple[Filter, frozenset[str]]:
-    path, args, sites = entry.get("path"), entry.get("args", {}), entry.get("sites", [])
-    understood = isinstance(path, str) and isinstance(args, Mapping | list) and isinstance(sites, list)
-    if not understood or not entry.keys() <= {"path", "args", "sites"}:
+def _made(entry: Mapping[str, Any], setting: Setting) -> _Entry:
+    path, args, sites, tasks = entry.get("path"), entry.get("args", {}), entry.get("sites", []), entry.get("tasks", [])
+    understood = isinstance(path, str) and isinstance(args, Mapping | list)
+    understood = understood and isinstance(sites, list) and isinstance(tasks, list)
+    if not understood or not entry.keys() <= {"path", "args", "sites", "tasks"}:
         raise ConfigError(
-            f"task_result_filters has {dict(entry)!r}, which is not understood.",
-            'Write {path = "norm_clip", args = {max_norm = 1.0}, sites = ["clinic-a"]}; args and sites are optional.',
+            f"{setting} has {dict(entry)!r}, which is not understood.",
+            'Write {path = "norm_clip", args = {max_norm = 1.0}, sites = ["clinic-a"]}; all but path are optional.',
         )
     made = registry.load("filters", str(path))
     try:
         filter_ = made(*args) if isinstance(args, list) else made(**args)
     except TypeError as error:
         raise ConfigError(
-            f"task_result_filters: {path!r} with args = {args!r}: {error}.", "Give the arguments that it has."
+            f"{setting}: {path!r} with args = {args!r}: {error}.", "Give the arguments that it has."
         ) from error
     if not isinstance(filter_, Filter):
         raise ConfigError(
-            f"task_result_filters: {path!r} makes a {type(filter_).__name__}, which is no filter.",
+            f"{setting}: {path!r} makes a {type(filter_).__name__}, which is no filter.",
             "Derive it from atoll.filters.Filter.",
         )
-    return filter_, frozenset(map(str, sites))
+    return filter_, frozenset(map(str, sites)), frozenset(map(str, tasks))

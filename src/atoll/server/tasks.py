@@ -19,6 +19,9 @@ class TaskHandlers:
 
     run: Run
 
+    def __init__(self) -> None:
+        self._putting: dict[tuple[str, str, str], asyncio.Future[None]] = {}
+
     async def request_task(self, lease: Lease, message: tm.TaskRequest) -> tm.TaskReply:
         desk = self.run.desk
         desk.require_workflow()
@@ -51,12 +54,34 @@ class TaskHandlers:
                 check_plain(text)
                 desk.put(task, Answer(site, key, text=text))
             else:
-                desk.put(task, await self._collected(site, key, body.object, f"The answer of site {site}"))
+                await self._put_once(task, site, key, body.object)
         except AtollError:
             if body is not None and body.object is not None:
                 with contextlib.suppress(AtollError):  # it was taken, or never came
                     self.run.objects.remove(body.object.object, body.object.secret)
             raise
+
+    async def _put_once(self, task: str, site: str, key: str, given: tm.ObjectKey) -> None:
+        """Put an answer that came as an object. While it is read and filtered the site may ask again: it waits, too."""
+        putting = self._putting.get((task, site, key))
+        if putting is None:
+            putting = asyncio.ensure_future(self._put(task, site, key, given))
+            self._putting[task, site, key] = putting
+            putting.add_done_callback(lambda done: self._put_is_done((task, site, key), done))
+        await asyncio.shield(putting)
+
+    def _put_is_done(self, which: tuple[str, str, str], done: asyncio.Future[None]) -> None:
+        del self._putting[which]
+        if not done.cancelled():
+            done.exception()  # whoever asked was told, or asks again
+
+    async def _put(self, task: str, site: str, key: str, given: tm.ObjectKey) -> None:
+        desk, name = self.run.desk, self.run.desk.name_of(task)
+        answer = await self._collected(site, key, given, f"The answer of site {site}")
+        if desk.received is not None:
+            loop = asyncio.get_running_loop()
+            answer = await loop.run_in_executor(self.run.io, desk.received, answer, name, self.run.objects)
+        desk.put(task, answer)
 
     async def _collected(self, site: str, key: str, given: tm.ObjectKey, what: str) -> Answer:
         """An answer that has come as an object, which is no one else's from now on."""

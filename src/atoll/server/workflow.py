@@ -27,15 +27,15 @@ from atoll import registry
 from atoll.config import Settings
 from atoll.errors import ConfigError, RunFailed, StoreError, UsageError
 from atoll.posix import read_at
-from atoll.server.desk import Answer, Open, key_to
+from atoll.server.desk import Answer, Open
+from atoll.server.parcels import Packing, Parcels
 from atoll.server.run import Run
-from atoll.store.objects import Kept
-from atoll.store.slots import disk_error
+from atoll.server.task_filters import TaskFilters
 from atoll.tensors.cuts import ChunkSizes
-from atoll.tensors.objects import Stored, write_object
-from atoll.tensors.payload import Packed, pack
+from atoll.tensors.objects import Stored
+from atoll.tensors.payload import pack
 from atoll.wire import task_messages as tm
-from atoll.wire.tasks import Way, read_plain, way_of
+from atoll.wire.tasks import read_plain
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
@@ -114,11 +114,12 @@ class Controller:
     Several threads of a workflow may use it at a time: a site gets the tasks one after the other, oldest first.
     """
 
-    def __init__(self, run: Run, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, run: Run, loop: asyncio.AbstractEventLoop, filters: TaskFilters) -> None:
         self._run, self._loop = run, loop
         self._lock, self._stopped = threading.Lock(), False
         self._asked: set[concurrent.futures.Future[Any]] = set()
         self._sizes = ChunkSizes(run.settings.tensor_download_chunk_size, run.settings.np_download_chunk_size)
+        self._packing = Packing(run, filters, self._sizes)
 
     def sites(self, at_least: int = 0, *, timeout_s: float | None = None) -> list[str]:
         """The sites that take part at this moment, in the order of their names.
@@ -160,7 +161,8 @@ class Controller:
 
         Args:
             task: its name: `train`, `validate`, `submit_model`, or one of your own.
-            payload: nested dicts, lists and tuples with tensors, arrays and plain values. It is written once for all.
+            payload: nested dicts, lists and tuples with tensors, arrays and plain values. It is written once for all,
+                and once more for each site that has filters.
             sites: their names; by default all that take part when it is sent, at least `min_responses` of them.
             min_responses: payloads that suffice where the sites that are missing are dead or have left, and without
                 which this is an error. None: a site that is gone is waited for, and whatever has come is returned.
@@ -180,13 +182,12 @@ class Controller:
                 f"min_responses is {min_responses}, but task {task!r} goes to {len(chosen)} sites.",
                 "Ask for fewer, or send it to more.",
             )
-        packed = pack(payload)
-        way = way_of(task, packed, self._sizes, streamed=task in self._run.settings.stream_tasks)
-        if way.warning:
-            self._run.desk.warn(task, way.warning)
-        draft = None if way.plain is not None else self._write(packed, way)
-        del payload, packed
-        answers = self._ask(self._collect(task, chosen, way, draft, min_responses, timeout_s))
+        parcels = self._packing.parcels(task, chosen, pack(payload))
+        del payload
+        try:
+            answers = self._ask(self._collect(task, chosen, parcels, min_responses, timeout_s))
+        finally:
+            parcels.discard()
         return [Result(task, answer) for answer in sorted(answers, key=lambda answer: answer.site)]
 
     def send(self, site: str, task: str, payload: Any = None, *, timeout_s: float | None = None) -> Result:
@@ -202,45 +203,17 @@ class Controller:
 
     # -- inside
 
-    def _write(self, packed: Packed, way: Way) -> _Draft:
-        """Put a payload on disk."""
-        objects = self._run.objects
-        object_id, fd = objects.draft()
-        try:
-            extent, digests = write_object(packed, fd, way.cut)
-        except OSError as error:
-            objects.discard(object_id)
-            raise disk_error(error, self._run.settings.state_dir) from error
-        except BaseException:
-            objects.discard(object_id)
-            raise
-        finally:
-            os.close(fd)
-        return lambda: objects.hold(object_id, extent, digests, inline=way.cut.inline), lambda: objects.discard(
-            object_id
-        )
-
     async def _collect(
         self,
         name: str,
         sites: Sequence[str],
-        way: Way,
-        draft: _Draft | None,
+        parcels: Parcels,
         min_responses: int | None,
         timeout_s: float | None,
     ) -> list[Answer]:
         desk = self._run.desk
-        body, kept = tm.Body(plain=way.plain), None
-        if draft is not None:
-            hold, discard = draft
-            try:
-                kept, secret = hold()
-            except BaseException:
-                discard()
-                raise
-            body = tm.Body(object=key_to(kept, secret))
         streamed = name in self._run.settings.stream_tasks
-        task = desk.open(name, sites, body, way.kind, kept, streamed=streamed, sizes=self._sizes)
+        task = desk.open(name, sites, *parcels.hold(), parcels.failed, streamed=streamed, sizes=self._sizes)
         try:
             await self._answered(task, min_responses, timeout_s)
             if min_responses is not None and task.good < min_responses:
@@ -298,18 +271,18 @@ class Controller:
             future.cancel()
 
 
-_Draft = tuple[Callable[[], tuple[Kept, str]], Callable[[], None]]
-"""What lets a payload on disk be read, and what removes it."""
-
-
 class Workflow:
     """The thread of a user's function; its end is the run's.
+
+    Args:
+        settings, given: name the function, or are it.
+        filters: of what is sent and answered.
 
     Raises:
         ConfigError: the settings name no function.
     """
 
-    def __init__(self, settings: Settings, given: Function | None) -> None:
+    def __init__(self, settings: Settings, given: Function | None, filters: TaskFilters) -> None:
         self._name = str(settings.workflow or getattr(given, "__name__", "workflow"))
         found = given if given is not None else registry.load_attribute(self._name)
         if not callable(found):
@@ -317,12 +290,15 @@ class Workflow:
                 f"workflow {self._name!r} is a {type(found).__name__}.", "Name a function of one argument."
             )
         self._function: Function = found
+        self._filters = filters
 
     def start(self, run: Run) -> None:
         """Begin the function, from its beginning; called on the server's event loop."""
         self._run, self._loop = run, asyncio.get_running_loop()
-        self._controller = Controller(run, self._loop)
-        run.desk.active = True
+        self._controller = Controller(run, self._loop, self._filters)
+        run.desk.active, run.desk.received = True, self._filters.received
+        if self._filters.data:
+            LOG.info("what is sent to sites passes through filters: %s", self._filters.data)
         threading.Thread(target=self._main, args=(self._controller,), name="atoll-workflow", daemon=True).start()
 
     def stop(self) -> None:

@@ -1,8 +1,12 @@
-"""Filters between the model and the outbox: each run of the update passes through all of them, in their order."""
+"""A site's filters, between the model and the outbox, or between an answer to a task and its file: each run passes
+through all of them, in their order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -11,9 +15,11 @@ from torch import Tensor
 from atoll.errors import UsageError
 from atoll.filters.base import About, Filter
 from atoll.filters.chain import BadFilter, Chain
+from atoll.filters.payloads import ByTask, filtered, for_tasks
 from atoll.tensors.chunks import run_of
 from atoll.tensors.dtypes import accumulate_dtype
 from atoll.tensors.modules import Tensors
+from atoll.tensors.payload import Packed
 from atoll.tensors.schema import CONTROL
 from atoll.worker.files import BaseFile
 
@@ -65,6 +71,30 @@ class Filtered:
         wide = accumulate_dtype(self._base.layout.by_name[name].spec.dtype)
         values = self._base.values_of(name, start, stop).to(wide)
         return values.sub_(run_of(self._tensors[name], start, stop).to("cpu", wide))
+
+
+class AnswerFilters:
+    """What the answers of a site pass through.
+
+    Raises:
+        UsageError: one is no filter.
+    """
+
+    def __init__(self, given: ByTask, site: str) -> None:
+        self._entries, self._site = for_tasks(given), site
+        self._lock = threading.Lock()  # filters keep state from the beginning of an answer to its end
+
+    @contextmanager
+    def behind(self, packed: Packed, task: str) -> Iterator[Packed]:
+        """An answer as it is to travel; it is written within.
+
+        Raises:
+            UsageError: a filter failed, here or while it is written; filter, site, task and tensor are named.
+        """
+        filters = [each for each, tasks in self._entries if not tasks or task in tasks]
+        with self._lock:
+            what = f"The answer of site {self._site} to task {task!r} is not sent"
+            yield filtered(packed, filters, About(self._site, task=task), what)
 
 
 def _told(call: Callable[[], T]) -> T:

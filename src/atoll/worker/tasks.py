@@ -35,6 +35,7 @@ from atoll.errors import (
     TransferStalled,
     UsageError,
 )
+from atoll.filters.payloads import ByTask, said
 from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.objects import Stored
 from atoll.tensors.payload import Packed, pack
@@ -47,6 +48,7 @@ from atoll.worker.ahead import Ahead
 from atoll.worker.border import border
 from atoll.worker.connection import START_RETRIES, Connection, NetworkLost, default_site, require_site
 from atoll.worker.fetch import fetch, fetch_stored
+from atoll.worker.filtering import AnswerFilters
 from atoll.worker.publish import EXPIRES_S, send, withdraw
 from atoll.worker.reporting import LOG
 from atoll.worker.transfer import chunk_sizes, idle_timeout
@@ -69,9 +71,11 @@ class Task:
         payload: as the workflow sent it; references in it are not followed.
     """
 
-    def __init__(self, connection: Connection, message: tm.Task, payload: Any, warned: set[str]) -> None:
+    def __init__(self, connection: Connection, message: tm.Task, warned: set[str], filters: AnswerFilters) -> None:
         self._warned = warned  # of which names of tasks the user has been warned
-        self.name, self.id, self.payload = message.name, message.task, payload
+        self._filters = filters
+        self.name, self.id = message.name, message.task
+        self.payload: Any = None
         self._connection, self._streamed = connection, message.streamed
         self._sizes = ChunkSizes(message.tensor_chunk_bytes, message.np_chunk_bytes)
 
@@ -83,7 +87,7 @@ class Task:
             False where the task is over meanwhile: the answer is not used, and nothing of it is kept.
 
         Raises:
-            UsageError: something in it cannot travel; it is named.
+            UsageError: something in it cannot travel, or a filter failed; it is named, and nothing was sent.
             TransferError: the server answers, but takes no byte of the tensors.
         """
         answer = self._written(pack(payload))
@@ -91,14 +95,15 @@ class Task:
         return self._deliver(answer)
 
     def _written(self, packed: Packed) -> tm.TaskAnswer | Draft:
-        """An answer as it travels: in a message, or from disk."""
-        way = way_of(self.name, packed, chunk_sizes(self._sizes), streamed=self._streamed, what="answer")
-        if way.warning and self.name not in self._warned:
-            self._warned.add(self.name)
-            LOG.warning("%s: %s", self._connection.site, way.warning)
-        if way.plain is not None:
-            return tm.TaskAnswer(body=tm.Body(plain=way.plain))
-        return written(packed, way.cut, None)
+        """An answer as it travels, behind the filters: in a message, or from disk."""
+        with self._filters.behind(packed, self.name) as packed:
+            way = way_of(self.name, packed, chunk_sizes(self._sizes), streamed=self._streamed, what="answer")
+            if way.warning and self.name not in self._warned:
+                self._warned.add(self.name)
+                LOG.warning("%s: %s", self._connection.site, way.warning)
+            if way.plain is not None:
+                return tm.TaskAnswer(body=tm.Body(plain=way.plain))
+            return written(packed, way.cut, None)
 
     def _deliver(self, answer: tm.TaskAnswer | Draft) -> bool:
         if isinstance(answer, tm.TaskAnswer):
@@ -163,7 +168,15 @@ class Task:
 class TaskWorker:
     """A site that answers tasks; made by `atoll.tasks`. Use it as a context manager."""
 
-    def __init__(self, server: str, site: str, labels: dict[str, str] | None, request_task_tensors: bool) -> None:
+    def __init__(
+        self,
+        server: str,
+        site: str,
+        labels: dict[str, str] | None,
+        request_task_tensors: bool,
+        filters: ByTask,
+    ) -> None:
+        self._filters = AnswerFilters(filters, site)
         self._connection = Connection(server, site, labels=labels, max_retries=START_RETRIES)
         self._ahead = None if request_task_tensors else Ahead(self._connection, self._stored)
         self._handlers: dict[str, Handler] = {}
@@ -209,11 +222,13 @@ class TaskWorker:
                 continue
             task.payload = None  # given back while the answer is on its way
             try:
-                answer = task._written(packed)
-                del packed
+                try:
+                    answer = task._written(packed)
+                finally:
+                    del packed
                 task._deliver(answer)
             except (TransferError, UsageError) as error:  # a stream may fail only while it is sent
-                LOG.error("%s: %s", self.site, error)
+                LOG.error("%s: %s", self.site, said(error))
                 task.fail(error)
 
     def tasks(self) -> Iterator[Task]:
@@ -230,7 +245,7 @@ class TaskWorker:
                 return
             if reply.task is None:
                 continue
-            task = Task(connection, reply.task, None, self._warned)
+            task = Task(connection, reply.task, self._warned, self._filters)
             try:
                 task.payload = self._payload_of(reply.task)
             except NetworkLost as error:
@@ -306,6 +321,7 @@ def tasks(
     *,
     labels: dict[str, str] | None = None,
     request_task_tensors: bool = True,
+    filters: ByTask = (),
 ) -> TaskWorker:
     """Take part in a run that has a workflow.
 
@@ -315,15 +331,17 @@ def tasks(
         labels: shown in status.
         request_task_tensors: whether a task's tensors are asked for once it has arrived. False: those of the next one
             are pulled ahead, to disk, while a task is still worked on. What a task is given is the same.
+        filters: that every answer of this site passes through, in this order, before any byte of it leaves; or by the
+            name of a task.
 
     Returns:
         The worker; a context manager that deregisters it.
 
     Raises:
-        UsageError: there is no address: without a server nobody sends tasks.
+        UsageError: there is no address: without a server nobody sends tasks; or a filter is none.
         ServerUnreachable: nobody answers. VersionSkew: the two sides speak different protocols.
     """
     server = server or os.environ.get("ATOLL_SERVER")
     if not server:
         raise UsageError("Tasks come from a server, and none is named.", "Give its address, or set ATOLL_SERVER.")
-    return TaskWorker(server, require_site(site or default_site()), labels, request_task_tensors)
+    return TaskWorker(server, require_site(site or default_site()), labels, request_task_tensors, filters)

@@ -7,7 +7,6 @@ environment variable (`ATOLL_SYNC_EVERY`); a flag wins over the environment, the
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +14,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from atoll import registry
+from atoll.config.sources import environment_layer, file_layer
 from atoll.errors import AtollError, ConfigError
 from atoll.sizes import CHUNK_BYTES, ChunkBytes
 
 DEFAULT_PORT = 8512
-ENV_PREFIX = "ATOLL_"
 
 IDLE_TIMEOUT_S = 60.0
 
@@ -89,9 +88,15 @@ class Settings(BaseModel):
     )
     task_result_filters: tuple[dict[str, Any], ...] = Field(
         (),
-        description="What updates pass through at the server before they are aggregated, in this order: tables "
-        "`{path, args, sites}`, where `path` is `drop`, `norm_clip`, `cast` or `module:attribute` of your own, `args` "
-        "its arguments, and `sites` whose updates; by default everybody's.",
+        description="What updates pass through at the server before they are aggregated, and answers to tasks before "
+        "the workflow has them, in this order: tables `{path, args, sites, tasks}`, where `path` is `drop`, "
+        "`norm_clip`, `cast` or `module:attribute` of your own, `args` its arguments, `sites` whose updates or "
+        "answers, by default everybody's, and `tasks` the names of a workflow's tasks, by default all.",
+    )
+    task_data_filters: tuple[dict[str, Any], ...] = Field(
+        (),
+        description="What payloads of tasks pass through at the server before they are sent to a site; tables as those "
+        "of `task_result_filters`. A run with rounds has none.",
     )
     codec: str | None = Field(
         None, description="`none`, `bf16` or a codec of your own; by default bf16 for DiLoCo, else none."
@@ -212,11 +217,6 @@ class Settings(BaseModel):
                 f"workflow is {self.workflow!r}, and rounds is {self.rounds}: a run has a workflow or rounds.",
                 "Leave rounds out; the run is finished when the workflow returns.",
             )
-        if self.workflow and self.task_result_filters:
-            raise ConfigError(
-                f"workflow is {self.workflow!r}, and task_result_filters are set: they are for the updates of rounds.",
-                "Leave them out; the workflow itself may change what it is given.",
-            )
         if self.aggregator and self.reducer:
             raise ConfigError(
                 f"Both aggregator {self.aggregator!r} and reducer {self.reducer!r} are set.", "Set one of them."
@@ -263,8 +263,8 @@ class Settings(BaseModel):
         merged: dict[str, Any] = {}
         source: dict[str, str] = {}
         layers = [
-            _file_layer(path) if path else {},
-            _environment_layer(os.environ if environ is None else environ),
+            file_layer(path, cls.model_fields) if path else {},
+            environment_layer(os.environ if environ is None else environ, cls.model_fields),
             {key: (value, f"flag --{key.replace('_', '-')}") for key, value in given.items()},
         ]
         for layer in layers:
@@ -309,76 +309,6 @@ def _with_class_path(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("The model has args, and model_args is given, too.", "Give one of them.")
     module, _, attribute = path.rpartition("." if ":" not in path else ":")
     return given | {"model": f"{module}:{attribute}", "model_args": dict(args)}
-
-
-def _file_layer(path: Path) -> dict[str, tuple[Any, str]]:
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"There is no run file {str(path)!r}.", "`atoll init` writes one.") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{str(path)!r} is a folder.", f"Name the run file in it: {path / 'run.toml'}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}.", "A run file is TOML: key = value, one a line.") from None
-    layer = {key: (value, str(path)) for key, value in table.items()}
-    for key in ("tls_cert", "tls_key", "token_file", "state_dir", "save_dir"):
-        if isinstance(table.get(key), str):
-            layer[key] = (path.parent / table[key], str(path))
-    layer.setdefault("state_dir", (path.parent / Settings.model_fields["state_dir"].default, str(path)))
-    for key in ("aggregator", "persistor", "workflow"):
-        if isinstance(table.get(key), str) and registry.is_file(table[key]):
-            layer[key] = (str(path.parent / table[key]), str(path))
-    filters = table.get("task_result_filters")
-    if isinstance(filters, list):
-        layer["task_result_filters"] = ([_beside(each, path) for each in filters], str(path))
-    model = table.get("model")
-    if isinstance(model, str) and (model.endswith(".safetensors") or (path.parent / model).is_dir()):
-        layer["model"] = (str(path.parent / model), str(path))
-    return layer
-
-
-def _beside(entry: Any, path: Path) -> Any:
-    """A table whose `path` names a file relative to the run file, relative to the current folder."""
-    target = entry.get("path") if isinstance(entry, dict) else None
-    if isinstance(target, str) and registry.is_file(target):
-        return {**entry, "path": str(path.parent / target)}
-    return entry
-
-
-NOT_SETTINGS = frozenset(
-    {
-        "ATOLL_SERVER",
-        "ATOLL_SITE",
-        "ATOLL_TOKEN",
-        "ATOLL_DIR",
-        "ATOLL_TLS_CA",
-        "ATOLL_NEW_CONTROLS",
-        "ATOLL_FAILPOINTS",
-    }
-)
-"""ATOLL_* variables that are no setting of a run: they belong to a worker, are secret, or are for tests."""
-
-OTHER_NAMES = {"ATOLL_TENSOR_DOWNLOAD_TO_DISK": "download_to_disk"}
-"""Variables that are not named after their setting."""
-
-
-def _environment_layer(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    layer: dict[str, tuple[Any, str]] = {}
-    for variable in sorted(environ):
-        if not variable.startswith(ENV_PREFIX) or variable in NOT_SETTINGS:
-            continue
-        key = OTHER_NAMES.get(variable, variable.removeprefix(ENV_PREFIX).lower())
-        value: Any = environ[variable]
-        kind = str(Settings.model_fields[key].annotation) if key in Settings.model_fields else ""
-        if "dict" in kind:
-            try:
-                value = tomllib.loads(f"value = {value}")["value"]
-            except tomllib.TOMLDecodeError:
-                raise ConfigError(f"{variable} is {value!r}.", "Write a TOML table: {key = value}.") from None
-        elif "tuple" in kind:
-            value = tuple(filter(None, value.split(",")))
-        layer[key] = (value, variable)
-    return layer
 
 
 def _nearest(key: str, value: Any) -> str:

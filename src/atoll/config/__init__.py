@@ -1,0 +1,6 @@
+"""The settings of a run, and where they come from."""
+
+from atoll.config.settings import DEFAULT_PORT, IDLE_TIMEOUT_S, Settings
+from atoll.config.sources import ENV_PREFIX, NOT_SETTINGS, OTHER_NAMES
+
+__all__ = ["DEFAULT_PORT", "ENV_PREFIX", "IDLE_TIMEOUT_S", "NOT_SETTINGS", "OTHER_NAMES", "Settings"]

@@ -1,0 +1,99 @@
+"""Where settings come from: the run file and the environment, each as key → (value, what named it)."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from atoll import registry
+from atoll.errors import ConfigError
+
+ENV_PREFIX = "ATOLL_"
+
+Fields = Mapping[str, FieldInfo]
+"""The settings that there are, by name."""
+Layer = dict[str, tuple[Any, str]]
+"""Key → its value, and the file or the variable that has it."""
+
+NOT_SETTINGS = frozenset(
+    {
+        "ATOLL_SERVER",
+        "ATOLL_SITE",
+        "ATOLL_TOKEN",
+        "ATOLL_DIR",
+        "ATOLL_TLS_CA",
+        "ATOLL_NEW_CONTROLS",
+        "ATOLL_FAILPOINTS",
+    }
+)
+"""ATOLL_* variables that are no setting of a run: they belong to a worker, are secret, or are for tests."""
+
+OTHER_NAMES = {"ATOLL_TENSOR_DOWNLOAD_TO_DISK": "download_to_disk"}
+"""Variables that are not named after their setting."""
+
+
+def file_layer(path: Path, fields: Fields) -> Layer:
+    """What a run file says; paths in it are relative to its folder.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"There is no run file {str(path)!r}.", "`atoll init` writes one.") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{str(path)!r} is a folder.", f"Name the run file in it: {path / 'run.toml'}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}.", "A run file is TOML: key = value, one a line.") from None
+    layer = {key: (value, str(path)) for key, value in table.items()}
+    for key in ("tls_cert", "tls_key", "token_file", "state_dir", "save_dir"):
+        if isinstance(table.get(key), str):
+            layer[key] = (path.parent / table[key], str(path))
+    layer.setdefault("state_dir", (path.parent / fields["state_dir"].default, str(path)))
+    for key in ("aggregator", "persistor", "workflow"):
+        if isinstance(table.get(key), str) and registry.is_file(table[key]):
+            layer[key] = (str(path.parent / table[key]), str(path))
+    for key in ("task_result_filters", "task_data_filters"):
+        if isinstance(table.get(key), list):
+            layer[key] = ([_beside(each, path) for each in table[key]], str(path))
+    model = table.get("model")
+    if isinstance(model, str) and (model.endswith(".safetensors") or (path.parent / model).is_dir()):
+        layer["model"] = (str(path.parent / model), str(path))
+    return layer
+
+
+def _beside(entry: Any, path: Path) -> Any:
+    """A table whose `path` names a file relative to the run file, relative to the current folder."""
+    target = entry.get("path") if isinstance(entry, dict) else None
+    if isinstance(target, str) and registry.is_file(target):
+        return {**entry, "path": str(path.parent / target)}
+    return entry
+
+
+def environment_layer(environ: Mapping[str, str], fields: Fields) -> Layer:
+    """What the variables say that are settings.
+
+    Raises:
+        ConfigError: a table in one is none.
+    """
+    layer: Layer = {}
+    for variable in sorted(environ):
+        if not variable.startswith(ENV_PREFIX) or variable in NOT_SETTINGS:
+            continue
+        key = OTHER_NAMES.get(variable, variable.removeprefix(ENV_PREFIX).lower())
+        value: Any = environ[variable]
+        kind = str(fields[key].annotation) if key in fields else ""
+        if "dict" in kind:
+            try:
+                value = tomllib.loads(f"value = {value}")["value"]
+            except tomllib.TOMLDecodeError:
+                raise ConfigError(f"{variable} is {value!r}.", "Write a TOML table: {key = value}.") from None
+        elif "tuple" in kind:
+            value = tuple(filter(None, value.split(",")))
+        layer[key] = (value, variable)
+    return layer

@@ -1,0 +1,134 @@
+"""What a task sends: one object for all its sites, and one of its own for each site whose filters change it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from atoll.errors import UsageError
+from atoll.filters.payloads import said
+from atoll.server.desk import Sent, key_to
+from atoll.server.run import Run
+from atoll.server.task_filters import TaskFilters
+from atoll.store.objects import ObjectStore
+from atoll.store.slots import disk_error
+from atoll.tensors.cuts import ChunkSizes
+from atoll.tensors.objects import Extent, write_object
+from atoll.tensors.payload import Packed
+from atoll.wire import task_messages as tm
+from atoll.wire.tasks import Way, way_of
+
+LOG = logging.getLogger("atoll.server")
+
+
+@dataclass(eq=False)
+class Parcel:
+    """A payload on disk, or in a message, that nobody can read yet."""
+
+    way: Way
+    objects: ObjectStore
+    draft: tuple[str, Extent, list[bytes]] | None = None
+
+    def hold(self) -> Sent:
+        """Let it be read; on the event loop. Errors as `ObjectStore.hold`."""
+        if self.draft is None:
+            return Sent(tm.Body(plain=self.way.plain), self.way.kind)
+        kept, secret = self.objects.hold(*self.draft, inline=self.way.cut.inline)
+        self.draft = None
+        return Sent(tm.Body(object=key_to(kept, secret)), self.way.kind, kept)
+
+    def discard(self) -> None:
+        """Remove what nobody has been let to. Idempotent."""
+        draft, self.draft = self.draft, None
+        if draft is not None:
+            self.objects.discard(draft[0])
+
+
+@dataclass(eq=False)
+class Parcels:
+    """The payloads of one task.
+
+    Attributes:
+        shared: for every site that has none of its own; None where all have.
+        own: by site.
+        failed: what a site's filter failed with, by site: it is sent nothing.
+    """
+
+    shared: Parcel | None = None
+    own: dict[str, Parcel] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def hold(self) -> tuple[Sent | None, dict[str, Sent]]:
+        """Let all be read; on the event loop. What was held before one failed is let go.
+
+        Raises:
+            Busy, DiskFull, StoreError: as `ObjectStore.hold`.
+        """
+        held: list[tuple[Parcel, Sent]] = []
+        try:
+            for parcel in [*([self.shared] if self.shared else []), *self.own.values()]:
+                held.append((parcel, parcel.hold()))
+        except BaseException:
+            for parcel, sent in held:
+                if sent.kept is not None:
+                    parcel.objects.let_go(sent.kept)
+            raise
+        sent_as = dict(held)
+        shared = sent_as[self.shared] if self.shared else None
+        return shared, {site: sent_as[parcel] for site, parcel in self.own.items()}
+
+    def discard(self) -> None:
+        """Remove what is not held. Idempotent."""
+        for parcel in [*([self.shared] if self.shared else []), *self.own.values()]:
+            parcel.discard()
+
+
+class Packing:
+    """Writes what a workflow sends; in the workflow's thread."""
+
+    def __init__(self, run: Run, filters: TaskFilters, sizes: ChunkSizes) -> None:
+        self._run, self._filters, self._sizes = run, filters, sizes
+
+    def parcels(self, task: str, sites: Sequence[str], packed: Packed) -> Parcels:
+        """A task's payload for its sites; nobody's filters see what another's have left.
+
+        Raises:
+            UsageError: it cannot travel. DiskFull, StoreError: the disk's.
+        """
+        parcels = Parcels()
+        try:
+            for site in sites:
+                try:
+                    with self._filters.sent(packed, site, task) as mine:
+                        if mine is not packed:
+                            parcels.own[site] = self._parcel(task, mine)
+                except UsageError as error:
+                    LOG.error("%s", said(error))
+                    parcels.failed[site] = str(error)
+            if len(parcels.own) + len(parcels.failed) < len(sites) or not sites:
+                parcels.shared = self._parcel(task, packed)
+        except BaseException:
+            parcels.discard()
+            raise
+        return parcels
+
+    def _parcel(self, task: str, packed: Packed) -> Parcel:
+        settings, objects = self._run.settings, self._run.objects
+        way = way_of(task, packed, self._sizes, streamed=task in settings.stream_tasks)
+        if way.warning:
+            self._run.desk.warn(task, way.warning)
+        if way.plain is not None:
+            return Parcel(way, objects)
+        object_id, fd = objects.draft()
+        try:
+            return Parcel(way, objects, (object_id, *write_object(packed, fd, way.cut)))
+        except OSError as error:
+            objects.discard(object_id)
+            raise disk_error(error, settings.state_dir) from error
+        except BaseException:
+            objects.discard(object_id)
+            raise
+        finally:
+            os.close(fd)

@@ -1,0 +1,302 @@
+"""Payloads behind filters: by which names, to the bit where nothing is changed, in a few runs of memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from atoll.config import Settings
+from atoll.errors import UsageError
+from atoll.filters import About, Cast, Drop, Filter, NormClip, Outgoing
+from atoll.filters.payloads import filtered
+from atoll.payloads import Stream, register
+from atoll.posix import read_at
+from atoll.server.desk import Answer, read_contents
+from atoll.server.task_filters import TaskFilters
+from atoll.server.workflow import Result
+from atoll.store.objects import ObjectStore
+from atoll.tensors.chunks import CHUNK_ELEMENTS
+from atoll.tensors.cuts import Cut
+from atoll.tensors.objects import Contents, Stored, write_object
+from atoll.tensors.payload import Packed, pack
+from atoll.tensors.places import names_of
+from atoll.testing.payloads import MORE_BYTES, peak_growth
+
+PART_BYTES = 2**20
+
+
+def behind(tree: Any, filters: list[Filter]) -> Packed:
+    return filtered(pack(tree), filters, About("a", task="train"), "It is not sent")
+
+
+def arrived(tree: Any, filters: list[Filter]) -> Any:
+    """What the other side has of a payload."""
+    with tempfile.TemporaryFile() as file:
+        fd = file.fileno()
+        extent, _ = write_object(behind(tree, filters), fd, Cut(PART_BYTES))
+        contents = Contents.read(os.pread(fd, extent.head_bytes, 0), extent, "The payload")
+        return Stored(contents, lambda offset, memory: read_at(fd, memory, offset), lambda: None).tree()
+
+
+class Halved(Filter):
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        assert len(values) <= CHUNK_ELEMENTS
+        return values.div_(2)
+
+
+@dataclass
+class Series:
+    """Of the user's own: its values are made while they travel, in chunks that end where no run does."""
+
+    count: int
+    step: int = 1000
+
+    def chunks(self) -> Iterator[Tensor]:
+        for start in range(0, self.count, self.step):
+            yield torch.arange(start, min(start + self.step, self.count), dtype=torch.float32)
+
+
+register(
+    Series,
+    "filtered.series",
+    lambda series: {"values": Stream(torch.float32, (series.count,), series.chunks), "step": series.step},
+    lambda sent: [sent["values"].resolve(), sent["step"]],
+)
+
+
+@pytest.mark.covers("T8")
+def test_tensors_are_called_by_their_path() -> None:
+    """A flat dict has its keys; numbers, NumPy's too, are no tensors."""
+    one, two, three, four = (torch.full((1,), float(number)) for number in range(4))
+    flat = pack({"head.w": one, "head.b": two})
+    assert names_of(flat) == {0: ("head.w",), 1: ("head.b",)}
+    tree = pack({"model": {"w": one, "layers": [two, {"b": np.ones(2)}]}, 7: (three,), "n": np.float64(2.0), "$": four})
+    assert sorted(names_of(tree).values()) == [
+        ("$",),
+        ("7.0",),
+        ("model.layers.0",),
+        ("model.layers.1.b",),
+        ("model.w",),
+    ]
+    assert names_of(pack(one)) == {0: ("payload",)}
+    assert names_of(pack({"s": Series(3)})) == {0: ("s.values",)}
+
+
+@pytest.mark.covers("T8")
+def test_two_tensors_of_one_name_are_refused() -> None:
+    tree = {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}
+    with pytest.raises(UsageError, match=r"Two tensors of the payload are called 'a.b'"):
+        behind(tree, [Halved()])
+    assert behind(tree, []).skeleton == pack(tree).skeleton  # nobody needs names
+
+
+@pytest.mark.covers("T8", "T1")
+def test_a_filter_that_changes_nothing_changes_no_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    large = torch.randn(CHUNK_ELEMENTS + 5, generator=generator)
+    shared = large[:7].clone()
+    tree = {
+        "large": large,
+        "across": torch.randn(30, 20, generator=generator).t(),
+        "narrow": [large[:9].bfloat16(), large[:9].half(), large[:9].to(torch.float8_e4m3fn), large[:9].double()],
+        "arrays": (np.arange(5.0), np.arange(5, dtype=np.int16), np.float32(2.5)),
+        "whole": torch.arange(3),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(1.5),
+        "again": (shared, shared),
+        "plain": (1, 0.5, "x", b"\x00", None),
+    }
+
+    class Same(Filter):
+        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+            seen.append((name, start, len(values)))
+            return values
+
+    seen: list[tuple[str, int, int]] = []
+    found = arrived(tree, [Same()])
+    assert repr(found) == repr(tree)
+    assert torch.equal(found["large"], large)
+    assert torch.equal(found["across"], tree["across"])
+    assert found["again"][0] is found["again"][1]
+    assert [each for each in seen if each[0] == "large"] == [("large", 0, CHUNK_ELEMENTS), ("large", CHUNK_ELEMENTS, 5)]
+    assert {name for name, _, _ in seen} >= {"across", "narrow.3", "arrays.0", "scalar", "again.0"}
+    assert not {"arrays.1", "arrays.2", "whole", "again.1"} & {name for name, _, _ in seen}
+
+
+@pytest.mark.covers("T8")
+def test_shipped_filters_see_the_tensors_of_a_payload_as_they_are() -> None:
+    """(3, 4) and 12 have the norm 13, of which half is left; the integer, and the number of NumPy, stay."""
+    tree = {"w": torch.tensor([3.0, 4.0]), "b": np.array([12.0]), "n": torch.tensor(100), "loss": np.float64(100.0)}
+    found = arrived(tree, [NormClip(6.5)])
+    assert (found["w"].tolist(), found["b"].tolist(), found["n"].item(), found["loss"]) == ([1.5, 2.0], [6.0], 100, 100)
+    assert arrived({"w": torch.tensor([1.0 + 2**-10])}, [Cast("bf16")])["w"].item() == 1.0
+    noisy = arrived({"w": torch.zeros(1000)}, [NormClip(1.0, noise=2.0)])["w"]
+    assert 1.8 < noisy.std().item() < 2.2
+
+
+@pytest.mark.covers("T8", "T1")
+def test_what_is_dropped_has_none_in_its_place_and_does_not_travel() -> None:
+    tree = {
+        "head": {"w": torch.ones(3), "n": torch.tensor(1)},
+        "body": [torch.zeros(1), np.ones(2)],
+        "lr": np.float32(1),
+    }
+    packed = behind(tree, [Drop("head.*", "body.0")])
+    assert len(packed.tensors) == 2  # body.1, and the number
+    found = arrived(tree, [Drop("head.*", "body.0")])
+    assert found["head"] == {"w": None, "n": None}
+    assert found["body"][0] is None
+    assert isinstance(found["body"][1], np.ndarray)
+    assert found["lr"] == np.float32(1)
+
+
+@pytest.mark.covers("T8")
+def test_a_tensor_in_two_places_is_dropped_by_either_name_and_counts_once() -> None:
+    """Else a head that is tied to the body would leave under the body's name. (3, 4) has the norm 5, not √50."""
+    tied = torch.tensor([3.0, 4.0])
+    tree = {"body": {"w": tied}, "head": {"w": tied, "b": torch.zeros(1)}}
+    for pattern in ("head.*", "head.w", "body.w"):
+        found = arrived(tree, [Drop(pattern)])
+        assert (found["body"]["w"], found["head"]["w"]) == (None, None)
+    found = arrived(tree, [NormClip(2.5)])
+    assert found["body"]["w"].tolist() == [1.5, 2.0]
+    assert found["body"]["w"] is found["head"]["w"]
+
+
+@pytest.mark.covers("T8")
+def test_a_filter_sees_what_those_before_it_left_and_may_ask_for_the_whole() -> None:
+    class Looking(Filter):
+        def begin(self, update: Outgoing) -> None:
+            about = update.about
+            seen.append((about.site, about.task, about.round, list(update.tensors), update.tensor("w").tolist()))
+            seen.append([(name, start, len(values)) for name, start, values in update.runs()])
+
+    seen: list[Any] = []
+    tree = {"w": torch.tensor([[2.0], [4.0]]), "head": torch.ones(1), "n": torch.tensor(1)}
+    arrived(tree, [Drop("head"), Halved(), Looking()])
+    assert seen == [("a", "train", 0, ["w", "n"], [[1.0], [2.0]]), [("w", 0, 2)]]
+
+
+@pytest.mark.covers("T8", "T13")
+def test_a_stream_of_an_own_type_is_filtered_run_by_run() -> None:
+    """Read thrice: for the norm, by a filter that looks at its end first, and to be sent. 1²+…+4² = 30."""
+
+    class Backwards(Filter):
+        def begin(self, update: Outgoing) -> None:
+            (name,) = update.tensors
+            found.append([update.changes(name, at, at + 1).item() for at in (count - 1, 1, 0)])
+
+    found: list[list[float]] = []
+    count = CHUNK_ELEMENTS + 7
+    values, step = arrived({"s": Series(count)}, [Backwards(), Halved()])["s"]
+    assert step == 1000
+    assert found == [[count - 1, 1, 0]]
+    assert torch.equal(values, torch.arange(count, dtype=torch.float32) / 2)
+    values, _ = arrived({"s": Series(5, step=2)}, [NormClip(30**0.5 / 2)])["s"]
+    assert values.tolist() == pytest.approx([0.0, 0.5, 1.0, 1.5, 2.0])
+
+
+class Broken(Filter):
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        raise KeyError("salt")
+
+
+class Narrow(Filter):
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        return values.half()
+
+
+class Grown(Filter):
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        return values * 1e5
+
+
+@pytest.mark.covers("T8", "X3")
+@pytest.mark.parametrize(
+    ("tree", "filters", "told"),
+    [
+        ({"w": torch.ones(3)}, [Broken()], r"It is not sent: the filter Broken\(\) failed at 'w': KeyError: 'salt'"),
+        ({"w": torch.ones(3)}, [Narrow()], r"Narrow\(\) made torch.float16 \[3\] where 'w' had torch.float32 \[3\]"),
+        ({"w": torch.full((3,), 1e5)}, [Cast("fp16")], r"the filter Cast\('fp16'\) left NaN or Inf in 'w'"),
+        ({"w": torch.ones(3)}, [Drop("v")], r"no tensor of the payload is called 'v'.*A tensor is called by its path"),
+        ({"w": torch.full((3,), torch.nan)}, [NormClip(1.0)], r"'w' has NaN or Inf before it is filtered"),
+        (
+            {"h": torch.ones(1, dtype=torch.float16)},
+            [Grown()],
+            r"what filter Grown\(\) left of 'h' is beyond what torch.float16 can hold",
+        ),
+    ],
+    ids=["raises", "dtype", "infinite", "name", "nan", "overflow"],
+)
+def test_what_a_filter_may_not_do_is_told_with_its_name_and_the_tensor(
+    tree: Any, filters: list[Filter], told: str
+) -> None:
+    with pytest.raises(UsageError, match=told):
+        arrived(tree, filters)
+
+
+@pytest.mark.covers("T8")
+def test_a_mask_of_infinities_is_no_obstacle_to_a_filter_that_only_drops() -> None:
+    mask = torch.tensor([0.0, -torch.inf])
+    assert torch.equal(arrived({"mask": mask, "head": mask + 1}, [Drop("head")])["mask"], mask)
+    with pytest.raises(UsageError, match="'mask' has NaN or Inf"):
+        arrived({"mask": mask, "head": mask + 1}, [Drop("head"), Halved()])
+
+
+@pytest.mark.covers("T8", "D1")
+@pytest.mark.parametrize("filters", [[Halved()], [NormClip(1.0, noise=1.0), Cast("bf16")]], ids=["plain", "norm"])
+def test_filtering_takes_a_few_runs_of_memory(tmp_path: Path, filters: list[Filter]) -> None:
+    """Tensors of 64 MiB in memory, of 64 MiB across its rows, and a stream of as much, of which nothing is held."""
+    tree = {"w": torch.ones(2**24), "across": torch.ones(2**12, 2**12).t(), "s": Series(2**24, step=2**16)}
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        behind({"w": torch.ones(1)}, filters)  # what is loaded once
+        growth = peak_growth(lambda: write_object(behind(tree, filters), file.fileno(), Cut(PART_BYTES)))
+    assert growth < MORE_BYTES
+
+
+@pytest.mark.covers("T8", "D1")
+def test_filtering_an_answer_that_has_come_takes_a_few_runs_of_memory(tmp_path: Path) -> None:
+    """64 MiB on disk become half of it on disk; the file that came is closed, and the other has no name."""
+    objects = ObjectStore(tmp_path / "objects", max_bytes=2**30, max_expires_s=60.0, idle_timeout_s=60.0)
+    filters = TaskFilters(Settings(state_dir=tmp_path), results={"a": [NormClip(2.0**11)]})
+    object_id, fd = objects.draft()
+    extent, _ = write_object(pack({"w": torch.ones(2**24)}), fd, Cut(PART_BYTES))  # of the norm 2¹²
+    answer = Answer("a", "key", way="streamed", contents=read_contents(fd, extent, "It"), fd=fd)
+    behind: list[Answer] = []
+    assert peak_growth(lambda: behind.append(filters.received(answer, "train", objects))) < MORE_BYTES
+    assert (answer.fd, behind[0].error, behind[0].way) == (-1, "", "streamed")
+    (tensor,) = Result("train", behind[0]).payload.values()
+    assert torch.equal(tensor, torch.full((2**24,), 0.5))
+    objects.discard(object_id)
+    assert list((tmp_path / "objects").iterdir()) == []
+
+
+@pytest.mark.covers("T6", "T8")
+@pytest.mark.parametrize(
+    "filters", [[Halved()], [NormClip(1.0), Drop("b")], [Broken()]], ids=["plain", "norm", "broken"]
+)
+def test_nothing_of_a_payload_is_kept_once_it_is_written(tmp_path: Path, filters: list[Filter]) -> None:
+    tensor, other = torch.ones(1000), torch.ones(10)
+    seen = [weakref.ref(tensor), weakref.ref(other)]
+    gc.disable()
+    try:
+        with tempfile.TemporaryFile(dir=tmp_path) as file:
+            try:
+                write_object(behind({"w": tensor, "b": other}, filters), file.fileno(), Cut(PART_BYTES))
+            except UsageError:
+                assert isinstance(filters[0], Broken)
+        del tensor, other
+        assert [each() for each in seen] == [None, None]
+    finally:
+        gc.enable()
