@@ -60,7 +60,7 @@ def pull_version(
 
     def fetch() -> None:
         nonlocal again
-        todo = [part for part in wanted if base.digest(part) != digests[part.index]] if again else wanted
+        todo = base.differing(manifest.part_digests, wanted) if again else wanted
         again = True
         bar.resume()
         parts.pull(path, digests, todo, [base], into=model, on_bytes=bar.add)
