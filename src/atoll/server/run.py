@@ -54,7 +54,7 @@ class Run:
         filters: SiteFilters | None = None,
     ) -> None:
         self.plan, self.store, self.settings = plan, store, plan.settings
-        self.roster = roster_of(recovered.members)
+        self.roster = roster_of(recovered.members, store.newest_bases())
         self.finished = asyncio.Event()
         self.failed: AtollError | None = None
         self.ended = asyncio.Event()
