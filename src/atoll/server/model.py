@@ -18,8 +18,8 @@ from atoll.config import Settings
 from atoll.errors import ConfigError
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import torch_dtype
-from atoll.tensors.layout import TIED, Layout, chunks
-from atoll.tensors.modules import Tensors, named_tensors, schema_of
+from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, chunks
+from atoll.tensors.modules import Tensors, Told, named_tensors, schema_of
 from atoll.tensors.schema import CONTROL, Schema
 
 
@@ -79,7 +79,7 @@ def is_known(settings: Settings, given: nn.Module | Tensors | None, schema: Sche
         return False
 
 
-def _header(path: Path) -> dict[str, Tensor]:
+def _header(path: Path) -> Told:
     """Tensors of the shapes in a file, one element of memory each."""
     from safetensors import safe_open
 
@@ -89,24 +89,35 @@ def _header(path: Path) -> dict[str, Tensor]:
             name: torch.empty((), dtype=torch_dtype(found.get_dtype())).expand(found.get_shape())
             for name, found in slices.items()
         }
-    return _tie(path, tensors, lambda one, other: one.shape == other.shape and one.dtype == other.dtype)
+    return _as_told(path, tensors, lambda one, other: one.shape == other.shape and one.dtype == other.dtype)
 
 
-def _tie(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> dict[str, Tensor]:
-    """Names that an export says are one tensor get one, where they still are the same."""
+def _as_told(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> Told:
+    """What an export says of its tensors, where it still is so.
+
+    Names that it says are one tensor get one, where they are the same. Its list of buffers is believed whole where the
+    file has them all; else somebody has changed the file, and of those that are not on the list nothing is known.
+    """
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        told = (file.metadata() or {}).get(TIED, "{}")
-    try:
-        tied: object = json.loads(told)
-    except ValueError:
-        tied = None
+        metadata = file.metadata() or {}
+    tied, buffers = _json(metadata.get(TIED)), _json(metadata.get(BUFFER_NAMES))
     for name, owner in tied.items() if isinstance(tied, dict) else ():
         if name in tensors and owner in tensors and same(tensors[name], tensors[owner]):
             del tensors[name]
             tensors[name] = tensors[owner]  # behind its owner
-    return tensors
+    if not isinstance(buffers, list) or not all(isinstance(name, str) for name in buffers):
+        return Told(tensors, {})
+    whole = all(name in tensors for name in buffers)
+    return Told(tensors, {name: name in buffers for name in tensors if whole or name in buffers})
+
+
+def _json(text: str | None) -> object:
+    try:
+        return json.loads(text or "null")
+    except ValueError:
+        return None
 
 
 def _files(model: str) -> list[Path]:
@@ -127,13 +138,13 @@ def _files(model: str) -> list[Path]:
     return [path] if model.endswith(".safetensors") else []
 
 
-def _from_files(files: Sequence[Path]) -> dict[str, Tensor]:
+def _from_files(files: Sequence[Path]) -> Told:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    def load(path: Path) -> dict[str, Tensor]:
+    def load(path: Path) -> Told:
         try:
-            return _tie(path, load_file(path), torch.equal)
+            return _as_told(path, load_file(path), torch.equal)
         except FileNotFoundError:
             raise ConfigError(f"There is no initial model {str(path)!r}.") from None
         except SafetensorError as error:
@@ -142,13 +153,13 @@ def _from_files(files: Sequence[Path]) -> dict[str, Tensor]:
     return _together(files, load)
 
 
-def _together(files: Sequence[Path], load: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
+def _together(files: Sequence[Path], load: Callable[[Path], Told]) -> Told:
     """The tensors of all files, as a model is saved in several when it is large.
 
     Raises:
         ConfigError: two have a tensor of the same name.
     """
-    found: dict[str, Tensor] = {}
+    found = Told({}, {})
     for path in files:
         tensors = load(path)
         if twice := found.keys() & tensors.keys():
@@ -156,7 +167,8 @@ def _together(files: Sequence[Path], load: Callable[[Path], dict[str, Tensor]]) 
                 f"{path.name} in {str(path.parent)!r} has the tensor {min(twice)!r}, and so has a file before it.",
                 "Name one file, or a folder with the parts of one model.",
             )
-        found |= tensors
+        found.update(tensors)
+        found.buffers |= tensors.buffers
     return found
 
 
