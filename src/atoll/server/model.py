@@ -20,7 +20,7 @@ from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, chunks
 from atoll.tensors.modules import Tensors, Told, named_tensors, schema_of
-from atoll.tensors.schema import CONTROL, Schema
+from atoll.tensors.schema import BUFFERS, CONTROL, Schema
 
 
 def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.Module | Tensors:
@@ -66,17 +66,63 @@ def _call(build: Any, settings: Settings) -> Any:
 def is_known(settings: Settings, given: nn.Module | Tensors | None, schema: Schema) -> bool:
     """Whether the initial model has this schema, as far as it can be seen without its values.
 
+    False says nothing: not every function can be called on the meta device. Whoever is told so builds the model.
+    """
+    return _seen(settings, given) == schema
+
+
+def _seen(settings: Settings, given: nn.Module | Tensors | None) -> Schema | None:
+    """The schema of the initial model, without its values; None where it cannot be seen so.
+
     Of a file only the header is read, and a function is called on the meta device, where tensors take no memory and no
-    time. False says nothing: not every function can be called there. Whoever is told so builds the model.
+    time.
     """
     try:
         if given is None and settings.model is not None and (files := _files(settings.model)):
-            return schema_of(_together(files, _header), settings.buffers) == schema
+            return schema_of(_together(files, _header), settings.buffers)
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")  # that weights which it loads are not copied
-            return schema_of(initial_model(settings, given), settings.buffers, values=False) == schema
+            return schema_of(initial_model(settings, given), settings.buffers, values=False)
     except Exception:  # anything that a user's function may raise
-        return False
+        return None
+
+
+def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = None) -> Tensors:
+    """What a persistor gave, with the word of the run's `model` on what a mapping cannot say of itself.
+
+    That is which names are tied and which tensors are buffers. Without a `model` it stays as it is.
+
+    Args:
+        schema: of the model, where it is known already.
+
+    Raises:
+        ConfigError: tied names have different values.
+        SchemaMismatch: it is another model.
+    """
+    if schema is None and settings.model is None:
+        return loaded
+    schema = schema or _seen(settings, None) or schema_for(settings, initial_model(settings, None))
+    who = f"load() of the persistor {settings.persistor!r}"
+    found = dict(loaded)
+    for name, owner in schema.aliases:
+        one, other = found.pop(name, None), found.get(owner)
+        if one is not None and other is not None and not _same(one, other):
+            raise ConfigError(
+                f"{who} gave {name!r} and {owner!r}, which differ; in the run's model they are tied: one tensor.",
+                "Give both with the same values, or only one of them.",
+            )
+        if one is not None and other is None:
+            found[owner] = one
+    # in the model's order; what it does not have is behind, to be named below
+    ordered = {spec.name: found.pop(spec.name) for spec in schema.tensors if spec.name in found} | found
+    ordered |= {name: ordered[owner] for name, owner in schema.aliases if owner in ordered}
+    model = Told(ordered, {spec.name: spec.group == BUFFERS for spec in schema.tensors})
+    schema_of(model).require_equal(schema, mine=who, theirs="the run")
+    return model
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu()))
 
 
 def _header(path: Path) -> Told:
