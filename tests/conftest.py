@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from atoll.testing import processes
 
 for _variable in [name for name in os.environ if name.startswith("ATOLL_")]:
     del os.environ[_variable]  # before any test module reads it: a shell's settings must not decide a test
@@ -28,3 +31,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             unknown = [name for name in mark.args if name not in known]
             if unknown or not mark.args:
                 raise pytest.UsageError(f"{item.nodeid}: covers{mark.args} names no line of docs/behaviours.toml.")
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """For tests of Ctrl-C: the suite may run where SIGINT is ignored."""
+    with processes.interruptible():
+        yield

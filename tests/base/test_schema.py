@@ -109,6 +109,16 @@ BASE = [TensorSpec("a", "F32", (2,)), TensorSpec("b", "F32", (3,))]
         (Schema.build(BASE, {"c": "a"}), Schema.build(BASE), "only worker clinic-a ties c to a"),
         (Schema.build(BASE), Schema.build(BASE, {"c": "a"}), "only the server ties c to a"),
         (Schema.build(BASE, {"c": "a"}), Schema.build(BASE, {"c": "b"}), "only worker clinic-a ties c to a"),
+        (
+            Schema.build(BASE[:1], {"b": "a"}),
+            Schema.build(BASE),
+            "worker clinic-a ties b to a, the server has two tensors",
+        ),
+        (
+            Schema.build(BASE),
+            Schema.build(BASE[:1], {"b": "a"}),
+            "the server ties b to a, worker clinic-a has two tensors",
+        ),
         (Schema.build(BASE), Schema.build(BASE[::-1]), "the same tensors in another order"),
     ],
     ids=[
@@ -120,6 +130,8 @@ BASE = [TensorSpec("a", "F32", (2,)), TensorSpec("b", "F32", (3,))]
         "tied-here",
         "tied-there",
         "tied-otherwise",
+        "two-there",
+        "two-here",
         "order",
     ],
 )

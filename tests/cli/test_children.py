@@ -13,6 +13,7 @@ from atoll.cli.children import Children
 
 
 @pytest.mark.covers("X1")
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_while_a_process_is_started_leaves_none_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worst of moments: the process is there, and `Popen` has not returned."""
     started: list[subprocess.Popen[bytes]] = []

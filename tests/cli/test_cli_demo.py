@@ -129,6 +129,7 @@ def test_the_federated_demo_trains_and_leaves_only_files(atoll_command, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.covers("X1")
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_every_process(tmp_path) -> None:
     folder = tmp_path / "demo"
     # The script, not `python -m`: there CPython ends by SIGINT itself (-2, which a shell also shows as 130), whatever

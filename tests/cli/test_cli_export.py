@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ def server(model, tmp_path):
 def require_same(path: Path, model: nn.Module) -> None:
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        assert set(json.loads(file.metadata()["atoll.buffers"])) == {name for name, _ in model.named_buffers()}
     wanted = model.state_dict()
     assert state.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(state[name], wanted[name])] == []

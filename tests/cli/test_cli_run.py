@@ -115,6 +115,7 @@ def test_the_server_says_that_it_starts_before_it_loads_what_is_slow(monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.covers("L11")
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_stopped_server_says_that_it_can_go_on(atoll_command, serve, number: signal.Signals, code: int) -> None:
     atoll_command("init", "mine")
@@ -130,6 +131,7 @@ def test_a_stopped_server_says_that_it_can_go_on(atoll_command, serve, number: s
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_that_is_stopped_behind_the_end_of_its_run_says_so(
     atoll_command, serve, tmp_path, number: signal.Signals

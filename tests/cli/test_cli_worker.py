@@ -127,6 +127,7 @@ def test_a_command_that_does_not_exist_is_told(canned, atoll_command) -> None:
     assert "no-such-command" in outcome.stderr
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_reaches_the_command_and_ends_restarts(canned, number: signal.Signals) -> None:
     script = (
@@ -147,6 +148,32 @@ def test_a_signal_reaches_the_command_and_ends_restarts(canned, number: signal.S
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     assert process.stdout.readline() == "told\n"
+    assert process.wait(20) == 4
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_it_was_started_to_ignore_stays_ignored(canned, number: signal.Signals) -> None:
+    """As `nohup` does it, and a script's shell for what it starts in the background."""
+    script = (
+        "import signal, sys, time\n"
+        "def end(number, _):\n    print('told', number, flush=True); sys.exit(4)\n"
+        f"for number in ({int(number)}, {int(signal.SIGTERM)}):\n    signal.signal(number, end)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)"
+    )
+    argv = [sys.executable, "-m", "atoll.cli.main", "worker", "--server", canned.url, "--site", "a"]
+    process = subprocess.Popen(
+        [*argv, "--", sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_IGN),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)  # it is not forwarded, or this would be the first that the command tells
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.read() == f"told {int(signal.SIGTERM)}\n"
     assert process.wait(20) == 4
     process.stdout.close()
 

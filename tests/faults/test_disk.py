@@ -103,7 +103,7 @@ def test_a_file_that_cannot_be_opened_is_waited_for(
 def test_a_state_directory_that_is_removed_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
-    """While the first or the second round is trained."""
+    """While a round is trained. The server may look when the slots are gone, and not yet the rest."""
 
     def during(site: str, at: int) -> None:
         if (site, at) == ("a", number):
@@ -111,7 +111,7 @@ def test_a_state_directory_that_is_removed_is_named(
 
     with serving(tmp_path) as server:
         Sites(server.url, tmp_path, during)
-        with pytest.raises(StoreError, match="state was removed while the server ran"):
+        with pytest.raises(StoreError, match=r"state(/slots)? was removed while the server ran"):
             server.run()
     assert not [record for record in caplog.records if record.name == "atoll.server" and record.exc_info]
 

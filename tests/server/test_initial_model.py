@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -166,3 +168,62 @@ def test_names_that_no_longer_are_one_tensor_stay_two(tmp_path: Path, told: str)
     file = tmp_path / "changed.safetensors"
     save_file({"table.weight": torch.zeros(5, 2), "head.weight": torch.ones(5, 2)}, file, {"atoll.tied": told})
     assert sorted(built(model=str(file))["head.weight"][0]) == [1.0, 1.0]
+
+
+class Scaling(nn.Module):
+    """A buffer whose name says nothing, a tied one, and a parameter that has the name of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running_mean = nn.Parameter(torch.ones(2))
+        self.register_buffer("scale", torch.full((3,), 2.0))
+        self.again = nn.Module()
+        self.again.register_buffer("scale", self.scale)
+
+
+def begins(model: object, folder: Path, worker: nn.Module) -> None:
+    """A run of one round from a model, trained by a worker that has it as a module."""
+    settings: dict[str, Any] = {"algorithm": "fedavg", "rounds": 1, "port": 0, "min_free_bytes": 0}
+    with atoll.Server(model, state_dir=folder / "state", **settings) as server:  # type: ignore[arg-type]
+        with atoll.join(server.url, site="a", folder=folder / "w") as joined:
+            for round_ in joined:
+                round_.submit(round_.load_into(worker))
+        assert server.wait(30)
+
+
+@pytest.mark.covers("P8")
+def test_an_export_says_which_tensors_are_buffers_and_a_run_that_begins_with_it_knows(tmp_path: Path) -> None:
+    """Guards against groups guessed by names: every worker with the module was refused."""
+    begins(Scaling(), tmp_path / "one", Scaling())
+    export = tmp_path / "one" / "state" / "exports" / "model.safetensors"
+    with safe_open(export, framework="pt") as file:
+        metadata = file.metadata()
+    assert json.loads(metadata["atoll.buffers"]) == ["scale", "again.scale"]
+    assert metadata["format"] == "pt"  # as `from_pretrained` asks for
+    begins(str(export), tmp_path / "two", Scaling())
+    settings = Settings.build({"model": str(export)})
+    schema = schema_for(settings, initial_model(settings, None))
+    assert {spec.name: spec.group for spec in schema.tensors} == {"running_mean": "params", "scale": "buffers"}
+    assert is_known(settings, None, schema)
+
+
+def test_the_buffers_setting_adds_to_what_a_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)}, file, {"atoll.buffers": '["a"]'})
+    settings = Settings.build({"model": str(file), "buffers": ["b"]})
+    schema = schema_for(settings, initial_model(settings, None))
+    assert {spec.name: spec.group for spec in schema.tensors} == {"a": "buffers", "b": "buffers", "c": "params"}
+
+
+@pytest.mark.parametrize("told", ["[]", '["gone", "own"]', "{}", "no JSON", '[["x"]]'])
+def test_a_list_of_buffers_that_is_no_longer_the_files_leaves_the_names_of_batch_normalisation(
+    tmp_path: Path, told: str
+) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({name: torch.ones(1) for name in ("bn.running_mean", "own", "w")}, file, {"atoll.buffers": told})
+    settings = Settings.build({"model": str(file)})
+    schema = schema_for(settings, initial_model(settings, None))
+    groups = {spec.name: spec.group for spec in schema.tensors}
+    assert groups["w"] == "params"
+    assert groups["own"] == ("buffers" if "own" in told else "params")
+    assert groups["bn.running_mean"] == ("params" if told == "[]" else "buffers")

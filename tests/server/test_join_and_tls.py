@@ -17,6 +17,7 @@ from torch import nn
 import atoll
 from atoll.errors import AuthError, ConfigError, SchemaMismatch, ServerUnreachable
 from atoll.server.auth import Gate
+from atoll.tensors.modules import schema_of
 from atoll.transport.client import Http, network_error
 from atoll.transport.tls import client_context, read_token, server_context
 from atoll.wire import messages, routes
@@ -29,10 +30,29 @@ def test_who_does_not_fit_is_refused_by_the_server_itself(tmp_path: Path) -> Non
         join = messages.Join(protocol=routes.PROTOCOL, site="a")
         with pytest.raises(ConfigError, match="every 6 steps, the run every 5"):
             http.post(routes.WORKERS, join.model_copy(update={"sync_every": 6}), messages.Joined)
-        with pytest.raises(SchemaMismatch, match="has the schema 000000000000"):
+        mine = schema_of(nn.Linear(2, 1)).digest[:12]
+        with pytest.raises(
+            SchemaMismatch,
+            match=f"has the schema 000000000000, the run's {mine}: 2 tensors, .* weight F32.*Build the same",
+        ):
             http.post(routes.WORKERS, join.model_copy(update={"schema_digest": "0" * 64}), messages.Joined)
         assert server.status().workers == []
         http.post(routes.WORKERS, join.model_copy(update={"sync_every": 5}), messages.Joined)
+        http.close()
+
+
+@pytest.mark.covers("F30")
+def test_a_model_without_controls_fits_a_run_that_has_them(tmp_path: Path) -> None:
+    """A worker may name the schema of its own model, or the run's as it has read it."""
+    model = nn.Linear(2, 1)
+    with atoll.Server(model, port=0, algorithm="scaffold", state_dir=tmp_path / "s") as server:
+        http = Http(server.url)
+        run = http.get(routes.RUN, messages.RunInfo).schema_digest
+        own = schema_of(model).digest
+        assert own != run
+        for digest in (own, run):
+            join = messages.Join(protocol=routes.PROTOCOL, site="a", schema_digest=digest)
+            http.post(routes.WORKERS, join, messages.Joined)
         http.close()
 
 

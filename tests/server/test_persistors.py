@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import atoll
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, SchemaMismatch
+from atoll.server import begin
 from atoll.server.persistor import Best, Persistor
 from atoll.tensors.lazy import LazyTensor
 from atoll.testing.processes import wait_until
@@ -122,6 +123,77 @@ def test_tied_tensors_come_under_each_name_and_scaffolds_controls_do_not(tmp_pat
     assert state.keys() == {"one.weight", "two.weight"}
     assert state["one.weight"] is state["two.weight"]
     assert Shelf.loads == 0  # the program gave a model
+
+
+class Tied(nn.Module):
+    """Two names of one weight, and a buffer that nobody would take for one by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 5, bias=False)
+        self.table = nn.Embedding(5, 2)
+        self.table.weight = self.head.weight
+        self.register_buffer("scale", torch.ones(1))
+
+
+def as_a_file_has_it(model: nn.Module) -> dict[str, Tensor]:
+    """In the alphabet's order, a tensor for each name."""
+    return {name: tensor.clone() for name, tensor in sorted(model.state_dict().items())}
+
+
+@pytest.mark.covers("D14")
+@pytest.mark.parametrize("left_out", ["", "head.weight", "table.weight"])
+def test_a_tied_tensor_may_come_as_two_where_the_runs_model_is_named(tmp_path: Path, left_out: str) -> None:
+    """Guards against two tensors where the model has one: workers and a second start were refused."""
+    mine = Tied()
+    Shelf.initial = as_a_file_has_it(mine)
+    Shelf.initial.pop(left_out, None)
+    with server_of(tmp_path, model=f"{__name__}:Tied", rounds=1) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for round_ in worker:
+                model = round_.load_into(Tied())
+                assert torch.equal(model.head.weight, mine.head.weight)
+                assert model.head.weight is model.table.weight
+                round_.submit(model)
+        assert server.wait(30)
+    with server_of(tmp_path, model=f"{__name__}:Tied", rounds=1) as server:
+        assert server.wait(30)
+    assert Shelf.loads == 1
+
+
+@pytest.mark.covers("D14")
+def test_a_tied_tensor_that_comes_as_two_different_ones_is_refused(tmp_path: Path) -> None:
+    Shelf.initial = as_a_file_has_it(Tied()) | {"table.weight": torch.zeros(5, 2)}
+    with pytest.raises(ConfigError, match=r"'table\.weight' and 'head\.weight', which differ; .* tied: one tensor"):
+        server_of(tmp_path, model=f"{__name__}:Tied").start()
+    assert not (tmp_path / "state" / "slots").exists() or not list((tmp_path / "state" / "slots").iterdir())
+
+
+@pytest.mark.covers("D14")
+def test_it_gives_the_same_two_again_where_the_run_was_killed_before_its_first_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Shelf.initial = as_a_file_has_it(Tied())
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(begin, "write_version", killed)
+        server = server_of(tmp_path, model=f"{__name__}:Tied")
+        with pytest.raises(KeyboardInterrupt):
+            server.start()
+    with server_of(tmp_path, model=f"{__name__}:Tied") as server:
+        assert server.status().fragments[0].version == 0
+    assert Shelf.loads == 2
+
+
+@pytest.mark.covers("D14", "F30")
+def test_without_the_runs_model_a_worker_is_told_that_the_names_are_tied(tmp_path: Path) -> None:
+    Shelf.initial = as_a_file_has_it(Tied())
+    with server_of(tmp_path) as server, atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+        with pytest.raises(SchemaMismatch, match=r"worker a ties table\.weight to head\.weight, the server has two"):
+            next(iter(worker)).load_into(Tied())
 
 
 @pytest.mark.covers("D14")

@@ -55,6 +55,39 @@ def test_a_site_that_is_silent_since_the_restart_is_told_apart(tmp_path: Path) -
 
 
 @pytest.mark.covers("X4")
+def test_a_site_that_is_silent_since_the_restart_is_shown_with_the_version_it_had(tmp_path: Path) -> None:
+    """Version 0 and two rounds behind was shown, whatever it had."""
+    options: dict[str, Any] = {
+        "algorithm": "fedavg",
+        "num_workers": 1,
+        "rounds": 5,
+        "heartbeat_timeout_s": 0,
+        "heartbeat_interval_s": 0,
+        "port": free_port(),
+        "state_dir": tmp_path / "state",
+    }
+
+    def shown(server: atoll.Server) -> tuple[int, int]:
+        (worker,) = server.status().workers
+        return worker.version, worker.staleness
+
+    with atoll.Server(nn.Linear(4, 3), **options) as server:
+        client = atoll.Client(server.url, site="a", folder=tmp_path / "w")
+        for number in (1, 2):
+            assert client.next_round() == number
+            client.submit(client.pull())
+        assert client.next_round() == 3
+        assert shown(server) == (2, 0)
+
+    with atoll.Server(None, **options) as server:
+        assert not server.status().workers[0].heard
+        assert shown(server) == (2, 0)
+        Session(server.url, "a", folder=tmp_path / "elsewhere").leave()  # joins, and asks for nothing
+        assert shown(server) == (2, 0)
+    client.close()
+
+
+@pytest.mark.covers("X4")
 def test_the_end_says_for_whom_it_waits_and_who_never_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from aiohttp import web
-from blake3 import blake3
+from bypass_world import PATH, Host, Plain, answer, content_of, head, keep, part, refuse, run
 
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.transport import bypass
-from atoll.transport.bypass import Bypass, Fill, bypass_of
-from atoll.transport.host import Incoming, serve_file
-from atoll.transport.sockets import SLICE_S, Idle
-
-PATH = b"/v1/tickets/7/parts/3"
-
-
-def head(method: bytes, path: bytes, *lines: bytes, version: bytes = b"HTTP/1.1") -> bytes:
-    return b"\r\n".join((b" ".join((method, path, version)), b"Host: here", *lines)) + b"\r\n\r\n"
+from atoll.transport.bypass import Bypass, bypass_of
+from atoll.transport.sockets import Idle
 
 
 @pytest.mark.parametrize(
@@ -64,121 +55,6 @@ def test_only_the_plainest_heads_are_understood(data: bytes, expected: int | Non
     assert bypass._body_bytes(data) == expected
 
 
-class Sink:
-    """Memory for one part, filled a few bytes at a time."""
-
-    def __init__(self, nbytes: int, run_bytes: int = 1000) -> None:
-        self.content, self.filled, self.run_bytes = bytearray(nbytes), 0, run_bytes
-
-    @property
-    def complete(self) -> bool:
-        return self.filled == len(self.content)
-
-    def take(self, fill: Fill) -> None:
-        while not self.complete:
-            count = fill(memoryview(self.content)[self.filled : self.filled + self.run_bytes])
-            if not count:
-                return
-            self.filled += count
-
-
-class Host:
-    """A server with a `Bypass` before aiohttp: takes parts, serves a file, answers POSTs with what they brought."""
-
-    def __init__(self, folder: Path, take: Callable[[web.Request, Host], Awaitable[web.StreamResponse]]) -> None:
-        self.pool = ThreadPoolExecutor(2)
-        self.part_bytes, self.idle_s, self.run_bytes = 0, 30.0, 1000
-        self.sinks: list[Sink] = []
-        self.bypassed: list[bool] = []
-        self.errors: list[BaseException] = []
-        self.revoked = False
-        self.file = folder / "file"
-        self._take = take
-
-    async def put(self, request: web.Request) -> web.StreamResponse:
-        front = bypass_of(request)
-        assert front is not None
-        self.bypassed.append(front.body_bytes > 0)
-        try:
-            return await self._take(request, self)
-        except BaseException as error:
-            self.errors.append(error)
-            raise
-        finally:
-            front.end_part()
-
-    async def get(self, request: web.Request) -> web.StreamResponse:
-        with self.file.open("rb") as file:
-            return await serve_file(
-                request, file.fileno(), self.file.stat().st_size, "d", pool=self.pool, idle_timeout_s=self.idle_s,
-                revoked=lambda: self.revoked, on_bytes=lambda _: None,
-            )  # fmt: skip
-
-    async def post(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(body=b"posted " + await request.read())
-
-    async def receive(self, request: web.Request) -> bytes:
-        sink = Sink(self.part_bytes, self.run_bytes)
-        self.sinks.append(sink)
-        incoming = Incoming(request, pool=self.pool, idle_timeout_s=self.idle_s, on_bytes=lambda _: None)
-        return await incoming.part(sink)
-
-
-async def keep(request: web.Request, host: Host) -> web.StreamResponse:
-    digest = await host.receive(request)
-    return web.Response(text="good" if digest == blake3(host.sinks[-1].content).digest() else "damaged")
-
-
-async def refuse(_: web.Request, __: Host) -> web.StreamResponse:
-    return web.Response(status=409, text="refused")
-
-
-@contextlib.asynccontextmanager
-async def served(host: Host) -> AsyncIterator[int]:
-    app = web.Application()
-    app.router.add_put("/v1/tickets/{ticket}/parts/{part}", host.put)
-    app.router.add_get("/file", host.get)
-    app.router.add_post("/post", host.post)
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    make = runner.server
-    assert make is not None
-    server = await asyncio.get_running_loop().create_server(lambda: Bypass(make()), "127.0.0.1", 0)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        await runner.cleanup()
-        host.pool.shutdown()
-
-
-def part(content: bytes) -> bytes:
-    body = content + blake3(content).digest()
-    return head(b"PUT", PATH, b"Content-Length: %d" % len(body)) + body
-
-
-async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    lines = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
-    length = next(int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length"))
-    return int(lines[0].split()[1]), await reader.readexactly(length)
-
-
-def run(host: Host, story: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Any]]) -> None:
-    async def main() -> None:
-        async with served(host) as port, asyncio.timeout(30):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            try:
-                await story(reader, writer)
-            finally:
-                writer.close()
-
-    asyncio.run(main())
-
-
-def content_of(nbytes: int) -> bytes:
-    return bytes(index * 7 % 251 for index in range(nbytes))
-
-
 @pytest.mark.parametrize("cuts", ["whole", "bytes", "head"])
 def test_parts_and_downloads_take_turns_on_one_connection(tmp_path: Path, cuts: str) -> None:
     host = Host(tmp_path, keep)
@@ -188,12 +64,12 @@ def test_parts_and_downloads_take_turns_on_one_connection(tmp_path: Path, cuts: 
     async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async def send(data: bytes) -> None:
             end = data.index(b"\r\n\r\n") + 4
-            for run in {
+            for piece in {
                 "whole": [data],
                 "bytes": [data[at : at + 1] for at in range(len(data))],
                 "head": [data[:end], data[end:]],
             }[cuts]:
-                writer.write(run)
+                writer.write(piece)
                 await writer.drain()
 
         for _ in range(3):
@@ -261,26 +137,6 @@ def test_nothing_of_a_part_is_read_before_its_turn(tmp_path: Path) -> None:
     assert seen == [(3033, 3033, False)]
 
 
-def test_a_part_of_which_something_else_has_read_is_broken_off(tmp_path: Path) -> None:
-    """Whatever makes the transport read again: a body with a hole in it is not received."""
-
-    async def meddle(request: web.Request, host: Host) -> web.StreamResponse:
-        front = bypass_of(request)
-        assert front is not None
-        front.data_received(b"x")
-        return await keep(request, host)
-
-    host = Host(tmp_path, meddle)
-    host.part_bytes = 3001
-
-    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(part(content_of(3001)))
-        with contextlib.suppress(ConnectionError):
-            assert await reader.read() == b""
-
-    run(host, story)
-
-
 def test_what_aiohttp_holds_back_stays_held_back_after_a_part(tmp_path: Path) -> None:
     """The end of a part says nothing about what aiohttp can take."""
     host = Host(tmp_path, refuse)
@@ -327,137 +183,6 @@ def test_after_any_other_request_the_connection_is_a_wire(tmp_path: Path) -> Non
     assert len(host.sinks) == 1
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_a_refused_part_is_read_away_and_the_connection_goes_on(tmp_path: Path, together: bool) -> None:
-    host = Host(tmp_path, refuse)
-    host.file.write_bytes(b"file")
-    sent = part(content_of(200_000))
-    end = sent.index(b"\r\n\r\n") + 4
-
-    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if together:
-            writer.write(sent + head(b"GET", b"/file"))
-            assert await answer(reader) == (409, b"refused")
-        else:
-            writer.write(sent[:end])
-            assert await answer(reader) == (409, b"refused")
-            writer.write(sent[end:] + head(b"GET", b"/file"))
-        assert await answer(reader) == (200, b"file")
-
-    run(host, story)
-
-
-def test_a_sink_that_fails_within_a_part_leaves_the_connection_usable(tmp_path: Path) -> None:
-    class Full(Exception):
-        pass
-
-    async def fail(request: web.Request, host: Host) -> web.StreamResponse:
-        front = bypass_of(request)
-        assert front is not None
-
-        class Failing:
-            complete = False
-
-            def take(self, fill: Fill) -> None:
-                if fill(memoryview(bytearray(1000))):
-                    raise Full
-
-        with Idle(request, 30.0, lambda _: None) as idle, contextlib.suppress(Full):
-            await front.receive(Failing(), host.pool, idle)
-        return web.Response(status=507, text="full")
-
-    host = Host(tmp_path, fail)
-    host.file.write_bytes(b"file")
-
-    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(part(content_of(50_000)) + head(b"GET", b"/file"))
-        assert await answer(reader) == (507, b"full")
-        assert await answer(reader) == (200, b"file")
-
-    run(host, story)
-
-
-def test_who_goes_away_within_a_part_ends_it(tmp_path: Path) -> None:
-    host = Host(tmp_path, keep)
-    host.part_bytes = 5000
-
-    async def story(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(part(content_of(5000))[:2000])
-        await writer.drain()
-        writer.close()
-        while not host.errors:
-            await asyncio.sleep(0.01)
-
-    run(host, story)
-    assert isinstance(host.errors[0], (ConnectionError, asyncio.CancelledError))
-    assert not host.sinks[0].complete
-
-
-def test_a_part_that_stands_still_is_broken_off(tmp_path: Path) -> None:
-    host = Host(tmp_path, keep)
-    host.part_bytes, host.idle_s = 5000, 0.05
-
-    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(part(content_of(5000))[:2000])
-        with contextlib.suppress(ConnectionError):
-            assert await reader.read() == b""
-
-    run(host, story)
-    assert not host.sinks[0].complete
-
-
-def test_a_reader_who_stands_still_is_broken_off(tmp_path: Path) -> None:
-    host = Host(tmp_path, keep)
-    host.idle_s = 0.05
-    host.file.write_bytes(bytes(64 * CHUNK_BYTES))  # more than any socket buffers
-
-    async def main() -> None:
-        async with served(host) as port, asyncio.timeout(30):
-            with socket.create_connection(("127.0.0.1", port)) as slow:
-                slow.setblocking(False)
-                loop = asyncio.get_running_loop()
-                await loop.sock_sendall(slow, head(b"GET", b"/file"))
-                while len(asyncio.all_tasks()) > 1:  # the connection's own task ends when it is broken off
-                    await asyncio.sleep(0.01)
-
-    asyncio.run(main())
-
-
-def test_a_peer_that_withholds_the_rest_of_a_refused_part_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bypass, "DISCARD_S", 0.05)
-    host = Host(tmp_path, refuse)
-    host.part_bytes = 5000
-
-    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(part(content_of(5000))[:2000])
-        assert (await answer(reader))[0] == 409
-        with contextlib.suppress(ConnectionError):
-            assert await reader.read() == b""
-
-    run(host, story)
-
-
-class Plain(asyncio.Transport):
-    """A transport of which a test says what is left to be written; its socket is `sock`."""
-
-    sock: socket.socket
-    aborted = False
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self.sock if name == "socket" else default
-
-    def abort(self) -> None:
-        self.aborted = True
-
-
 def test_no_byte_of_a_body_is_sent_before_its_head(tmp_path: Path) -> None:
     """The head goes through the transport, which may still hold it; the body goes past it."""
     (tmp_path / "file").write_bytes(b"body")
@@ -485,86 +210,6 @@ def test_no_byte_of_a_body_is_sent_before_its_head(tmp_path: Path) -> None:
             assert await sending
             assert theirs.recv(100) == b"body"
             front.connection_lost(None)
-
-    asyncio.run(main())
-
-
-def test_a_turn_ends_after_its_slice_however_much_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against one fast peer that keeps a pool thread for its whole part."""
-    ours, theirs = socket.socketpair()
-    front, room, now_s = Bypass(asyncio.Protocol()), memoryview(bytearray(40)), [0.0]
-    front._body_left = 100
-    with ours, theirs:
-        ours.setblocking(False)
-        theirs.sendall(bytes(100))
-        with monkeypatch.context() as patch:
-            patch.setattr(time, "monotonic", lambda: now_s[0])
-            fill = front._filler(ours)
-            assert fill(room) == 40
-            now_s[0] = SLICE_S
-            assert fill(room) == 0  # others have their turn, though there is more
-            assert front._filler(ours)(room) == 40
-    assert front._body_left == 20
-
-
-def test_a_reader_who_once_fell_behind_may_be_idle_later() -> None:
-    """Guards against a look after the reader that goes on when all is written: it would find nothing moving."""
-
-    async def main() -> None:
-        transport, front = Plain(), Bypass(asyncio.Protocol(), idle_timeout_s=0.01)
-        front.connection_made(transport)
-        front.pause_writing()
-        front.resume_writing()
-        await asyncio.sleep(0.1)
-        assert not transport.aborted
-        front.connection_lost(None)
-
-    asyncio.run(main())
-
-
-def test_revoked_bytes_are_not_sent(tmp_path: Path) -> None:
-    host = Host(tmp_path, keep)
-    host.file.write_bytes(bytes(64 * CHUNK_BYTES))
-
-    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(head(b"GET", b"/file"))
-        got = len(await reader.readexactly(CHUNK_BYTES))
-        host.revoked = True
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(CHUNK_BYTES):
-                got += len(data)
-        assert got < 64 * CHUNK_BYTES
-
-    run(host, story)
-
-
-@pytest.mark.covers("F24")
-@pytest.mark.parametrize("begin", [b"PUT /v1/tic", b"POST /v1/workers HTTP/1.1\r\nHost: here\r\n", b"G", b""])
-def test_slow_heads_hold_nobody_up_and_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
-    """500 connections that never finish a head; requests between them are answered; then they are closed."""
-    host = Host(tmp_path, keep)
-    host.part_bytes = 3001
-
-    async def main() -> None:
-        async with served(host) as port, asyncio.timeout(60):
-            monkeypatch.setattr(bypass, "HEAD_S", 3600.0)
-            for _ in range(20):  # these stay; what they began does not count against the others
-                (await asyncio.open_connection("127.0.0.1", port))[1].write(begin)
-            monkeypatch.setattr(bypass, "HEAD_S", 0.2)
-            slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(500)]
-            for _, writer in slow:
-                writer.write(begin)
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            for _ in range(3):
-                writer.write(part(content_of(3001)))
-                assert await answer(reader) == (200, b"good")
-            for slow_reader, slow_writer in slow:
-                with contextlib.suppress(ConnectionError):
-                    assert await slow_reader.read() == b""
-                slow_writer.close()
-            writer.write(part(content_of(3001)))  # the timer was for the head only
-            assert await answer(reader) == (200, b"good")
-            writer.close()
 
     asyncio.run(main())
 
@@ -614,27 +259,3 @@ def test_a_head_that_is_too_large_is_left_to_aiohttp(tmp_path: Path, together: b
         patch.setattr(Bypass, "connection_made", remember)
         run(host, story)
     assert host.bypassed == [False]
-
-
-def test_a_slow_part_keeps_no_thread(tmp_path: Path) -> None:
-    """Two threads, three parts that have begun and stand still: a fourth one goes through."""
-    host = Host(tmp_path, keep)
-    host.part_bytes = 5000
-
-    async def main() -> None:
-        async with served(host) as port, asyncio.timeout(30):
-            slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-            for _, writer in slow:
-                writer.write(part(content_of(5000))[:2000])
-            while sum(sink.filled > 0 for sink in host.sinks) < 3:
-                await asyncio.sleep(0.01)
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(part(content_of(5000)))
-            assert await answer(reader) == (200, b"good")
-            for slow_reader, slow_writer in slow:
-                slow_writer.write(part(content_of(5000))[2000:])
-                assert await answer(slow_reader) == (200, b"good")
-                slow_writer.close()
-            writer.close()
-
-    asyncio.run(main())

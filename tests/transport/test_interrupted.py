@@ -158,6 +158,7 @@ def push_while_written(parts: Parts, fd: int) -> None:
             pushing.add(part, bytes(32))
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("push", [push_all, push_while_written])
 def test_after_ctrl_c_nothing_is_sent_any_more(
     tmp_path: Path, peer: StandingStill, parts: Parts, push: Callable[[Parts, int], None]
@@ -173,6 +174,7 @@ def test_after_ctrl_c_nothing_is_sent_any_more(
     os.close(fd)
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("push", [push_all, push_while_written])
 def test_a_second_ctrl_c_leaves_threads_that_send_the_outbox_alone(
     tmp_path: Path,
@@ -208,6 +210,7 @@ def peer_ends(peer: StandingStill) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_after_ctrl_c_in_a_pull_nothing_is_asked_for_any_more(peer: StandingStill, parts: Parts) -> None:
     with ctrl_c_when(lambda: peer.accepted == 2):
         parts.pull("/v1/fragments/0/versions/0", [bytes(32)] * len(LAYOUT.parts), LAYOUT.parts, [])

@@ -245,6 +245,19 @@ def test_a_pull_that_broke_off_resumes_at_the_part(tmp_path: Path) -> None:
     assert [part.index for part in again.begin(note)] == [1]
 
 
+@pytest.mark.covers("F1")
+def test_of_some_parts_only_the_wrong_ones_are_found(tmp_path: Path) -> None:
+    """Digests are always of all parts: of two parts looked at, the right one is not taken for wrong."""
+    base = base_with(tmp_path, {"w": torch.arange(9_000_000, dtype=torch.float32)})  # three parts
+    first, second, third = base.layout.parts
+    digests = [base.digest(part).hex() for part in base.layout.parts]
+    base.write(second.start, memoryview(b"\xff" * 100))
+    assert base.differing(digests) == [second]
+    assert base.differing(digests, [second, third]) == [second]
+    assert base.differing(digests, [third]) == []
+    assert base.differing(digests[:1], [first, third]) == [first, third]  # of another cut
+
+
 @pytest.mark.covers("F3")
 def test_a_sealed_outbox_survives_the_process_and_an_unsealed_one_does_not(tmp_path: Path) -> None:
     start = {"w": torch.ones(4)}

@@ -23,7 +23,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from atoll.aggregation.crew import run_crew
+from atoll.aggregation.jobs import run_jobs
 from atoll.aggregation.scratch import Scratch, read_at
 from atoll.aggregation.state import MASTER, RUNS, Column, region_digest, tail_region
 from atoll.aggregation.tables import Tables
@@ -99,8 +99,8 @@ def run_pass(
     work = _Pass(inputs, outputs, rule, updates, params, tables)
     work.on_progress = on_progress
     if rule.granularity == "tensor":
-        run_crew([None], 1, lambda: work.step_wholes, cancelled)
-    run_crew(inputs.version_layout.parts, max(1, threads), work.member, cancelled)
+        run_jobs([None], 1, lambda: work.step_wholes, cancelled)
+    run_jobs(inputs.version_layout.parts, max(1, threads), work.member, cancelled)
     return work.finish(began)
 
 

@@ -120,7 +120,8 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
 
     before: dict[int, Any] = {}
     for signum in FORWARDED:
-        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup: it stays ignored
+        ignored = signal.getsignal(signum) is signal.SIG_IGN  # by nohup, or in the background of a script: it stays so
+        if signum == signal.SIGTERM or not ignored:
             before[signum] = signal.signal(signum, forward)
     try:
         for attempt in range(restarts + 1):

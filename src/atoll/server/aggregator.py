@@ -30,7 +30,7 @@ from atoll.store.rows import TicketRow
 from atoll.store.slots import Slot, SlotPool, disk_error
 from atoll.store.store import Store
 
-HOLDER = "aggregator"
+HELD_BY_PROCESS = "aggregator"
 """What a slot's holds call the process."""
 START_S = 120.0
 END_S = 5.0
@@ -194,7 +194,7 @@ class Aggregator:
         try:
             with self._heard:
                 identity, self._next_id = self._next_id, self._next_id + 1
-                spool.pool.hold(spool.slot, HOLDER)
+                spool.pool.hold(spool.slot, HELD_BY_PROCESS)
                 self._pins[identity] = _Pin(spool.pool, spool.slot)
             self._given.add(row.ticket)
             self._send(
@@ -327,7 +327,7 @@ class Aggregator:
     def _drop(self, identity: int) -> None:
         pin = self._pins.pop(identity, None)
         if pin is not None:
-            pin.pool.drop(pin.slot, HOLDER)
+            pin.pool.drop(pin.slot, HELD_BY_PROCESS)
 
     def _drop_all(self) -> None:
         with self._heard:

@@ -12,7 +12,7 @@ from torch import nn
 from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
 from atoll.errors import ConfigError
-from atoll.server.model import initial_model, is_known, schema_for, write_version
+from atoll.server.model import initial_model, is_known, loaded_model, schema_for, write_version
 from atoll.server.persistor import Persistor
 from atoll.server.plan import Plan, cpu_capability, torch_build
 from atoll.server.roster import now_text
@@ -54,14 +54,15 @@ def open_run(
                 f"{settings.state_dir} has a run, and with download_to_disk = false a run ends with its server.",
                 "Begin a new one in another state_dir; model may name an export.",
             )
-        if persistor is not None and given is None and not store.run:
-            given = persistor.load()
+        if persistor is not None and given is None and not store.run and (loaded := persistor.load()) is not None:
+            given = loaded_model(settings, loaded)
         plan = _take_up(settings, given, store.run, store) if store.run else _create(settings, given, store)
         store.shape([plan.shapes()])
         recovered = store.recover()
         if not recovered.heads:
-            if persistor is not None and given is None:
-                given = persistor.load()  # the run was begun, but killed before its first version
+            # the run was begun, but killed before its first version
+            if persistor is not None and given is None and (loaded := persistor.load()) is not None:
+                given = loaded_model(settings, loaded, plan.schema.model)
             _write_first(plan, store, initial_model(settings, given))
             recovered = store.recover()
     except BaseException:

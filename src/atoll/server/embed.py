@@ -271,6 +271,7 @@ class Server:
         finally:
             if workflow is not None and self._run is not None:
                 workflow.stop()
+            run.send_away()
             if door is not None:
                 await door.close()
             listener.close()

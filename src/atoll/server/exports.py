@@ -10,8 +10,8 @@ from pathlib import Path
 
 from atoll.server.plan import Plan
 from atoll.store.store import Store
-from atoll.tensors.layout import TIED, Layout, safetensors_header
-from atoll.tensors.schema import Schema, TensorSpec
+from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, safetensors_header
+from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
 from atoll.wire import status_messages
 
 MODEL = "model.safetensors"
@@ -62,6 +62,8 @@ def export_ranges(
 ) -> tuple[bytes, list[tuple[int, int]]]:
     """Header and slot ranges of an export: every tensor, and each tied one again under its further name.
 
+    Its metadata say which names are tied, and which are buffers.
+
     Args:
         told: further metadata of the header.
     """
@@ -72,8 +74,10 @@ def export_ranges(
         for alias, owner in schema.aliases
     ]
     ordered = sorted(named, key=lambda pair: -pair[0].item_bytes)
-    tied = {TIED: json.dumps(dict(schema.aliases))} if schema.aliases else {}
-    header = safetensors_header([spec for spec, _ in ordered], {"format": "pt", **tied, **(told or {})})
+    metadata = {"format": "pt", BUFFER_NAMES: json.dumps([spec.name for spec, _ in named if spec.group == BUFFERS])}
+    if schema.aliases:
+        metadata[TIED] = json.dumps(dict(schema.aliases))
+    header = safetensors_header([spec for spec, _ in ordered], metadata | dict(told or {}))
     return header, [(segments[owner].offset, spec.nbytes) for spec, owner in ordered]
 
 

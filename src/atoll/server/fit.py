@@ -9,6 +9,7 @@ from atoll.server.auth import Identity
 from atoll.server.plan import Plan
 from atoll.store.store import Store
 from atoll.wire import messages, routes
+from atoll.wire.units import size
 
 LOG = logging.getLogger("atoll.server")
 
@@ -27,12 +28,14 @@ def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: S
             f"Upgrade Atoll at {older}.",
         )
     identity.require_site(message.site)
-    digest = plan.schema.digest
-    if message.schema_digest not in (None, digest):
+    model = plan.schema.model  # a worker's own model has no controls
+    if message.schema_digest not in (None, plan.schema.digest, model.digest):
         raise SchemaMismatch(
             f"The model of worker {message.site} has the schema {str(message.schema_digest)[:12]}, "
-            f"the run's {digest[:12]}.",
-            "Build the same architecture in the same dtype on both sides.",
+            f"the run's {model.digest[:12]}: {len(model.tensors)} tensors, {size(model.nbytes)}, "
+            f"the first is {model.tensors[0]}.",
+            "Build the same architecture in the same dtype on both sides; the schema of the run is at "
+            f"{routes.SCHEMA}.",
         )
     sync_every = plan.algorithm.sync_every
     if sync_every and message.sync_every not in (None, sync_every):

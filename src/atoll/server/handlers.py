@@ -104,6 +104,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
             joined_at=now_text(),
             labels=dict(message.labels),
             rounds=previous.rounds if previous else 0,
+            base_version=previous.base_version if previous else 0,
             refused_in_a_row=previous.refused_in_a_row if previous else 0,
             bytes_up=previous.bytes_up if previous else 0,
             bytes_down=previous.bytes_down if previous else 0,

@@ -7,10 +7,7 @@ from collections.abc import MutableMapping
 
 from atoll.rounds import effects as fx
 from atoll.server.roster import Presence
-from atoll.store.rows import MemberState
 from atoll.store.store import Store
-
-_ENDINGS: dict[str, MemberState] = {"dead": "dead", "left": "left", "failed": "failed"}
 
 
 def write(effect: fx.Effect, store: Store, roster: MutableMapping[str, Presence]) -> None:
@@ -26,7 +23,7 @@ def write(effect: fx.Effect, store: Store, roster: MutableMapping[str, Presence]
                 labels_json=json.dumps(presence.labels),
             )
         case fx.LeaseEnded(site, lease, why, detail):
-            store.end_member(site, lease, _ENDINGS[why], detail)
+            store.end_member(site, lease, why, detail)
         case fx.RoundOpened(fragment, base_version, expected):
             store.open_round(fragment, base_version, expected)
         case fx.ExpectedChanged(fragment, base_version, expected):

@@ -18,9 +18,9 @@ from atoll.config import Settings
 from atoll.errors import ConfigError
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import torch_dtype
-from atoll.tensors.layout import TIED, Layout, chunks
-from atoll.tensors.modules import Tensors, named_tensors, schema_of
-from atoll.tensors.schema import CONTROL, Schema
+from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, chunks
+from atoll.tensors.modules import Tensors, Told, named_tensors, schema_of
+from atoll.tensors.schema import BUFFERS, CONTROL, Schema
 
 
 def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.Module | Tensors:
@@ -66,20 +66,66 @@ def _call(build: Any, settings: Settings) -> Any:
 def is_known(settings: Settings, given: nn.Module | Tensors | None, schema: Schema) -> bool:
     """Whether the initial model has this schema, as far as it can be seen without its values.
 
+    False says nothing: not every function can be called on the meta device. Whoever is told so builds the model.
+    """
+    return _seen(settings, given) == schema
+
+
+def _seen(settings: Settings, given: nn.Module | Tensors | None) -> Schema | None:
+    """The schema of the initial model, without its values; None where it cannot be seen so.
+
     Of a file only the header is read, and a function is called on the meta device, where tensors take no memory and no
-    time. False says nothing: not every function can be called there. Whoever is told so builds the model.
+    time.
     """
     try:
         if given is None and settings.model is not None and (files := _files(settings.model)):
-            return schema_of(_together(files, _header), settings.buffers) == schema
+            return schema_of(_together(files, _header), settings.buffers)
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")  # that weights which it loads are not copied
-            return schema_of(initial_model(settings, given), settings.buffers, values=False) == schema
+            return schema_of(initial_model(settings, given), settings.buffers, values=False)
     except Exception:  # anything that a user's function may raise
-        return False
+        return None
 
 
-def _header(path: Path) -> dict[str, Tensor]:
+def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = None) -> Tensors:
+    """What a persistor gave, with the word of the run's `model` on what a mapping cannot say of itself.
+
+    That is which names are tied and which tensors are buffers. Without a `model` it stays as it is.
+
+    Args:
+        schema: of the model, where it is known already.
+
+    Raises:
+        ConfigError: tied names have different values.
+        SchemaMismatch: it is another model.
+    """
+    if schema is None and settings.model is None:
+        return loaded
+    schema = schema or _seen(settings, None) or schema_for(settings, initial_model(settings, None))
+    who = f"load() of the persistor {settings.persistor!r}"
+    found = dict(loaded)
+    for name, owner in schema.aliases:
+        one, other = found.pop(name, None), found.get(owner)
+        if one is not None and other is not None and not _same(one, other):
+            raise ConfigError(
+                f"{who} gave {name!r} and {owner!r}, which differ; in the run's model they are tied: one tensor.",
+                "Give both with the same values, or only one of them.",
+            )
+        if one is not None and other is None:
+            found[owner] = one
+    # in the model's order; what it does not have is behind, to be named below
+    ordered = {spec.name: found.pop(spec.name) for spec in schema.tensors if spec.name in found} | found
+    ordered |= {name: ordered[owner] for name, owner in schema.aliases if owner in ordered}
+    model = Told(ordered, {spec.name: spec.group == BUFFERS for spec in schema.tensors})
+    schema_of(model).require_equal(schema, mine=who, theirs="the run")
+    return model
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu()))
+
+
+def _header(path: Path) -> Told:
     """Tensors of the shapes in a file, one element of memory each."""
     from safetensors import safe_open
 
@@ -89,24 +135,35 @@ def _header(path: Path) -> dict[str, Tensor]:
             name: torch.empty((), dtype=torch_dtype(found.get_dtype())).expand(found.get_shape())
             for name, found in slices.items()
         }
-    return _tie(path, tensors, lambda one, other: one.shape == other.shape and one.dtype == other.dtype)
+    return _as_told(path, tensors, lambda one, other: one.shape == other.shape and one.dtype == other.dtype)
 
 
-def _tie(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> dict[str, Tensor]:
-    """Names that an export says are one tensor get one, where they still are the same."""
+def _as_told(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> Told:
+    """What an export says of its tensors, where it still is so.
+
+    Names that it says are one tensor get one, where they are the same. Its list of buffers is believed whole where the
+    file has them all; else somebody has changed the file, and of those that are not on the list nothing is known.
+    """
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        told = (file.metadata() or {}).get(TIED, "{}")
-    try:
-        tied: object = json.loads(told)
-    except ValueError:
-        tied = None
+        metadata = file.metadata() or {}
+    tied, buffers = _json(metadata.get(TIED)), _json(metadata.get(BUFFER_NAMES))
     for name, owner in tied.items() if isinstance(tied, dict) else ():
         if name in tensors and owner in tensors and same(tensors[name], tensors[owner]):
             del tensors[name]
             tensors[name] = tensors[owner]  # behind its owner
-    return tensors
+    if not isinstance(buffers, list) or not all(isinstance(name, str) for name in buffers):
+        return Told(tensors, {})
+    whole = all(name in tensors for name in buffers)
+    return Told(tensors, {name: name in buffers for name in tensors if whole or name in buffers})
+
+
+def _json(text: str | None) -> object:
+    try:
+        return json.loads(text or "null")
+    except ValueError:
+        return None
 
 
 def _files(model: str) -> list[Path]:
@@ -127,13 +184,13 @@ def _files(model: str) -> list[Path]:
     return [path] if model.endswith(".safetensors") else []
 
 
-def _from_files(files: Sequence[Path]) -> dict[str, Tensor]:
+def _from_files(files: Sequence[Path]) -> Told:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    def load(path: Path) -> dict[str, Tensor]:
+    def load(path: Path) -> Told:
         try:
-            return _tie(path, load_file(path), torch.equal)
+            return _as_told(path, load_file(path), torch.equal)
         except FileNotFoundError:
             raise ConfigError(f"There is no initial model {str(path)!r}.") from None
         except SafetensorError as error:
@@ -142,13 +199,13 @@ def _from_files(files: Sequence[Path]) -> dict[str, Tensor]:
     return _together(files, load)
 
 
-def _together(files: Sequence[Path], load: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
+def _together(files: Sequence[Path], load: Callable[[Path], Told]) -> Told:
     """The tensors of all files, as a model is saved in several when it is large.
 
     Raises:
         ConfigError: two have a tensor of the same name.
     """
-    found: dict[str, Tensor] = {}
+    found = Told({}, {})
     for path in files:
         tensors = load(path)
         if twice := found.keys() & tensors.keys():
@@ -156,7 +213,8 @@ def _together(files: Sequence[Path], load: Callable[[Path], dict[str, Tensor]]) 
                 f"{path.name} in {str(path.parent)!r} has the tensor {min(twice)!r}, and so has a file before it.",
                 "Name one file, or a folder with the parts of one model.",
             )
-        found |= tensors
+        found.update(tensors)
+        found.buffers |= tensors.buffers
     return found
 
 

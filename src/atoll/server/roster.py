@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -20,6 +20,7 @@ class Presence:
     """One worker as it was last heard of.
 
     Attributes:
+        base_version: that of its newest ticket, whichever server gave it.
         heard: whether it gave a sign of life since this server started; `heard_s` is when.
     """
 
@@ -66,8 +67,12 @@ class Lease:
         return cls(pieces[0], int(pieces[1]), pieces[2])
 
 
-def roster_of(members: Iterable[MemberRow]) -> dict[str, Presence]:
-    """Everybody who ever joined, by name, as the journal has them when a server starts."""
+def roster_of(members: Iterable[MemberRow], versions: Mapping[str, int]) -> dict[str, Presence]:
+    """Everybody who ever joined, by name, as the journal has them when a server starts.
+
+    Args:
+        versions: site → the version that its newest ticket is for.
+    """
     return {
         member.site: Presence(
             site=member.site,
@@ -78,6 +83,7 @@ def roster_of(members: Iterable[MemberRow]) -> dict[str, Presence]:
             state=member.state,
             error=member.detail,
             rounds=member.rounds_counted,
+            base_version=versions.get(member.site, 0),
             heard=False,
         )
         for member in members

@@ -13,7 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from atoll.errors import AtollError, DiskFull, RunFailed, StoreError
+from atoll.errors import AtollError, Busy, DiskFull, RunFailed, StoreError
 from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
@@ -55,7 +55,7 @@ class Run:
         filters: SiteFilters,
     ) -> None:
         self.plan, self.store, self.settings = plan, store, plan.settings
-        self.roster = roster_of(recovered.members)
+        self.roster = roster_of(recovered.members, store.newest_bases())
         self.finished = asyncio.Event()
         self.failed: AtollError | None = None
         self.ended = asyncio.Event()
@@ -75,7 +75,7 @@ class Run:
         self.behind = Behind(plan, store, self.io, persistor)
         self.filtering = Filtering(filters, plan, store)
         self.aggregator: Aggregator | None = None
-        self._changed = asyncio.Event()
+        self._changed, self._ending = asyncio.Event(), False
         self._cancelled = threading.Event()
         self._said_missing = self._said_apart = False
         self._has_controls = any(spec.group == CONTROL for spec in plan.schema.tensors)
@@ -124,6 +124,11 @@ class Run:
             self._spawn(self._finish())
         else:
             self.behind.save_initial()
+
+    def send_away(self) -> None:
+        """The server is about to end: whoever waits in `changed` is answered now, and need not be waited for."""
+        self._ending = True
+        self.wake()
 
     async def stop(self) -> None:
         """End every task; what is on disk is where a next start goes on."""
@@ -228,11 +233,17 @@ class Run:
         return sorted(site for site, member in self.state.members.items() if member.alive)
 
     async def changed(self, timeout_s: float) -> None:
-        """Return when something has changed that a waiting worker should know, or after the time."""
+        """Return when something has changed that a waiting worker should know, or after the time.
+
+        Raises:
+            Busy: the server ends.
+        """
         event = self._changed
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(0 if self._ending else timeout_s):
                 await event.wait()
+        if self._ending:
+            raise Busy("The server is ending.", "Ask again when it was started again.")
 
     # -- leases
 

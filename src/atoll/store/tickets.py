@@ -50,6 +50,16 @@ class Tickets(Members):
             raise Gone(f"The run has no ticket {ticket}.", "Ask for a new one.")
         return to_ticket(row)
 
+    def newest_bases(self, fragment: int = 0) -> dict[str, int]:
+        """Site → the version that its newest ticket is for."""
+        return dict(
+            self.journal.rows(
+                "SELECT site, base_version FROM tickets WHERE ticket IN "
+                "(SELECT max(ticket) FROM tickets WHERE fragment = ? GROUP BY site)",
+                fragment,
+            )
+        )
+
     def last_ticket(self, site: str, fragment: int = 0) -> TicketRow | None:
         """The newest ticket of a site."""
         row = self.journal.row(

@@ -180,6 +180,9 @@ def file_layout(specs: Sequence[TensorSpec], header: bytes, part_bytes: int = PA
 TIED = "atoll.tied"
 """In a file's metadata: further name → name of the tensor that it is, as JSON; for a run that begins with the file."""
 
+BUFFER_NAMES = "atoll.buffers"
+"""Likewise: the names of the buffers, as a JSON list; every other tensor is a parameter."""
+
 
 def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     """The 8-byte length and the JSON of a safetensors file with these tensors in this order, padded to 64 bytes."""

@@ -18,6 +18,18 @@ _BUFFER_NAMES = ("*running_mean", "*running_var", "*num_batches_tracked")
 """What a plain mapping (a file, a state dict) cannot say of itself: the buffers of batch normalisation."""
 
 
+class Told(dict[str, Tensor]):
+    """A mapping that comes with a word on which of its tensors are buffers.
+
+    Attributes:
+        buffers: name → whether it is one, of those of which it was told.
+    """
+
+    def __init__(self, tensors: Tensors, buffers: Mapping[str, bool]) -> None:
+        super().__init__(tensors)
+        self.buffers = dict(buffers)
+
+
 def named_tensors(model: nn.Module | Tensors, *, values: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors that travel, each once, and the further names of tied ones.
 
@@ -59,19 +71,19 @@ def schema_of(model: nn.Module | Tensors, buffers: Iterable[str] = (), *, values
         values: as `named_tensors`.
 
     Returns:
-        Parameters of a float dtype in the group `params`, everything else in `buffers`.
+        Parameters of a float dtype in the group `params`, everything else in `buffers`. Of a plain mapping's tensors
+        those are buffers of which it was told so; else the names of batch normalisation are known.
     """
     owners, aliases = named_tensors(model, values=values)
-    patterns = [*buffers, *(() if isinstance(model, nn.Module) else _BUFFER_NAMES)]
-    parameters = (
-        {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        if isinstance(model, nn.Module)
-        else owners.keys()
-    )
+    told: Mapping[str, bool] = model.buffers if isinstance(model, Told) else {}
+    if isinstance(model, nn.Module):
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        told = {name: name not in parameters for name in owners}
+    patterns = tuple(buffers)
 
     def group(name: str, dtype: str) -> str:
-        is_buffer = name not in parameters or dtype not in FLOATS or any(fnmatch.fnmatch(name, p) for p in patterns)
-        return BUFFERS if is_buffer else PARAMS
+        is_buffer = told[name] if name in told else _matches(name, _BUFFER_NAMES)
+        return BUFFERS if is_buffer or dtype not in FLOATS or _matches(name, patterns) else PARAMS
 
     specs = []
     for name, tensor in owners.items():
@@ -102,6 +114,10 @@ def fits(model: nn.Module | Tensors, schema: Schema) -> dict[str, Tensor] | None
         if name != spec.name or tensor.shape != spec.shape or tensor.dtype != torch_dtype(spec.dtype):
             return None
     return tensors
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def _identity(tensor: Tensor) -> object | None:

@@ -182,6 +182,10 @@ class Schema:
 
 def _first_difference(one: Schema, two: Schema, mine: str, theirs: str) -> str:
     in_one, in_two = ({spec.name: spec for spec in schema.tensors} for schema in (one, two))
+    for holder, tied, other, free in ((mine, one, theirs, in_two), (theirs, two, mine, in_one)):
+        for name, owner in tied.aliases:
+            if name in free:
+                return f"{holder} ties {name} to {owner}, {other} has two tensors"
     for spec in one.tensors:
         if spec.name not in in_two:
             return f"{mine} has {spec}, {theirs} has no such tensor"

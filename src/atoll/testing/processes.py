@@ -1,8 +1,8 @@
 """Start, stop and kill real processes in tests, quickly.
 
 A `Nursery` is one process that has imported torch and Atoll; it forks a child for every process that is asked for. What
-comes of it is an ordinary process (its own pid, environment, folder and output; SIGKILL ends it at any instruction),
-but it starts in milliseconds rather than seconds. Nothing outlives the nursery.
+comes of it is an ordinary process (its own pid, environment, folder and output; SIGINT interrupts it, SIGKILL ends it
+at any instruction), but it starts in milliseconds rather than seconds. Nothing outlives the nursery.
 
     with Nursery() as nursery:
         server = nursery.start("atoll", "server", "run.toml", cwd=folder, failpoints="accept.before=kill")
@@ -25,7 +25,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,6 +60,19 @@ def wait_until(condition: Callable[[], T], what: str, timeout_s: float = 30.0) -
         if time.monotonic() > end_s:
             raise TimeoutError(f"{what} did not happen in {timeout_s:g} s")
         time.sleep(POLL_S)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Within, SIGINT interrupts this process and those that it starts, whatever it was started with; main thread only.
+
+    A shell without job control has what it starts in the background ignore SIGINT, and so does all that descends of it.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def free_port() -> int:
@@ -278,6 +292,7 @@ def _fork(request: dict[str, Any], answers: int) -> int:
 def _become(request: dict[str, Any]) -> None:
     """Turn the fork into the process that was asked for."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what started the nursery may have it ignored
     os.setsid()
     os.chdir(request["cwd"])
     os.environ.clear()

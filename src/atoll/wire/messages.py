@@ -125,7 +125,9 @@ class Join(Message):
     process: str = Field(
         "", pattern="^[0-9A-Za-z]{0,64}$", description="A random id of this process; the newest of a site wins."
     )
-    schema_digest: Hex32 | None = Field(None, description="Of its model, where it has one already.")
+    schema_digest: Hex32 | None = Field(
+        None, description="Of its model, or of the run's schema as it has read it; another one is refused."
+    )
     sync_every: Count | None = Field(None, description="Its own H; must be the run's, where both have one.")
     labels: Labels = Field(default_factory=dict, description="Anything to be shown in status.")
     controls: Literal["", "kept", "missing", "new"] = Field(

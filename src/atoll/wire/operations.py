@@ -98,7 +98,7 @@ OPERATIONS: tuple[Operation, ...] = (
         request=messages.TicketRequest,
         reply=messages.TicketReply,
         lease=True,
-        problems=(*_LEASED, "gone", "config"),
+        problems=(*_LEASED, "gone", "config", "busy"),
     ),
     Operation(
         "get_ticket",
@@ -219,7 +219,7 @@ OPERATIONS: tuple[Operation, ...] = (
         request=task_messages.TaskRequest,
         reply=task_messages.TaskReply,
         lease=True,
-        problems=(*_LEASED, "config"),
+        problems=(*_LEASED, "config", "busy"),
     ),
     Operation(
         "answer_task",

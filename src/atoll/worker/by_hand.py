@@ -23,8 +23,7 @@ from atoll.tensors.arrays import Arrays, as_tensor
 from atoll.tensors.chunks import run_of
 from atoll.tensors.schema import CONTROL_PREFIX
 from atoll.worker.border import border
-from atoll.worker.correction import Correction, Proximal
-from atoll.worker.correction import Scaffold as Corrected
+from atoll.worker.correction import Correction, Proximal, ScaffoldCorrection
 from atoll.worker.update import Runs
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ class Scaffold:
             parameter = name.removeprefix(CONTROL_PREFIX)
             return run_of(x[name] if parameter == name else c[parameter], start, stop).clone()
 
-        self._correction = Corrected(model, base, self._own)
+        self._correction = ScaffoldCorrection(model, base, self._own)
 
     @property
     def steps(self) -> int:

@@ -182,7 +182,7 @@ class Shifted(Correction):
         return rate
 
 
-class Scaffold(Shifted):
+class ScaffoldCorrection(Shifted):
     """SCAFFOLD with what its update needs.
 
     Args:
@@ -256,9 +256,9 @@ class Scaffold(Shifted):
 
 @dataclass(frozen=True)
 class _Measured:
-    """Δc_i of a round that was trained with `Scaffold`; an `update.Difference`."""
+    """Δc_i of a round that was trained with `ScaffoldCorrection`; an `update.Difference`."""
 
-    scaffold: Scaffold
+    scaffold: ScaffoldCorrection
     filtered: Filtered | None = None
 
     def __call__(self, control: str, start: int, stop: int) -> Tensor:
@@ -286,5 +286,5 @@ def correction_for(local: Mapping[str, Any], model: nn.Module, base: Runs, contr
     if kind == "scaffold":
         if controls is None:
             raise UsageError("The run is SCAFFOLD's, and its versions hold no controls.", "Begin a new run.")
-        return Scaffold(model, base, controls)
+        return ScaffoldCorrection(model, base, controls)
     raise UsageError(f"The run corrects local training by {kind!r}, which this worker does not know.", "Upgrade Atoll.")

@@ -16,7 +16,7 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -147,22 +147,35 @@ class ScratchFile:
             hasher.update(view)
         return hasher.digest()
 
-    def differing(self, parts: Sequence[Part], digests: Sequence[str]) -> list[Part]:
-        """The parts whose bytes do not have their digest, in hex by index."""
-        if len(digests) != len(parts):  # of another cut: none can be told to be right
-            return list(parts)
-        return [part for part in parts if self.digest(part).hex() != digests[part.index]]
-
     def close(self) -> None:
         self._descriptor.close()
 
 
-class BaseFile(ScratchFile):
+class PartsFile(ScratchFile):
+    """One that is cut into the parts of a layout."""
+
+    def __init__(self, path: Path, layout: Layout) -> None:
+        super().__init__(path, layout.nbytes)
+        self.layout = layout
+
+    def differing(self, digests: Sequence[str], among: Collection[Part] | None = None) -> list[Part]:
+        """The parts whose bytes do not have their digest.
+
+        Args:
+            digests: in hex, of every part of the layout in order, whichever are looked at.
+            among: the parts to look at; by default all.
+        """
+        looked_at = self.layout.parts if among is None else among
+        if len(digests) != len(self.layout.parts):  # of another cut: none can be told to be right
+            return list(looked_at)
+        return [part for part in looked_at if self.digest(part).hex() != digests[part.index]]
+
+
+class BaseFile(PartsFile):
     """The version that a worker trains from, byte for byte as the server has it."""
 
     def __init__(self, folder: Path, layout: Layout, name: str = "base") -> None:
-        super().__init__(folder / f"{name}.safetensors", layout.nbytes)
-        self.layout = layout
+        super().__init__(folder / f"{name}.safetensors", layout)
         self._note_path = folder / f"{name}.json"
         if self.is_new:
             self._note_path.unlink(missing_ok=True)
@@ -178,7 +191,7 @@ class BaseFile(ScratchFile):
         if note is None or not note.complete or (note.run, note.digest) != (run, digest):
             return False
         if not self._seen:
-            wrong = self.differing(self.layout.parts, note.part_digests)
+            wrong = self.differing(note.part_digests)
             if wrong:
                 LOG.warning(
                     "%s: %d of %d parts are not what was pulled, and are pulled again. Look at the disk.",
@@ -197,8 +210,7 @@ class BaseFile(ScratchFile):
         A pull that broke off left parts of the same version behind: what still has its digest is kept.
         """
         resumed = self.note is not None and (self.note.run, self.note.digest) == (note.run, note.digest)
-        parts = self.layout.parts
-        wanted = self.differing(parts, note.part_digests) if resumed else list(parts)
+        wanted = self.differing(note.part_digests) if resumed else list(self.layout.parts)
         self._write_note(note)
         return wanted
 
@@ -238,12 +250,11 @@ class BaseFile(ScratchFile):
         write_note(self._note_path, note)
 
 
-class Outbox(ScratchFile):
+class Outbox(PartsFile):
     """The update that a worker has formed and must be able to send until what it counts in is durable."""
 
     def __init__(self, folder: Path, layout: Layout) -> None:
-        super().__init__(folder / "outbox.bin", layout.nbytes)
-        self.layout = layout
+        super().__init__(folder / "outbox.bin", layout)
         self._note_path = folder / "outbox.json"
         self.note = read_note(self._note_path, OutboxNote)
         if self.note is not None and self.note.layout_digest != layout.digest:
@@ -251,7 +262,7 @@ class Outbox(ScratchFile):
 
     def is_damaged(self) -> bool:
         """Whether it is not what its note says. The note survives what the bytes may not: they are written behind."""
-        return self.note is not None and bool(self.differing(self.layout.parts, self.note.part_digests))
+        return self.note is not None and bool(self.differing(self.note.part_digests))
 
     def begin(self, layout_digest: str) -> None:
         """An update of this layout is about to be formed: what is in the file counts no more.

@@ -24,9 +24,10 @@ from atoll.tensors.schema import Schema
 from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.worker import update
+from atoll.worker.connection import Connection
 from atoll.worker.files import BaseFile, Outbox, OutboxNote, locked, remove_earlier
 from atoll.worker.filtering import Filtered
-from atoll.worker.pulling import Pulling
+from atoll.worker.pulling import pull_version
 from atoll.worker.reporting import LOG, Progress, progress, size
 from atoll.worker.stretches import Stretches
 
@@ -40,7 +41,7 @@ MAX_CONFLICTS = 3
 """In one submission: an attempt at a part that was given up may arrive late, and undo the one that took its place."""
 
 
-class Session(Pulling):
+class Session(Connection):
     """A worker's place in a run.
 
     Args:
@@ -52,6 +53,10 @@ class Session(Pulling):
         labels: shown in status.
         filters: that its updates pass through before they leave.
         max_retries: attempts after which a lost server is given up; None: never.
+
+    Attributes:
+        refusals: updates of this process that were refused in a row.
+        resuming: whether the outbox was filled by an earlier process, so that the server may hold parts of it already.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class Session(Pulling):
         max_retries: int | None = None,
     ) -> None:
         super().__init__(server, site, labels=labels, max_retries=max_retries)
+        self.refusals, self.resuming = 0, False
         self._cleanup = contextlib.ExitStack()
         self.parts = Parts(self.http, self.info.connections, self.info.idle_timeout_s)
         self._cleanup.callback(self.parts.close)
@@ -109,6 +115,18 @@ class Session(Pulling):
             super().leave(error)
         finally:
             self._cleanup.close()
+
+    def pull(
+        self,
+        version: int,
+        digest: str,
+        into: Tensors | None,
+        base: BaseFile | None = None,
+        *,
+        max_retries: int | None = None,
+    ) -> None:
+        """As `pull_version`, by default into this session's base file."""
+        pull_version(self, self.parts, base or self.base, version, digest, into, max_retries)
 
     def submit(
         self,
@@ -265,9 +283,6 @@ class Session(Pulling):
         self.base.begin_local(note)
         update.advance_base_(self.base, self.outbox, self.codecs)
 
-    refusals = 0
-    """Updates of this process that were refused in a row."""
-
     def refused(self, error: UpdateRefused) -> None:
         """Say that an update was refused; one that is refused again and again ends this worker.
 
@@ -278,9 +293,6 @@ class Session(Pulling):
         LOG.warning("%s: %s", self.site, error)
         if self.refusals >= MAX_REFUSALS:
             raise error
-
-    resuming = False
-    """Whether the outbox was filled by an earlier process, so that the server may hold parts of it already."""
 
     def resume_outbox(self) -> messages.Receipt | None:
         """Send what an earlier process of this worker left; None where there is nothing that can still count."""

@@ -76,8 +76,8 @@ def form_update(
         control_difference: Δc_i, where the layout has controls.
         filtered: what leaves in place of `tensors`, where the site has filters.
     """
-    former = _Former(outbox, base, tensors, codecs, stretches or Stretches(outbox.layout, base.layout, codecs))
-    former.control_difference, former.filtered = control_difference, filtered
+    stretches = stretches or Stretches(outbox.layout, base.layout, codecs)
+    former = _Former(outbox, base, tensors, codecs, stretches, control_difference, filtered)
     with torch.no_grad(), alone():
         digests = []
         for part in outbox.layout.parts:
@@ -88,13 +88,20 @@ def form_update(
 
 
 class _Former:
-    control_difference: Runs | None = None
-    filtered: Filtered | None = None
+    """One update on its way into the outbox; the arguments are those of `form_update`."""
 
     def __init__(
-        self, outbox: Outbox, base: BaseFile, tensors: Tensors, codecs: Mapping[str, Codec], stretches: Stretches
+        self,
+        outbox: Outbox,
+        base: BaseFile,
+        tensors: Tensors,
+        codecs: Mapping[str, Codec],
+        stretches: Stretches,
+        control_difference: Runs | None,
+        filtered: Filtered | None,
     ) -> None:
         self.outbox, self.base, self.tensors, self.codecs, self.stretches = outbox, base, tensors, codecs, stretches
+        self.control_difference, self.filtered = control_difference, filtered
         self.buffer = torch.zeros(_BUFFER_BYTES + ALIGN_BYTES, dtype=torch.uint8)
         self.view = bytes_of(self.buffer)
         self.scratch = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)

@@ -12,7 +12,7 @@ from atoll.tensors.alone import stay_alone
 Job = TypeVar("Job")
 
 
-def run_crew(
+def run_jobs(
     jobs: Iterable[Job],
     threads: int,
     member: Callable[[], Callable[[Job], None]],
@@ -48,11 +48,11 @@ def run_crew(
             failures.append(error)
             stop.set()
 
-    crew = [threading.Thread(target=work, name=f"atoll-pass-{index}", daemon=True) for index in range(threads)]
+    started = [threading.Thread(target=work, name=f"atoll-pass-{index}", daemon=True) for index in range(threads)]
     try:
-        for thread in crew:
+        for thread in started:
             thread.start()
-        for thread in crew:
+        for thread in started:
             thread.join()
     finally:
         stop.set()

@@ -1,0 +1,95 @@
+"""Who waits for a round or a task when the server ends is told so: it was waited for, twice two seconds, before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import atoll
+from atoll.errors import Busy, RunFailed
+from atoll.server.workflow import Controller
+from atoll.testing.processes import wait_until
+from atoll.transport.client import Http
+from atoll.wire import messages, routes, task_messages
+from atoll.worker.session import Session
+
+START = {"w": torch.ones(4)}
+
+
+def serve(folder: Path, **options: Any) -> atoll.Server:
+    settings: dict[str, Any] = {"algorithm": "fedavg", "port": 0, "min_free_bytes": 0, "threads": 1}
+    return atoll.Server(START, state_dir=folder / "state", **(settings | options)).start()
+
+
+def waiting_when(
+    server: atoll.Server, ask: Callable[[], object], end: Callable[[], object], waiting: int = 1
+) -> BaseException | None:
+    """What a request is answered that waits when the server ends.
+
+    Args:
+        waiting: how many wait then, with it.
+    """
+    run = server._run
+    assert run is not None
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(ask)
+        wait_until(lambda: len(run._changed._waiters) == waiting or answer.done(), "that the request waits")
+        assert not answer.done()
+        end()
+        return answer.exception(60)
+
+
+def ticket_of(session: Session) -> messages.TicketReply:
+    request = messages.TicketRequest(wait_s=routes.LONG_POLL_S)
+    return session.http.post(routes.TICKETS, request, messages.TicketReply, timeout_s=60.0)
+
+
+def test_who_waits_for_a_round(tmp_path: Path) -> None:
+    server = serve(tmp_path, num_workers=2)
+    session = Session(server.url, "a", folder=tmp_path / "w")
+    error = waiting_when(server, lambda: ticket_of(session), server.stop)
+    assert isinstance(error, Busy)
+    assert "The server is ending" in str(error)
+    session.leave()
+
+
+def test_who_waits_for_a_task(tmp_path: Path) -> None:
+    def workflow(controller: Controller) -> None:
+        controller.sites(at_least=2)
+
+    server = serve(tmp_path, workflow=workflow)
+    http = Http(server.url)
+    join = messages.Join(protocol=routes.PROTOCOL, site="a", process="1")
+    http.lease = http.post(routes.WORKERS, join, messages.Joined).lease
+    request = task_messages.TaskRequest(wait_s=routes.LONG_POLL_S)
+
+    def ask() -> object:
+        return http.post(routes.TASKS, request, task_messages.TaskReply, timeout_s=60.0)
+
+    error = waiting_when(server, ask, server.stop, waiting=2)  # the workflow, too
+    assert isinstance(error, Busy)
+    http.close()
+
+
+def test_who_waits_while_an_aggregator_fails(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def bad(updates):\n    raise ValueError('no such luck')\n")
+    server = serve(tmp_path, num_workers=2, aggregator=f"{tmp_path / 'mine.py'}:bad")
+    first = Session(server.url, "first", folder=tmp_path / "w")
+    client = atoll.Client(server.url, site="last", folder=tmp_path / "w").register()
+    assert client.next_round() == 1
+    state = client.pull()
+    ticket = ticket_of(first).ticket
+    assert ticket is not None
+    first.pull(ticket.base_version, ticket.base_digest, None)
+    first.submit(ticket, START, weight=1.0, steps=1, metrics={})
+    error = waiting_when(server, lambda: ticket_of(first), lambda: client.submit(state))
+    assert isinstance(error, Busy)
+    with pytest.raises(RunFailed, match="no such luck"):
+        server.run()
+    first.leave()
+    client.close()
