@@ -16,10 +16,13 @@ from torch import Tensor
 
 import atoll
 from atoll.config import Settings
-from atoll.errors import RunFailed
+from atoll.errors import RunFailed, Superseded
 from atoll.filters import Filter, Outgoing
 from atoll.server.site_filters import SiteFilters
 from atoll.testing.processes import Nursery
+from atoll.wire import routes
+from atoll.wire import task_messages as tm
+from atoll.worker.connection import Connection
 
 SCRIPT = Path(__file__).with_name("small_disk_process.py")
 
@@ -207,3 +210,37 @@ def test_a_filter_that_hangs_holds_up_neither_other_sites_nor_the_end_of_the_ser
     finally:
         go.set()
         server.stop()
+
+
+@pytest.mark.covers("F19", "T14")
+def test_a_process_that_another_has_replaced_is_given_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one waits for a task when the second one joins under its name; the task is the second one's."""
+    looked, go = threading.Event(), threading.Event()
+
+    def main(controller: Any) -> None:
+        assert go.wait(30)
+        controller.send("a", "train", timeout_s=30)
+
+    with serve(tmp_path, main) as server, ThreadPoolExecutor() as pool:
+        first, second = (Connection(server.url, "a", labels=None, max_retries=3) for _ in range(2))
+        first.join(3)
+        desk = server._run.desk  # type: ignore[union-attr]
+        next_for = desk.next_for
+
+        def noted(*which: Any) -> Any:
+            looked.set()
+            return next_for(*which)
+
+        monkeypatch.setattr(desk, "next_for", noted)
+        waiting = pool.submit(first.http.post, routes.TASKS, tm.TaskRequest(wait_s=20.0), tm.TaskReply)
+        assert looked.wait(30)
+        second.join(3)
+        go.set()
+        with pytest.raises(Superseded):
+            waiting.result(30)
+        task = second.http.post(routes.TASKS, tm.TaskRequest(wait_s=20.0), tm.TaskReply).task
+        assert task is not None
+        second.http.send(routes.TASK_ANSWER.format(task=task.task), tm.TaskAnswer(error="done"))
+        assert server.wait(30)
+        first.leave()
+        second.leave()
