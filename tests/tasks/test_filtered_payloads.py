@@ -100,7 +100,7 @@ def test_tensors_are_called_by_their_path() -> None:
 @pytest.mark.covers("T8")
 def test_two_tensors_of_one_name_are_refused() -> None:
     tree = {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}
-    with pytest.raises(UsageError, match=r"Two tensors of the payload are called 'a.b'"):
+    with pytest.raises(UsageError, match=r"It is not sent: Two tensors of the payload are called 'a.b'"):
         behind(tree, [Halved()])
     assert behind(tree, []).skeleton == pack(tree).skeleton  # nobody needs names
 
