@@ -281,17 +281,23 @@ class Infinite(Filter):
         return values + float("inf")
 
 
+class Leaving(Filter):
+    def begin(self, update: Outgoing) -> None:
+        raise SystemExit(2)
+
+
 @pytest.mark.covers("T8", "T7", "X3")
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
+        (Leaving, r"update of b is refused: a filter of the server called sys.exit\(2\)"),
         (Broken, r"update of b is refused: the server's filter Broken\(\) failed at 'head': KeyError: 'salt'"),
         (Undecided, r"update of b is refused: the server's filter Undecided\(\) failed at '\w+': KeyError: '\w+'"),
         (Shorter, r"update of b is refused: the server's filter Shorter\(\) made torch.float32 \[\d\] where '\w+' had"),
         (Infinite, r"update of b is refused: what the server's filter Infinite\(\) left of '\w+' is not finite"),
         (lambda: Drop("haed"), r"update of b is refused: .*no tensor of the model is called 'haed'"),
     ],
-    ids=["raises", "keeps", "shape", "infinite", "name"],
+    ids=["exits", "raises", "keeps", "shape", "infinite", "name"],
 )
 def test_the_round_goes_on_without_a_site_whose_filter_fails(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, told: str

@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ from atoll.tensors.objects import Contents, Stored, write_object
 from atoll.tensors.payload import Packed, pack
 from atoll.tensors.places import names_of
 from atoll.testing.payloads import MORE_BYTES, peak_growth
+from atoll.worker.filtering import AnswerFilters
 
 PART_BYTES = 2**20
 
@@ -96,7 +100,7 @@ def test_tensors_are_called_by_their_path() -> None:
 @pytest.mark.covers("T8")
 def test_two_tensors_of_one_name_are_refused() -> None:
     tree = {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}
-    with pytest.raises(UsageError, match=r"Two tensors of the payload are called 'a.b'"):
+    with pytest.raises(UsageError, match=r"It is not sent: Two tensors of the payload are called 'a.b'"):
         behind(tree, [Halved()])
     assert behind(tree, []).skeleton == pack(tree).skeleton  # nobody needs names
 
@@ -280,6 +284,44 @@ def test_filtering_an_answer_that_has_come_takes_a_few_runs_of_memory(tmp_path: 
     assert torch.equal(tensor, torch.full((2**24,), 0.5))
     objects.discard(object_id)
     assert list((tmp_path / "objects").iterdir()) == []
+
+
+@pytest.mark.covers("T8")
+@pytest.mark.parametrize("where", ["site", "server"])
+def test_two_answers_of_one_site_do_not_meet_in_its_filter(tmp_path: Path, where: str) -> None:
+    """A site that was started again answers while its first answer is filtered: each is divided by its own value."""
+    meeting = threading.Barrier(2)
+
+    class ByTheFirst(Filter):
+        def begin(self, update: Outgoing) -> None:
+            self.by = update.changes("w", 0, 1).item()
+            with suppress(threading.BrokenBarrierError):  # nobody else comes, as it should be
+                meeting.wait(0.5)
+
+        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+            return values.div_(self.by)
+
+    objects = ObjectStore(tmp_path / "objects", max_bytes=2**30, max_expires_s=60.0, idle_timeout_s=60.0)
+    at_server = TaskFilters(Settings(state_dir=tmp_path), results={"a": [ByTheFirst()]})
+    at_site = AnswerFilters([ByTheFirst()], "a")
+
+    def answered(packed: Packed) -> Answer:
+        _, fd = objects.draft()
+        extent, _ = write_object(packed, fd, Cut(PART_BYTES))
+        return Answer("a", "key", way="streamed", contents=read_contents(fd, extent, "It"), fd=fd)
+
+    def taken(value: float) -> list[float]:
+        packed = pack({"w": torch.full((3,), value)})
+        if where == "server":
+            answer = at_server.received(answered(packed), "train", objects)
+        else:
+            with at_site.behind(packed, "train") as mine:
+                answer = answered(mine)
+        found: list[float] = Result("train", answer).payload["w"].tolist()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(taken, [2.0, 4.0])) == [[1.0] * 3] * 2
 
 
 @pytest.mark.covers("T6", "T8")

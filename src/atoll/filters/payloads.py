@@ -56,7 +56,7 @@ def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str)
     Raises:
         UsageError: a filter raised, or looked at what is not finite; filter and tensor are named.
     """
-    names = names_of(packed) if filters else {}
+    names = _told(lambda: names_of(packed), what) if filters else {}
     if not names:
         return packed
     tensors = {own[0]: packed.tensors[index] for index, own in names.items()}

@@ -149,6 +149,8 @@ class Filtering:
                 if error.raised:
                     LOG.error("the filter %r failed", error.filter, exc_info=error.__cause__)
                 raise FilterRefused(f"the server's filter {error}") from error.__cause__
+            if isinstance(error, SystemExit):  # a thread that passes it on ends the server
+                raise FilterRefused(f"a filter of the server called sys.exit({error.code!r})") from error
             if isinstance(error, UsageError | ConfigError):  # as shipped filters have it
                 raise FilterRefused(f"a filter of the server says: {error.message}") from error
             if isinstance(error, OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from atoll.config import Settings
 from atoll.errors import ConfigError, UsageError
 from atoll.filters.base import Filter
 from atoll.filters.payloads import ByTask, for_tasks
+
+LOG = logging.getLogger("atoll.server")
 
 Given = Sequence[Filter] | Mapping[str, ByTask]
 """Filters for every site, or by the name of a site: for every task, or by the name of a task."""
@@ -70,15 +73,28 @@ class SiteFilters:
         """Those of one site, in their order; of a task's payload where one is named."""
         mine = self._of.get(site)
         if mine is None:
-            copies = [
-                (copy.copy(each), sites, tasks) for each, sites, tasks in self._entries if not sites or site in sites
-            ]
+            copies = [(_own(each), sites, tasks) for each, sites, tasks in self._entries if not sites or site in sites]
             mine = self._of.setdefault(site, copies)
         return tuple(each for each, _, tasks in mine if not tasks or task in tasks)
 
     def lock(self, site: str) -> threading.Lock:
         """Held while the filters of a site are at one payload: they keep state from its beginning to its end."""
         return self._locks.setdefault(site, threading.Lock())
+
+
+def _own(filter_: Filter) -> Filter:
+    """A copy that shares nothing with others but what cannot be copied, such as a lock."""
+    mine = copy.copy(filter_)
+    memo: dict[int, Any] = {id(filter_): mine}
+    for name, value in list(vars(mine).items()):
+        trial = dict(memo)  # one that fails leaves half a copy behind
+        try:
+            vars(mine)[name] = copy.deepcopy(value, trial)
+        except Exception as error:
+            LOG.debug("%r: all sites share its %s, which cannot be copied: %s", filter_, name, error)
+        else:
+            memo = trial
+    return mine
 
 
 def _made(entry: Mapping[str, Any], setting: Setting) -> _Entry:

@@ -89,6 +89,10 @@ class TaskFilters:
         except AtollError as error:
             LOG.error("%s", said(error))
             return Answer(answer.site, answer.key, error=str(error))
+        except BaseException as error:  # sys.exit in a filter, or a filter whose name cannot be said
+            LOG.error("the answer of site %s to task %r is not used", answer.site, task, exc_info=error)
+            reason = f"The filters of its answer failed at the server: {type(error).__name__}: {error}"
+            return Answer(answer.site, answer.key, error=reason)
         finally:
             answer.close()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import time
 
 from atoll.errors import AtollError, BadRequest, Conflict
+from atoll.server.aside import Aside
 from atoll.server.desk import Answer, check_plain, key_of, read_contents
 from atoll.server.roster import Lease
 from atoll.server.run import Run
@@ -21,6 +23,7 @@ class TaskHandlers:
 
     def __init__(self) -> None:
         self._putting: dict[tuple[str, str, str], asyncio.Future[None]] = {}
+        self._aside = Aside()
 
     async def request_task(self, lease: Lease, message: tm.TaskRequest) -> tm.TaskReply:
         desk = self.run.desk
@@ -79,8 +82,7 @@ class TaskHandlers:
         desk, name = self.run.desk, self.run.desk.name_of(task)
         answer = await self._collected(site, key, given, f"The answer of site {site}")
         if desk.received is not None:
-            loop = asyncio.get_running_loop()
-            answer = await loop.run_in_executor(self.run.io, desk.received, answer, name, self.run.objects)
+            answer = await self._aside.run(functools.partial(desk.received, answer, name, self.run.objects))
         desk.put(task, answer)
 
     async def _collected(self, site: str, key: str, given: tm.ObjectKey, what: str) -> Answer:

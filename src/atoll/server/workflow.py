@@ -34,6 +34,7 @@ from atoll.server.task_filters import TaskFilters
 from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.objects import Stored
 from atoll.tensors.payload import pack
+from atoll.wire import messages
 from atoll.wire import task_messages as tm
 from atoll.wire.tasks import read_plain
 
@@ -173,10 +174,10 @@ class Controller:
 
         Raises:
             RunFailed: fewer than `min_responses` payloads came; who failed or is missing is named.
-            UsageError: the payload cannot travel, or the name is none.
+            UsageError: the payload cannot travel, the name is none, or `sites` are no names.
         """
-        chosen = sorted(set(sites)) if sites is not None else self.sites(min_responses or 1, timeout_s=timeout_s)
         _require_name(task)
+        chosen = _named(sites) if sites is not None else self.sites(min_responses or 1, timeout_s=timeout_s)
         if min_responses is not None and min_responses > len(chosen):
             raise UsageError(
                 f"min_responses is {min_responses}, but task {task!r} goes to {len(chosen)} sites.",
@@ -311,7 +312,7 @@ class Workflow:
             self._function(controller)
         except ServerStops:
             return
-        except Exception as error:
+        except BaseException as error:  # sys.exit, too: the server would wait for ever
             LOG.error("the workflow %s failed", self._name, exc_info=error)
             failed = RunFailed(
                 f"The workflow {self._name} failed: {type(error).__name__}: {error}",
@@ -352,6 +353,21 @@ def _lacking(task: Open) -> str:
 
 def _deadline(timeout_s: float | None) -> float:
     return float("inf") if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _named(sites: Sequence[str]) -> list[str]:
+    """Sites in the order of their names, each once."""
+    if isinstance(sites, str):
+        raise UsageError(f"sites is the string {sites!r}.", f"Give a list: [{sites!r}].")
+    given = list(sites)
+    for site in given:
+        try:
+            TypeAdapter(messages.Site).validate_python(site, strict=True)
+        except ValidationError:
+            raise UsageError(
+                f"{site!r} in sites is not the name of a site.", "Give names as controller.sites() has them."
+            ) from None
+    return sorted(set(given))
 
 
 def _require_name(task: str) -> None:

@@ -35,7 +35,7 @@ from atoll.tensors.schema import Schema
 from atoll.transport.client import Counters, Http
 from atoll.transport.tls import read_token
 from atoll.wire import messages, routes
-from atoll.worker.reporting import LOG
+from atoll.worker.reporting import LOG, told
 
 T = TypeVar("T")
 
@@ -276,7 +276,7 @@ class Connection:
                 if self._beat is not None:
                     self.heartbeat = self.heartbeat.model_copy(update={"state": "failed" if error else "left"})
                     self._send_heartbeat(GOODBYE_S)
-                leave = messages.Leave(error=error[:2000] if error else None)
+                leave = messages.Leave(error=told(error) if error else None)
                 self.http.send(routes.LEAVE, leave, timeout_s=GOODBYE_S)
         except AtollError as problem:
             LOG.debug("%s: could not say goodbye: %s", self.site, problem)

@@ -32,6 +32,12 @@ def ensure_lines() -> None:
     LOG.propagate = False
 
 
+def told(error: BaseException | str, most_chars: int = 2000) -> str:
+    """An error as a message carries it; what is no UTF-8, as in names of files, is escaped."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return text[:most_chars].encode(errors="backslashreplace").decode()[:most_chars]
+
+
 class Progress:
     """Bytes of one transfer; says how far it is every few seconds, and at the end where that took longer.
 

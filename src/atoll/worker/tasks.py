@@ -30,6 +30,7 @@ from atoll.errors import (
     Conflict,
     Gone,
     PartCorrupt,
+    StoreError,
     TicketClosed,
     TransferError,
     TransferStalled,
@@ -50,13 +51,14 @@ from atoll.worker.connection import START_RETRIES, Connection, NetworkLost, defa
 from atoll.worker.fetch import fetch, fetch_stored
 from atoll.worker.filtering import AnswerFilters
 from atoll.worker.publish import EXPIRES_S, send, withdraw
-from atoll.worker.reporting import LOG
+from atoll.worker.reporting import LOG, told
 from atoll.worker.transfer import chunk_sizes, idle_timeout
 
 Handler = Callable[[Any], Any]
 
-ERROR_CHARS = 2000
-"""The most of an error that travels."""
+UNDELIVERED = (TransferError, UsageError, StoreError, BadRequest)
+"""Why an answer is not sent though its handler gave one: a stream that fails while it is read, tensors that do not get
+through, a disk of this site that takes none, a server that would never keep so much."""
 
 STALLS = 2
 """Times that the tensors of a task may stand still before they are given up; the first one may pass by itself."""
@@ -123,8 +125,7 @@ class Task:
         Returns:
             As `answer`.
         """
-        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        return self._send(tm.TaskAnswer(error=text[:ERROR_CHARS] or "it gave no reason"))
+        return self._send(tm.TaskAnswer(error=told(error) or "it gave no reason"))
 
     @property
     def described(self) -> str:
@@ -227,7 +228,7 @@ class TaskWorker:
                 finally:
                     del packed
                 task._deliver(answer)
-            except (TransferError, UsageError) as error:  # a stream may fail only while it is sent
+            except UNDELIVERED as error:
                 LOG.error("%s: %s", self.site, said(error))
                 task.fail(error)
 
@@ -248,6 +249,10 @@ class TaskWorker:
             task = Task(connection, reply.task, self._warned, self._filters)
             try:
                 task.payload = self._payload_of(reply.task)
+            except StoreError as error:  # before what may pass: of a full disk of its own a site tells
+                LOG.error("%s: the tensors of %s cannot be kept: %s", self.site, task.described, error)
+                task.fail(error)
+                continue
             except NetworkLost as error:
                 if isinstance(error, TransferStalled) and stalled == task.id:
                     task.fail(self._never_came(task, error))
@@ -255,7 +260,7 @@ class TaskWorker:
                 stalled = task.id if isinstance(error, TransferStalled) else stalled
                 LOG.warning("%s: task %r did not arrive, asking again: %s", self.site, task.name, error)
                 continue
-            except (Gone, BadRequest, PartCorrupt) as error:
+            except (Gone, BadRequest, PartCorrupt, TransferError) as error:
                 if isinstance(error, Gone) and lost != task.id:
                     lost = task.id  # it was closed meanwhile, and is not given again
                     continue

@@ -1,0 +1,34 @@
+"""A site that cannot write a file of more than 1 MiB: argv is the server and the site's name."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+import torch
+
+import atoll
+from atoll.payloads import Stream, register
+
+
+class Zeros:
+    """8 MiB that are not held in memory."""
+
+
+def produce(_: Zeros) -> Any:
+    return Stream(torch.float32, (2**21,), lambda: (torch.zeros(2**18) for _ in range(8)))
+
+
+def consume(sent: Any) -> Zeros:
+    return Zeros()
+
+
+register(Zeros, "test.zeros", produce, consume)
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+    with atoll.tasks(sys.argv[1], sys.argv[2]) as worker:
+        worker.task("large")(lambda _: torch.zeros(2**20))
+        worker.task("small")(lambda _: 1)
+        worker.run()

@@ -1,0 +1,246 @@
+"""Workflows, filters and sites that end badly: it is told, nobody hangs, and the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import atoll
+from atoll.config import Settings
+from atoll.errors import RunFailed, Superseded
+from atoll.filters import Filter, Outgoing
+from atoll.server.site_filters import SiteFilters
+from atoll.testing.processes import Nursery
+from atoll.wire import routes
+from atoll.wire import task_messages as tm
+from atoll.worker.connection import Connection
+
+SCRIPT = Path(__file__).with_name("small_disk_process.py")
+
+
+def serve(folder: Path, workflow: Callable[[Any], None], **options: Any) -> atoll.Server:
+    return atoll.Server(workflow=workflow, state_dir=folder / "state", **{"port": 0, "min_free_bytes": 0, **options})
+
+
+def answer(server: atoll.Server, name: str, handlers: dict[str, Callable[[Any], Any]]) -> threading.Thread:
+    """A site in a thread."""
+
+    def main() -> None:
+        with atoll.tasks(server.url, name) as worker:
+            for task, handler in handlers.items():
+                worker.task(task)(handler)
+            worker.run()
+
+    thread = threading.Thread(target=main, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.covers("T14")
+@pytest.mark.parametrize("end", [SystemExit, asyncio.CancelledError])
+def test_a_workflow_that_leaves_by_no_exception_ends_the_run_too(tmp_path: Path, end: type[BaseException]) -> None:
+    def main(controller: Any) -> None:
+        controller.sites(at_least=1, timeout_s=30)
+        raise end(3)
+
+    server = serve(tmp_path, main).start()
+    try:
+        answer(server, "a", {"train": print})
+        with pytest.raises(RunFailed, match=f"The workflow main failed: {end.__name__}: 3"):
+            server.wait(30)
+    finally:
+        server.stop()
+
+
+@pytest.mark.covers("T14", "X3")
+@pytest.mark.parametrize(
+    ("sites", "what"),
+    [
+        ("a", r"sites is the string 'a'\. Give a list: \['a'\]"),
+        (["a", 3], r"3 in sites is not the name of a site"),
+        (["a", "b/c"], r"'b/c' in sites is not the name of a site"),
+    ],
+    ids=["a string", "a number", "a path"],
+)
+def test_sites_that_are_no_names_are_refused_and_nobody_is_awaited(tmp_path: Path, sites: Any, what: str) -> None:
+    def main(controller: Any) -> None:
+        controller.broadcast("train", None, sites=sites, timeout_s=5)
+
+    with pytest.raises(RunFailed, match=what), serve(tmp_path, main) as server:
+        server.run()
+
+
+@pytest.mark.covers("T14", "X3")
+def test_a_site_tells_what_its_server_would_not_take_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error with a file's name that is no UTF-8; an answer larger than all that the server keeps."""
+    caplog.set_level(logging.CRITICAL, "atoll")  # what collects the tests' output takes no such name, either
+    came: list[Any] = []
+
+    def main(controller: Any) -> None:
+        came.extend(controller.send("a", task, timeout_s=30) for task in ("named", "large", "small"))
+
+    def named(_: Any) -> None:
+        raise FileNotFoundError("scan-\udcff")
+
+    handlers = {"named": named, "large": lambda _: torch.zeros(2**20), "small": lambda _: 1}
+    with serve(tmp_path, main, objects_max_bytes=2**20) as server:
+        site = answer(server, "a", handlers)
+        assert server.wait(60)
+        server.run()
+    site.join(30)
+    assert not site.is_alive()
+    named_, large, small = came
+    assert named_.error == r"FileNotFoundError: scan-\udcff"
+    assert "keeps at most 1048576 of objects" in large.error
+    assert small.payload == 1
+
+
+@pytest.mark.covers("T14", "T13", "X3")
+def test_a_site_whose_disk_takes_nothing_more_says_so_and_goes_on(nursery: Nursery, tmp_path: Path) -> None:
+    """4 MiB of an answer, 8 MiB of a payload that belongs on disk; a file has 1 MiB at most."""
+    import small_disk_process
+
+    came: list[Any] = []
+
+    def main(controller: Any) -> None:
+        sent = (("large", None), ("small", small_disk_process.Zeros()), ("small", None))
+        came.extend(controller.send("a", task, payload, timeout_s=30) for task, payload in sent)
+
+    with serve(tmp_path, main) as server:
+        site = nursery.start(str(SCRIPT), server.url, "a", cwd=tmp_path)
+        assert server.wait(60)
+        server.run()
+    assert site.wait() == 0
+    large, kept, small = came
+    assert "StoreError: A file in the folder of temporary files failed: File too large." in large.error
+    assert "StoreError: A file in the folder of temporary files failed: File too large." in kept.error
+    assert small.payload == 1
+
+
+class Noted(Filter):
+    """Keeps what it knows of a payload in a dict, beside a lock."""
+
+    def __init__(self) -> None:
+        self.norms: dict[str, float] = {}
+        self.lock = threading.Lock()
+        self.pair = [self.norms, self.lock]  # half of it can be copied
+
+    def begin(self, update: Outgoing) -> None:
+        self.norms["w"] = float(update.tensor("w").norm())
+
+
+@pytest.mark.covers("T8")
+def test_a_filter_keeps_nothing_of_one_site_for_another(tmp_path: Path) -> None:
+    """Copies do not share a dict; a lock, which nobody can copy, they do, and what holds it."""
+    given = Noted()
+    filters = SiteFilters(Settings.build({"state_dir": tmp_path}), [given])
+    (a,), (b,) = filters.of("a"), filters.of("b")
+    assert isinstance(a, Noted)
+    assert isinstance(b, Noted)
+    a.norms["w"] = 1.0
+    assert b.norms == {}
+    assert given.norms == {}
+    assert a.lock is b.lock
+    assert a.pair is b.pair
+    assert filters.of("a") == (a,)
+
+
+@pytest.mark.covers("T8", "X3")
+def test_a_filter_that_leaves_the_process_fails_for_its_site_and_the_server_stays(tmp_path: Path) -> None:
+    class Leaving(Filter):
+        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+            raise SystemExit(2)
+
+    came: list[Any] = []
+
+    def main(controller: Any) -> None:
+        came.extend(controller.send("a", "train", timeout_s=30) for _ in range(2))
+
+    with serve(tmp_path, main, filters={"a": [Leaving()]}) as server:
+        answer(server, "a", {"train": lambda _: torch.ones(2)})
+        assert server.wait(60)
+        server.run()
+    assert [each.error for each in came] == ["The filters of its answer failed at the server: SystemExit: 2"] * 2
+
+
+@pytest.mark.covers("T8", "T3")
+def test_a_filter_that_hangs_holds_up_neither_other_sites_nor_the_end_of_the_server(tmp_path: Path) -> None:
+    """a's filter never returns: b's answers are taken, and the server ends."""
+    begun, go = threading.Event(), threading.Event()
+
+    class Hanging(Filter):
+        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+            begun.set()
+            go.wait()
+            return values
+
+    came: list[Any] = []
+    measured = threading.Event()
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=2, timeout_s=30)
+        with ThreadPoolExecutor() as pool:
+            pool.submit(controller.broadcast, "train", sites=["a"])  # for ever
+            assert begun.wait(30)
+            came.append(controller.send("b", "measure", timeout_s=30).payload)
+            measured.set()
+
+    handlers = {"train": lambda _: torch.ones(2), "measure": lambda _: torch.ones(3)}
+    server = serve(tmp_path, main, filters={"a": [Hanging()]}).start()
+    try:
+        for name in "ab":
+            answer(server, name, handlers)
+        assert measured.wait(30)
+        assert came[0].tolist() == [1.0] * 3
+        stopping = threading.Thread(target=server.stop, daemon=True)
+        stopping.start()
+        stopping.join(30)
+        assert not stopping.is_alive()
+    finally:
+        go.set()
+        server.stop()
+
+
+@pytest.mark.covers("F19", "T14")
+def test_a_process_that_another_has_replaced_is_given_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one waits for a task when the second one joins under its name; the task is the second one's."""
+    looked, go = threading.Event(), threading.Event()
+
+    def main(controller: Any) -> None:
+        assert go.wait(30)
+        controller.send("a", "train", timeout_s=30)
+
+    with serve(tmp_path, main) as server, ThreadPoolExecutor() as pool:
+        first, second = (Connection(server.url, "a", labels=None, max_retries=3) for _ in range(2))
+        first.join(3)
+        desk = server._run.desk  # type: ignore[union-attr]
+        next_for = desk.next_for
+
+        def noted(*which: Any) -> Any:
+            looked.set()
+            return next_for(*which)
+
+        monkeypatch.setattr(desk, "next_for", noted)
+        waiting = pool.submit(first.http.post, routes.TASKS, tm.TaskRequest(wait_s=20.0), tm.TaskReply)
+        assert looked.wait(30)
+        second.join(3)
+        go.set()
+        with pytest.raises(Superseded):
+            waiting.result(30)
+        task = second.http.post(routes.TASKS, tm.TaskRequest(wait_s=20.0), tm.TaskReply).task
+        assert task is not None
+        second.http.send(routes.TASK_ANSWER.format(task=task.task), tm.TaskAnswer(error="done"))
+        assert server.wait(30)
+        first.leave()
+        second.leave()
