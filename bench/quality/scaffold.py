@@ -113,7 +113,9 @@ TASKS = {
         chosen="A round is about one epoch of an average site; the rate falls from round to round by a cosine, as in "
         f"the reference. Of 0.05 and 0.1 the rate was taken as for digits, on seed {PILOT} with 20 rounds; FedAdam's "
         "of 0.01, 0.03 and 0.1 with 40 steps a round of batch 32. With those 40 steps and a constant rate, and with "
-        "160, both tried on that seed for 20 and 16 rounds, SCAFFOLD was 2 to 4 points below FedAvg.",
+        "160, both tried on that seed for 20 and 16 rounds, SCAFFOLD was 2 to 4 points below FedAvg. With one epoch of "
+        "each site's own pictures a round in place of 100 steps, weights from 370 to 11,798, it ended at 48.4 % there, "
+        "and FedAvg at 62.0 %: its controls count every site alike.",
     ),
 }
 ALGORITHMS = ["fedavg", "fedprox", "fedadam", "scaffold"]
