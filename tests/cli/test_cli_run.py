@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ class Served:
         self.process = subprocess.Popen(
             [*ATOLL, "server", "run.toml", "--port", "0", "--min-free-bytes", "0", *flags],
             cwd=folder,
-            env=dict(os.environ),
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -38,16 +39,30 @@ class Served:
     def until(self, words: str) -> str:
         """The next line with these words."""
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if words in line:
-                return line
+        with self._in_time():
+            for line in self.process.stdout:
+                self.lines.append(line)
+                if words in line:
+                    return line
         raise AssertionError(f"{words!r} was never said:\n{''.join(self.lines)}")
 
     def end(self) -> int:
         assert self.process.stdout is not None
-        self.lines += self.process.stdout.readlines()
-        return self.process.wait(60)
+        with self._in_time():
+            self.lines += self.process.stdout.readlines()
+        code = self.process.wait(60)
+        assert code != -signal.SIGABRT, "".join(self.lines)
+        return code
+
+    @contextlib.contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """A process that hangs ends, and says where each of its threads was."""
+        timer = threading.Timer(50.0, self.process.send_signal, [signal.SIGABRT])
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 @pytest.fixture
@@ -78,7 +93,7 @@ def test_what_init_writes_runs_as_it_is(atoll_command, serve, tmp_path, algorith
         subprocess.Popen(
             [*ATOLL, "worker", "--server", served.url, "--site", site, "--", sys.executable, "train.py"],
             cwd=tmp_path / "mine",
-            env=dict(os.environ),
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -128,6 +143,16 @@ def test_a_stopped_server_says_that_it_can_go_on(atoll_command, serve, number: s
     again = serve()
     again.process.terminate()
     assert again.end() == 0
+
+
+@pytest.mark.slow
+def test_a_server_with_a_workflow_speaks_of_no_model(serve, tmp_path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "flow.py").write_text("def main(controller):\n    controller.sites(at_least=1)\n")
+    (tmp_path / "mine" / "run.toml").write_text('workflow = "flow.py:main"\n')
+    served = serve()
+    assert served.until("run ").endswith("): a workflow; files in atoll-run\n")
+    assert "flow.py:main begins; start workers that take part with atoll.tasks" in served.until("begins")
 
 
 @pytest.mark.slow

@@ -80,6 +80,17 @@ def test_sites_that_are_no_names_are_refused_and_nobody_is_awaited(tmp_path: Pat
 
 
 @pytest.mark.covers("T14", "X3")
+@pytest.mark.parametrize("timeout_s", [float("nan"), -1.0])
+@pytest.mark.parametrize("named", [True, False], ids=["to a site", "to whoever is there"])
+def test_a_timeout_that_is_no_time_is_refused(tmp_path: Path, timeout_s: float, named: bool) -> None:
+    def main(controller: Any) -> None:
+        controller.broadcast("train", None, sites=["a"] if named else None, timeout_s=timeout_s)
+
+    with pytest.raises(RunFailed, match=rf"timeout_s is {timeout_s}"), serve(tmp_path, main) as server:
+        server.run()
+
+
+@pytest.mark.covers("T14", "X3")
 def test_a_site_tells_what_its_server_would_not_take_and_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

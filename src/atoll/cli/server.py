@@ -99,6 +99,10 @@ def run_until_finished(settings: Settings) -> None:
 def _announce(server: Server, settings: Settings) -> None:
     status = server.status()
     LOG.info("listening on %s", server.url)
+    if settings.workflow is not None:
+        LOG.info("run %s (%s): a workflow; files in %s", status.name, status.run[:8], settings.state_dir)
+        LOG.info("the workflow %s begins; start workers that take part with atoll.tasks", settings.workflow)
+        return
     LOG.info(
         "run %s (%s): %s, model of %s, codec %s, %s; files in %s",
         status.name,
@@ -112,9 +116,7 @@ def _announce(server: Server, settings: Settings) -> None:
     version = status.fragments[0].version
     if version:
         LOG.info("going on at version %d", version)
-    if settings.workflow is not None:
-        LOG.info("the workflow %s begins; start workers that take part with atoll.tasks", settings.workflow)
-    elif not status.finished:
+    if not status.finished:
         LOG.info("start a worker: atoll worker --server %s -- python train.py", server.url)
 
 

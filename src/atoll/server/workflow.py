@@ -174,9 +174,10 @@ class Controller:
 
         Raises:
             RunFailed: fewer than `min_responses` payloads came; who failed or is missing is named.
-            UsageError: the payload cannot travel, the name is none, or `sites` are no names.
+            UsageError: the payload cannot travel, the name is none, `sites` are no names, or `timeout_s` is no time.
         """
         _require_name(task)
+        _deadline(timeout_s)  # refused before anything is written
         chosen = _named(sites) if sites is not None else self.sites(min_responses or 1, timeout_s=timeout_s)
         if min_responses is not None and min_responses > len(chosen):
             raise UsageError(
@@ -352,7 +353,16 @@ def _lacking(task: Open) -> str:
 
 
 def _deadline(timeout_s: float | None) -> float:
-    return float("inf") if timeout_s is None else time.monotonic() + timeout_s
+    """Monotonic.
+
+    Raises:
+        UsageError: there is no such time.
+    """
+    if timeout_s is None:
+        return float("inf")
+    if not timeout_s >= 0:  # NaN, too, with which nothing would ever be late
+        raise UsageError(f"timeout_s is {timeout_s!r}.", "Give seconds, 0 or more; or None to wait for ever.")
+    return time.monotonic() + timeout_s
 
 
 def _named(sites: Sequence[str]) -> list[str]:
