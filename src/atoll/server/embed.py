@@ -23,6 +23,7 @@ from atoll.server.app import HTTP_LOG, make_app
 from atoll.server.auth import open_gate
 from atoll.server.begin import open_run
 from atoll.server.exports import export_ranges
+from atoll.server.latch import Latch
 from atoll.server.persistor import Persistor
 from atoll.server.run import Run
 from atoll.server.site_filters import Given
@@ -96,8 +97,8 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._run: Run | None = None
         self._stopping: asyncio.Event | None = None
-        self._ready = threading.Event()
-        self._finished = threading.Event()
+        self._ready = Latch()
+        self._finished = Latch()
         self._error: BaseException | None = None
         self._last_status: status_messages.Status | None = None
         self._questions: set[concurrent.futures.Future[Any]] = set()

@@ -1,0 +1,39 @@
+"""The latch that a server's end is told by: whoever waits, and however that ends, holds nobody up."""
+
+from __future__ import annotations
+
+import threading
+
+from atoll.server.latch import Latch
+from atoll.testing.processes import wait_until
+
+
+def test_all_who_wait_go_on_once_it_is_set() -> None:
+    latch = Latch()
+    assert not latch.wait(0.0)
+    assert not latch.wait(0.01)
+    threads = [threading.Thread(target=latch.wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    latch.set()
+    latch.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert latch.is_set()
+    assert latch.wait()
+    assert latch.wait(0.0)
+
+
+def test_a_waiter_that_was_interrupted_holds_up_neither_who_sets_it_nor_who_waits() -> None:
+    """Ctrl-C between two instructions of `wait` leaves what it has taken: here, all that it takes."""
+    latch = Latch()
+    for interrupted in ("before it was set", "behind it"):
+        setting = threading.Thread(target=latch.set, name=interrupted, daemon=True)
+        setting.start()
+        setting.join(10)
+        assert not setting.is_alive()
+        assert latch._lock.acquire(timeout=10)  # and never released
+        waiting = threading.Thread(target=latch.wait, daemon=True)
+        waiting.start()
+        wait_until(lambda thread=waiting: not thread.is_alive(), "the other one")  # type: ignore[misc]
