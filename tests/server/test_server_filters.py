@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from bad_filters import Infinite, Shorter, Undecided
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,7 +24,6 @@ from atoll.filters import Drop, Filter, NormClip, Outgoing
 from atoll.server.filters import HOLDER
 from atoll.store.rows import TicketRow
 from atoll.tensors.chunks import CHUNK_ELEMENTS
-from atoll.tensors.schema import TensorSpec
 from atoll.testing.processes import wait_until
 from atoll.wire import messages, routes
 
@@ -264,21 +264,6 @@ class Broken(Filter):
         if name == "head":
             raise KeyError("salt")
         return values
-
-
-class Undecided(Filter):
-    def keeps(self, spec: TensorSpec) -> bool:
-        raise KeyError(spec.name)
-
-
-class Shorter(Filter):
-    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        return values[1:]
-
-
-class Infinite(Filter):
-    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        return values + float("inf")
 
 
 class Leaving(Filter):

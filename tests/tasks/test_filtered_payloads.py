@@ -278,7 +278,7 @@ def test_filtering_an_answer_that_has_come_takes_a_few_runs_of_memory(tmp_path: 
     extent, _ = write_object(pack({"w": torch.ones(2**24)}), fd, Cut(PART_BYTES))  # of the norm 2¹²
     answer = Answer("a", "key", way="streamed", contents=read_contents(fd, extent, "It"), fd=fd)
     behind: list[Answer] = []
-    assert peak_growth(lambda: behind.append(filters.received(answer, "train", objects))) < MORE_BYTES
+    assert peak_growth(lambda: behind.append(filters.received(answer, "train"))) < MORE_BYTES
     assert (answer.fd, behind[0].error, behind[0].way) == (-1, "", "streamed")
     (tensor,) = Result("train", behind[0]).payload.values()
     assert torch.equal(tensor, torch.full((2**24,), 0.5))
@@ -313,7 +313,7 @@ def test_two_answers_of_one_site_do_not_meet_in_its_filter(tmp_path: Path, where
     def taken(value: float) -> list[float]:
         packed = pack({"w": torch.full((3,), value)})
         if where == "server":
-            answer = at_server.received(answered(packed), "train", objects)
+            answer = at_server.received(answered(packed), "train")
         else:
             with at_site.behind(packed, "train") as mine:
                 answer = answered(mine)

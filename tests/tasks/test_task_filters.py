@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bad_filters import Infinite, Shorter, Undecided
 from torch import Tensor
 
 import atoll
@@ -198,21 +199,6 @@ class Broken(Filter):
         if name == "model.w":
             raise KeyError("salt")
         return values
-
-
-class Shorter(Filter):
-    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        return values[1:]
-
-
-class Infinite(Filter):
-    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        return values + float("inf")
-
-
-class Undecided(Filter):
-    def keeps(self, spec: Any) -> bool:
-        raise KeyError(spec.name)
 
 
 FAILURES = {

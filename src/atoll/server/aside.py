@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -32,24 +33,19 @@ class Aside:
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
 
-        def tell(value: T | None, error: BaseException | None) -> None:
+        def tell(end: Callable[[], None]) -> None:
             self._room.release()
-            if result.done():
-                return
-            if error is not None:
-                result.set_exception(error)
-            else:
-                result.set_result(value)  # type: ignore[arg-type]
+            if not result.done():
+                end()
 
         def work() -> None:
             stay_alone()
-            value, raised = None, None
             try:
-                value = call()
+                end = functools.partial(result.set_result, call())
             except BaseException as error:
-                raised = error
+                end = functools.partial(result.set_exception, error)
             with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-                loop.call_soon_threadsafe(tell, value, raised)
+                loop.call_soon_threadsafe(tell, end)
 
         threading.Thread(target=work, name="atoll-aside", daemon=True).start()
         return await result

@@ -123,7 +123,7 @@ class Desk:
     def __init__(self, objects: ObjectStore, wake: Callable[[], None], alive: Callable[[], list[str]]) -> None:
         self.objects, self.wake, self.alive = objects, wake, alive
         self.active = self.finished = False
-        self.received: Callable[[Answer, str, ObjectStore], Answer] | None = None  # what an answer passes, in a thread
+        self.received: Callable[[Answer, str], Answer] | None = None  # what an answer passes, in a thread
         self.counts: dict[str, int] = {"streamed": 0, "inline": 0, "skipped": 0}
         self.warnings: dict[str, str] = {}  # by the name of the task
         self._over: deque[TaskStatus] = deque(maxlen=SHOWN)

@@ -307,7 +307,7 @@ class Run:
             if site in self.roster:
                 self.roster[site].rounds += 1
         LOG.info("%s", in_words(summary, row))
-        if self._has_controls and (apart := unequal_weights(summary)) and not self._said_apart:
+        if self._has_controls and not self._said_apart and (apart := unequal_weights(summary)):
             self._said_apart = True
             LOG.warning("%s", apart)
         value = value_of(summary, tracking.metric) if (tracking := self._rules.tracking).metric else None

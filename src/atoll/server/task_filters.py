@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from atoll.config import Settings
 from atoll.errors import AtollError, ConfigError, PartCorrupt
-from atoll.filters.base import About
+from atoll.filters.base import About, Filter
 from atoll.filters.payloads import filtered, said
-from atoll.posix import read_at
+from atoll.posix import nameless_file, read_at
 from atoll.server.desk import Answer, read_contents
 from atoll.server.site_filters import Given, SiteFilters
-from atoll.store.objects import ObjectStore
 from atoll.store.slots import disk_error
 from atoll.tensors.alone import alone
 from atoll.tensors.cuts import Cut
@@ -78,14 +77,14 @@ class TaskFilters:
             what = f"The payload of task {task!r} for site {site} is not sent"
             yield filtered(packed, filters, About(site, task=task), what)
 
-    def received(self, answer: Answer, task: str, objects: ObjectStore) -> Answer:
+    def received(self, answer: Answer, task: str) -> Answer:
         """What is taken of an answer, in a file of its own; in a thread. An error where a filter fails."""
         filters = self.results.of(answer.site, task)
         if not filters or answer.contents is None:
             return answer
         try:
             with self.results.lock(answer.site), alone():
-                return self._behind(answer, task, objects)
+                return self._behind(answer, answer.contents, filters, task)
         except AtollError as error:
             LOG.error("%s", said(error))
             return Answer(answer.site, answer.key, error=str(error))
@@ -96,19 +95,16 @@ class TaskFilters:
         finally:
             answer.close()
 
-    def _behind(self, answer: Answer, task: str, objects: ObjectStore) -> Answer:
-        contents, what = answer.contents, f"The answer of site {answer.site} to task {task!r}"
-        assert contents is not None
+    def _behind(self, answer: Answer, contents: Contents, filters: Sequence[Filter], task: str) -> Answer:
+        what = f"The answer of site {answer.site} to task {task!r}"
         packed = _on_disk(answer, contents, what)
-        filters = self.results.of(answer.site, task)
         mine = filtered(packed, filters, About(answer.site, task=task), f"{what} is not used")
         if mine is packed:
             fd, answer.fd = answer.fd, -1
             return replace(answer, fd=fd)
-        object_id, fd = objects.draft()
-        objects.discard(object_id)  # from here on the file has no name
-        behind = replace(answer, contents=None, fd=fd)
+        behind = replace(answer, contents=None, fd=-1)
         try:
+            behind.fd = fd = nameless_file(self._folder)
             extent, _ = write_object(mine, fd, Cut(contents.layout.part_bytes))
             behind.contents = read_contents(fd, extent, what)
         except OSError as error:

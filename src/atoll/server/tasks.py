@@ -82,7 +82,7 @@ class TaskHandlers:
         desk, name = self.run.desk, self.run.desk.name_of(task)
         answer = await self._collected(site, key, given, f"The answer of site {site}")
         if desk.received is not None:
-            answer = await self._aside.run(functools.partial(desk.received, answer, name, self.run.objects))
+            answer = await self._aside.run(functools.partial(desk.received, answer, name))
         desk.put(task, answer)
 
     async def _collected(self, site: str, key: str, given: tm.ObjectKey, what: str) -> Answer:

@@ -44,6 +44,8 @@ T = TypeVar("T")
 SAY_S = 30.0
 """How long sites are awaited before the log says so."""
 
+_SITE: TypeAdapter[str] = TypeAdapter(messages.Site)
+
 Function = Callable[["Controller"], Any]
 
 
@@ -298,7 +300,9 @@ class Workflow:
         """Begin the function, from its beginning; called on the server's event loop."""
         self._run, self._loop = run, asyncio.get_running_loop()
         self._controller = Controller(run, self._loop, self._filters)
-        run.desk.active, run.desk.received = True, self._filters.received
+        run.desk.active = True
+        if self._filters.results:  # without them no answer needs a thread
+            run.desk.received = self._filters.received
         if self._filters.data:
             LOG.info("what is sent to sites passes through filters: %s", self._filters.data)
         threading.Thread(target=self._main, args=(self._controller,), name="atoll-workflow", daemon=True).start()
@@ -372,7 +376,7 @@ def _named(sites: Sequence[str]) -> list[str]:
     given = list(sites)
     for site in given:
         try:
-            TypeAdapter(messages.Site).validate_python(site, strict=True)
+            _SITE.validate_python(site, strict=True)
         except ValidationError:
             raise UsageError(
                 f"{site!r} in sites is not the name of a site.", "Give names as controller.sites() has them."

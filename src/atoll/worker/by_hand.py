@@ -137,7 +137,7 @@ class _Memory:
         self._current, self.tensors = tensors, {name: value.clone() for name, value in tensors.items()}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        return run_of(self._current[name.removeprefix(CONTROL_PREFIX)], start, stop).clone()
+        return run_of(self._current[name.removeprefix(CONTROL_PREFIX)], start, stop)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         target = self.tensors[name.removeprefix(CONTROL_PREFIX)]
