@@ -60,7 +60,7 @@ def test_a_full_disk_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result,
     point: str, said: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(run, "DISK_RETRY_S", 0.05)
+    monkeypatch.setattr(run, "RETRY_S", 0.05)
     caplog.set_level(logging.DEBUG, "atoll")
     with serving(tmp_path) as server:
         arm(monkeypatch, point)
@@ -88,7 +88,7 @@ def test_a_file_that_cannot_be_opened_is_waited_for(
     point: str, said: str,
 ) -> None:  # fmt: skip
     """Whoever opens connections until there are no descriptors left does not end the run."""
-    monkeypatch.setattr(run, "DISK_RETRY_S", 0.05)
+    monkeypatch.setattr(run, "RETRY_S", 0.05)
     caplog.set_level(logging.DEBUG, "atoll")
     with serving(tmp_path) as server:
         arm(monkeypatch, point)
@@ -167,10 +167,7 @@ def test_less_space_than_min_free_bytes_is_507_before_a_byte_is_taken(
         sites.join()
         server.run()
     assert asked[:2] == [0, 0]
-    assert (
-        "The server has 0 MB of disk left, and keeps 1 MB free. It takes updates again when there is space"
-        in caplog.text
-    )
+    assert "The server has 0 MB of disk left, and keeps 1 MB free. It goes on when there is space" in caplog.text
     require_same(tmp_path, sites, undisturbed)
 
 
@@ -204,7 +201,7 @@ def test_a_disk_that_really_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result, number: int
 ) -> None:
     """It fills up while the round is trained: in the first there is no room for a spool, in the second for a row."""
-    monkeypatch.setattr(run, "DISK_RETRY_S", 0.05)
+    monkeypatch.setattr(run, "RETRY_S", 0.05)
     full: list[Path] = []
 
     def during(site: str, at: int) -> None:

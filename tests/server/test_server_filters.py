@@ -177,9 +177,9 @@ def test_a_disk_without_space_for_what_filters_leave_is_told_as_such(
     with serving(tmp_path, num_workers=1, filters=[Halved()]) as server:
         prepare = server._run.filtering.prepare  # type: ignore[union-attr]
 
-        def noted(row: TicketRow, number: int) -> None:
+        async def noted(row: TicketRow, number: int) -> None:
             try:
-                prepare(row, number)
+                await prepare(row, number)
             except BaseException as error:
                 raised.append(type(error))
                 raise

@@ -26,8 +26,8 @@ from atoll.filters.payloads import filtered
 from atoll.payloads import Stream, register
 from atoll.posix import read_at
 from atoll.server.desk import Answer, read_contents
+from atoll.server.result import Result
 from atoll.server.task_filters import TaskFilters
-from atoll.server.workflow import Result
 from atoll.store.objects import ObjectStore
 from atoll.tensors.chunks import CHUNK_ELEMENTS
 from atoll.tensors.cuts import Cut

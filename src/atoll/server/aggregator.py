@@ -189,7 +189,7 @@ class Aggregator:
             return UpdateSource(self.name, fd, self._layout, 1.0)
 
     def _give(self, store: Store, row: TicketRow, number: int) -> None:
-        spool, source = store.spool(row.ticket), self._filtering.source(row, number)
+        spool, source = store.spool(row.ticket), self._filtering.source(row)
         fd = os.open(f"/proc/self/fd/{source.fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             with self._heard:

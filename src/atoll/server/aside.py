@@ -1,7 +1,8 @@
 """Code of the user's beside the server: in threads that nobody waits for.
 
 A pool's threads are waited for when the pool ends, and when the interpreter does: a filter that hangs would hold up the
-parts of everybody else, and then the end of the server. These are daemons, a few at a time.
+parts of everybody else, and then the end of the server. These are daemons, a few at a time. One that takes long is
+told of in the log.
 """
 
 from __future__ import annotations
@@ -9,13 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from atoll.errors import UsageError
 from atoll.tensors.alone import stay_alone
 
+LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
+
+SAY_S = 30.0
+"""How long something takes before the log says so."""
 
 AT_ONCE = 8
 """Each holds a few runs of elements."""
@@ -27,14 +34,23 @@ class Aside:
     def __init__(self) -> None:
         self._room = asyncio.Semaphore(AT_ONCE)
 
-    async def run(self, call: Callable[[], T]) -> T:
-        """What `call` gives or raises, in a thread of its own. It goes on when its caller does not wait any more."""
+    async def run(self, call: Callable[[], T], what: str) -> T:
+        """What `call` gives or raises, in a thread of its own. It goes on when its caller does not wait any more.
+
+        Args:
+            what: names whose code is at what, for the log.
+
+        Raises:
+            UsageError: it called sys.exit, or the like.
+        """
         await self._room.acquire()
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
+        slow = loop.call_later(SAY_S, LOG.warning, "%s: not done after %g s. Look at their code.", what, SAY_S)
 
         def tell(end: Callable[[], None]) -> None:
             self._room.release()
+            slow.cancel()
             if not result.done():
                 end()
 
@@ -42,8 +58,11 @@ class Aside:
             stay_alone()
             try:
                 end = functools.partial(result.set_result, call())
-            except BaseException as error:
+            except Exception as error:
                 end = functools.partial(result.set_exception, error)
+            except BaseException as error:  # one that is passed on ends the server
+                ended = UsageError(f"{what} ended with {error!r}.", "Let them raise an Exception.")
+                end = functools.partial(result.set_exception, ended)
             with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
                 loop.call_soon_threadsafe(tell, end)
 

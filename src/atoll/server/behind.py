@@ -17,14 +17,13 @@ from atoll.server.exports import Exports
 from atoll.server.passing import passing
 from atoll.server.persistor import Persistor
 from atoll.server.plan import Plan
+from atoll.server.space import RETRY_S
 from atoll.store.rows import VersionRow
 from atoll.store.store import Store
 from atoll.wire import status_messages
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
-
-DISK_RETRY_S = 2.0
 
 
 class Behind:
@@ -102,5 +101,5 @@ class Behind:
                 reason = passing(error)
                 if reason is None:
                     raise
-                LOG.error("%s could not be saved: %s Trying again in %g s.", what, reason, DISK_RETRY_S)
-                await asyncio.sleep(DISK_RETRY_S)
+                LOG.error("%s could not be saved: %s Trying again in %g s.", what, reason, RETRY_S)
+                await asyncio.sleep(RETRY_S)

@@ -126,6 +126,7 @@ class Desk:
         self.received: Callable[[Answer, str], Answer] | None = None  # what an answer passes, in a thread
         self.counts: dict[str, int] = {"streamed": 0, "inline": 0, "skipped": 0}
         self.warnings: dict[str, str] = {}  # by the name of the task
+        self.names: set[str] = set()  # of the tasks that were sent
         self._over: deque[TaskStatus] = deque(maxlen=SHOWN)
         self._open: dict[str, Open] = {}
         self._taken: dict[tuple[str, str], str] = {}
@@ -179,6 +180,7 @@ class Desk:
         number = sum(self.counts.values()) + 1
         task = Open(number, message, shared, own, tuple(sites), time.monotonic())
         self.counts[task.way] += 1
+        self.names.add(name)
         for site, error in failed.items():
             task.answers[site] = Answer(site, "", error=error)
             self._taken[message.task, site] = ""

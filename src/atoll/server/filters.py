@@ -9,12 +9,11 @@ and the round goes on with the others. A server that was killed has lost the fil
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import os
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +24,7 @@ from atoll.failpoints import failpoint
 from atoll.filters.base import About, Filter
 from atoll.filters.chain import BadFilter, Chain
 from atoll.posix import read_at, write_at
+from atoll.server.aside import Aside
 from atoll.server.plan import Plan
 from atoll.server.site_filters import SiteFilters
 from atoll.store.rows import TicketRow
@@ -59,21 +59,47 @@ class Source:
     norm: float
 
 
-class Filtering:
-    """The filters of a run at work, and the files that they have written."""
+@dataclass(eq=False)
+class _Left:
+    """What the filters have left of an update, in an open file without a name.
 
-    def __init__(self, filters: SiteFilters, plan: Plan, store: Store) -> None:
-        self.filters, self._plan, self._store = filters, plan, store
-        self._kept: dict[int, Source] = {}
-        self._locks: dict[str, threading.Lock] = {}
-        self._lock = threading.Lock()
+    Attributes:
+        norm: L2, of its `params`.
+    """
+
+    fd: int
+    norm: float = 0.0
+
+    def close(self) -> None:
+        """Give the file back. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        """One that nobody waited for any more."""
+        self.close()
+
+
+class Filtering:
+    """The filters of a run at work, and the files that they have written; on the server's loop, but for `source`.
+
+    Args:
+        aside: where they work: one that hangs holds up its own site alone.
+    """
+
+    def __init__(self, filters: SiteFilters, plan: Plan, store: Store, aside: Aside) -> None:
+        self.filters, self._plan, self._store, self._aside = filters, plan, store, aside
+        self._kept: dict[int, _Left] = {}
+        self._going: dict[int, asyncio.Task[None]] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
 
     def has(self, site: str) -> bool:
         """Whether the updates of a site are filtered."""
         return bool(self.filters) and bool(self.filters.of(site))
 
-    def prepare(self, row: TicketRow, number: int) -> None:
-        """Filter an update whose parts are all there, and keep what comes of it; in a thread.
+    async def prepare(self, row: TicketRow, number: int) -> None:
+        """Filter an update whose parts are all there, and keep what comes of it; who asks again meanwhile waits, too.
 
         Args:
             row: its ticket, with what the site said of the update.
@@ -84,36 +110,55 @@ class Filtering:
             DiskFull: no space for the file.
             TicketClosed, Gone: the round is over.
         """
-        with self._lock:
-            site = self._locks.setdefault(row.site, threading.Lock())
-        with site:
-            if row.ticket not in self._kept:
-                self._kept[row.ticket] = self._filtered(row, number)
+        if row.ticket in self._kept:
+            return
+        going = self._going.get(row.ticket)
+        if going is None:
+            going = self._going[row.ticket] = asyncio.create_task(self._prepare(row, number))
+            going.add_done_callback(functools.partial(self._is_done, row.ticket))
+        await asyncio.shield(going)
 
-    async def refusal(self, row: TicketRow, number: int, io: Executor) -> str:
-        """As `prepare`, in a thread of `io`; returns why the update is refused, nothing where it is not."""
+    async def _prepare(self, row: TicketRow, number: int) -> None:
+        async with self._locks.setdefault(row.site, asyncio.Lock()):  # filters keep state
+            what = f"The server's filters at the update of {row.site} for round {number}"
+            self._kept[row.ticket] = await self._aside.run(functools.partial(self._filtered, row, number), what)
+
+    def _is_done(self, ticket: int, done: asyncio.Task[None]) -> None:
+        del self._going[ticket]
+        if not done.cancelled():
+            done.exception()  # whoever asked was told, or asks again
+
+    async def refusal(self, row: TicketRow, number: int) -> str:
+        """As `prepare`; returns why the update is refused, nothing where it is not."""
         try:
-            await asyncio.get_running_loop().run_in_executor(io, self.prepare, row, number)
+            await self.prepare(row, number)
         except FilterRefused as error:
             return str(error)
         return ""
 
-    def source(self, row: TicketRow, number: int) -> Source:
-        """What is aggregated of an accepted update: its spool, or what the filters have left of it.
+    async def prepare_accepted(self, rows: Sequence[TicketRow], number: int) -> None:
+        """As `prepare`, of accepted updates: after a restart nothing is left of what was made of them.
 
         Raises:
-            RunFailed: a filter that took this update before the server was started again now fails.
+            RunFailed: a filter that took one of them before the restart now fails.
         """
+        for row in rows:
+            if not self.has(row.site):
+                continue
+            try:
+                await self.prepare(row, number)
+            except FilterRefused as error:
+                raise RunFailed(
+                    f"The accepted update of {row.site} for round {number} cannot be used: {error}.",
+                    "Nothing is lost: mend the filter and start the server again, which goes on with the same updates.",
+                ) from error.__cause__
+
+    def source(self, row: TicketRow) -> Source:
+        """What is aggregated of an accepted update: its spool, or what the filters have left of it; from any thread."""
         if not self.has(row.site):
             return Source(self._store.spool(row.ticket).fd, row.norm)
-        try:
-            self.prepare(row, number)
-        except FilterRefused as error:
-            raise RunFailed(
-                f"The accepted update of {row.site} for round {number} cannot be used: {error}.",
-                "Nothing is lost: mend the filter and start the server again, which goes on with the same updates.",
-            ) from error.__cause__
-        return self._kept[row.ticket]
+        left = self._kept[row.ticket]
+        return Source(left.fd, left.norm)
 
     def sweep(self) -> None:
         """Let go of what no round can use any more."""
@@ -125,37 +170,34 @@ class Filtering:
         """What was made of this update is of no use. Idempotent."""
         kept = self._kept.pop(ticket, None)
         if kept is not None:
-            os.close(kept.fd)
+            kept.close()
 
     def close(self) -> None:
-        """Give the files back."""
+        """Give the files back; what is still being filtered is of no use."""
+        for going in self._going.values():
+            going.cancel()
         for ticket in list(self._kept):
             self.forget(ticket)
 
-    def _filtered(self, row: TicketRow, number: int) -> Source:
+    def _filtered(self, row: TicketRow, number: int) -> _Left:
         spool = self._store.spool(row.ticket)
         base = self._store.pin_version(row.fragment, row.base_version)
         spool.pool.hold(spool.slot, HOLDER)
-        fd = -1
         try:
-            fd = self._plan.new_file("filters", self._plan.update.nbytes)
+            left = _Left(self._plan.new_file("filters", self._plan.update.nbytes))
             about = About(row.site, number, row.base_version, row.weight, row.steps, dict(row.metrics))
-            norm = _Work(self._plan, spool.fd, base.fd).write(fd, self.filters.of(row.site), about)
-            return Source(fd, norm)
-        except BaseException as error:
-            if fd >= 0:
-                os.close(fd)
-            if isinstance(error, BadFilter):
-                if error.raised:
-                    LOG.error("the filter %r failed", error.filter, exc_info=error.__cause__)
-                raise FilterRefused(f"the server's filter {error}") from error.__cause__
-            if isinstance(error, SystemExit):  # a thread that passes it on ends the server
-                raise FilterRefused(f"a filter of the server called sys.exit({error.code!r})") from error
-            if isinstance(error, UsageError | ConfigError):  # as shipped filters have it
-                raise FilterRefused(f"a filter of the server says: {error.message}") from error
-            if isinstance(error, OSError):
-                raise disk_error(error, self._plan.settings.state_dir / "filters") from error
-            raise
+            left.norm = _Work(self._plan, spool.fd, base.fd).write(left.fd, self.filters.of(row.site), about)
+            return left
+        except BadFilter as error:
+            if error.raised:
+                LOG.error("the filter %r failed", error.filter, exc_info=error.__cause__)
+            raise FilterRefused(f"the server's filter {error}") from error.__cause__
+        except SystemExit as error:
+            raise FilterRefused(f"a filter of the server called sys.exit({error.code!r})") from error
+        except (UsageError, ConfigError) as error:  # as shipped filters have it
+            raise FilterRefused(f"a filter of the server says: {error.message}") from error
+        except OSError as error:
+            raise disk_error(error, self._plan.settings.state_dir / "filters") from error
         finally:
             spool.pool.drop(spool.slot, HOLDER)
             base.release()

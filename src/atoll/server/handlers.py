@@ -29,6 +29,7 @@ from atoll.server.metrics import prometheus
 from atoll.server.objects import ObjectHandlers
 from atoll.server.roster import Lease, Presence, now_text
 from atoll.server.run import Run
+from atoll.server.space import require_space
 from atoll.server.status import status_of, why
 from atoll.server.tasks import TaskHandlers
 from atoll.server.uploads import Uploads
@@ -215,7 +216,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
         self._require_open(lease, ticket)
         following = layout.parts[part : part + routes.PARTS_AT_ONCE]
         count = parts_within(request, [each.nbytes for each in following])
-        self.require_space()
+        require_space(self.store, self.plan.settings)
         incoming = self._uploads.incoming(request, lease.site)
         for each in following[:count]:
             async with self._uploads.received(incoming, lease.site, ticket, each) as (writer, stats):
@@ -233,18 +234,6 @@ class Handlers(ObjectHandlers, TaskHandlers):
             self.run.refuse_lease(lease, refusal)
         elif refusal is not None:
             raise TicketClosed(refusal, "Ask for the next ticket.")
-
-    def require_space(self) -> None:
-        """Refuse what takes disk while little of it is left."""
-        free = self.store.free_bytes()
-        if free < self.plan.settings.min_free_bytes:
-            what = " MB of memory left, and keeps " if self.store.in_memory else " MB of disk left, and keeps "
-            error = DiskFull(
-                f"The server has {free / 1e6:.0f}{what}{self.plan.settings.min_free_bytes / 1e6:.0f} MB free.",
-                "It takes updates again when there is space; nothing is lost.",
-            )
-            error.retry_after_s = 2.0
-            raise error
 
     def _refuse(self, lease: Lease, ticket: int, reason: str, remedy: str = LOOK) -> None:
         """Quarantine an update with its reason; the round goes on with the others."""
@@ -295,7 +284,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
         self._require_plausible(lease, ticket, norm, message)
         if self.run.filtering.has(lease.site):
             said = replace(row, weight=message.weight, steps=message.steps, metrics=message.metrics)
-            reason = await self.run.filtering.refusal(said, self.run.state.rounds[row.fragment].number, self.run.io)
+            reason = await self.run.filtering.refusal(said, self.run.state.rounds[row.fragment].number)
             if self.store.ticket(ticket).state in ("accepted", "counted"):  # the word came twice, and was taken once
                 return await self.complete(lease, ticket, message)
             self._require_open(lease, ticket)

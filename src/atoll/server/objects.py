@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from blake3 import blake3
 
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
 from atoll.server.run import Run
+from atoll.server.space import require_space
 from atoll.store.objects import Kept
 from atoll.tensors.layout import Part
 from atoll.tensors.objects import Extent
@@ -29,21 +29,13 @@ AT_ONCE = 64
 SCRATCH_BYTES = 2**18
 
 
-class ObjectHandlers(ABC):
+class ObjectHandlers:
     """The operations on objects of the server that serves `run`."""
 
     run: Run
 
     def __init__(self) -> None:
         self._arriving: dict[tuple[str, int], _Arrival] = {}
-
-    @abstractmethod
-    def require_space(self) -> None:
-        """Refuse what takes disk while little of it is left.
-
-        Raises:
-            DiskFull: it can be asked for again later.
-        """
 
     async def open_object(self, message: messages.ObjectOpen) -> messages.ObjectOpened:
         extent = Extent(message.head_bytes, message.nbytes, message.part_bytes)
@@ -53,7 +45,7 @@ class ObjectHandlers(ABC):
                 f"The object has {message.nbytes} bytes, too many to travel inline.",
                 f"At most {routes.INLINE_BYTES}; give chunk_bytes for a larger one.",
             )
-        self.require_space()
+        require_space(self.run.store, self.run.settings)
         kept, secret = self.run.objects.open(extent, inline=message.inline, expires_s=message.expires_s)
         return messages.ObjectOpened(
             object=kept.object, secret=secret, expires_s=max(0.0, kept.expires_at - time.time())
@@ -71,7 +63,7 @@ class ObjectHandlers(ABC):
             raise BadRequest(f"Object {object[:8]} has no part {part}; it has {kept.extent.count}.")
         wanted = kept.extent.part(part)
         parts_within(request, [wanted.nbytes])
-        self.require_space()
+        require_space(self.run.store, self.run.settings)
         async with self._arrival(kept, wanted, request) as arrival:
             incoming = Incoming(
                 request,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from atoll.errors import UsageError
+from atoll.errors import DiskFull, UsageError
 from atoll.filters.payloads import said
 from atoll.server.desk import Sent, key_to
 from atoll.server.run import Run
+from atoll.server.space import RETRY_S, require_space
 from atoll.server.task_filters import TaskFilters
 from atoll.store.objects import ObjectStore
 from atoll.store.slots import disk_error
@@ -44,6 +49,10 @@ class Parcel:
         draft, self.draft = self.draft, None
         if draft is not None:
             self.objects.discard(draft[0])
+
+    def __del__(self) -> None:
+        """One that nobody waited for any more."""
+        self.discard()
 
 
 @dataclass(eq=False)
@@ -86,33 +95,84 @@ class Parcels:
 
 
 class Packing:
-    """Writes what a workflow sends; in the workflow's thread."""
+    """Writes what a workflow sends; in the workflow's thread, but for what passes filters.
 
-    def __init__(self, run: Run, filters: TaskFilters, sizes: ChunkSizes) -> None:
-        self._run, self._filters, self._sizes = run, filters, sizes
+    Args:
+        ask: does something on the server's loop.
+    """
 
-    def parcels(self, task: str, sites: Sequence[str], packed: Packed) -> Parcels:
+    def __init__(
+        self, run: Run, filters: TaskFilters, sizes: ChunkSizes, ask: Callable[[Coroutine[Any, Any, Any]], Any]
+    ) -> None:
+        self._run, self._filters, self._sizes, self._ask = run, filters, sizes, ask
+
+    def parcels(self, task: str, sites: Sequence[str], packed: Packed, timeout_s: float | None) -> Parcels:
         """A task's payload for its sites; nobody's filters see what another's have left.
+
+        Args:
+            timeout_s: how long one site's filters may take, and how long a full disk is waited for.
 
         Raises:
             UsageError: it cannot travel. DiskFull, StoreError: the disk's.
         """
         parcels = Parcels()
+        if packed.tensors:
+            self._ask(self._room(task, timeout_s))
         try:
             for site in sites:
+                if not self._filters.data.of(site, task):
+                    continue
                 try:
-                    with self._filters.sent(packed, site, task) as mine:
-                        if mine is not packed:
-                            parcels.own[site] = self._parcel(task, mine)
+                    own: Parcel | None = self._ask(self._beside(task, site, packed, timeout_s))
                 except UsageError as error:
                     LOG.error("%s", said(error))
                     parcels.failed[site] = str(error)
+                else:
+                    if own is not None:
+                        parcels.own[site] = own
             if len(parcels.own) + len(parcels.failed) < len(sites) or not sites:
                 parcels.shared = self._parcel(task, packed)
         except BaseException:
             parcels.discard()
             raise
         return parcels
+
+    async def _room(self, task: str, timeout_s: float | None) -> None:
+        """Wait until there is space, as a site does that is told to come back."""
+        began_s, trouble = time.monotonic(), self._run.trouble
+        try:
+            while True:
+                try:
+                    return require_space(self._run.store, self._run.settings)
+                except DiskFull as error:
+                    if timeout_s is not None and time.monotonic() - began_s >= timeout_s:
+                        raise
+                    if not trouble:
+                        LOG.error("task %r cannot be sent: %s", task, error)
+                    trouble[0] = str(error)
+                await asyncio.sleep(RETRY_S)
+        finally:
+            trouble.pop(0, None)
+
+    async def _beside(self, task: str, site: str, packed: Packed, timeout_s: float | None) -> Parcel | None:
+        """What a site's filters leave, written; None where they are for nothing in it.
+
+        Raises:
+            UsageError: one failed, or they take too long.
+        """
+        what = f"The server's filters at the payload of task {task!r} for {site}"
+        work = functools.partial(self._own, task, site, packed)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._run.aside.run(work, what)
+        except TimeoutError:
+            raise UsageError(
+                f"{what} were not done after {timeout_s:g} s: it is not sent.", "Look at their code, or give more time."
+            ) from None
+
+    def _own(self, task: str, site: str, packed: Packed) -> Parcel | None:
+        with self._filters.sent(packed, site, task) as mine:
+            return None if mine is packed else self._parcel(task, mine)
 
     def _parcel(self, task: str, packed: Packed) -> Parcel:
         settings, objects = self._run.settings, self._run.objects

@@ -37,11 +37,11 @@ def close_round(
 
     Args:
         number: of the round, for its summary.
-        filtering: what the server makes of updates.
+        filtering: what the server has made of updates.
         aggregator: the user's, which then makes one pseudo-gradient of the updates' `params`.
 
     Raises:
-        RunFailed: the aggregator, or a filter, failed; the round stays frozen.
+        RunFailed: the aggregator failed; the round stays frozen.
         DiskFull: nothing is lost; the same call may be made again.
         StoreError: the disk failed.
         SyncFailed: fsync failed; the server must end.
@@ -55,7 +55,7 @@ def close_round(
     population = frozen.population if frozen else 0
     before = json.loads(base.row.summary_json or "{}").get("population", population)
     try:
-        sources = [filtering.source(row, number) for row in rows]
+        sources = [filtering.source(row) for row in rows]
         result = run_pass(
             PassInputs(
                 version_layout=plan.version,
@@ -95,7 +95,6 @@ def close_round(
         raise
     finally:
         base.release()
-    filtering.sweep()
     return row, summary
 
 

@@ -18,7 +18,8 @@ from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
 from atoll.server.aggregator import Aggregator
-from atoll.server.behind import DISK_RETRY_S, Behind
+from atoll.server.aside import Aside
+from atoll.server.behind import Behind
 from atoll.server.best import measured_of, missing, value_of
 from atoll.server.desk import Desk
 from atoll.server.filters import Filtering
@@ -30,6 +31,7 @@ from atoll.server.reduce import close_round, in_words, unequal_weights
 from atoll.server.restore import snapshot_of
 from atoll.server.roster import Lease, Presence, lease_refused, roster_of
 from atoll.server.site_filters import SiteFilters
+from atoll.server.space import RETRY_S
 from atoll.store.objects import ObjectStore
 from atoll.store.rows import Recovered, TicketRow
 from atoll.store.store import Store
@@ -73,7 +75,8 @@ class Run:
         )
         self.desk = Desk(self.objects, self.wake, self._alive)
         self.behind = Behind(plan, store, self.io, persistor)
-        self.filtering = Filtering(filters, plan, store)
+        self.aside = Aside()
+        self.filtering = Filtering(filters, plan, store, self.aside)
         self.aggregator: Aggregator | None = None
         self._changed, self._ending = asyncio.Event(), False
         self._cancelled = threading.Event()
@@ -280,6 +283,7 @@ class Run:
         number = self.state.rounds[fragment].number
         while True:
             try:
+                await self.filtering.prepare_accepted([self.store.ticket(ticket) for ticket in tickets], number)
                 row, summary = await asyncio.get_running_loop().run_in_executor(
                     self.io,
                     close_round,
@@ -300,9 +304,11 @@ class Run:
                     self._fail_round(number, error)
                     return
                 self.trouble[fragment] = reason
-                LOG.error("round %d cannot be written: %s Trying again in %g s.", number, reason, DISK_RETRY_S)
-                await asyncio.sleep(DISK_RETRY_S)
+                LOG.error("round %d cannot be written: %s Trying again in %g s.", number, reason, RETRY_S)
+                await asyncio.sleep(RETRY_S)
         self.trouble.pop(fragment, None)
+        self.filtering.sweep()
+        self.filtering.filters.warn_of_strangers(self.roster)
         for site in summary.workers:
             if site in self.roster:
                 self.roster[site].rounds += 1

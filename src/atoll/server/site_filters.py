@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from atoll import registry
@@ -45,6 +45,7 @@ class SiteFilters:
         entries: tuple[dict[str, Any], ...] = getattr(settings, setting)
         if given and entries:
             raise UsageError(f"Server got {_ARGUMENT[setting]}, and its settings have {setting}.", "Give one of them.")
+        self._setting, self._told = setting, set[str]()
         self._entries = [_made(entry, setting) for entry in entries]
         by_site: Mapping[str, ByTask] = given if isinstance(given, Mapping) else {"": given}
         for site, filters in by_site.items():
@@ -68,6 +69,20 @@ class SiteFilters:
     def tasks(self) -> list[str]:
         """Names of the tasks that some are for."""
         return sorted({task for _, _, tasks in self._entries for task in tasks})
+
+    def warn_of_strangers(self, sites: Collection[str]) -> None:
+        """Say of filters for sites that are none of `sites`, once each: by a wrong name nobody is filtered."""
+        named = {site for _, wanted, _ in self._entries for site in wanted}
+        for site in sorted(named.difference(sites, self._told)):
+            self._told.add(site)
+            hint = registry.nearest(site, sites, f"Those that have: {', '.join(sorted(sites)) or 'none'}.")
+            LOG.warning("%s are for site %r, which has not taken part. %s", self._setting, site, hint)
+
+    def warn_of_unsent(self, names: Collection[str]) -> None:
+        """Say of filters for tasks that are none of `names`, those that were sent."""
+        for task in sorted(set(self.tasks).difference(names)):
+            hint = registry.nearest(task, names, f"Those that were: {', '.join(sorted(names)) or 'none'}.")
+            LOG.warning("%s are for task %r, which was not sent. %s", self._setting, task, hint)
 
     def of(self, site: str, task: str = "") -> tuple[Filter, ...]:
         """Those of one site, in their order; of a task's payload where one is named."""

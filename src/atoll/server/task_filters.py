@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -61,6 +61,16 @@ class TaskFilters:
                 f"task_result_filters name the tasks {', '.join(self.results.tasks)}, and a run of rounds has none.",
                 "Leave tasks out; sites says whose updates are filtered.",
             )
+
+    def warn_of_strangers(self, sites: Collection[str]) -> None:
+        """As `SiteFilters` does, of both."""
+        self.data.warn_of_strangers(sites)
+        self.results.warn_of_strangers(sites)
+
+    def warn_of_unsent(self, names: Collection[str]) -> None:
+        """As `SiteFilters` does, of both."""
+        self.data.warn_of_unsent(names)
+        self.results.warn_of_unsent(names)
 
     @contextmanager
     def sent(self, packed: Packed, site: str, task: str) -> Iterator[Packed]:

@@ -8,11 +8,11 @@ import functools
 import os
 import time
 
-from atoll.errors import AtollError, BadRequest, Conflict
-from atoll.server.aside import Aside
+from atoll.errors import AtollError, BadRequest, Conflict, DiskFull
 from atoll.server.desk import Answer, check_plain, key_of, read_contents
 from atoll.server.roster import Lease
 from atoll.server.run import Run
+from atoll.server.space import require_space
 from atoll.wire import task_messages as tm
 
 
@@ -23,7 +23,6 @@ class TaskHandlers:
 
     def __init__(self) -> None:
         self._putting: dict[tuple[str, str, str], asyncio.Future[None]] = {}
-        self._aside = Aside()
 
     async def request_task(self, lease: Lease, message: tm.TaskRequest) -> tm.TaskReply:
         desk = self.run.desk
@@ -58,6 +57,8 @@ class TaskHandlers:
                 desk.put(task, Answer(site, key, text=text))
             else:
                 await self._put_once(task, site, key, body.object)
+        except DiskFull:  # the site asks again, and finds it
+            raise
         except AtollError:
             if body is not None and body.object is not None:
                 with contextlib.suppress(AtollError):  # it was taken, or never came
@@ -80,9 +81,12 @@ class TaskHandlers:
 
     async def _put(self, task: str, site: str, key: str, given: tm.ObjectKey) -> None:
         desk, name = self.run.desk, self.run.desk.name_of(task)
+        if desk.received is not None:  # it makes another file of it
+            require_space(self.run.store, self.run.settings)
         answer = await self._collected(site, key, given, f"The answer of site {site}")
         if desk.received is not None:
-            answer = await self._aside.run(functools.partial(desk.received, answer, name))
+            what = f"The server's filters at the answer of {site} to task {name!r}"
+            answer = await self.run.aside.run(functools.partial(desk.received, answer, name), what)
         desk.put(task, answer)
 
     async def _collected(self, site: str, key: str, given: tm.ObjectKey, what: str) -> Answer:

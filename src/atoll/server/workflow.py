@@ -15,7 +15,6 @@ import asyncio
 import concurrent.futures
 import functools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -25,18 +24,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from atoll import registry
 from atoll.config import Settings
-from atoll.errors import ConfigError, RunFailed, StoreError, UsageError
-from atoll.posix import read_at
+from atoll.errors import ConfigError, RunFailed, UsageError
 from atoll.server.desk import Answer, Open
 from atoll.server.parcels import Packing, Parcels
+from atoll.server.result import Result
 from atoll.server.run import Run
 from atoll.server.task_filters import TaskFilters
 from atoll.tensors.cuts import ChunkSizes
-from atoll.tensors.objects import Stored
 from atoll.tensors.payload import pack
 from atoll.wire import messages
 from atoll.wire import task_messages as tm
-from atoll.wire.tasks import read_plain
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
@@ -53,64 +50,6 @@ class ServerStops(BaseException):
     """Ends a workflow's thread when its server stops; no error, so that no `except Exception` goes on after it."""
 
 
-class Result:
-    """What a site answered.
-
-    Attributes:
-        site: its name.
-        task: the task's name.
-        error: what the site failed with; empty where it did not.
-    """
-
-    def __init__(self, task: str, answer: Answer) -> None:
-        self.site, self.task, self.error = answer.site, task, answer.error
-        self._text = answer.text
-        self._stored: Stored | None = None
-        self._loaded: list[Any] = []
-        if answer.contents is not None:
-            fd, answer.fd = answer.fd, -1
-            self._stored = Stored(
-                answer.contents,
-                lambda offset, memory: _read(fd, memory, offset),
-                lambda: os.close(fd),
-                behind=answer.contents.behind,
-            )
-
-    @property
-    def ok(self) -> bool:
-        """Whether there is a payload."""
-        return not self.error
-
-    @property
-    def payload(self) -> Any:
-        """What the site sent, with the same structure; its tensors are loaded when it is first asked for.
-
-        Raises:
-            RunFailed: the site failed.
-        """
-        if not self._loaded:
-            self._loaded.append(self._tree())
-            self._stored = None  # the file goes here
-        return self._loaded[0]
-
-    def _tree(self) -> Any:
-        if self.error:
-            raise RunFailed(
-                f"Site {self.site} failed at task {self.task!r}: {self.error}", "Look at its log; skip results not ok."
-            )
-        return read_plain(self._text or "") if self._stored is None else self._stored.tree()
-
-    def __repr__(self) -> str:
-        return f"Result(site={self.site!r}, task={self.task!r}{f', error={self.error!r}' if self.error else ''})"
-
-
-def _read(fd: int, memory: memoryview, offset: int) -> None:
-    try:
-        read_at(fd, memory, offset)
-    except EOFError as error:
-        raise StoreError(f"The file of a result was cut off: {error}.") from None
-
-
 class Controller:
     """What a workflow is given: it sends tasks and collects what sites answer.
 
@@ -122,7 +61,8 @@ class Controller:
         self._lock, self._stopped = threading.Lock(), False
         self._asked: set[concurrent.futures.Future[Any]] = set()
         self._sizes = ChunkSizes(run.settings.tensor_download_chunk_size, run.settings.np_download_chunk_size)
-        self._packing = Packing(run, filters, self._sizes)
+        self._filters = filters
+        self._packing = Packing(run, filters, self._sizes, self._ask)
 
     def sites(self, at_least: int = 0, *, timeout_s: float | None = None) -> list[str]:
         """The sites that take part at this moment, in the order of their names.
@@ -169,7 +109,8 @@ class Controller:
             sites: their names; by default all that take part when it is sent, at least `min_responses` of them.
             min_responses: payloads that suffice where the sites that are missing are dead or have left, and without
                 which this is an error. None: a site that is gone is waited for, and whatever has come is returned.
-            timeout_s: seconds after which nothing more is waited for; None: for ever.
+            timeout_s: seconds from when it is sent, after which nothing more is waited for; None: for ever. For as long
+                a full disk is waited for; and a site whose filters take longer is not sent it, which is its answer.
 
         Returns:
             A result for each site that answered, in the order of their names.
@@ -177,6 +118,7 @@ class Controller:
         Raises:
             RunFailed: fewer than `min_responses` payloads came; who failed or is missing is named.
             UsageError: the payload cannot travel, the name is none, `sites` are no names, or `timeout_s` is no time.
+            DiskFull: the server's disk was full for `timeout_s`, or became full while the payload was written.
         """
         _require_name(task)
         _deadline(timeout_s)  # refused before anything is written
@@ -186,12 +128,13 @@ class Controller:
                 f"min_responses is {min_responses}, but task {task!r} goes to {len(chosen)} sites.",
                 "Ask for fewer, or send it to more.",
             )
-        parcels = self._packing.parcels(task, chosen, pack(payload))
+        parcels = self._packing.parcels(task, chosen, pack(payload), timeout_s)
         del payload
         try:
             answers = self._ask(self._collect(task, chosen, parcels, min_responses, timeout_s))
         finally:
             parcels.discard()
+        self._filters.warn_of_strangers(self._run.roster)
         return [Result(task, answer) for answer in sorted(answers, key=lambda answer: answer.site)]
 
     def send(self, site: str, task: str, payload: Any = None, *, timeout_s: float | None = None) -> Result:
@@ -331,6 +274,7 @@ class Workflow:
 
     def _finish(self) -> None:
         LOG.info("the workflow %s has ended", self._name)
+        self._filters.warn_of_unsent(self._run.desk.names)
         self._run.desk.finish()
         self._run.finished.set()
 

@@ -1,0 +1,222 @@
+"""What a workflow waits for before a site has its payload: the site's filters, and a disk that has no space."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import atoll
+from atoll.config import Settings
+from atoll.errors import DiskFull
+from atoll.filters import Drop, Filter
+from atoll.server import parcels, tasks
+from atoll.server.desk import Answer
+from atoll.server.result import Result
+from atoll.server.status import status_of
+from atoll.store.store import Store
+from atoll.testing.processes import wait_until
+
+TREE = {"w": torch.ones(3)}
+
+
+def serving(folder: Path, workflow: Callable[[Any], None], **options: Any) -> atoll.Server:
+    return atoll.Server(workflow=workflow, state_dir=folder / "state", **{"port": 0, "min_free_bytes": 0, **options})
+
+
+def played(server: atoll.Server, names: str, handler: Callable[[Any], Any] = lambda payload: payload) -> None:
+    """These sites answer until the workflow has ended."""
+
+    def main(name: str) -> None:
+        with atoll.tasks(server.url, name) as worker:
+            worker.task("train")(handler)
+            worker.run()
+
+    with ThreadPoolExecutor(len(names)) as pool, server:  # the server ends first: nobody waits for it in vain
+        futures = [pool.submit(main, name) for name in names]
+        assert server.wait(60)
+        for future in futures:
+            future.result(60)
+
+
+def drafts(folder: Path) -> list[Path]:
+    return list((folder / "state" / "objects").glob("*"))
+
+
+@pytest.mark.covers("T8", "T3")
+def test_a_site_whose_filter_hangs_is_not_sent_the_payload_and_the_others_are(tmp_path: Path) -> None:
+    """When the filter ends after all, what it has left is removed: nobody waits for it."""
+    go, came = threading.Event(), dict[str, Any]()
+
+    class Hanging(Filter):
+        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+            assert go.wait(60)
+            return values
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=2, timeout_s=30)
+        try:
+            results = controller.broadcast("train", TREE, timeout_s=1.0)
+            came.update({each.site: each.payload["w"].tolist() if each.ok else each.error for each in results})
+        finally:
+            go.set()
+        wait_until(lambda: drafts(tmp_path) == [], "that nothing is left")
+
+    options: dict[str, Any] = {"data_filters": {"a": [Hanging()]}, "stream_tasks": ("train",)}
+    played(serving(tmp_path, main, **options), "ab")
+    assert came == {
+        "a": "The server's filters at the payload of task 'train' for a were not done after 1 s: it is not sent. "
+        "Look at their code, or give more time.",
+        "b": [1.0] * 3,
+    }
+
+
+@pytest.mark.covers("T8", "X3")
+def test_a_filter_that_leaves_the_process_is_an_error_of_its_site(tmp_path: Path) -> None:
+    class Leaving(Filter):
+        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+            raise SystemExit(3)
+
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=2, timeout_s=30)
+        came.update({each.site: each.error for each in controller.broadcast("train", TREE, timeout_s=30)})
+
+    played(serving(tmp_path, main, data_filters={"a": [Leaving()]}), "ab")
+    assert came["b"] == ""
+    assert came["a"].startswith("The server's filters at the payload of task 'train' for a ended with SystemExit(3).")
+
+
+@pytest.mark.covers("T2", "X3")
+def test_a_payload_waits_for_space_and_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """256 MB are to be kept free. Three times less is, then more; status says so meanwhile."""
+    monkeypatch.setattr(parcels, "RETRY_S", 0.01)
+    free = iter([10, 10, 10])
+    came: list[Any] = []
+    warned: list[list[str]] = []
+
+    def measured() -> int:
+        assert server._run is not None
+        warned.append(status_of(server._run).warnings)
+        return next(free, 2**40)
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=1, timeout_s=30)
+        monkeypatch.setattr(server._run.store, "free_bytes", measured)  # type: ignore[union-attr]
+        came.extend(controller.broadcast("train", TREE, timeout_s=30))
+
+    server = serving(tmp_path, main, min_free_bytes=256 * 10**6, stream_tasks=("train",))
+    played(server, "a")
+    assert came[0].payload["w"].tolist() == [1.0] * 3
+    told = "The server has 0 MB of disk left, and keeps 256 MB free. It goes on when there is space; nothing is lost."
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
+        f"task 'train' cannot be sent: {told}"
+    ]
+    assert warned[:4] == [[], [told], [told], [told]]
+
+
+@pytest.mark.covers("T2", "X3")
+def test_a_disk_that_stays_full_is_waited_for_no_longer_than_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parcels, "RETRY_S", 0.01)
+    raised: list[BaseException] = []
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=1, timeout_s=30)
+        monkeypatch.setattr(server._run.store, "free_bytes", lambda: 0)  # type: ignore[union-attr]
+        with pytest.raises(DiskFull) as caught:
+            controller.broadcast("train", TREE, timeout_s=0.1)
+        raised.append(caught.value)
+        assert controller.broadcast("train", {"plain": 1}, timeout_s=30)[0].payload == {"plain": 1}  # takes no disk
+
+    server = serving(tmp_path, main, min_free_bytes=1)
+    played(server, "a")
+    assert "0 MB of disk left" in str(raised[0])
+
+
+@pytest.mark.covers("T8", "X3")
+def test_an_answer_that_is_filtered_waits_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The site is told to come back, and what it has sent is still there: it is sent once."""
+    came: list[Any] = []
+    asked, opened = list[int](), list[int]()
+    require_space = tasks.require_space
+
+    def required(store: Store, settings: Settings) -> None:
+        asked.append(1)
+        require_space(store, settings if len(asked) > 1 else settings.model_copy(update={"min_free_bytes": 2**60}))
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=1, timeout_s=30)
+        objects = server._run.objects  # type: ignore[union-attr]
+        begin = objects.open
+        monkeypatch.setattr(objects, "open", lambda *a, **k: opened.append(1) or begin(*a, **k))  # type: ignore[func-returns-value]
+        came.extend(controller.broadcast("train", None, timeout_s=30))
+
+    monkeypatch.setattr(tasks, "require_space", required)
+    server = serving(tmp_path, main, filters=[Drop("b")], stream_tasks=("train",))
+    played(server, "a", lambda _: {"w": torch.ones(3), "b": torch.ones(2)})
+    assert came[0].payload["w"].tolist() == [1.0] * 3
+    assert came[0].payload["b"] is None
+    assert (len(asked), len(opened)) == (2, 1)
+
+
+@pytest.mark.covers("T14")
+def test_a_payload_that_two_threads_ask_for_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    asked = threading.Barrier(2)
+    text = Result._tree
+
+    def slow(result: Result) -> Any:
+        made.append(result)
+        asked.wait(30)
+        return text(result)
+
+    monkeypatch.setattr(Result, "_tree", slow)
+    result = Result("train", Answer("a", "key", text='{"kind":"plain"}'))
+
+    def second() -> Any:
+        asked.wait(30)
+        return result.payload
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(lambda: result.payload), pool.submit(second)]
+        assert found[0].result(30) is found[1].result(30)
+    assert made == [result]
+
+
+@pytest.mark.covers("T8")
+def test_filters_that_are_for_nobody_are_told_of_with_the_nearest_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def main(controller: Any) -> None:
+        controller.sites(at_least=1, timeout_s=30)
+        for _ in range(2):
+            controller.broadcast("train", TREE, timeout_s=30)
+
+    entries = ({"path": "drop", "args": ["b"], "sites": ["clinic-b"], "tasks": ["train"]},)
+    options: dict[str, Any] = {"task_data_filters": entries, "filters": {"clinic-a": {"trian": [Drop("b")]}}}
+    server = serving(tmp_path, main, **options)
+
+    def site() -> None:
+        with atoll.tasks(server.url, "clinic-a") as worker:
+            worker.task("train")(lambda payload: payload)
+            worker.run()
+
+    with server:
+        site()
+        assert server.wait(60)
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "task_data_filters are for site 'clinic-b', which has not taken part. Did you mean 'clinic-a'?",
+        "task_result_filters are for task 'trian', which was not sent. Did you mean 'train'?",
+    ]
