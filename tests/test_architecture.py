@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "atoll"
 
 LAYERS: list[set[str]] = [
-    {"_version", "errors", "failpoints", "posix", "sizes"},
+    {"_version", "errors", "failpoints", "latch", "posix", "sizes"},
     {"registry"},
     {"config"},
     {"tensors"},

@@ -179,7 +179,9 @@ class Settings(BaseModel):
     objects_expire_s: float = Field(
         86400.0, gt=0, description="The longest that the server keeps a published object, whatever its publisher asks."
     )
-    min_free_bytes: int = Field(256 * 2**20, ge=0, description="Refuse uploads (507), and send no payload, when less disk than this is free.")
+    min_free_bytes: int = Field(
+        256 * 2**20, ge=0, description="Refuse uploads (507), and send no payload, when less disk than this is free."
+    )
     threads: int = Field(0, ge=0, description="Threads of the aggregation; 0: one per core, at most 8.")
 
     @model_validator(mode="after")

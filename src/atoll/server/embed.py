@@ -19,11 +19,11 @@ from torch import nn
 from atoll._version import VERSION
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.errors import AtollError, ConfigError, PortInUse, UsageError
+from atoll.latch import Latch
 from atoll.server.app import HTTP_LOG, make_app
 from atoll.server.auth import open_gate
 from atoll.server.begin import open_run
 from atoll.server.exports import export_ranges
-from atoll.server.latch import Latch
 from atoll.server.persistor import Persistor
 from atoll.server.run import Run
 from atoll.server.site_filters import Given

@@ -31,6 +31,7 @@ from atoll.errors import (
     TransferStalled,
     VersionSkew,
 )
+from atoll.latch import Latch
 from atoll.tensors.schema import Schema
 from atoll.transport.client import Counters, Http
 from atoll.transport.tls import read_token
@@ -79,7 +80,7 @@ class Connection:
         self.durable_version: int | None = None  # the newest that survives a power loss, as the server said last
         self._process = uuid.uuid4().hex[:16]
         self._labels = labels or {}
-        self._closing = threading.Event()
+        self._closing = Latch()  # an interrupt within a wait must not hold up `leave`
         self._join_lock = threading.Lock()
         self._beat: threading.Thread | None = None
         self._fatal: AtollError | None = None

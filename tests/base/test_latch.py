@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from atoll.server.latch import Latch
+from atoll.latch import Latch
 
 
 def test_all_who_wait_go_on_once_it_is_set() -> None:
