@@ -23,6 +23,9 @@ TABLES: dict[str, dict[str, str]] = {
     "codecs": {
         "none": "atoll.codecs.none:NoneCodec",
         "bf16": "atoll.codecs.bf16:Bf16Codec",
+        "int8": "atoll.codecs.int8:Int8Codec",
+        "int4": "atoll.codecs.int4:Int4Codec",
+        "topk": "atoll.codecs.topk:TopKCodec",
     },
     "filters": {
         "drop": "atoll.filters.drop:Drop",

@@ -1,15 +1,37 @@
 """Every codec through the contract; and the exact bytes of each."""
 
+import pytest
 import torch
 
+from atoll.codecs.base import Codec
 from atoll.codecs.bf16 import Bf16Codec
+from atoll.codecs.int4 import Int4Codec
+from atoll.codecs.int8 import Int8Codec
 from atoll.codecs.none import NoneCodec
+from atoll.codecs.topk import TopKCodec
+from atoll.codecs.update import codecs_of
+from atoll.errors import ConfigError
 from atoll.testing.codecs import CodecContract
 
 
 class TestNone(CodecContract):
     codec = NoneCodec()
     relative_error = 0.0
+
+
+class TestInt8(CodecContract):
+    codec = Int8Codec()
+    relative_error = 0.5 / 127 * 1.0001  # of rounding; and fp32's own
+
+
+class TestInt4(CodecContract):
+    codec = Int4Codec()
+    relative_error = 0.5 / 7 * 1.0001
+
+
+class TestTopK(CodecContract):
+    codec = TopKCodec()
+    relative_error = 1.0  # most become zero
 
 
 class TestBf16(CodecContract):
@@ -28,3 +50,101 @@ def test_bf16_rounds_to_the_nearest_even():
     target = torch.zeros(4, dtype=torch.uint8)
     Bf16Codec().encode_(torch.tensor([1 + 2**-8, 1 + 3 * 2**-8]), target, "F32")
     assert target.view(torch.bfloat16).tolist() == [1.0, 1 + 2**-6]
+
+
+def encoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
+    target = torch.zeros(codec.encoded_bytes(values.numel(), "F32"), dtype=torch.uint8)
+    codec.encode_(values, target, "F32")
+    return target
+
+
+def decoded(codec: Codec, source: torch.Tensor, numel: int) -> list[float]:
+    target = torch.empty(numel)
+    codec.decode_(source, target, "F32")
+    return target.tolist()
+
+
+def test_int8_is_a_scale_and_then_a_byte_for_each_element_of_a_block():
+    """The largest is 254: a scale of 2. 3/2 and 5/2 lie halfway, and become the even 2; -254 is the code -127."""
+    found = encoded(Int8Codec(), torch.tensor([3.0, 5.0, -254.0]))
+    assert found[:4].view(torch.float32).item() == 2.0
+    assert found[4:7].view(torch.int8).tolist() == [2, 2, -127]
+    assert (len(found), found[7:].any().item()) == (260, False)  # padded
+    assert decoded(Int8Codec(), found, 3) == [4.0, 4.0, -254.0]
+
+
+def test_int4_is_a_scale_and_then_half_a_byte_for_each_element():
+    """The largest is 14: a scale of 2, codes -7, 1, 3, 0; with 8 added: 1, 9, 11, 8; the first in the low half."""
+    found = encoded(Int4Codec(), torch.tensor([-14.0, 2.0, 6.0, 0.5]))
+    assert found[:4].view(torch.float32).item() == 2.0
+    assert found[4:6].tolist() == [1 | 9 << 4, 11 | 8 << 4]
+    assert (len(found), set(found[6:].tolist())) == (132, {8 | 8 << 4})
+    assert decoded(Int4Codec(), found, 4) == [-14.0, 2.0, 6.0, 0.0]
+
+
+def test_a_tile_has_its_scales_first():
+    """17 blocks, the block b full of b + 1: sixteen scales, their codes, and then those of the last block."""
+    values = torch.arange(1.0, 18.0).repeat_interleave(256)
+    found = encoded(Int8Codec(), values)
+    scales = torch.cat([found[:64], found[4160:4164]]).view(torch.float32)
+    assert torch.equal(scales, torch.arange(1.0, 18.0) / 127)
+    assert set(found[64:4160].tolist()) == {127}
+    assert set(found[4164:].tolist()) == {127}
+    assert len(found) == 4160 + 260
+
+
+def test_topk_sends_the_largest_of_a_tile_with_one_of_two_magnitudes():
+    """Of 20 elements 16 travel, not the four of 0.5: fourteen of 3, and two of 15, which are above the mean of 4.5."""
+    values = torch.full((20,), 3.0)
+    values[[0, 5, 9, 13]] = 0.5
+    values[[2, 7]] = torch.tensor([-15.0, 15.0])
+    values[19] = -3.0
+    codec = TopKCodec(density=16 / 4096)
+    found = encoded(codec, values)
+    assert codec.tile_bytes == len(found) == 8 + 24 + 4
+    assert found[:8].view(torch.float32).tolist() == [3.0, 15.0]
+    places = [1, 2, 3, 4, 6, 7, 8, 10, 11, 12, 14, 15, 16, 17, 18, 19]
+    pairs = zip(places[::2], places[1::2], strict=True)
+    assert found[8:32].tolist() == [part for a, b in pairs for part in (a & 255, a >> 8 | (b & 15) << 4, b >> 4)]
+    bits = [0, 3, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]  # 2: the larger magnitude, 1: below zero
+    assert found[32:].tolist() == [sum(bits[at + i] << 2 * i for i in range(4)) for at in (0, 4, 8, 12)]
+    assert decoded(codec, found, 20) == torch.where(values == 0.5, 0.0, values).tolist()
+
+
+def test_a_place_may_be_anywhere_in_a_tile():
+    """12 bits: behind the first 256, and the last; the zeros that travel with them have a magnitude of their own."""
+    values = torch.zeros(2 * 4096)
+    values[[300, 4095, 4096 + 4094]] = torch.tensor([2.0, -2.0, 1.0])
+    codec = TopKCodec(density=16 / 4096)
+    assert decoded(codec, encoded(codec, values), 8192) == values.tolist()
+
+
+def test_bytes_against_fp32():
+    numel = 2**20
+    ratios = [4 * numel / codec.encoded_bytes(numel, "F32") for codec in (Int8Codec(), Int4Codec(), TopKCodec())]
+    assert [round(ratio, 2) for ratio in ratios] == [3.94, 7.76, 136.53]
+    assert TopKCodec(density=0.02).k == 80  # 81.92, to the nearest 16
+    assert TopKCodec(density=1e-9).k == 16
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("density", [0, -0.1, 1.5, "much", None])
+def test_a_density_that_is_none_is_refused(density):
+    with pytest.raises(ConfigError, match=r"The codec topk has density = .*between 0 and 1"):
+        TopKCodec(density=density)
+
+
+@pytest.mark.covers("X3")
+def test_options_are_those_of_the_codec():
+    assert codecs_of("topk", {"density": 0.5})["topk"] == TopKCodec(density=0.5)
+    with pytest.raises(ConfigError, match=r"codec_options = .*density.*'int8'"):
+        codecs_of("int8", {"density": 0.5})
+
+
+@pytest.mark.parametrize("codec", [Int8Codec(), Int4Codec()], ids=["int8", "int4"])
+def test_what_is_next_to_nothing_becomes_zero(codec):
+    """Its scale would not be a normal number, nor its inverse one."""
+    values = torch.cat([torch.full((256,), 2.0**-120), torch.full((256,), 2.0**-90)])
+    back = decoded(codec, encoded(codec, values), 512)
+    assert back[:256] == [0.0] * 256
+    assert back[256:] == pytest.approx([2.0**-90] * 256, rel=1e-6)

@@ -245,7 +245,7 @@ def test_what_is_pending_is_forgotten_only_when_the_next_update_is_formed(server
     correction = round_.correct(model, optimizer)
     train(model, optimizer, TARGETS["a"])
     controls = known["workers"]["a"]._session.controls
-    controls.belongs_to(99)
+    controls.belongs_to(99, 0)
     correction.control_difference()
     assert controls.note.pending == 99
     round_.submit(model)
@@ -268,7 +268,7 @@ def test_a_file_that_is_new_holds_no_control(tmp_path: Path) -> None:
     controls = Controls(tmp_path, schema)
     controls.begin()
     controls.write("atoll.control.w", 0, torch.tensor([5.0]))
-    controls.belongs_to(7)
+    controls.belongs_to(7, 0)
     controls.note = type(controls.note)(current=1)
     controls._write(controls.note)
     controls.close()
@@ -290,7 +290,7 @@ def test_what_a_new_update_is_written_over_no_longer_counts_for_the_old_one(tmp_
     controls = Controls(tmp_path, schema)
     controls.begin()
     controls.write("atoll.control.frozen", 0, torch.tensor([5.0, 6.0]))
-    controls.belongs_to(7)
+    controls.belongs_to(7, 0)
     controls.begin()
     controls.write("atoll.control.frozen", 0, torch.tensor([9.0]))
     controls.close()

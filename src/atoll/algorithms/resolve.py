@@ -33,6 +33,7 @@ class ResolvedAlgorithm:
         reducer_options: its keyword arguments.
         local: how a worker corrects local training.
         codec: how `params` travel.
+        codec_options: its keyword arguments.
         sync_every: local steps of a round; 0 where the worker decides.
     """
 
@@ -43,6 +44,7 @@ class ResolvedAlgorithm:
     reducer_options: dict[str, Any]
     local: dict[str, Any]
     codec: str
+    codec_options: dict[str, Any]
     sync_every: int
 
     @property
@@ -83,6 +85,7 @@ def resolve(settings: Settings) -> ResolvedAlgorithm:
         reducer_options=dict(settings.reducer_options),
         local=_local(settings, algorithm),
         codec=codec,
+        codec_options=dict(settings.codec_options),
         sync_every=settings.sync_every if algorithm.steps_driven else 0,
     )
 

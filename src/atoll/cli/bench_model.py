@@ -81,7 +81,8 @@ def train_(flat: Tensor, worker: int) -> None:
 def is_exact(model: Mapping[str, Tensor], workers: Sequence[int], rounds: int, codec: str) -> bool:
     """Whether the model is bit for bit what `rounds` rounds of FedAvg make of the initial one.
 
-    The expression of the reduction, in its order: u_k = θ − w_k; acc = u_0·ŵ_0; acc += ŵ_k·u_k; θ ← θ − acc.
+    The expression of the reduction, in its order: u_k = θ − w_k; acc = u_0·ŵ_0; acc += ŵ_k·u_k; θ ← θ − acc. With error
+    feedback u_k + e_k is encoded, and e_k becomes what that has lost.
     """
     weights = normalised([weight_of(worker) for worker in workers])
     pack = registry.load("codecs", codec)()
@@ -90,11 +91,17 @@ def is_exact(model: Mapping[str, Tensor], workers: Sequence[int], rounds: int, c
             theta = initial(start, stop)
             encoded = torch.empty(pack.encoded_bytes(stop - start, "F32"), dtype=torch.uint8)
             update, total = torch.empty_like(theta), torch.empty_like(theta)
+            lost = [torch.zeros_like(theta) for _ in workers if pack.feedback]
             for _ in range(rounds):
                 for index, (worker, weight) in enumerate(zip(workers, weights, strict=True)):
                     torch.sub(theta, theta + step_of(worker), out=update)
+                    if lost:
+                        lost[index] += update
+                        update.copy_(lost[index])
                     pack.encode_(update, encoded, "F32")
                     pack.decode_(encoded, update, "F32")
+                    if lost:
+                        lost[index] -= update
                     if index == 0:
                         torch.mul(update, weight, out=total)
                     else:

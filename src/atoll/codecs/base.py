@@ -31,6 +31,11 @@ class Codec(Protocol):
         """Whether what is written are the elements as they lie in memory, so that nobody needs to decode them."""
         ...
 
+    @property
+    def feedback(self) -> bool:
+        """Whether a worker keeps what encoding has lost, and adds it to its next update (error feedback)."""
+        ...
+
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         """Bytes for `numel` elements of the safetensors `dtype`; additive over multiples of the tile (4,096)."""
         ...

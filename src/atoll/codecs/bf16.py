@@ -25,6 +25,7 @@ class Bf16Codec:
     name: str = "bf16"
     elementwise: bool = True
     raw: bool = False
+    feedback: bool = False
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         return numel * ITEM_BYTES[self._stored(dtype)]

@@ -18,6 +18,7 @@ class NoneCodec:
     name: str = "none"
     elementwise: bool = True
     raw: bool = True
+    feedback: bool = False
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         return numel * ITEM_BYTES[dtype]

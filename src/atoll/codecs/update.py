@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from atoll import registry
 from atoll.codecs.base import Codec
+from atoll.codecs.none import NoneCodec
+from atoll.errors import ConfigError
 from atoll.tensors.layout import Layout, update_layout
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 
 
-def codecs_of(codec: str) -> dict[str, Codec]:
+def codecs_of(codec: str, options: Mapping[str, Any]) -> dict[str, Codec]:
     """Every codec that an update uses whose `params` travel as `codec`, by name.
 
+    Args:
+        options: its keyword arguments.
+
     Raises:
-        ConfigError: nobody registered the name.
+        ConfigError: nobody registered the name, or an option is not one of its own, or has a wrong value.
     """
-    return {name: registry.load("codecs", name)() for name in {"none", codec}}
+    try:
+        made: Codec = registry.load("codecs", codec)(**options)
+    except TypeError as error:
+        raise ConfigError(
+            f"codec_options = {dict(options)!r}: {error}.", f"They are the keyword arguments of {codec!r}."
+        ) from None
+    return {"none": NoneCodec(), codec: made}
 
 
 def encoded_layout(schema: Schema, codec: str, codecs: Mapping[str, Codec], part_bytes: int) -> Layout:

@@ -99,7 +99,11 @@ class Settings(BaseModel):
         "of `task_result_filters`. A run with rounds has none.",
     )
     codec: str | None = Field(
-        None, description="`none`, `bf16` or a codec of your own; by default bf16 for DiLoCo, else none."
+        None,
+        description="`none`, `bf16`, `int8`, `int4`, `topk` or one of your own; by default bf16 for DiLoCo, else none.",
+    )
+    codec_options: dict[str, Any] = Field(
+        default_factory=dict, description="Its keyword arguments; of `topk` the density."
     )
     max_update_norm: float = Field(1e12, ge=0, description="Refuse an update whose L2 norm is larger; 0: no limit.")
     max_weight: float = Field(1e12, gt=0, description="Refuse an update with a larger weight.")

@@ -108,6 +108,7 @@ class Aggregator:
             "what": "begin",
             "schema": self._plan.schema.to_json(),
             "codec": self._plan.algorithm.codec,
+            "codec_options": self._plan.algorithm.codec_options,
             "part_bytes": self._settings.part_bytes,
             "threads": self._plan.threads,
             "aggregator": self.name,

@@ -72,6 +72,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
             schema_bytes=self.plan.schema.nbytes,
             fragments=1,
             codec=algorithm.codec,
+            codec_options=algorithm.codec_options,
             part_bytes=settings.part_bytes,
             connections=settings.connections,
             heartbeat_interval_s=settings.heartbeat_interval_s,

@@ -53,7 +53,7 @@ class Plan:
             ConfigError: algorithm, codec, reducer or outer optimizer cannot be used; the remedy says why.
         """
         algorithm = resolve(settings)
-        codecs = codecs_of(algorithm.codec)
+        codecs = codecs_of(algorithm.codec, algorithm.codec_options)
         if settings.aggregator:
             codecs[Accumulated.name] = Accumulated()
         rule = build_outer(algorithm.outer, algorithm.outer_options)

@@ -335,7 +335,7 @@ _OURS = {
     "lock",
     *(f"{name}.{kind}" for name in ("base", "base-next") for kind in ("safetensors", "json", "tmp")),
     *(f"outbox.{kind}" for kind in ("bin", "json", "tmp")),
-    *(f"control{rest}" for rest in ("-0.bin", "-1.bin", ".json", ".tmp")),
+    *(f"{name}{rest}" for name in ("control", "residual") for rest in ("-0.bin", "-1.bin", ".json", ".tmp")),
 }
 
 

@@ -29,7 +29,9 @@ from atoll.worker.files import BaseFile, Outbox, OutboxNote, locked, remove_earl
 from atoll.worker.filtering import Filtered
 from atoll.worker.pulling import pull_version
 from atoll.worker.reporting import LOG, Progress, progress, size
+from atoll.worker.residuals import Residuals
 from atoll.worker.stretches import Stretches
+from atoll.worker.turns import Together
 
 if TYPE_CHECKING:
     from atoll.worker.controls import Controls
@@ -82,18 +84,23 @@ class Session(Connection):
             self.folder = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))) / site / self.info.run
             self._cleanup.enter_context(locked(self.folder, site))
             self.layout = version_layout(self.schema, self.info.part_bytes)
-            self.codecs = codecs_of(self.info.codec)
+            self.codecs = codecs_of(self.info.codec, self.info.codec_options)
             self.base = BaseFile(self.folder, self.layout)
             self._cleanup.callback(self.base.close)
             layout = encoded_layout(self.schema, self.info.codec, self.codecs, self.info.part_bytes)
             self.outbox = Outbox(self.folder, layout)
             self._cleanup.callback(self.outbox.close)
             self._stretches = Stretches(self.outbox.layout, self.layout, self.codecs)
+            self._turns = Together(self.outcome)
+            self._cleanup.callback(self._turns.close)
+            self.residuals: Residuals | None = None
+            if self.codecs[self.info.codec].feedback:
+                self.residuals = self._turns.add(Residuals(self.folder, self.schema))
             self.controls: Controls | None = None
             if self.schema.model != self.schema:
                 from atoll.worker.controls import Controls
 
-                self.controls = self._cleanup.enter_context(contextlib.closing(Controls(self.folder, self.schema)))
+                self.controls = self._turns.add(Controls(self.folder, self.schema))
                 self.controls.begin_anew_where_told(site)
             self.filters = require_filters(filters)
             self.join(max_retries, sync_every=sync_every)
@@ -181,13 +188,21 @@ class Session(Connection):
             # with filters a round takes no other
             control_difference = cast(update.Difference, control_difference).behind(filtered)
         self.outbox.begin(ticket.layout_digest)
-        if self.controls is not None:
-            self.controls.begin()
+        self._turns.begin(ticket.ticket)
+        if self.residuals is not None:
+            self.residuals.follow(ticket.base_version, self.site)
         formed = update.form_update(
-            self.outbox, self.base, tensors, self.codecs, on_part, self._stretches, control_difference, filtered
+            self.outbox,
+            self.base,
+            tensors,
+            self.codecs,
+            on_part,
+            self._stretches,
+            control_difference,
+            filtered,
+            self.residuals,
         )
-        if self.controls is not None:
-            self.controls.belongs_to(ticket.ticket)
+        self._turns.belongs_to(ticket.ticket, ticket.base_version)
         self.outbox.seal(
             OutboxNote(
                 run=self.info.run,
@@ -277,9 +292,15 @@ class Session(Connection):
         self.heartbeat = self.heartbeat.model_copy(update={"state": f"submitting to round {number}"})
 
     def advance_base(self) -> None:
-        """What is in the outbox counts: the base becomes what was submitted, so that it is local progress only once."""
-        note = self.base.note
+        """What is in the outbox counts: the base becomes what was submitted, so that it is local progress only once.
+
+        What encoding has lost of it is then part of the local progress, and must not be added to it once more.
+        """
+        note, sent = self.base.note, self.outbox.note
         assert note is not None
+        assert sent is not None
+        if self.residuals is not None:
+            self.residuals.take_back(sent.ticket)
         self.base.begin_local(note)
         update.advance_base_(self.base, self.outbox, self.codecs)
 
@@ -342,8 +363,8 @@ class Session(Connection):
         while True:
             reply = self.next_ticket(wait_s=wait_s, max_retries=max_retries)
             if reply.ticket is None or not self._resubmit(reply.ticket, reply.previous):
-                if reply.ticket is not None and self.controls is not None:
-                    self.controls.settle(self.outcome)
+                if reply.ticket is not None:
+                    self._turns.settle()
                 return reply
 
     def _resubmit(self, ticket: messages.Ticket, previous: messages.Outcome | None) -> bool:
@@ -362,8 +383,7 @@ class Session(Connection):
         ):
             return False
         LOG.info("%s: the server fell back to version %d; submitting again", self.site, ticket.base_version)
-        if self.controls is not None and self.controls.note.pending == note.ticket:
-            self.controls.belongs_to(ticket.ticket)
+        self._turns.moves_to(ticket.ticket, ticket.base_version, note.ticket)
         self.outbox.seal(replace(note, ticket=ticket.ticket, sent=False))
         try:
             self.send()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from blake3 import blake3
@@ -24,6 +24,9 @@ from atoll.tensors.schema import CONTROL, PARAMS
 from atoll.worker.files import BaseFile, Outbox
 from atoll.worker.filtering import Filtered
 from atoll.worker.stretches import Stretch, Stretches
+
+if TYPE_CHECKING:
+    from atoll.worker.residuals import Residuals
 
 Runs = Callable[[str, int, int], Tensor]
 """(name, start, stop) → those elements of a tensor, in a row, on the CPU."""
@@ -63,6 +66,7 @@ def form_update(
     stretches: Stretches | None = None,
     control_difference: Runs | None = None,
     filtered: Filtered | None = None,
+    residuals: Residuals | None = None,
 ) -> Formed:
     """Write the update of `tensors` against `base` into the outbox.
 
@@ -75,9 +79,10 @@ def form_update(
         stretches: of these layouts and codecs; who forms more than one update keeps them.
         control_difference: Δc_i, where the layout has controls.
         filtered: what leaves in place of `tensors`, where the site has filters.
+        residuals: what earlier updates have lost, where the codec has error feedback.
     """
     stretches = stretches or Stretches(outbox.layout, base.layout, codecs)
-    former = _Former(outbox, base, tensors, codecs, stretches, control_difference, filtered)
+    former = _Former(outbox, base, tensors, codecs, stretches, control_difference, filtered, residuals)
     with torch.no_grad(), alone():
         digests = []
         for part in outbox.layout.parts:
@@ -99,9 +104,10 @@ class _Former:
         stretches: Stretches,
         control_difference: Runs | None,
         filtered: Filtered | None,
+        residuals: Residuals | None,
     ) -> None:
         self.outbox, self.base, self.tensors, self.codecs, self.stretches = outbox, base, tensors, codecs, stretches
-        self.control_difference, self.filtered = control_difference, filtered
+        self.control_difference, self.filtered, self.residuals = control_difference, filtered, residuals
         self.buffer = torch.zeros(_BUFFER_BYTES + ALIGN_BYTES, dtype=torch.uint8)
         self.view = bytes_of(self.buffer)
         self.scratch = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)
@@ -146,7 +152,7 @@ class _Former:
             place.sub_(run.to(device, wide))
         self.is_zero = self.is_zero and not bool(delta.any())  # mostly seen in the first stretch
         if not as_it_is:
-            codec.encode_(delta, target, spec.dtype)
+            self._encode_delta(stretch, delta, target)
 
     def _encode_filtered(self, filtered: Filtered, stretch: Stretch, target: Tensor) -> None:
         spec, codec = stretch.spec, self.codecs[stretch.codec]
@@ -157,7 +163,24 @@ class _Former:
         for place, run in zip(torch.split(delta, list(stretch.sizes))[::2], stretch.runs, strict=True):
             place.copy_(filtered.change(*run))
         self.is_zero = self.is_zero and not bool(delta.any())
+        self._encode_delta(stretch, delta, target)
+
+    def _encode_delta(self, stretch: Stretch, delta: Tensor, target: Tensor) -> None:
+        """Encode a pseudo-gradient; with error feedback what was lost before is added, and what is lost now kept."""
+        spec, codec, residuals = stretch.spec, self.codecs[stretch.codec], self.residuals
+        if residuals is None or not codec.feedback:
+            codec.encode_(delta, target, spec.dtype)
+            return
+        delta = delta.cpu()
+        places = torch.split(delta, list(stretch.sizes))[::2]
+        for place, run in zip(places, stretch.runs, strict=True):
+            place.add_(residuals.read(*run))
         codec.encode_(delta, target, spec.dtype)
+        decoded = torch.empty_like(delta)
+        codec.decode_(target, decoded, spec.dtype)
+        delta.sub_(decoded)
+        for place, (name, start, _) in zip(places, stretch.runs, strict=True):
+            residuals.write(name, start, place)
 
     def _read_base(self, stretch: Stretch, view: memoryview) -> None:
         """Fill `view` with what the version has of a stretch, and zeros in the padding."""

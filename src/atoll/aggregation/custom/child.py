@@ -122,7 +122,7 @@ class _Child:
     def _begin(self, message: dict[str, Any], _: int | None) -> None:
         torch.set_num_threads(message["threads"])
         schema = Schema.from_json(message["schema"])
-        self._codecs = codecs_of(message["codec"])
+        self._codecs = codecs_of(message["codec"], message["codec_options"])
         self._layout = encoded_layout(schema, message["codec"], self._codecs, message["part_bytes"])
         self._result = result_layout(schema, message["part_bytes"])
         self._user = load(message["aggregator"], message["options"])

@@ -28,6 +28,7 @@ class Accumulated:
     name: str = "accumulated"
     elementwise: bool = True
     raw: bool = False
+    feedback: bool = False
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         return numel * accumulate_dtype(dtype).itemsize

@@ -1,0 +1,96 @@
+"""Blocks of 256 elements with one scale each, as int8 and int4 have it.
+
+    scale = max |x| / levels        code = round(x / scale), half to even        x̂ = code · scale
+
+So |x̂ − x| ≤ scale / 2. A tile of 4,096 elements is written as its 16 scales in fp32 and then its codes; the last tile
+of a segment as the scales and codes of the blocks that it has, the last of them padded with zeros. A block whose
+largest magnitude is below 2⁻¹⁰⁰ becomes zeros; one with NaN or Inf comes back without a finite value.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from atoll.codecs.narrowing import Narrowing
+from atoll.tensors.layout import TILE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 256
+SCALE_BYTES = 4
+BLOCKS_PER_TILE = TILE // BLOCK
+SMALLEST = 2.0**-100
+
+
+class BlockCodec(Narrowing):
+    """A codec of blocks.
+
+    Attributes:
+        levels: codes go from −levels to levels.
+        block_bytes: of the codes of one block.
+    """
+
+    levels: ClassVar[int]
+    block_bytes: ClassVar[int]
+
+    def _nbytes(self, numel: int) -> int:
+        return -(-numel // BLOCK) * (SCALE_BYTES + self.block_bytes)
+
+    def _encode_(self, source: Tensor, target: Tensor) -> None:
+        import torch  # here, so that offsets can be computed without torch
+
+        if not source.numel():
+            return
+        blocks = -(-source.numel() // BLOCK)
+        values = torch.zeros(blocks * BLOCK, dtype=torch.float32, device=source.device)
+        values[: source.numel()].copy_(source)
+        values = values.view(blocks, BLOCK)
+        largest = values.abs().amax(dim=1)
+        largest = torch.where(largest < SMALLEST, 0.0, largest)
+        inverse = torch.where(largest > 0, self.levels / largest, 0.0)
+        codes = values.mul_(inverse.unsqueeze(1)).round_().nan_to_num_(0.0).clamp_(-self.levels, self.levels)
+        packed, scales = self._packed(codes), largest / self.levels
+        for first, last, shape in _runs(blocks):
+            stored_scales, stored_codes = self._split(target, first, last, shape)
+            stored_scales.copy_(scales[first:last].view(shape))
+            stored_codes.copy_(packed[first:last].reshape(shape[0], -1))
+
+    def _decode_(self, source: Tensor, target: Tensor) -> None:
+        import torch
+
+        blocks = -(-target.numel() // BLOCK)
+        values = torch.empty(blocks, BLOCK)
+        for first, last, shape in _runs(blocks):
+            scales, packed = self._split(source, first, last, shape)
+            codes = self._codes(packed.reshape(-1, self.block_bytes))
+            torch.mul(codes, scales.reshape(-1, 1), out=values[first:last])
+        target.copy_(values.view(-1)[: target.numel()])
+
+    def _split(self, encoded: Tensor, first: int, last: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Scales [tiles, blocks] in fp32, and codes [tiles, bytes], of blocks [first, last) where they lie encoded."""
+        import torch
+
+        nbytes, scale_bytes = SCALE_BYTES + self.block_bytes, SCALE_BYTES * shape[1]
+        tiles = encoded[first * nbytes : last * nbytes].view(shape[0], -1)
+        return tiles[:, :scale_bytes].view(torch.float32), tiles[:, scale_bytes:]
+
+    @abstractmethod
+    def _packed(self, codes: Tensor) -> Tensor:
+        """Codes [blocks, 256], whole numbers in fp32, as bytes [blocks, block_bytes]."""
+
+    @abstractmethod
+    def _codes(self, packed: Tensor) -> Tensor:
+        """What `_packed` made, as codes [blocks, 256]."""
+
+
+def _runs(blocks: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """(first, last, (tiles, blocks of each)): the whole tiles of so many blocks, then what is left."""
+    rest = blocks % BLOCKS_PER_TILE
+    whole = blocks - rest
+    if whole:
+        yield 0, whole, (whole // BLOCKS_PER_TILE, BLOCKS_PER_TILE)
+    if rest:
+        yield whole, blocks, (1, rest)

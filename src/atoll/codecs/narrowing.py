@@ -1,0 +1,50 @@
+"""What codecs have in common that write floats in less than their bytes, by tiles: everything else travels as it is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from atoll.codecs.none import NoneCodec
+from atoll.tensors.schema import FLOATS, ITEM_BYTES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_RAW = NoneCodec()
+
+
+def narrows(dtype: str) -> bool:
+    """Whether tensors of this dtype are narrowed: floats of two bytes or more."""
+    return dtype in FLOATS and ITEM_BYTES[dtype] > 1
+
+
+class Narrowing(ABC):
+    """The three methods of a codec, for one that says how it narrows fp32 values."""
+
+    def encoded_bytes(self, numel: int, dtype: str) -> int:
+        return self._nbytes(numel) if narrows(dtype) else _RAW.encoded_bytes(numel, dtype)
+
+    def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
+        if narrows(dtype):
+            self._encode_(source, target)
+        else:
+            _RAW.encode_(source, target, dtype)
+
+    def decode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
+        if narrows(dtype):
+            self._decode_(source, target)
+        else:
+            _RAW.decode_(source, target, dtype)
+
+    @abstractmethod
+    def _nbytes(self, numel: int) -> int:
+        """Bytes of so many elements; additive over multiples of the tile."""
+
+    @abstractmethod
+    def _encode_(self, source: Tensor, target: Tensor) -> None:
+        """Write `source` [n], of any float dtype and device, into `target`, uint8 of `_nbytes(n)`, on the CPU."""
+
+    @abstractmethod
+    def _decode_(self, source: Tensor, target: Tensor) -> None:
+        """Write what `source` holds into `target` [n], of any float dtype."""

@@ -1,0 +1,153 @@
+"""State of a site that changes with each update that counts, on disk, through crashes.
+
+Two files that take turns: the one that counts, and the one that is written while an update is formed. They change
+places when the server says that this update was counted, and not before: a refused or lost one leaves all as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
+from atoll.tensors.layout import file_layout
+from atoll.tensors.schema import TensorSpec
+from atoll.wire import messages
+from atoll.worker.files import ScratchFile, read_note, write_note
+
+T = TypeVar("T", bound="Turns")
+
+
+@dataclass(frozen=True)
+class TurnNote:
+    """What the two files hold.
+
+    Attributes:
+        current: 0 or 1, the file that counts.
+        pending: the ticket whose update the other one belongs to; 0: it holds nothing of value.
+        pending_version: that this update was formed against.
+        counted: the ticket whose update counted last; 0: none has.
+        version: that it was formed against.
+    """
+
+    current: int = 0
+    pending: int = 0
+    pending_version: int = -1
+    counted: int = 0
+    version: int = -1
+
+
+class Turns:
+    """Runs of some tensors; zeros in the beginning.
+
+    Attributes:
+        found: whether the files were there, with what they hold; else they may hold anything until `zero`.
+
+    Args:
+        folder: of the site in the run; locked by the caller.
+        name: of the files.
+        specs: the tensors, as they are kept.
+    """
+
+    def __init__(self, folder: Path, name: str, specs: Iterable[TensorSpec]) -> None:
+        layout = file_layout(list(specs), b"")
+        self._segments = layout.by_name
+        self._note_path = folder / f"{name}.json"
+        self._files = [ScratchFile(folder / f"{name}-{index}.bin", layout.nbytes) for index in (0, 1)]
+        note: TurnNote | None = read_note(self._note_path, TurnNote)
+        if note is None or self._files[note.current].is_new or (note.pending and self._files[1 - note.current].is_new):
+            self._note_path.unlink(missing_ok=True)  # the files are there from now on, and would be believed
+            note = None
+        self.found, self.note = note is not None, note or TurnNote()
+
+    def zero(self) -> None:
+        """Begin at zero, whatever the files hold."""
+        self._note_path.unlink(missing_ok=True)
+        self.note = TurnNote()
+        zeros = memoryview(bytes(CHUNK_BYTES))
+        for file in self._files:
+            if not file.is_new:
+                for offset in range(0, file.nbytes, CHUNK_BYTES):
+                    file.write(offset, zeros[: file.nbytes - offset])
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the tensor `name`, as it counts, in new memory."""
+        return self._files[self.note.current].values(self._segments[name], start, stop)
+
+    def begin(self) -> None:
+        """What follows is written for an update that is being formed; an earlier one is forgotten."""
+        if self.note.pending:
+            self._write(replace(self.note, pending=0))
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """What the tensor may become, from element `start` on."""
+        segment = self._segments[name]
+        self._files[1 - self.note.current].write(segment.offset + start * segment.spec.item_bytes, bytes_of(values))
+
+    def belongs_to(self, ticket: int, version: int) -> None:
+        """All is written, and counts if the update of this ticket, formed against this version, is counted."""
+        self._write(replace(self.note, pending=ticket, pending_version=version))
+
+    def settle(self, outcome_of: Callable[[int], messages.Outcome]) -> None:
+        """Ask what became of the update that is pending, and let what was written count where it was counted."""
+        if self.note.pending and outcome_of(self.note.pending).state == "counted":
+            note = self.note
+            self._write(TurnNote(1 - note.current, counted=note.pending, version=note.pending_version))
+
+    def take_back(self, ticket: int) -> None:
+        """Leave all as it was before the update of this ticket, the last that was formed, whether it counted or not."""
+        if self.note.pending == ticket:
+            self._write(replace(self.note, pending=0))
+        elif self.note.counted == ticket:
+            self._write(replace(self.note, current=1 - self.note.current, counted=0))
+
+    def _write(self, note: TurnNote) -> None:
+        self.note = note
+        write_note(self._note_path, note)
+
+
+class Together:
+    """All of a site's; what is said of an update is said to each of them."""
+
+    def __init__(self, outcome_of: Callable[[int], messages.Outcome]) -> None:
+        self._outcome_of, self._all = outcome_of, list[Turns]()
+
+    def add(self, turns: T) -> T:
+        """Add one; returns it."""
+        self._all.append(turns)
+        return turns
+
+    def close(self) -> None:
+        for turns in self._all:
+            turns.close()
+
+    def settle(self) -> None:
+        """As `Turns.settle`."""
+        for turns in self._all:
+            turns.settle(self._outcome_of)
+
+    def begin(self, ticket: int) -> None:
+        """As `Turns.begin`, for this ticket; what an earlier one left pending is settled before."""
+        for turns in self._all:
+            if turns.note.pending != ticket:  # mostly it is settled by then
+                turns.settle(self._outcome_of)
+            turns.begin()
+
+    def belongs_to(self, ticket: int, version: int) -> None:
+        """As `Turns.belongs_to`."""
+        for turns in self._all:
+            turns.belongs_to(ticket, version)
+
+    def moves_to(self, ticket: int, version: int, before: int) -> None:
+        """What was pending for the ticket `before` is the same update under another one."""
+        for turns in self._all:
+            if turns.note.pending == before:
+                turns.belongs_to(ticket, version)

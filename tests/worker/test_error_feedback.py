@@ -1,0 +1,199 @@
+"""What encoding loses is sent later, once and not twice, whatever becomes of an update."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import atoll
+from atoll.tensors.schema import Schema, TensorSpec
+from atoll.wire import messages
+from atoll.worker.residuals import Residuals
+from atoll.worker.session import Session
+
+START = {"w": torch.zeros(2)}
+
+
+def serving(folder: Path, codec: str = "int8", **options: Any) -> atoll.Server:
+    settings: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 1, "rounds": 3, "port": 0, "min_free_bytes": 0}
+    start = options.pop("start", START)
+    return atoll.Server(start, state_dir=folder / "state", codec=codec, **(settings | options))
+
+
+def client(server: atoll.Server, folder: Path) -> atoll.Client:
+    return atoll.Client(server.url, site="a", folder=folder / "w").register()
+
+
+def residual(client: atoll.Client) -> list[float]:
+    session = client._session
+    assert session is not None
+    assert session.residuals is not None
+    return session.residuals.read("w", 0, 2).tolist()
+
+
+def trained(client: atoll.Client, change: list[float]) -> dict[str, Tensor]:
+    """The model that a site has behind a round in which it moved by `change` along −g."""
+    return {"w": client.pull()["w"] - torch.tensor(change)}
+
+
+def test_what_is_too_small_for_the_scale_arrives_in_the_end(tmp_path: Path) -> None:
+    """Each round moves by (127, 0.4), so the scale is 1, and 0.4 alone would be rounded to 0 for ever.
+
+    With what was left over 0.4, 0.8 and 0.2 are rounded: to 0, 1 and 0.
+    """
+    with serving(tmp_path) as server:
+        site = client(server, tmp_path)
+        left = []
+        for number in (1, 2, 3):
+            assert site.next_round() == number
+            left.append(residual(site))
+            site.submit(trained(site, [127.0, 0.4]))
+        assert site.next_round() is None
+        site.close()
+        assert server.wait(60)
+        assert load_file(server.exports / "model.safetensors")["w"].tolist() == [-381.0, -1.0]
+    assert left == [[0.0, 0.0], [0.0, pytest.approx(0.4)], [0.0, pytest.approx(-0.2)]]
+
+
+@pytest.mark.parametrize(("codec", "options"), [("int8", {}), ("int4", {}), ("topk", {"density": 0.01})])
+def test_what_arrives_and_what_is_left_is_what_was_trained(
+    tmp_path: Path, codec: str, options: dict[str, float]
+) -> None:
+    """Of several tensors, none of them whole blocks or tiles; a half-precision one among them."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (5000,), "b": (33, 9), "c": (1,)}
+    start = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    start["h"] = torch.randn(300, generator=generator).half()
+    moved = {name: torch.zeros(tensor.shape) for name, tensor in start.items()}
+    with serving(tmp_path, codec, start=start, codec_options=options, rounds=4) as server:
+        site = client(server, tmp_path)
+        for number in (1, 2, 3, 4):
+            assert site.next_round() == number
+            pulled, model = site.pull(), {}
+            for name, tensor in pulled.items():
+                model[name] = (tensor.float() - torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
+                moved[name] += tensor.float() - model[name].float()
+            site.submit(model)
+        session = site._session
+        assert session is not None
+        assert session.residuals is not None
+        assert site.next_round() is None
+        session.residuals.settle(session.outcome)
+        left = {
+            name: session.residuals.read(name, 0, tensor.numel()).view(tensor.shape) for name, tensor in moved.items()
+        }
+        site.close()
+        assert server.wait(60)
+        found = load_file(server.exports / "model.safetensors")
+    for name in ("a", "b", "c"):
+        torch.testing.assert_close(start[name] - found[name] + left[name], moved[name], rtol=0, atol=1e-5)
+    assert left["a"].abs().max() > 0.001  # something was lost on the way
+
+
+def test_what_a_refused_update_would_have_left_is_forgotten(tmp_path: Path) -> None:
+    """The second update is refused: the third still has 0.4 of the first, makes 0.8 of it, and rounds that to 1."""
+    with serving(tmp_path, max_update_norm=1000.0) as server:
+        site = client(server, tmp_path)
+        assert site.next_round() == 1
+        site.submit(trained(site, [127.0, 0.4]))
+        assert site.next_round() == 2
+        site.submit(trained(site, [12700.0, 49.0]))
+        assert server.status().refused == 1
+        assert site.next_round() == 2
+        assert residual(site) == [0.0, pytest.approx(0.4)]
+        site.submit(trained(site, [127.0, 0.4]))
+        assert site.next_round() == 3
+        assert site.pull()["w"].tolist() == [-254.0, -1.0]
+        site.close()
+
+
+def test_it_outlives_the_process_that_formed_the_update(tmp_path: Path) -> None:
+    """Another process of the site finds what was pending, and that it counted meanwhile."""
+    with serving(tmp_path) as server:
+        site = client(server, tmp_path)
+        assert site.next_round() == 1
+        site.submit(trained(site, [127.0, 0.4]))
+        site.close()
+        site = client(server, tmp_path)
+        assert site.next_round() == 2
+        assert residual(site) == [0.0, pytest.approx(0.4)]
+        site.submit(trained(site, [127.0, 0.4]))
+        assert site.next_round() == 3
+        assert site.pull()["w"].tolist() == [-254.0, -1.0]
+        site.close()
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_base_that_was_advanced_has_it_in_the_local_progress(tmp_path: Path, settled: bool) -> None:
+    """The update counted, and the worker goes on from its own weights: 0.4 is sent once more, not 0.8.
+
+    Whether it had heard that the update counted before it lost the server, or not.
+    """
+    with serving(tmp_path) as server:
+        session = Session(server.url, "a", folder=tmp_path / "w")
+        reply = session.next_round()
+        assert reply.ticket is not None
+        weights = {"w": torch.zeros(2)}
+        session.pull(reply.ticket.base_version, reply.ticket.base_digest, weights)
+        weights["w"] -= torch.tensor([127.0, 0.4])
+        how: dict[str, Any] = {"weight": 1.0, "steps": 1, "metrics": {}}
+        session.submit(reply.ticket, weights, **how)
+        following = session.next_ticket()
+        assert following.ticket is not None
+        assert session.residuals is not None
+        if settled:
+            session._turns.settle()
+            assert session.residuals.read("w", 0, 2).tolist() == [0.0, pytest.approx(0.4)]
+        session.advance_base()
+        weights["w"] -= torch.tensor([127.0, 0.0])
+        session.form(following.ticket, weights, **how)
+        session._turns.settle()  # it is not in
+        left = session.residuals._files[1 - session.residuals.note.current]
+        assert left.values(session.residuals._segments["w"], 0, 2).tolist() == [0.0, pytest.approx(0.4)]
+        session.leave()
+
+
+def outcome(state: str) -> Any:
+    return lambda ticket: messages.Outcome(ticket=ticket, state=state, base_version=0)
+
+
+def residuals(folder: Path) -> Residuals:
+    folder.mkdir(exist_ok=True)
+    return Residuals(folder, Schema.build([TensorSpec("w", "F16", (2,))]))
+
+
+def test_a_server_that_went_back_takes_it_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is left of a version that is gone, or that comes again, belongs to nothing that the server has."""
+    mine = residuals(tmp_path / "w")
+    mine.write("w", 0, torch.tensor([1.0, 2.0]))
+    mine.belongs_to(7, version=3)
+    mine.settle(outcome("counted"))
+    mine.follow(4, "a")
+    assert mine.read("w", 0, 2).tolist() == [1.0, 2.0]
+    mine.close()
+    again = residuals(tmp_path / "w")
+    assert again.read("w", 0, 2).tolist() == [1.0, 2.0]
+    caplog.set_level(logging.WARNING)
+    again.follow(3, "a")
+    assert again.read("w", 0, 2).tolist() == [0.0, 0.0]
+    assert "a: the server went back to version 3: what compression had left over is dropped" in caplog.text
+    again.close()
+
+
+def test_files_without_their_note_are_not_believed(tmp_path: Path) -> None:
+    mine = residuals(tmp_path / "w")
+    for turn in (1, 2):
+        mine.write("w", 0, torch.tensor([1.0, 2.0]))
+        mine.belongs_to(turn, version=turn)
+        mine.settle(outcome("counted"))
+    mine.close()
+    (tmp_path / "w" / "residual.json").unlink()
+    again = residuals(tmp_path / "w")
+    assert again.read("w", 0, 2).tolist() == [0.0, 0.0]
+    again.close()
