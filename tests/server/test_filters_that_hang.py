@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -214,3 +215,31 @@ def open_files() -> list[str]:
         with suppress(FileNotFoundError):
             found.append(os.readlink(f"/proc/self/fd/{number}"))
     return found
+
+
+@pytest.mark.covers("T8", "X3")
+def test_a_turn_that_comes_to_nothing_is_given_back(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one place, and a has it. b is given up while it waits for it, then no thread can be started for b."""
+    monkeypatch.setattr(aside, "AT_ONCE", 1)
+
+    async def main() -> str:
+        beside = aside.Aside()
+        first = asyncio.ensure_future(beside.run(lambda: go.wait(60), "It", "a"))
+        await asyncio.sleep(0)  # it has the place
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await beside.run(lambda: None, "It", "b")
+        go.set()
+        assert await first
+        with monkeypatch.context() as broken:
+            broken.setattr(threading.Thread, "start", none_left)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await beside.run(lambda: None, "It", "b")
+        async with asyncio.timeout(30):
+            return await beside.run(lambda: "b", "It", "b")
+
+    assert asyncio.run(main()) == "b"
+
+
+def none_left(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

@@ -211,6 +211,7 @@ def test_a_payload_waits_for_space_and_is_sent(
         controller.sites(at_least=1, timeout_s=30)
         monkeypatch.setattr(server._run.store, "free_bytes", measured)  # type: ignore[union-attr]
         came.extend(controller.broadcast("train", TREE, timeout_s=30))
+        warned.append(status_of(server._run).warnings)  # type: ignore[arg-type]
 
     server = serving(tmp_path, main, min_free_bytes=256 * 10**6, stream_tasks=("train",))
     played(server, "a")
@@ -220,6 +221,7 @@ def test_a_payload_waits_for_space_and_is_sent(
         f"task 'train' cannot be sent: {told}"
     ]
     assert warned[:4] == [[], [told], [told], [told]]
+    assert warned[-1] == []
 
 
 @pytest.mark.covers("T2", "X3")

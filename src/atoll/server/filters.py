@@ -173,8 +173,7 @@ class Filtering:
     def sweep(self) -> None:
         """Let go of what no round can use any more."""
         for key in [*self._going, *self._kept]:
-            row = self._store.ticket(key[0])
-            if row.state not in ("open", "accepted") or (row.state == "accepted" and row.digest != key[1]):
+            if self._store.ticket(key[0]).state not in ("open", "accepted"):
                 self._forget(key)
 
     def _forget(self, key: _Key) -> None:
