@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
+from atoll import latch as module
 from atoll.latch import Latch
 
 
-def test_all_who_wait_go_on_once_it_is_set() -> None:
+def test_all_who_wait_go_on_once_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, not when they look again."""
+    monkeypatch.setattr(module, "LOOK_S", 60.0)
     latch = Latch()
     assert not latch.wait(0.0)
     assert not latch.wait(0.01)

@@ -13,7 +13,7 @@ from atoll.cli import init
 from atoll.config import Settings
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "diloco"])
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "diloco"])
 def test_the_script_trains_alone_and_the_run_file_is_valid(atoll_command, tmp_path, algorithm: str) -> None:
     outcome = atoll_command("init", "mine", "--algorithm", algorithm)
     assert outcome.returncode == 0, outcome.stderr
@@ -42,6 +42,13 @@ def test_every_default_of_the_run_file_is_the_real_one() -> None:
     values = tomllib.loads("\n".join(uncommented))
     chosen = {"name": "x", "model": "model:build", "num_workers": 2, "algorithm": "fedavg", "rounds": 10}
     assert Settings.build(values) == Settings.build(chosen)
+
+
+def test_a_name_that_is_no_algorithm_is_refused_with_the_nearest(atoll_command, tmp_path) -> None:
+    outcome = atoll_command("init", "mine", "--algorithm", "fedproxy")
+    assert outcome.returncode == 2
+    assert "Atoll has no algorithm 'fedproxy'. Did you mean 'fedprox'?" in " ".join(outcome.stderr.split())
+    assert not (tmp_path / "mine").exists()
 
 
 def test_nothing_is_overwritten(atoll_command, tmp_path) -> None:

@@ -13,8 +13,10 @@ import trustme
 from fault_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, Sites, serving, write_run_file
 
 import atoll
+from atoll.cli.ask import ask
 from atoll.errors import AuthError, ServerUnreachable
 from atoll.testing.processes import Nursery, wait_until
+from atoll.wire import messages, routes
 from atoll.worker import federated
 from atoll.worker.client import status
 
@@ -170,6 +172,10 @@ def test_a_certificate_of_another_authority_is_refused_before_the_token_is_sent(
         monkeypatch.setenv("ATOLL_TLS_CA", str(Secured(other).ca))
         with pytest.raises(ServerUnreachable, match=r"cannot prove who it is.*ATOLL_TLS_CA"):
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
+        with pytest.raises(ServerUnreachable, match=r"cannot prove who it is.*ATOLL_TLS_CA"):
+            ask(server.url, routes.RUN, messages.RunInfo)  # as the commands do
+        with pytest.raises(ServerUnreachable, match=r"One with TLS wants https://\."):
+            ask(server.url.replace("https", "http"), routes.RUN, messages.RunInfo)
 
 
 @pytest.mark.covers("X2")

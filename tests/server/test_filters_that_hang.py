@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import logging
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import atoll
+from atoll.errors import Superseded
 from atoll.filters import Filter
 from atoll.server import aside
+from atoll.server.filters import Filtering
+from atoll.store.rows import TicketRow
+from atoll.testing.processes import wait_until
 
 START = {"w": torch.zeros(2)}
 
@@ -92,3 +101,145 @@ def test_a_server_ends_while_it_hangs_at_what_was_accepted_before_a_restart(
         second.submit({"w": torch.ones(2)})
         assert hanging.begun.wait(30)
     assert not go.is_set()
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.covers("T8")
+def test_what_is_left_of_one_update_is_not_taken_for_another_that_came_in_its_place(
+    tmp_path: Path, go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """a sends (1, 1), and is started again elsewhere while the filter is at it. Then it sends (3, 3), with the same
+    ticket: that is what the run comes to.
+    """
+    asked: list[str | None] = []
+    refusal = Filtering.refusal
+
+    async def counted(filtering: Filtering, row: TicketRow, number: int) -> str:
+        asked.append(row.digest)
+        return await refusal(filtering, row, number)
+
+    monkeypatch.setattr(Filtering, "refusal", counted)
+    hanging = Hanging(go)
+    with serving(tmp_path, num_workers=1, rounds=1, filters={"a": [hanging]}) as server:
+        before = client(server, tmp_path / "before", "a")
+        before.next_round()
+        before.pull()
+
+        def superseded() -> None:
+            with pytest.raises(Superseded):
+                before.submit({"w": torch.ones(2)})
+
+        first = in_thread(superseded)
+        assert hanging.begun.wait(30)
+        after = client(server, tmp_path / "after", "a")
+        after.next_round()
+        after.pull()
+        second = in_thread(lambda: after.submit({"w": torch.full((2,), 3.0)}))
+        wait_until(lambda: len(asked) == 2, "that the second update is there")
+        go.set()
+        second.join(30)
+        first.join(30)
+        assert after.next_round() is None
+        after.close()
+        assert server.wait(30)
+        server.run()
+    assert load_file(server.exports / "model.safetensors")["w"].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.covers("T8")
+def test_its_site_is_told_when_the_round_is_over_and_takes_part_in_the_next(
+    tmp_path: Path, go: threading.Event
+) -> None:
+    """Its request is answered when the round is closed without it, not when it has waited for `idle_timeout_s`. The
+    filter, which is at its first update, does not begin the next one.
+    """
+    begun: list[int] = []
+
+    class Counting(Hanging):
+        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+            begun.append(1)
+            return super().apply(name, start, values)
+
+    hanging = Counting(go)
+    options = {"rounds": 2, "quorum": 1, "min_workers": 1, "round_deadline_s": 0.3}
+    with serving(tmp_path, filters={"a": [hanging]}, **options) as server:
+        stuck, other = client(server, tmp_path, "a"), client(server, tmp_path, "b")
+        assert (stuck.next_round(), other.next_round()) == (1, 1)
+        for number in (1, 2):
+            stuck.pull()
+            submitting = in_thread(lambda: stuck.submit({"w": torch.ones(2)}))
+            assert hanging.begun.wait(30)
+            other.pull()
+            other.submit({"w": torch.ones(2)})
+            submitting.join(30)
+            assert not submitting.is_alive()
+            assert (stuck.next_round(), other.next_round()) == ((2, 2) if number == 1 else (None, None))
+        assert begun == [1]
+        assert [entry.workers for entry in server.status().history] == [["b"], ["b"]]
+        stuck.close()
+        other.close()
+    assert not go.is_set()
+
+
+class Failing(Filter):
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        raise ValueError("no")
+
+
+@pytest.mark.covers("T8", "X3")
+def test_an_update_that_is_refused_leaves_no_file_behind(tmp_path: Path) -> None:
+    """Not until memory is next looked through for cycles either: it is as large as an update."""
+    with serving(tmp_path, num_workers=1, rounds=1, filters=[Failing()]) as server:
+        site = client(server, tmp_path, "a")
+        site.next_round()
+        site.pull()
+        gc.disable()
+        try:
+            site.submit({"w": torch.ones(2)})
+            assert server.status().refused == 1
+            assert [
+                each for each in open_files() if each.startswith(str(tmp_path)) and each.endswith("(deleted)")
+            ] == []
+        finally:
+            gc.enable()
+
+
+def open_files() -> list[str]:
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return found
+
+
+@pytest.mark.covers("T8", "X3")
+def test_a_turn_that_comes_to_nothing_is_given_back(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one place, and a has it. b is given up while it waits for it, then no thread can be started for b."""
+    monkeypatch.setattr(aside, "AT_ONCE", 1)
+
+    async def main() -> str:
+        beside = aside.Aside()
+        first = asyncio.ensure_future(beside.run(lambda: go.wait(60), "It", "a"))
+        await asyncio.sleep(0)  # it has the place
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await beside.run(lambda: None, "It", "b")
+        go.set()
+        assert await first
+        with monkeypatch.context() as broken:
+            broken.setattr(threading.Thread, "start", none_left)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await beside.run(lambda: None, "It", "b")
+        async with asyncio.timeout(30):
+            return await beside.run(lambda: "b", "It", "b")
+
+    assert asyncio.run(main()) == "b"
+
+
+def none_left(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

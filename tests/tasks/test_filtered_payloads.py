@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import tempfile
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from atoll.filters import About, Cast, Drop, Filter, NormClip, Outgoing
 from atoll.filters.payloads import filtered
 from atoll.payloads import Stream, register
 from atoll.posix import read_at
+from atoll.server.aside import Aside
 from atoll.server.desk import Answer, read_contents
 from atoll.server.result import Result
 from atoll.server.task_filters import TaskFilters
@@ -317,11 +320,19 @@ def test_two_answers_of_one_site_do_not_meet_in_its_filter(tmp_path: Path, where
         else:
             with at_site.behind(packed, "train") as mine:
                 answer = answered(mine)
-        found: list[float] = Result("train", answer).payload["w"].tolist()
-        return found
+        left: list[float] = Result("train", answer).payload["w"].tolist()
+        return left
 
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(taken, [2.0, 4.0])) == [[1.0] * 3] * 2
+    async def beside() -> list[list[float]]:  # where the server does it
+        aside = Aside()
+        return await asyncio.gather(*(aside.run(partial(taken, value), "It", "from a") for value in (2.0, 4.0)))
+
+    if where == "server":
+        found = asyncio.run(beside())
+    else:
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(taken, [2.0, 4.0]))
+    assert found == [[1.0] * 3] * 2
 
 
 @pytest.mark.covers("T6", "T8")

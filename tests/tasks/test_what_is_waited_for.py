@@ -17,7 +17,7 @@ import atoll
 from atoll.config import Settings
 from atoll.errors import DiskFull
 from atoll.filters import Drop, Filter
-from atoll.server import parcels, tasks
+from atoll.server import aside, parcels, tasks
 from atoll.server.desk import Answer
 from atoll.server.result import Result
 from atoll.server.status import status_of
@@ -31,16 +31,17 @@ def serving(folder: Path, workflow: Callable[[Any], None], **options: Any) -> at
     return atoll.Server(workflow=workflow, state_dir=folder / "state", **{"port": 0, "min_free_bytes": 0, **options})
 
 
+def answering(server: atoll.Server, name: str, handler: Callable[[Any], Any] = lambda payload: payload) -> None:
+    """A site, until the workflow has ended."""
+    with atoll.tasks(server.url, name) as worker:
+        worker.task("train")(handler)
+        worker.run()
+
+
 def played(server: atoll.Server, names: str, handler: Callable[[Any], Any] = lambda payload: payload) -> None:
     """These sites answer until the workflow has ended."""
-
-    def main(name: str) -> None:
-        with atoll.tasks(server.url, name) as worker:
-            worker.task("train")(handler)
-            worker.run()
-
     with ThreadPoolExecutor(len(names)) as pool, server:  # the server ends first: nobody waits for it in vain
-        futures = [pool.submit(main, name) for name in names]
+        futures = [pool.submit(answering, server, name, handler) for name in names]
         assert server.wait(60)
         for future in futures:
             future.result(60)
@@ -76,6 +77,102 @@ def test_a_site_whose_filter_hangs_is_not_sent_the_payload_and_the_others_are(tm
         "Look at their code, or give more time.",
         "b": [1.0] * 3,
     }
+
+
+class Waiting(Filter):
+    """Hangs until the event is set."""
+
+    def __init__(self, go: threading.Event, began: Callable[[], None]) -> None:
+        self.go, self.began = go, began
+
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        self.began()
+        assert self.go.wait(60)
+        return values
+
+
+@pytest.mark.covers("T8")
+def test_a_site_whose_filter_hangs_at_every_task_leaves_room_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for two at a time. a has been sent three tasks in vain before b is sent one; its filter, which is
+    at the first, begins none of the others.
+    """
+    monkeypatch.setattr(aside, "AT_ONCE", 2)
+    go, came, begun = threading.Event(), list[Any](), list[int]()
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=2, timeout_s=30)
+        try:
+            for _ in range(3):
+                assert not controller.send("a", "train", TREE, timeout_s=0.3).ok
+            assert begun == [1]
+            came.append(controller.send("b", "train", TREE, timeout_s=30).payload["w"].tolist())
+        finally:
+            go.set()
+
+    played(serving(tmp_path, main, data_filters={"a": [Waiting(go, lambda: begun.append(1))], "b": [Filter()]}), "ab")
+    assert came == [[1.0] * 3]
+
+
+@pytest.mark.covers("T8")
+def test_sites_whose_filters_hang_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """a's filter ends when c's begins, and c's when a's has begun."""
+    one, other = threading.Event(), threading.Event()
+
+    class Meeting(Filter):
+        def __init__(self, mine: threading.Event, theirs: threading.Event) -> None:
+            self.mine, self.theirs = mine, theirs
+
+        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+            self.mine.set()
+            assert self.theirs.wait(30)
+            return values
+
+    came: dict[str, bool] = {}
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=2, timeout_s=30)
+        came.update({each.site: each.ok for each in controller.broadcast("train", TREE, timeout_s=60)})
+
+    played(serving(tmp_path, main, data_filters={"a": [Meeting(one, other)], "c": [Meeting(other, one)]}), "ac")
+    assert came == {"a": True, "c": True}
+
+
+@pytest.mark.covers("T8")
+def test_answers_that_hang_in_filters_are_let_go_with_their_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for one at a time. a is told that its tasks are over, and b's answer is filtered then."""
+    monkeypatch.setattr(aside, "AT_ONCE", 1)
+    go, came, taken, begun = threading.Event(), list[Any](), list[bool](), list[int]()
+    waiting = Waiting(go, lambda: begun.append(1))
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=2, timeout_s=30)
+        try:
+            for number in (1, 2):
+                assert controller.broadcast("train", TREE, sites=["a"], timeout_s=1.0) == []
+                wait_until(lambda number=number: len(taken) == number, "that a is told")  # type: ignore[misc]
+            assert begun == [1]
+            came.append(controller.send("b", "train", TREE, timeout_s=30).payload["w"].tolist())
+        finally:
+            go.set()
+
+    server = serving(tmp_path, main, filters={"a": [waiting], "b": [Filter()]}, stream_tasks=("train",))
+
+    def a() -> None:
+        with atoll.tasks(server.url, "a") as worker:
+            for task in worker.tasks():
+                taken.append(task.answer(task.payload))
+
+    with ThreadPoolExecutor(2) as pool, server:
+        first = pool.submit(a)
+        second = pool.submit(lambda: answering(server, "b"))
+        assert server.wait(60)
+        first.result(60)
+        second.result(60)
+    assert (taken, came) == ([False, False], [[1.0] * 3])
 
 
 @pytest.mark.covers("T8", "X3")
@@ -114,6 +211,7 @@ def test_a_payload_waits_for_space_and_is_sent(
         controller.sites(at_least=1, timeout_s=30)
         monkeypatch.setattr(server._run.store, "free_bytes", measured)  # type: ignore[union-attr]
         came.extend(controller.broadcast("train", TREE, timeout_s=30))
+        warned.append(status_of(server._run).warnings)  # type: ignore[arg-type]
 
     server = serving(tmp_path, main, min_free_bytes=256 * 10**6, stream_tasks=("train",))
     played(server, "a")
@@ -123,6 +221,7 @@ def test_a_payload_waits_for_space_and_is_sent(
         f"task 'train' cannot be sent: {told}"
     ]
     assert warned[:4] == [[], [told], [told], [told]]
+    assert warned[-1] == []
 
 
 @pytest.mark.covers("T2", "X3")

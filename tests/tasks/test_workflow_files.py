@@ -69,9 +69,12 @@ def test_a_run_file_names_the_workflow_and_workers_are_processes_of_their_own(tm
             if found:
                 for name in ("clinic-a", "clinic-b"):
                     told = environment() | {"ATOLL_SERVER": found[1], "ATOLL_SITE": name}
-                    workers.append(subprocess.Popen([sys.executable, str(EXAMPLE)], env=told, text=True))
+                    workers.append(
+                        subprocess.Popen([sys.executable, str(EXAMPLE)], env=told, stderr=subprocess.PIPE, text=True)
+                    )
         assert server.wait(60) == 0, said
-        assert [worker.wait(30) for worker in workers] == [0, 0]
+        told_by = [worker.communicate(timeout=30)[1] for worker in workers]
+        assert [worker.returncode for worker in workers] == [0, 0], told_by
     finally:
         for process in (server, *workers):
             if process.poll() is None:
@@ -79,3 +82,7 @@ def test_a_run_file_names_the_workflow_and_workers_are_processes_of_their_own(tm
                 process.wait()
     assert len(losses(said)) == 5, said
     assert "start workers that take part with atoll.tasks" in said
+    assert re.search(r"finished after .*; 2 workers, 0 deaths$", said, re.MULTILINE), said
+    for name, lines in zip(("clinic-a", "clinic-b"), told_by, strict=True):
+        assert f"{name}: takes part in" in lines
+        assert f"{name}: the workflow has ended" in lines

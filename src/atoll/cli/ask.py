@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ValidationError
 
 from atoll.config import DEFAULT_PORT
-from atoll.errors import BY_CODE, AtollError, PeerError, ServerUnreachable, UsageError, VersionSkew
+from atoll.errors import BY_CODE, AtollError, PeerError, UsageError, VersionSkew
 from atoll.transport.tls import client_context, read_token
+from atoll.transport.unreachable import unreachable
 from atoll.wire import messages
 
 Reply = TypeVar("Reply", bound=BaseModel)
@@ -30,7 +31,7 @@ def ask(server: str, path: str, reply: type[Reply], *, timeout_s: float = 10.0) 
 
     Raises:
         UsageError: `server` is no address.
-        ServerUnreachable: nobody answers within `timeout_s`.
+        ServerUnreachable: nobody answers within `timeout_s`, or its certificate is not accepted.
         AuthError: the token is missing or wrong.
         VersionSkew: something else than this version of Atoll answers.
     """
@@ -70,10 +71,7 @@ def _get(server: str, path: str, timeout_s: float) -> tuple[int, bytes]:
         return response.status, response.read()
     except (OSError, http.client.HTTPException) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        raise ServerUnreachable(
-            f"{server} does not answer ({why.lower()}).",
-            "Look whether the server runs and whether the address is right (--server, ATOLL_SERVER).",
-        ) from error
+        raise unreachable(server, str(error), why.lower(), " (--server, ATOLL_SERVER)") from error
     finally:
         connection.close()
 

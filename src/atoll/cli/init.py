@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,14 +10,9 @@ from typing import Annotated, Any
 import typer
 from pydantic_core import PydanticUndefined
 
+from atoll import registry
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.errors import UsageError
-
-
-class Algorithm(StrEnum):
-    fedavg = "fedavg"
-    diloco = "diloco"
-
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "The model": ("name", "model", "model_args", "seed"),
@@ -44,25 +38,28 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 """The settings that a run file usually has an opinion on; `atoll server --help` lists them all."""
 
-CHOSEN: dict[str, dict[str, Any]] = {
-    "fedavg": {"algorithm": "fedavg", "rounds": 10},
-    "diloco": {"algorithm": "diloco", "rounds": 10, "sync_every": 20},
-}
+ALGORITHMS = registry.TABLES["algorithms"]
 
 
 def command(
     directory: Annotated[Path, typer.Argument(help="Folder to write into; made if need be.", metavar="[DIR]")] = Path(
         "."
     ),
-    algorithm: Annotated[Algorithm, typer.Option(help="Which kind of run to begin with.")] = Algorithm.fedavg,
+    algorithm: Annotated[
+        str, typer.Option(help=f"What the server is to run: {', '.join(ALGORITHMS)}.", metavar="NAME")
+    ] = "fedavg",
 ) -> None:
     """Write run.toml, model.py and train.py: a run that works as it is, to be made your own."""
+    if algorithm not in ALGORITHMS:
+        hint = registry.nearest(algorithm, ALGORITHMS, f"Those that it has: {', '.join(ALGORITHMS)}.")
+        raise UsageError(f"Atoll has no algorithm {algorithm!r}.", hint)
     name = directory.resolve().name or "atoll"
     templates = files("atoll.cli") / "templates"
+    script = "train_diloco.py" if algorithm == "diloco" else "train_fedavg.py"  # every federated one has the same
     contents = {
-        "run.toml": run_file(algorithm.value, name),
+        "run.toml": run_file(algorithm, name),
         "model.py": (templates / "model.py").read_text(encoding="utf-8"),
-        "train.py": (templates / f"train_{algorithm.value}.py").read_text(encoding="utf-8"),
+        "train.py": (templates / script).read_text(encoding="utf-8"),
     }
     present = [entry for entry in contents if (directory / entry).exists()]
     if present:
@@ -97,7 +94,9 @@ def run_file(algorithm: str, name: str) -> str:
         "model": "model:build",
         "num_workers": 2,
         "state_dir": "atoll-run",
-        **CHOSEN[algorithm],
+        "algorithm": algorithm,
+        "rounds": 10,
+        **({"sync_every": 20} if algorithm == "diloco" else {}),
     }
     lines = [
         "# A run of Atoll: `atoll server run.toml`. Every key is also a flag (--sync-every 100) and an environment",

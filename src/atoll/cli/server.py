@@ -164,10 +164,14 @@ class Reminder:
 def _summary(server: Server, seconds: float) -> str:
     status = server.status()
     last = status.history[-1].metrics if status.history else {}
+    rounds = server.settings.workflow is None
+    at, refused = (
+        (f" at version {status.fragments[0].version}", f", {status.refused} updates refused") if rounds else ("", "")
+    )
     parts = [
-        f"finished at version {status.fragments[0].version} after {duration(seconds)}",
+        f"finished{at} after {duration(seconds)}",
         f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent",
-        f"{len(status.workers)} workers, {status.deaths} deaths, {status.refused} updates refused",
+        f"{len(status.workers)} workers, {status.deaths} deaths{refused}",
         numbers(last),
         best_line(status.best) if status.best else "",
         status.stopped,

@@ -33,23 +33,42 @@ class Aside:
 
     def __init__(self) -> None:
         self._room = asyncio.Semaphore(AT_ONCE)
+        self._turns: dict[str, asyncio.Lock] = {}
 
-    async def run(self, call: Callable[[], T], what: str) -> T:
-        """What `call` gives or raises, in a thread of its own. It goes on when its caller does not wait any more.
+    async def run(self, call: Callable[[], T], what: str, whose: str, timeout_s: float | None = None) -> T:
+        """What `call` gives or raises, in a thread of its own. It goes on when its caller does not wait any more, and
+        then holds up nobody but those of the same `whose`.
 
         Args:
             what: names whose code is at what, for the log.
+            whose: calls of one take turns, since filters keep state from the beginning of a payload to its end.
+            timeout_s: how long its turn is waited for at most, and then how long it may take.
 
         Raises:
+            TimeoutError: it was not done in that time.
             UsageError: it called sys.exit, or the like.
         """
-        await self._room.acquire()
+        turn = self._turns.setdefault(whose, asyncio.Lock())
+        async with asyncio.timeout(timeout_s):
+            await turn.acquire()
+        result: asyncio.Future[T] | None = None
+        try:
+            async with self._room:
+                result = self._begin(call, what, turn)
+                async with asyncio.timeout(timeout_s):
+                    return await result
+        finally:
+            if result is None:  # no thread has come to be, which would do it
+                turn.release()
+
+    def _begin(self, call: Callable[[], T], what: str, turn: asyncio.Lock) -> asyncio.Future[T]:
+        """Start the thread; its end is that of the turn."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
         slow = loop.call_later(SAY_S, LOG.warning, "%s: not done after %g s. Look at their code.", what, SAY_S)
 
         def tell(end: Callable[[], None]) -> None:
-            self._room.release()
+            turn.release()
             slow.cancel()
             if not result.done():
                 end()
@@ -66,5 +85,9 @@ class Aside:
             with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
                 loop.call_soon_threadsafe(tell, end)
 
-        threading.Thread(target=work, name="atoll-aside", daemon=True).start()
-        return await result
+        try:
+            threading.Thread(target=work, name="atoll-aside", daemon=True).start()
+        except BaseException:
+            slow.cancel()
+            raise
+        return result

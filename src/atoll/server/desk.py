@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from atoll.errors import ConfigError, Conflict, PartCorrupt, TicketClosed
 from atoll.store.objects import Kept, ObjectStore
@@ -19,6 +21,7 @@ from atoll.wire.status_messages import TaskStatus
 from atoll.wire.tasks import read_plain
 
 LOG = logging.getLogger("atoll.server")
+T = TypeVar("T")
 
 SHOWN = 20
 """Tasks that a status shows."""
@@ -68,7 +71,11 @@ class Sent:
 
 @dataclass(eq=False)
 class Open:
-    """A task that sites are to answer: its payload is `shared` but for the sites that have their `own`."""
+    """A task that sites are to answer: its payload is `shared` but for the sites that have their `own`.
+
+    Attributes:
+        arriving: what filters are at; cancelled when the task is over.
+    """
 
     number: int
     message: tm.Task
@@ -77,6 +84,7 @@ class Open:
     sites: tuple[str, ...]
     begun_s: float
     answers: dict[str, Answer] = field(default_factory=dict)
+    arriving: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property
     def way(self) -> str:
@@ -192,6 +200,8 @@ class Desk:
         """No answer to it is taken any more, and its payload goes. Idempotent."""
         if self._open.pop(task.message.task, None) is not None:
             self._over.append(task.status(is_open=False))
+        for arriving in task.arriving:
+            arriving.cancel()
         for sent in (task.shared, *task.own.values()):
             self._let_go(sent)
 
@@ -233,6 +243,10 @@ class Desk:
             if before != key:
                 raise Conflict(f"Site {site} has answered task {task_id[:8]} already.", "Ask for the next task.")
             return True
+        self._open_for(task_id, site)
+        return False
+
+    def _open_for(self, task_id: str, site: str) -> Open:
         task = self._open.get(task_id)
         if task is None or site not in task.sites:
             name = f"{task.message.name!r} ({task_id[:8]})" if task else task_id[:8]
@@ -240,7 +254,23 @@ class Desk:
                 f"Task {name} is not open for site {site}: it is over, or was never its own.",
                 "Ask for the next task; this answer is not used.",
             )
-        return False
+        return task
+
+    async def while_open(self, task_id: str, site: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What is made of an answer, unless the task is over before.
+
+        Raises:
+            TicketClosed: it is.
+        """
+        task = self._open_for(task_id, site)
+        making = asyncio.ensure_future(work())
+        task.arriving.add(making)
+        making.add_done_callback(task.arriving.discard)
+        try:
+            return await making
+        except asyncio.CancelledError:
+            self._open_for(task_id, site)  # tells why, where that is why
+            raise
 
     def name_of(self, task_id: str) -> str:
         """The name of an open task; empty where it is over."""

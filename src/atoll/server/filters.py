@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atoll.errors import ConfigError, RunFailed, UsageError
+from atoll.errors import ConfigError, RunFailed, TicketClosed, UsageError
 from atoll.failpoints import failpoint
 from atoll.filters.base import About, Filter
 from atoll.filters.chain import BadFilter, Chain
@@ -37,6 +37,9 @@ from atoll.tensors.layout import Piece, chunks
 from atoll.tensors.schema import CONTROL, PARAMS, TensorSpec
 
 LOG = logging.getLogger("atoll.server")
+
+_Key = tuple[int, str | None]
+"""A ticket and the digest of an update for it: another may come in its place until one is accepted."""
 
 HOLDER = "filters"
 """What a slot's holds call a spool that is being read."""
@@ -90,9 +93,8 @@ class Filtering:
 
     def __init__(self, filters: SiteFilters, plan: Plan, store: Store, aside: Aside) -> None:
         self.filters, self._plan, self._store, self._aside = filters, plan, store, aside
-        self._kept: dict[int, _Left] = {}
-        self._going: dict[int, asyncio.Task[None]] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._kept: dict[_Key, _Left] = {}
+        self._going: dict[_Key, asyncio.Task[None]] = {}
 
     def has(self, site: str) -> bool:
         """Whether the updates of a site are filtered."""
@@ -102,7 +104,7 @@ class Filtering:
         """Filter an update whose parts are all there, and keep what comes of it; who asks again meanwhile waits, too.
 
         Args:
-            row: its ticket, with what the site said of the update.
+            row: its ticket, with the digest of the update and what the site said of it.
             number: of the round.
 
         Raises:
@@ -110,21 +112,29 @@ class Filtering:
             DiskFull: no space for the file.
             TicketClosed, Gone: the round is over.
         """
-        if row.ticket in self._kept:
+        if _key(row) in self._kept:
             return
-        going = self._going.get(row.ticket)
+        going = self._going.get(_key(row))
         if going is None:
-            going = self._going[row.ticket] = asyncio.create_task(self._prepare(row, number))
-            going.add_done_callback(functools.partial(self._is_done, row.ticket))
-        await asyncio.shield(going)
+            going = self._going[_key(row)] = asyncio.create_task(self._prepare(row, number))
+            going.add_done_callback(functools.partial(self._is_done, _key(row)))
+        try:
+            await asyncio.shield(going)
+        except asyncio.CancelledError:
+            if not going.cancelled():
+                raise
+            raise TicketClosed(
+                f"Round {number} is over, and the server's filters were not done with the update of {row.site}.",
+                "Ask for the next ticket.",
+            ) from None
 
     async def _prepare(self, row: TicketRow, number: int) -> None:
-        async with self._locks.setdefault(row.site, asyncio.Lock()):  # filters keep state
-            what = f"The server's filters at the update of {row.site} for round {number}"
-            self._kept[row.ticket] = await self._aside.run(functools.partial(self._filtered, row, number), what)
+        what = f"The server's filters at the update of {row.site} for round {number}"
+        work = functools.partial(self._filtered, row, number)
+        self._kept[_key(row)] = await self._aside.run(work, what, f"from {row.site}")
 
-    def _is_done(self, ticket: int, done: asyncio.Task[None]) -> None:
-        del self._going[ticket]
+    def _is_done(self, key: _Key, done: asyncio.Task[None]) -> None:
+        del self._going[key]
         if not done.cancelled():
             done.exception()  # whoever asked was told, or asks again
 
@@ -157,36 +167,37 @@ class Filtering:
         """What is aggregated of an accepted update: its spool, or what the filters have left of it; from any thread."""
         if not self.has(row.site):
             return Source(self._store.spool(row.ticket).fd, row.norm)
-        left = self._kept[row.ticket]
+        left = self._kept[_key(row)]
         return Source(left.fd, left.norm)
 
     def sweep(self) -> None:
         """Let go of what no round can use any more."""
-        for ticket in list(self._kept):
-            if self._store.ticket(ticket).state not in ("open", "accepted"):
-                self.forget(ticket)
+        for key in [*self._going, *self._kept]:
+            if self._store.ticket(key[0]).state not in ("open", "accepted"):
+                self._forget(key)
 
-    def forget(self, ticket: int) -> None:
-        """What was made of this update is of no use. Idempotent."""
-        kept = self._kept.pop(ticket, None)
+    def _forget(self, key: _Key) -> None:
+        going, kept = self._going.get(key), self._kept.pop(key, None)
+        if going is not None:
+            going.cancel()
         if kept is not None:
             kept.close()
 
     def close(self) -> None:
         """Give the files back; what is still being filtered is of no use."""
-        for going in self._going.values():
-            going.cancel()
-        for ticket in list(self._kept):
-            self.forget(ticket)
+        for key in [*self._going, *self._kept]:
+            self._forget(key)
 
     def _filtered(self, row: TicketRow, number: int) -> _Left:
         spool = self._store.spool(row.ticket)
         base = self._store.pin_version(row.fragment, row.base_version)
         spool.pool.hold(spool.slot, HOLDER)
+        left, done = _Left(-1), False
         try:
-            left = _Left(self._plan.new_file("filters", self._plan.update.nbytes))
+            left.fd = self._plan.new_file("filters", self._plan.update.nbytes)
             about = About(row.site, number, row.base_version, row.weight, row.steps, dict(row.metrics))
             left.norm = _Work(self._plan, spool.fd, base.fd).write(left.fd, self.filters.of(row.site), about)
+            done = True
             return left
         except BadFilter as error:
             if error.raised:
@@ -201,6 +212,12 @@ class Filtering:
         finally:
             spool.pool.drop(spool.slot, HOLDER)
             base.release()
+            if not done:
+                left.close()  # the traceback would keep it for a while
+
+
+def _key(row: TicketRow) -> _Key:
+    return row.ticket, row.digest
 
 
 class _Work:

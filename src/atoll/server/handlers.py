@@ -284,16 +284,15 @@ class Handlers(ObjectHandlers, TaskHandlers):
         norm = math.sqrt(sum(part.sumsq for part in parts.values()))
         self._require_plausible(lease, ticket, norm, message)
         if self.run.filtering.has(lease.site):
-            said = replace(row, weight=message.weight, steps=message.steps, metrics=message.metrics)
+            said = replace(row, digest=digest, weight=message.weight, steps=message.steps, metrics=message.metrics)
             reason = await self.run.filtering.refusal(said, self.run.state.rounds[row.fragment].number)
             if self.store.ticket(ticket).state in ("accepted", "counted"):  # the word came twice, and was taken once
                 return await self.complete(lease, ticket, message)
             self._require_open(lease, ticket)
+            if self._digest(self.store.parts(ticket)) != digest:
+                raise Conflict(f"A part of ticket {ticket} came anew meanwhile.", "Complete it again.")
             if reason:
                 self._refuse(lease, ticket, reason, "the filter is the server's.")
-            if self._digest(self.store.parts(ticket)) != digest:
-                self.run.filtering.forget(ticket)
-                raise Conflict(f"A part of ticket {ticket} came anew meanwhile.", "Complete it again.")
         try:
             accepted = self.store.accept(ticket, digest, message.weight, message.steps, dict(message.metrics), norm)
         except DiskFull:

@@ -20,6 +20,7 @@ from atoll.server.task_filters import TaskFilters
 from atoll.store.objects import ObjectStore
 from atoll.store.slots import disk_error
 from atoll.tensors.cuts import ChunkSizes
+from atoll.tensors.kinds import Stream
 from atoll.tensors.objects import Extent, write_object
 from atoll.tensors.payload import Packed
 from atoll.wire import task_messages as tm
@@ -119,17 +120,15 @@ class Packing:
         if packed.tensors:
             self._ask(self._room(task, timeout_s))
         try:
-            for site in sites:
-                if not self._filters.data.of(site, task):
-                    continue
-                try:
-                    own: Parcel | None = self._ask(self._beside(task, site, packed, timeout_s))
-                except UsageError as error:
+            filtered = [site for site in sites if self._filters.data.of(site, task)]
+            written = self._ask(self._all_beside(task, filtered, packed, timeout_s)) if filtered else []
+            parcels.own = {site: own for site, own in zip(filtered, written, strict=True) if isinstance(own, Parcel)}
+            for site, error in zip(filtered, written, strict=True):
+                if isinstance(error, UsageError):
                     LOG.error("%s", said(error))
                     parcels.failed[site] = str(error)
-                else:
-                    if own is not None:
-                        parcels.own[site] = own
+                elif isinstance(error, BaseException):
+                    raise error
             if len(parcels.own) + len(parcels.failed) < len(sites) or not sites:
                 parcels.shared = self._parcel(task, packed)
         except BaseException:
@@ -154,6 +153,22 @@ class Packing:
         finally:
             trouble.pop(0, None)
 
+    async def _all_beside(
+        self, task: str, sites: Sequence[str], packed: Packed, timeout_s: float | None
+    ) -> list[Parcel | BaseException | None]:
+        """As `_beside`, or what it raises, for each site: at once, since one may hang.
+
+        A type of the user's is read for one site after the other: its code need not bear several threads.
+        """
+        read_by_user = any(isinstance(tensor, Stream) for tensor in packed.tensors)
+        at_once = asyncio.Semaphore(1 if read_by_user else len(sites))
+
+        async def one(site: str) -> Parcel | None:
+            async with at_once:
+                return await self._beside(task, site, packed, timeout_s)
+
+        return await asyncio.gather(*map(one, sites), return_exceptions=True)
+
     async def _beside(self, task: str, site: str, packed: Packed, timeout_s: float | None) -> Parcel | None:
         """What a site's filters leave, written; None where they are for nothing in it.
 
@@ -163,8 +178,7 @@ class Packing:
         what = f"The server's filters at the payload of task {task!r} for {site}"
         work = functools.partial(self._own, task, site, packed)
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._run.aside.run(work, what)
+            return await self._run.aside.run(work, what, f"to {site}", timeout_s)
         except TimeoutError:
             raise UsageError(
                 f"{what} were not done after {timeout_s:g} s: it is not sent.", "Look at their code, or give more time."

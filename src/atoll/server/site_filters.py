@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -52,7 +51,6 @@ class SiteFilters:
             sites = frozenset([site] if site else [])
             self._entries += [(each, sites, tasks) for each, tasks in for_tasks(filters)]
         self._of: dict[str, list[_Entry]] = {}
-        self._locks: dict[str, threading.Lock] = {}
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -91,10 +89,6 @@ class SiteFilters:
             copies = [(_own(each), sites, tasks) for each, sites, tasks in self._entries if not sites or site in sites]
             mine = self._of.setdefault(site, copies)
         return tuple(each for each, _, tasks in mine if not tasks or task in tasks)
-
-    def lock(self, site: str) -> threading.Lock:
-        """Held while the filters of a site are at one payload: they keep state from its beginning to its end."""
-        return self._locks.setdefault(site, threading.Lock())
 
 
 def _own(filter_: Filter) -> Filter:

@@ -83,7 +83,7 @@ class TaskFilters:
         if not filters:
             yield packed
             return
-        with self.data.lock(site), alone():
+        with alone():
             what = f"The payload of task {task!r} for site {site} is not sent"
             yield filtered(packed, filters, About(site, task=task), what)
 
@@ -93,7 +93,7 @@ class TaskFilters:
         if not filters or answer.contents is None:
             return answer
         try:
-            with self.results.lock(answer.site), alone():
+            with alone():
                 return self._behind(answer, answer.contents, filters, task)
         except AtollError as error:
             LOG.error("%s", said(error))

@@ -86,7 +86,8 @@ class TaskHandlers:
         answer = await self._collected(site, key, given, f"The answer of site {site}")
         if desk.received is not None:
             what = f"The server's filters at the answer of {site} to task {name!r}"
-            answer = await self.run.aside.run(functools.partial(desk.received, answer, name), what)
+            work = functools.partial(desk.received, answer, name)
+            answer = await desk.while_open(task, site, lambda: self.run.aside.run(work, what, f"from {site}"))
         desk.put(task, answer)
 
     async def _collected(self, site: str, key: str, given: tm.ObjectKey, what: str) -> Answer:

@@ -26,6 +26,7 @@ from atoll.errors import (
     VersionSkew,
 )
 from atoll.transport.tls import client_context
+from atoll.transport.unreachable import unreachable
 from atoll.wire import messages, routes
 
 Reply = TypeVar("Reply", bound=BaseModel)
@@ -157,36 +158,13 @@ def problem_of(status: int, body: bytes) -> AtollError:
     return error
 
 
-_NO_AUTHORITY = "Set ATOLL_TLS_CA to a PEM file with the authority of its certificate."
-_CERTIFICATES = {
-    "has expired": "Its certificate has to be renewed at the server; or look at the clock of this machine.",
-    "not yet valid": "Look at the clocks of this machine and of the server.",
-    "ostname mismatch": "Use a name that is in its certificate, or look whether this is the right server.",
-    "IP address mismatch": "Use a name that is in its certificate, or look whether this is the right server.",
-}
-"""Part of what OpenSSL says of a certificate that it refuses → what to do; else the authority is not known."""
-
-
 def network_error(server: str, timeout_s: float, error: Exception) -> AtollError:
     """What a failed connection means, in Atoll's words."""
-    text = str(error)
-    if "CERTIFICATE_VERIFY_FAILED" in text:
-        remedy = next((remedy for part, remedy in _CERTIFICATES.items() if part in text), _NO_AUTHORITY)
-        return ServerUnreachable(f"{server} cannot prove who it is: {_plain(error)}.", remedy)
-    if "WRONG_VERSION_NUMBER" in text:
-        return ServerUnreachable(
-            f"{server} does not speak TLS.",
-            "Write its address with http:// if the network is your own, or give the server tls_cert and tls_key.",
-        )
     if isinstance(error, (urllib3.exceptions.ReadTimeoutError, TimeoutError)) and not isinstance(
         error, urllib3.exceptions.ConnectTimeoutError
     ):
         return TransferStalled(f"{server} moved no byte for {timeout_s:g} s.", "Look at the network between the two.")
-    return ServerUnreachable(
-        f"{server} does not answer ({_plain(error)}).",
-        "Look whether the server runs and whether the address is right."
-        + (" One with TLS wants https://." if server.startswith("http://") and "Remote end closed" in text else ""),
-    )
+    return unreachable(server, str(error), _plain(error))
 
 
 def _plain(error: Exception) -> str:

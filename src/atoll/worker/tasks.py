@@ -51,7 +51,7 @@ from atoll.worker.connection import START_RETRIES, Connection, NetworkLost, defa
 from atoll.worker.fetch import fetch, fetch_stored
 from atoll.worker.filtering import AnswerFilters
 from atoll.worker.publish import EXPIRES_S, send, withdraw
-from atoll.worker.reporting import LOG, told
+from atoll.worker.reporting import LOG, ensure_lines, told
 from atoll.worker.transfer import chunk_sizes, idle_timeout
 
 Handler = Callable[[Any], Any]
@@ -183,6 +183,7 @@ class TaskWorker:
         self._handlers: dict[str, Handler] = {}
         self._warned: set[str] = set()
         self._connection.join(START_RETRIES)
+        LOG.info("%s: takes part in %s at %s", site, self._connection.info.name, self._connection.http.server)
 
     @property
     def site(self) -> str:
@@ -243,6 +244,7 @@ class TaskWorker:
             self._doing("waiting for a task")
             reply = connection.patiently(ask, None, "ask for the next task")
             if reply.status == "finished":
+                LOG.info("%s: the workflow has ended", self.site)
                 return
             if reply.task is None:
                 continue
@@ -346,6 +348,7 @@ def tasks(
         UsageError: there is no address: without a server nobody sends tasks; or a filter is none.
         ServerUnreachable: nobody answers. VersionSkew: the two sides speak different protocols.
     """
+    ensure_lines()
     server = server or os.environ.get("ATOLL_SERVER")
     if not server:
         raise UsageError("Tasks come from a server, and none is named.", "Give its address, or set ATOLL_SERVER.")

@@ -1,0 +1,37 @@
+"""Why a server cannot be reached, and what to do; for commands, too, that answer before torch is loaded."""
+
+from __future__ import annotations
+
+from atoll.errors import ServerUnreachable
+
+_NO_AUTHORITY = "Set ATOLL_TLS_CA to a PEM file with the authority of its certificate."
+_CERTIFICATES = {
+    "has expired": "Its certificate has to be renewed at the server; or look at the clock of this machine.",
+    "not yet valid": "Look at the clocks of this machine and of the server.",
+    "ostname mismatch": "Use a name that is in its certificate, or look whether this is the right server.",
+    "IP address mismatch": "Use a name that is in its certificate, or look whether this is the right server.",
+}
+"""Part of what OpenSSL says of a certificate that it refuses → what to do; else the authority is not known."""
+
+
+def unreachable(server: str, text: str, why: str, given_by: str = "") -> ServerUnreachable:
+    """The error, in Atoll's words.
+
+    Args:
+        text: all that the failed connection said.
+        why: the same in a few words, for people.
+        given_by: where the address comes from, behind the word.
+    """
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        remedy = next((remedy for part, remedy in _CERTIFICATES.items() if part in text), _NO_AUTHORITY)
+        return ServerUnreachable(f"{server} cannot prove who it is: {why}.", remedy)
+    if "WRONG_VERSION_NUMBER" in text:
+        return ServerUnreachable(
+            f"{server} does not speak TLS.",
+            "Write its address with http:// if the network is your own, or give the server tls_cert and tls_key.",
+        )
+    return ServerUnreachable(
+        f"{server} does not answer ({why}).",
+        f"Look whether the server runs and whether the address is right{given_by}."
+        + (" One with TLS wants https://." if server.startswith("http://") and "Remote end closed" in text else ""),
+    )
