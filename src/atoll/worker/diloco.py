@@ -272,7 +272,7 @@ class DiLoCo:
         metrics = dict(self._pending_metrics) | finite_metrics(self._metrics() if self._metrics else {}, session.site)
         weight = self._weight() if callable(self._weight) else self._weight
         steps = self.step - self._base_step
-        formed = session.submit(
+        session.submit(
             ticket,
             self._tensors,
             weight=positive(weight),
@@ -280,13 +280,6 @@ class DiLoCo:
             metrics=metrics,
             max_retries=self._max_retries,
         )
-        if formed.is_zero:
-            LOG.warning(
-                "%s: the pseudo-gradient is all zero after %d steps. Does the optimizer hold this model's parameters, "
-                "and is its learning rate above zero?",
-                session.site,
-                steps,
-            )
         session.refusals = 0
         self._await_result(session)
 

@@ -186,6 +186,13 @@ class Session(Connection):
         formed = update.form_update(
             self.outbox, self.base, tensors, self.codecs, on_part, self._stretches, control_difference, filtered
         )
+        if formed.is_zero:
+            LOG.warning(
+                "%s: the pseudo-gradient is all zero%s. Does the optimizer hold this model's parameters, and is its "
+                "learning rate above zero?",
+                self.site,
+                f" after {steps} steps" if steps else "",
+            )
         if self.controls is not None:
             self.controls.belongs_to(ticket.ticket)
         self.outbox.seal(
