@@ -102,6 +102,27 @@ def test_a_step_that_calls_its_parents_is_one_step(by_closure: bool) -> None:
     assert model.w.item() == pytest.approx(1.815)
 
 
+@pytest.mark.covers("L2")
+def test_diloco_counts_such_a_step_once(tmp_path: Path) -> None:
+    """H = 2: one synchronisation in three steps. An error inside of one is no step."""
+    model = One()
+    torch.optim.SGD(model.parameters(), lr=ETA)
+    options = {"sync_every": 2, "rounds": 9, "num_workers": 1, "min_free_bytes": 0}
+    optimizer = Calls(model.parameters(), lr=ETA)
+
+    def fails() -> None:
+        raise ValueError("no more records")
+
+    with atoll.Server(One(), algorithm="diloco", port=0, state_dir=tmp_path / "state", **options) as server:
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path) as diloco:
+            train(model, optimizer, 1.0, steps=1)
+            with pytest.raises(ValueError, match="no more records"):
+                optimizer.step(fails)
+            assert (diloco.step, diloco.rounds) == (1, 0)
+            train(model, optimizer, 1.0, steps=2)
+            assert (diloco.step, diloco.rounds) == (3, 1)
+
+
 @pytest.mark.covers("S5")
 def test_a_step_whose_gradients_are_cleared_inside_is_a_step() -> None:
     """At w + 0.5 = 0.5 towards 1 the gradient is −0.5: y = 0.1·0.5 − 0.1·(0.5 − 0.2); Δc = (0 − 0.02)/0.1 − 0.5."""
