@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning_world import data, lines, module_class, package, serve, trainer_of
@@ -51,3 +52,76 @@ def test_a_fit_behind_an_error_asks_what_the_server_runs_now(tmp_path: Path) -> 
         trainer.fit(module, data())
         assert module.w.item() == pytest.approx(1 - 0.9**3)
         assert len(lines(server)) == 1
+
+
+class Fails(Tiny):  # type: ignore[misc,valid-type]
+    """In the third step, as often as it is told to."""
+
+    times = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.times:
+            self.times -= 1
+            raise RuntimeError("the data are broken")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.covers("S14")
+@pytest.mark.parametrize("algorithm", ["scaffold", "fedprox"])
+def test_a_fit_that_failed_lets_go_of_its_optimizer(tmp_path: Path, algorithm: str) -> None:
+    """Who goes on with that optimizer by hand trains plainly."""
+    with serve(tmp_path, algorithm, local_options={"mu": 0.1} if algorithm == "fedprox" else {}) as server:
+        trainer, module = trainer_of(), Fails()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        with pytest.raises(RuntimeError, match="the data are broken"):
+            trainer.fit(module, data())
+        (optimizer,) = trainer.optimizers
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.covers("S1")
+def test_a_fit_of_diloco_that_failed_leaves_and_the_next_begins_at_the_head(tmp_path: Path) -> None:
+    """H = 2: the first round counts, and the error behind it ends in the second: w = 1 − 0.9², twice."""
+    options = {"sync_every": 2, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
+    with serve(tmp_path, "diloco", **options) as server:
+        trainer, module = trainer_of(), Fails()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        with pytest.raises(RuntimeError, match="the data are broken"):
+            trainer.fit(module, data())
+        assert [worker.error for worker in server.status().workers] == ["RuntimeError: the data are broken"]
+        while atoll.lightning.is_running(trainer):
+            trainer.fit(module, data())
+        assert module.w.item() == pytest.approx(1 - 0.9**4)
+        assert len(lines(server)) == 2
+
+
+@pytest.mark.covers("S1")
+def test_a_fit_of_diloco_with_another_module_begins_at_the_head(tmp_path: Path) -> None:
+    """H = 3, a fit each: what the first module came to is where the second begins, whatever it holds."""
+    options = {"sync_every": 3, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
+    with serve(tmp_path, "diloco", **options) as server:
+        trainer = trainer_of()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        for steps in (3, 6):
+            module = Tiny()
+            module.w.data.fill_(7.0)
+            trainer.fit(module, data())
+            assert module.w.item() == pytest.approx(1 - 0.9**steps)
+        assert len(lines(server)) == 2
+
+
+def test_each_fit_trains_min_epochs_further_ones(tmp_path: Path) -> None:
+    """Somebody asks for the end in every epoch; each fit has two all the same."""
+
+    class Stops(package().Callback):  # type: ignore[misc]
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.should_stop = True
+
+    with serve(tmp_path) as server:
+        trainer, module = trainer_of(min_epochs=2, max_epochs=5, callbacks=[Stops()]), Tiny()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        for number in atoll.lightning.rounds(trainer):
+            trainer.fit(module, data())
+            assert (module.steps, trainer.min_epochs) == (6 * number, 2)
+        assert len(lines(server)) == 2

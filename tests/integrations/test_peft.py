@@ -84,7 +84,8 @@ def test_two_workers_move_the_adapter_and_the_result_opens_with_peft(tmp_path: P
     with safe_open(server.exports / "model.safetensors", framework="pt") as file:
         assert set(file.keys()) == NAMES
     folder = export(server.exports / "model.safetensors", models["a"].peft_config["default"], tmp_path / "adapter")
-    assert json.loads((folder / "adapter_config.json").read_text())["r"] == HALF_RANK
+    written = json.loads((folder / "adapter_config.json").read_text())
+    assert (written["r"], written["inference_mode"]) == (HALF_RANK, True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # PEFT only warns of tensors that are missing
         opened = peft.PeftModel.from_pretrained(Base(), folder)

@@ -435,3 +435,11 @@ def test_a_trainer_takes_the_place_of_one_that_failed(serve: Any, tmp_path: Path
     trainer_for(One(), 1.0, AtollCallback(server.url, "a", folder=tmp_path / "a"), tmp_path / "out").train()
     assert server.wait(30)
     assert server.status().history[0].workers == ["a"]
+
+
+def test_a_metric_travels_once(serve: Any, tmp_path: Path) -> None:
+    """An evaluation before the first round is no measure of the second."""
+    server = serve("fedavg", rounds=2)
+    callback = AtollCallback(server.url, "a", sync_every=2, folder=tmp_path / "a")
+    trainer_for(One(), 1.0, callback, tmp_path / "out", eval_on_start=True).train()
+    assert [set(row.metrics) for row in server.status().history] == [{"loss", "eval_loss"}, {"loss"}]

@@ -102,6 +102,27 @@ def test_a_step_that_calls_its_parents_is_one_step(by_closure: bool) -> None:
     assert model.w.item() == pytest.approx(1.815)
 
 
+@pytest.mark.covers("S8")
+def test_a_last_step_that_broke_off_is_refused_and_another_behind_it_is_not() -> None:
+    """The closure of the second step fails: whether weights have moved nobody knows, until a step has ended again."""
+    model = One()
+    optimizer = torch.optim.SGD(model.parameters(), lr=ETA)
+    scaffold = atoll.Scaffold(model, controls(0.0), controls(0.0))
+
+    def fails() -> None:
+        raise ValueError("no more records")
+
+    scaffold.correct(optimizer)
+    train(model, optimizer, 1.0, steps=1)
+    with pytest.raises(ValueError, match="no more records"):
+        optimizer.step(fails)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="began and did not end"):
+        scaffold._correction.control_difference()
+    train(model, optimizer, 1.0, steps=1)
+    assert scaffold.steps == 2
+    assert scaffold.finish()["w"].item() == pytest.approx(-0.19 / 0.2)
+
+
 @pytest.mark.covers("L2")
 def test_diloco_counts_such_a_step_once(tmp_path: Path) -> None:
     """H = 2: one synchronisation in three steps. An error inside of one is no step."""
