@@ -95,10 +95,10 @@ def trainer_of(name: str = "lightning.pytorch", **options: Any) -> Any:
 def serve(folder: Path, algorithm: str = "fedavg", *, norm: bool = False, **options: Any) -> atoll.Server:
     """Not started yet; use it with `with`."""
     settings: dict[str, Any] = {"rounds": 2, "min_free_bytes": 0, "heartbeat_interval_s": 0, "heartbeat_timeout_s": 0}
+    settings["port"] = 0
     return atoll.Server(
         One(norm),
         algorithm=algorithm,
-        port=0,
         state_dir=folder / "state",
         name=f"tiny-{algorithm}",
         **settings | options,

@@ -150,8 +150,9 @@ def test_several_optimizers_are_refused(tmp_path: Path) -> None:
         module = OneOfTwo()
         trainer.strategy.connect(module)
         trainer.strategy.optimizers = module.configure_optimizers()
+        callback.on_fit_start(trainer, module)
         with pytest.raises(UsageError, match=r"OneOfTwo has 2 optimizers, and scaffold follows one\. Put all"):
-            callback.on_fit_start(trainer, module)
+            callback.on_train_start(trainer, module)
         callback.on_exception(trainer, module, RuntimeError("over"))
 
 

@@ -84,7 +84,8 @@ def test_two_workers_move_the_adapter_and_the_result_opens_with_peft(tmp_path: P
     with safe_open(server.exports / "model.safetensors", framework="pt") as file:
         assert set(file.keys()) == NAMES
     folder = export(server.exports / "model.safetensors", models["a"].peft_config["default"], tmp_path / "adapter")
-    assert json.loads((folder / "adapter_config.json").read_text())["r"] == HALF_RANK
+    written = json.loads((folder / "adapter_config.json").read_text())
+    assert (written["r"], written["inference_mode"]) == (HALF_RANK, True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # PEFT only warns of tensors that are missing
         opened = peft.PeftModel.from_pretrained(Base(), folder)
@@ -131,6 +132,38 @@ def test_a_whole_model_is_refused_by_a_run_of_adapters(tmp_path: Path) -> None:
             round_ = next(iter(worker))
             with pytest.raises(SchemaMismatch):
                 round_.load_into(with_adapter())
+
+
+def test_a_merged_adapter_neither_receives_nor_is_sent() -> None:
+    """Guards against a round in which the base model computed without the adapter, and zeros were sent."""
+    model = with_adapter()
+    travels = adapter(model)
+    model.merge_adapter()
+    for use in (travels.state_dict, lambda: adapter(model)):
+        with pytest.raises(UsageError, match=r"'default' is merged.*unmerge_adapter"):
+            use()
+    model.unmerge_adapter()
+    assert set(travels.state_dict()) == NAMES
+    model.add_adapter("other", peft.LoraConfig(r=3, target_modules=["first"]))
+    model.set_adapter("other")
+    model.merge_adapter(["other"])  # part of the base model from now on, which is no matter of the run
+    assert set(travels.state_dict()) == NAMES
+
+
+@pytest.mark.parametrize("how", ["made anew", "moved"])
+def test_an_adapter_that_the_model_no_longer_has_is_refused(how: str) -> None:
+    """A tensor that the model has replaced would be pulled into and sent, and have no part in training."""
+    model = with_adapter(modules_to_save=["last"])
+    travels = adapter(model)
+    if how == "made anew":
+        model.add_adapter("other", peft.LoraConfig(r=3, target_modules=["first"]))
+        model.set_adapter("other")
+        model.delete_adapter("default")
+        model.add_adapter("default", peft.LoraConfig(r=HALF_RANK, target_modules=["first"]))
+    else:
+        model.base_model.model.last.modules_to_save["default"].weight = nn.Parameter(torch.zeros(3, 6))
+    with pytest.raises(UsageError, match=r"has another 'base_model.*Call adapter\(model\) again"):
+        travels.state_dict()
 
 
 @pytest.mark.slow

@@ -379,3 +379,67 @@ def test_what_the_trainer_sends_passes_the_sites_filters(serve: Any, tmp_path: P
     assert model.w.item() == pytest.approx(0.15)
     with pytest.raises(UsageError, match="is not a filter"):
         AtollCallback(filters=["drop"])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sync_every", "weights"),
+    [
+        ({}, None, [10.0, 10.0]),
+        ({}, 2, [8.0, 2.0 + 4.0]),
+        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, None, [10.0, 10.0]),
+        ({"dataloader_drop_last": True}, None, [8.0, 8.0]),
+    ],
+    ids=["an epoch", "across an epoch", "accumulated", "drop last"],
+)
+def test_an_update_counts_with_the_records_it_saw(
+    serve: Any, tmp_path: Path, arguments: dict[str, Any], sync_every: int | None, weights: list[float]
+) -> None:
+    """10 records in batches of 4, or 5 of 2 in steps of two: the last step of an epoch has two of them."""
+    server = serve("fedavg", rounds=2)
+    callback = AtollCallback(server.url, "a", sync_every=sync_every, folder=tmp_path / "a")
+    trainer = trainer_for(One(), 1.0, callback, tmp_path / "out", **arguments)
+    trainer.train_dataset = trainer.train_dataset[:10]
+    trainer.train()
+    assert [row.weights for row in server.status().history] == [[weight] for weight in weights]
+
+
+@pytest.mark.parametrize("where", ["begin", "round"])
+def test_a_callback_that_fails_does_not_stay_in_the_run(serve: Any, tmp_path: Path, where: str) -> None:
+    """Nobody tells it that training ended: its heartbeats went on, and the others waited for it."""
+    server = serve("fedavg")
+    model = One()
+    if where == "begin":
+        model.extra = nn.Parameter(torch.zeros(2))
+    callback = AtollCallback(server.url, "a", sync_every=1, weight=0.0, folder=tmp_path / "a")
+    with pytest.raises((SchemaMismatch, UsageError)):
+        trainer_for(model, 1.0, callback, tmp_path / "out").train()
+    (worker,) = server.status().workers
+    assert worker.state == "failed"
+    assert ("is not the model of the server" if where == "begin" else "The weight is 0.0") in worker.error
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "diloco"])
+def test_a_trainer_takes_the_place_of_one_that_failed(serve: Any, tmp_path: Path, algorithm: str) -> None:
+    """As a notebook's cell is run again: another Trainer with another callback, as the same site."""
+
+    class Failing(One):
+        def forward(self, target: torch.Tensor) -> dict[str, torch.Tensor]:
+            raise ValueError("no more records")
+
+    server = serve(algorithm, rounds=1, **({"sync_every": STEPS} if algorithm == "diloco" else {}))
+    failed = trainer_for(
+        Failing(), 1.0, AtollCallback(server.url, "a", folder=tmp_path / "a"), tmp_path / "out", max_steps=3
+    )
+    with pytest.raises(ValueError, match="no more records"):
+        failed.train()
+    trainer_for(One(), 1.0, AtollCallback(server.url, "a", folder=tmp_path / "a"), tmp_path / "out").train()
+    assert server.wait(30)
+    assert server.status().history[0].workers == ["a"]
+
+
+def test_a_metric_travels_once(serve: Any, tmp_path: Path) -> None:
+    """An evaluation before the first round is no measure of the second."""
+    server = serve("fedavg", rounds=2)
+    callback = AtollCallback(server.url, "a", sync_every=2, folder=tmp_path / "a")
+    trainer_for(One(), 1.0, callback, tmp_path / "out", eval_on_start=True).train()
+    assert [set(row.metrics) for row in server.status().history] == [{"loss", "eval_loss"}, {"loss"}]

@@ -1,6 +1,7 @@
 """The callback that makes each `trainer.fit` a round. Lightning is imported here, and only when this file is.
 
-    on_fit_start           the global model into the module, on its device; hooks on its optimizer
+    on_fit_start           the global model into the module, on its device
+    on_train_start         hooks on its optimizer, once other callbacks have tuned it
     on_train_batch_end     samples are counted
     on_fit_end             the update, with its weight, steps and metrics
     on_validation_start    outside of fit: the global model, which the next fit keeps
@@ -145,11 +146,13 @@ class AtollCallback(Callback):
             self._go_on_with_diloco(trainer, pl_module, ranks)
         elif state == "round":
             self._receive(ranks, pl_module)
-            self._correct(trainer, pl_module, ranks)
             self._in_round, self._samples = True, 0
 
+    @border
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._first_step = trainer.global_step
+        if self._in_round:  # not in on_fit_start: what a LearningRateFinder tries there is no step of the round
+            self._correct(trainer, pl_module, self._ranks(trainer))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._open_step = trainer.global_step + 1
@@ -212,10 +215,11 @@ class AtollCallback(Callback):
             return "alone"
         if self._finished:
             return "finished"
-        if self._info is None:
+        info = self._info
+        if info is None or (self._worker is None and self._diloco is None):  # behind an error the run may be another
             ensure_lines()
-            self._info = info_of(self._server, self._site)
-        if self._info.sync_every:
+            info = self._info = info_of(self._server, self._site)
+        if info.sync_every:
             return "diloco"
         if self._worker is None:
             worker = join(self._server, self._site, folder=self._folder, labels=self._labels, filters=self._filters)
@@ -323,6 +327,7 @@ class AtollCallback(Callback):
     def _leave(self, error: BaseException | None = None) -> None:
         worker, self._worker = self._worker, None
         self._rounds = self._round = None
+        self._global_metrics = {}
         if worker is not None:
             worker.leave(error)
 

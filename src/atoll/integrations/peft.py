@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from atoll.errors import UsageError
 
 try:
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from peft.tuners.tuners_utils import BaseTunerLayer
 except ImportError as error:
     raise UsageError("PEFT is not installed.", "pip install 'atoll[peft]'.") from error
 
@@ -40,7 +42,8 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
         callback, wherever they take a model.
 
     Raises:
-        UsageError: there is no such adapter, or a tensor of it is computed rather than held; it is named.
+        UsageError: there is no such adapter, it is merged, or a tensor of it is computed rather than held; it is named.
+            Later, wherever the result is read or filled: the adapter is merged, or the model's is another by then.
     """
     if not isinstance(model, PeftModel):
         raise UsageError(f"adapter() got a {type(model).__name__}.", "Give what peft.get_peft_model returned.")
@@ -58,6 +61,25 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
                 "Atoll trains adapters whose tensors are parameters: LoRA and its relatives.",
             )
         _place(root, path, tensor)
+
+    def require_live(*_: Any) -> None:
+        """What is pulled must reach the model, and what is sent be what it computes with."""
+        if any(isinstance(module, BaseTunerLayer) and name in module.merged_adapters for module in model.modules()):
+            raise UsageError(
+                f"The adapter {name!r} is merged into the base model, which computes without it.",
+                "Call model.unmerge_adapter() before the round goes on.",
+            )
+        there = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+        for path, tensor in [*root.named_parameters(), *root.named_buffers()]:
+            if id(tensor) not in there:
+                raise UsageError(
+                    f"The model has another {path!r} than adapter() found: the adapter was made anew, or the model "
+                    "moved.",
+                    "Call adapter(model) again, once the model is where it trains.",
+                )
+
+    require_live()
+    root.register_state_dict_pre_hook(require_live)  # type: ignore[no-untyped-call]
     return root
 
 

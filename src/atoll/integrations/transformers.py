@@ -10,10 +10,13 @@ from round to round; the global model is loaded into the parameters in place. Th
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,9 @@ except ImportError as error:
 
 _NO_METRICS = ("_runtime", "_per_second", "_time")
 """Ends of what the Trainer logs beside a metric of an evaluation."""
+
+_BEGUN = threading.local()
+"""`part`: a weak reference to what began in this thread last. A thread has one Trainer that trains."""
 
 
 class AtollCallback(TrainerCallback):
@@ -107,6 +113,7 @@ class AtollCallback(TrainerCallback):
         """
         _require_plain(args)
         self.leave()
+        _leave_failed()
         module = self._module if self._module is not None else kwargs["model"]
         optimizer = _innermost(kwargs["optimizer"])
         server = self._server or os.environ.get("ATOLL_SERVER")
@@ -118,15 +125,17 @@ class AtollCallback(TrainerCallback):
             self._part = _Hooked(DiLoCo(module, optimizer, sync_every=self._sync_every, weight=share, **where))
         else:
             self._part = _Rounds(module, optimizer, self._sync_every, self._weight, where)
-            self._part.samples_per_step = args.train_batch_size * args.gradient_accumulation_steps
-        atexit.register(_leave_at_exit, weakref.ref(self._part))
-        self._part.begin(control, scaled=bool(args.fp16))
+        _BEGUN.part = weakref.ref(self._part)
+        atexit.register(_leave_at_exit, _BEGUN.part)
+        with self._leaving():
+            self._part.begin(control, scaled=bool(args.fp16))
 
     @border
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step; at the end of a round submit, wait, and load."""
         if self._part is not None:
-            self._part.after_step(control)
+            with self._leaving():
+                self._part.after_step(control, _samples_of_step(args, state, kwargs.get("train_dataloader")))
 
     @border
     def on_epoch_end(
@@ -134,7 +143,8 @@ class AtollCallback(TrainerCallback):
     ) -> None:
         """Where a round is an epoch: submit, wait, and load."""
         if self._part is not None:
-            self._part.after_epoch(control)
+            with self._leaving():
+                self._part.after_epoch(control)
 
     def on_log(
         self,
@@ -153,6 +163,15 @@ class AtollCallback(TrainerCallback):
     ) -> None:
         """Stop taking part."""
         self.leave()
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """An error in what this callback does ends the training, and the Trainer tells nobody: the server learns it."""
+        try:
+            yield
+        except BaseException as error:
+            self.leave(error)
+            raise
 
 
 class _Rounds:
@@ -173,8 +192,7 @@ class _Rounds:
         self._round: Round | None = None
         self._correction: Correction | None = None
         self._metrics: dict[str, float] = {}
-        self.samples_per_step = 1
-        self.steps = self.rounds = 0
+        self.steps = self.samples = self.rounds = 0
         self.finished = False
 
     def begin(self, control: TrainerControl, *, scaled: bool) -> None:
@@ -182,11 +200,11 @@ class _Rounds:
         if not self._alone:
             self._next(control)
 
-    def after_step(self, control: TrainerControl) -> None:
+    def after_step(self, control: TrainerControl, samples: int) -> None:
         if self.finished:  # the run was over when the Trainer began, and it takes one step nevertheless
             self._worker.load_into(self._module)
             return
-        self.steps += 1
+        self.steps, self.samples = self.steps + 1, self.samples + samples
         if self.steps == self._sync_every:
             self._end(control)
 
@@ -214,9 +232,9 @@ class _Rounds:
         if self._round is None:
             return
         given = self._weight() if callable(self._weight) else self._weight
-        weight = self.samples_per_step * self.steps if given is None else given
+        weight = self.samples if given is None else given
         self._round.submit(self._module, weight=weight, metrics=self._metrics)
-        self.steps, self._metrics = 0, {}
+        self.steps, self.samples, self._metrics = 0, 0, {}
         self.rounds += 1
         self._next(control)
 
@@ -251,9 +269,9 @@ class _Hooked:
 
     def begin(self, control: TrainerControl, *, scaled: bool) -> None:
         self._diloco.start()
-        self.after_step(control)
+        self.after_step(control, 0)
 
-    def after_step(self, control: TrainerControl) -> None:
+    def after_step(self, control: TrainerControl, samples: int) -> None:
         if self._diloco.finished:
             control.should_training_stop = True
 
@@ -281,6 +299,22 @@ def _require_plain(args: TrainingArguments) -> None:
         )
 
 
+def _samples_of_step(args: TrainingArguments, state: TrainerState, loader: Any) -> int:
+    """Samples behind the optimizer step that has ended: full batches, but for what is left at the end of an epoch."""
+    batch = state.train_batch_size or args.train_batch_size
+    full = int(batch * args.gradient_accumulation_steps)
+    try:
+        samples, batches = len(loader.dataset), len(loader)
+    except (AttributeError, TypeError):  # a stream, whose end nobody knows
+        return full
+    steps = math.ceil(batches / args.gradient_accumulation_steps)
+    if not steps or state.global_step % steps:
+        return full
+    if not (batches - 1) * batch < samples <= batches * batch:  # a sampler of its own length, or drop_last
+        samples = batches * batch
+    return samples - (steps - 1) * full
+
+
 def _innermost(optimizer: Any) -> Optimizer:
     """The optimizer that steps, without Accelerate's wrapper, whose hooks nobody calls."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
@@ -302,6 +336,14 @@ def _metrics_in(logs: dict[str, Any]) -> dict[str, float]:
         and isinstance(value, int | float)
     }
     return finite_metrics(numbers, "trainer")
+
+
+def _leave_failed() -> None:
+    """A Trainer begins in a thread in which another has not ended: that one failed, and its site is free again."""
+    earlier = getattr(_BEGUN, "part", None)
+    part = earlier() if earlier is not None else None
+    if part is not None:
+        part.leave(getattr(sys, "last_value", None) or RuntimeError("its training ended with an error"))
 
 
 def _leave_at_exit(reference: weakref.ref[_Rounds | _Hooked]) -> None:

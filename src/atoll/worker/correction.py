@@ -12,7 +12,8 @@ the gradient is formed inside the step, by a closure, "before" is behind the clo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ class Correction:
         rates: Σ η over them.
     """
 
+    algorithm = "The algorithm"
     changes_training = False
     """Whether a step with it is another one than without."""
 
@@ -51,17 +53,24 @@ class Correction:
         self._optimizer: Optimizer | None = None
         self._handles: list[Any] = []
         self._rate = 0.0
-        self._under_way = False
+        self._under_way = self._formed = False  # a step; a gradient in it
+        self._depth = 0  # 2 where step() of a class calls that of its parent: torch calls the hooks of both
 
     def attach(self, optimizer: Optimizer) -> Correction:
         """Follow the steps of `optimizer`, until `close`.
 
         Raises:
-            UsageError: it follows another one already.
+            UsageError: it follows another one already, or this one trains another model.
         """
         if self._optimizer is not None:
             raise UsageError(
                 "A round has one optimizer, and this is the second.", "Put all parameters into one optimizer."
+            )
+        held = {id(value) for group in optimizer.param_groups for value in group["params"]}
+        if held.isdisjoint(map(id, self.parameters.values())):
+            raise UsageError(
+                "The optimizer holds none of the model's parameters.",
+                "Build it with optimizer(model.parameters(), ...), of the model that is trained.",
             )
         self._optimizer = optimizer
         self._handles = [
@@ -85,47 +94,86 @@ class Correction:
         self.close()
 
     def control_difference(self) -> Runs | None:
-        """Δc_i of what was trained; None for algorithms without controls."""
+        """Δc_i of what was trained; None for algorithms without controls.
+
+        Raises:
+            UsageError: training was to be corrected, and there was no step, or one that did not end.
+        """
+        if self.changes_training:
+            self._require_steps()
         return None
+
+    def _require_steps(self) -> None:
+        """Refuse what was trained behind the correction's back, or not at all."""
+        if self._under_way:
+            raise UsageError(
+                "An optimizer step began and did not end: its correction is missing.",
+                "Let optimizer.step() return before the round is submitted.",
+            )
+        if not self.steps:
+            raise UsageError(
+                f"{self.algorithm} saw no optimizer step in this round.",
+                "Call round.correct(model, optimizer) before training, with the optimizer whose step() trains.",
+            )
 
     def _begin(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """As torch calls it: `args` begin with the optimizer; what is returned takes their place."""
-        self._under_way = True
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        self._under_way, self._formed = True, False
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._behind(args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
             return args, kwargs | {"closure": self._behind(kwargs["closure"])}
-        self._before()
+        with self._a_failed_step_has_ended():
+            self._before()
         return None
 
     def _behind(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def call() -> Any:
-            loss = closure()
-            self._before()
+            with self._a_failed_step_has_ended():
+                loss = closure()
+                self._before()
             return loss
 
         return call
 
+    @contextmanager
+    def _a_failed_step_has_ended(self) -> Iterator[None]:
+        """Torch calls no hook behind it; the next step is not one within it."""
+        try:
+            yield
+        except BaseException:
+            self._depth = 0
+            raise
+
     def _before(self) -> None:
-        self._rate = self._learning_rate()
+        self._rate, self._formed = self._learning_rate(), self._formed or self._has_gradients()
         with torch.no_grad():
             self.correct_gradients_()
 
     def _after(self) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            return
         self._under_way = False
-        assert self._optimizer is not None
-        if all(value.grad is None for group in self._optimizer.param_groups for value in group["params"]):
+        if not (self._formed or self._has_gradients()):  # an optimizer that steps twice clears them itself
             return  # a closure that formed no gradient: nothing moved
         with torch.no_grad():
             self.correct_parameters_(self._rate)
         self.steps, self.rates = self.steps + 1, self.rates + self._rate
 
-    def _learning_rate(self) -> float:
-        """η of the step that is about to happen; of the first group where nothing depends on it."""
+    def _has_gradients(self) -> bool:
         assert self._optimizer is not None
-        return float(self._optimizer.param_groups[0]["lr"])
+        return any(value.grad is not None for group in self._optimizer.param_groups for value in group["params"])
+
+    def _learning_rate(self) -> float:
+        """η of the step that is about to happen; where nothing depends on it, of the first group, or 0 without one."""
+        assert self._optimizer is not None
+        return float(self._optimizer.param_groups[0].get("lr") or 0.0)
 
     def correct_gradients_(self) -> None:
         """Before a step."""
@@ -141,6 +189,7 @@ class Proximal(Correction):
         mu: μ.
     """
 
+    algorithm = "FedProx"
     changes_training = True
 
     def __init__(self, model: nn.Module, mu: float) -> None:
@@ -151,6 +200,11 @@ class Proximal(Correction):
     def correct_gradients_(self) -> None:
         for name, start in self._start.items():
             parameter = self.parameters[name]
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise UsageError(
+                    f"The gradient of {name!r} is sparse, and FedProx adds a dense term to it.",
+                    "Build the embedding with sparse=False, or run fedavg.",
+                )
             if parameter.grad is not None:
                 parameter.grad.add_(parameter.detach() - start, alpha=self._mu)
 
@@ -170,7 +224,13 @@ class Shifted(Correction):
 
     def _learning_rate(self) -> float:
         assert self._optimizer is not None
-        rates = {float(group["lr"]) for group in self._optimizer.param_groups}
+        given = [group.get("lr") for group in self._optimizer.param_groups]
+        if None in given:
+            raise UsageError(
+                f"{type(self._optimizer).__name__} has no learning rate: it chooses its steps by itself.",
+                "SCAFFOLD needs one: give lr=, or another optimizer, or run fedavg.",
+            )
+        rates = {float(rate) for rate in given if rate is not None}
         if len(rates) > 1:
             raise UsageError(
                 f"The optimizer has the learning rates {', '.join(f'{rate:g}' for rate in sorted(rates))}.",
@@ -193,6 +253,7 @@ class ScaffoldCorrection(Shifted):
         UsageError: c or c_i is not finite.
     """
 
+    algorithm = "SCAFFOLD"
     changes_training = True
 
     def __init__(self, model: nn.Module, base: Runs, controls: OwnControls) -> None:
@@ -237,16 +298,7 @@ class ScaffoldCorrection(Shifted):
 
     def _require_steps(self) -> None:
         """Refuse what has no Δc_i."""
-        if self._under_way:
-            raise UsageError(
-                "An optimizer step began and did not end: its correction is missing.",
-                "Let optimizer.step() return before the round is submitted.",
-            )
-        if not self.steps:
-            raise UsageError(
-                "SCAFFOLD saw no optimizer step in this round.",
-                "Call round.correct(model, optimizer) before training, with the optimizer that trains.",
-            )
+        super()._require_steps()
         if not self.rates > 0:
             raise UsageError(
                 f"The learning rates of this round's {self.steps} steps sum up to {self.rates:g}.",

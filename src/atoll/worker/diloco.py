@@ -82,7 +82,8 @@ class DiLoCo:
         self._folder, self._labels, self._filters = Path(folder) if folder else None, labels, filters
         self._max_retries = max_sync_retries
         self._session: Session | None = None
-        self._hook: Any = None
+        self._hooks: list[Any] = []
+        self._begun = False
         self._ticket: messages.Ticket | None = None
         self.step = 0
         self.rounds = 0
@@ -139,14 +140,12 @@ class DiLoCo:
             session.leave(str(error))
             raise
         LOG.info("%s: joined run %s at %s; H = %d", site, session.info.name, session.http.server, self.sync_every)
-        self._hook = self.optimizer.register_step_post_hook(self._after_step)
+        self._hook(self.optimizer)
         return self
 
     def stop(self, error: BaseException | None = None) -> None:
         """Remove the hook and deregister. Steps since the last synchronisation stay in the model, and are reported."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._unhook()
         session = self._session
         if self._stopped:
             return
@@ -181,10 +180,10 @@ class DiLoCo:
         """Go on with another optimizer over the model's parameters, wherever they are now: frameworks make new ones."""
         self.optimizer = optimizer
         self._require_parameters()
-        if self._hook is not None:
-            self._hook.remove()
+        if self._hooks:
+            self._unhook()
             self._tensors = named_tensors(self.model)[0]
-            self._hook = optimizer.register_step_post_hook(self._after_step)
+            self._hook(optimizer)
 
     @border
     def report(self, **metrics: float) -> None:
@@ -211,8 +210,22 @@ class DiLoCo:
 
     # -- the hook
 
+    def _hook(self, optimizer: torch.optim.Optimizer) -> None:
+        before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+        self._hooks = [before(self._before_step), after(self._after_step)]
+
+    def _unhook(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _before_step(self, *_: Any) -> None:
+        self._begun = True
+
     @border
     def _after_step(self, *_: Any) -> None:
+        if not self._begun:  # where step() of a class calls that of its parent, torch calls the hooks of both
+            return
+        self._begun = False
         self.step += 1
         self._since_sync += 1
         session = self._session
@@ -272,7 +285,7 @@ class DiLoCo:
         metrics = dict(self._pending_metrics) | finite_metrics(self._metrics() if self._metrics else {}, session.site)
         weight = self._weight() if callable(self._weight) else self._weight
         steps = self.step - self._base_step
-        formed = session.submit(
+        session.submit(
             ticket,
             self._tensors,
             weight=positive(weight),
@@ -280,13 +293,6 @@ class DiLoCo:
             metrics=metrics,
             max_retries=self._max_retries,
         )
-        if formed.is_zero:
-            LOG.warning(
-                "%s: the pseudo-gradient is all zero after %d steps. Does the optimizer hold this model's parameters, "
-                "and is its learning rate above zero?",
-                session.site,
-                steps,
-            )
         session.refusals = 0
         self._await_result(session)
 

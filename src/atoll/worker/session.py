@@ -203,6 +203,13 @@ class Session(Connection):
             self.residuals,
         )
         self._turns.belongs_to(ticket.ticket, ticket.base_version)
+        if formed.is_zero:
+            LOG.warning(
+                "%s: the pseudo-gradient is all zero%s. Does the optimizer hold this model's parameters, and is its "
+                "learning rate above zero?",
+                self.site,
+                f" after {steps} steps" if steps else "",
+            )
         self.outbox.seal(
             OutboxNote(
                 run=self.info.run,
