@@ -346,6 +346,7 @@ def found_before(name: str, task: Task) -> dict[str, list[dict[str, Any]]]:
 
 def report(name: str, task: Task, runs: dict[str, list[dict[str, Any]]], command: str) -> None:
     """Write the results, gates included; with seeds that both have, where some runs are still to come."""
+    lacking = [algorithm for algorithm, several in runs.items() if len(several) < max(map(len, runs.values()))]
     runs = {algorithm: sorted(several, key=lambda each: each["seed"]) for algorithm, several in runs.items() if several}
     if not runs.keys() >= {"scaffold", "fedavg"}:
         return
@@ -383,10 +384,13 @@ def report(name: str, task: Task, runs: dict[str, list[dict[str, Any]]], command
         f"Seconds are those of a run: server, {SITES} threads of sites over HTTP and the measuring, "
         "on a machine that did other work too, which those by the clock show; those of the CPU are the fairer ones.",
     ]
+    if lacking:
+        paragraphs.append(f"Not run yet, or not with every seed: {', '.join(lacking)}. The option more adds runs.")
     plot(task, runs, FOLDER / f"scaffold_{name}.png")
     write(
         f"scaffold_{name}",
-        title=f"SCAFFOLD and others on {task.title}: {SITES} sites, Dirichlet {CONCENTRATION}, {task.rounds} rounds",
+        title=f"SCAFFOLD and others on {task.title}: {SITES} sites, Dirichlet {CONCENTRATION}, {task.rounds} rounds of "
+        f"{task.steps} steps",
         command=command,
         settings={"seeds": sorted(both), **settings_of(task)},
         figures=runs,
