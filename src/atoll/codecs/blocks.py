@@ -42,8 +42,6 @@ class BlockCodec(Narrowing):
     def _encode_(self, source: Tensor, target: Tensor) -> None:
         import torch  # here, so that offsets can be computed without torch
 
-        if not source.numel():
-            return
         blocks = -(-source.numel() // BLOCK)
         values = torch.zeros(blocks * BLOCK, dtype=torch.float32, device=source.device)
         values[: source.numel()].copy_(source)

@@ -61,8 +61,6 @@ class TopKCodec(Narrowing):
     def _encode_(self, source: Tensor, target: Tensor) -> None:
         import torch  # here, so that offsets can be computed without torch
 
-        if not source.numel():
-            return
         tiles = -(-source.numel() // TILE)
         values = torch.zeros(tiles * TILE, dtype=torch.float32, device=source.device)
         values[: source.numel()].copy_(source)
@@ -87,14 +85,13 @@ class TopKCodec(Narrowing):
 
         tiles = -(-target.numel() // TILE)
         values = torch.zeros(tiles, TILE)
-        if tiles:
-            magnitudes, codes, where = self._split(source, tiles)
-            low, middle, high = where.reshape(tiles, -1, 3).long().unbind(dim=2)
-            places = torch.stack((low | (middle & 15) << 8, middle >> 4 | high << 4), dim=2).view(tiles, self.k)
-            shifts = torch.arange(0, 8, 2, dtype=torch.int32)
-            bits = (codes.int().unsqueeze(2) >> shifts & 3).view(tiles, self.k)
-            sizes = magnitudes.gather(1, (bits >> 1).long())
-            values.scatter_(1, places, torch.where(bits & 1 > 0, -sizes, sizes))
+        magnitudes, codes, where = self._split(source, tiles)
+        low, middle, high = where.reshape(tiles, -1, 3).long().unbind(dim=2)
+        places = torch.stack((low | (middle & 15) << 8, middle >> 4 | high << 4), dim=2).view(tiles, self.k)
+        shifts = torch.arange(0, 8, 2, dtype=torch.int32)
+        bits = (codes.int().unsqueeze(2) >> shifts & 3).view(tiles, self.k)
+        sizes = magnitudes.gather(1, (bits >> 1).long())
+        values.scatter_(1, places, torch.where(bits & 1 > 0, -sizes, sizes))
         target.copy_(values.view(-1)[: target.numel()])
 
     def _split(self, encoded: Tensor, tiles: int) -> tuple[Tensor, Tensor, Tensor]:
