@@ -17,6 +17,22 @@ class Held(Exception):
     """Another process, or another part of this one, has the lock: `str()` says who, as the file does."""
 
 
+class OwnedFile:
+    """Has the open file `fd`, and gives it back once: when it is told to, or when nobody has it any more."""
+
+    fd: int
+
+    def close(self) -> None:
+        """Give the file back. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        """One that nobody waits for any more, as its request was broken off."""
+        self.close()
+
+
 def read_at(fd: int, memory: memoryview, offset: int) -> None:
     """Fill `memory` from the file's byte `offset` on.
 

@@ -139,6 +139,9 @@ def test_options_are_those_of_the_codec():
     assert codecs_of("topk", {"density": 0.5})["topk"] == TopKCodec(density=0.5)
     with pytest.raises(ConfigError, match=r"codec_options = .*density.*'int8'"):
         codecs_of("int8", {"density": 0.5})
+    for codec in ("none", "bf16", "int8", "int4", "topk"):  # what a codec is, nobody says in a run file
+        with pytest.raises(ConfigError, match=r"codec_options = .*raw"):
+            codecs_of(codec, {"raw": True})
 
 
 @pytest.mark.parametrize("codec", [Int8Codec(), Int4Codec()], ids=["int8", "int4"])

@@ -42,6 +42,15 @@ def trained(client: atoll.Client, change: list[float]) -> dict[str, Tensor]:
     return {"w": client.pull()["w"] - torch.tensor(change)}
 
 
+def goes_on_with_what_was_left(site: atoll.Client) -> None:
+    """The second of two rounds that move by (127, 0.4): what the first has left is there, and makes 0.8 of it, so 1."""
+    assert residual(site) == [0.0, pytest.approx(0.4)]
+    site.submit(trained(site, [127.0, 0.4]))
+    assert site.next_round() == 3
+    assert site.pull()["w"].tolist() == [-254.0, -1.0]
+    site.close()
+
+
 def test_what_is_too_small_for_the_scale_arrives_in_the_end(tmp_path: Path) -> None:
     """Each round moves by (127, 0.4), so the scale is 1, and 0.4 alone would be rounded to 0 for ever.
 
@@ -106,11 +115,7 @@ def test_what_a_refused_update_would_have_left_is_forgotten(tmp_path: Path) -> N
         site.submit(trained(site, [12700.0, 49.0]))
         assert server.status().refused == 1
         assert site.next_round() == 2
-        assert residual(site) == [0.0, pytest.approx(0.4)]
-        site.submit(trained(site, [127.0, 0.4]))
-        assert site.next_round() == 3
-        assert site.pull()["w"].tolist() == [-254.0, -1.0]
-        site.close()
+        goes_on_with_what_was_left(site)
 
 
 def test_it_outlives_the_process_that_formed_the_update(tmp_path: Path) -> None:
@@ -122,11 +127,7 @@ def test_it_outlives_the_process_that_formed_the_update(tmp_path: Path) -> None:
         site.close()
         site = client(server, tmp_path)
         assert site.next_round() == 2
-        assert residual(site) == [0.0, pytest.approx(0.4)]
-        site.submit(trained(site, [127.0, 0.4]))
-        assert site.next_round() == 3
-        assert site.pull()["w"].tolist() == [-254.0, -1.0]
-        site.close()
+        goes_on_with_what_was_left(site)
 
 
 @pytest.mark.parametrize("settled", [False, True])

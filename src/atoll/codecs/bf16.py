@@ -8,7 +8,7 @@ is not finite stays not finite. It is the default of DiLoCo, whose pseudo-gradie
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from atoll.tensors.schema import ITEM_BYTES
 
@@ -22,10 +22,10 @@ _WIDE = frozenset({"F64", "F32"})
 class Bf16Codec:
     """Two bytes per element of F64 and F32."""
 
-    name: str = "bf16"
-    elementwise: bool = True
-    raw: bool = False
-    feedback: bool = False
+    name: ClassVar[str] = "bf16"
+    elementwise: ClassVar[bool] = True
+    raw: ClassVar[bool] = False
+    feedback: ClassVar[bool] = False
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         return numel * ITEM_BYTES[self._stored(dtype)]

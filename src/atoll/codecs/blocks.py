@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
-from atoll.codecs.narrowing import Narrowing
+from atoll.codecs.narrowing import Narrowing, rows_of
 from atoll.tensors.layout import TILE
 
 if TYPE_CHECKING:
@@ -42,16 +42,13 @@ class BlockCodec(Narrowing):
     def _encode_(self, source: Tensor, target: Tensor) -> None:
         import torch  # here, so that offsets can be computed without torch
 
-        blocks = -(-source.numel() // BLOCK)
-        values = torch.zeros(blocks * BLOCK, dtype=torch.float32, device=source.device)
-        values[: source.numel()].copy_(source)
-        values = values.view(blocks, BLOCK)
+        values = rows_of(source, BLOCK)
         largest = values.abs().amax(dim=1)
         largest = torch.where(largest < SMALLEST, 0.0, largest)
         inverse = torch.where(largest > 0, self.levels / largest, 0.0)
         codes = values.mul_(inverse.unsqueeze(1)).round_().nan_to_num_(0.0).clamp_(-self.levels, self.levels)
         packed, scales = self._packed(codes), largest / self.levels
-        for first, last, shape in _runs(blocks):
+        for first, last, shape in _runs(len(values)):
             stored_scales, stored_codes = self._split(target, first, last, shape)
             stored_scales.copy_(scales[first:last].view(shape))
             stored_codes.copy_(packed[first:last].reshape(shape[0], -1))

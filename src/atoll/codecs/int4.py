@@ -21,11 +21,7 @@ _ZERO = 8
 class Int4Codec(BlockCodec):
     """132 bytes for 256 elements; an error of at most 1/14 of the largest in the block."""
 
-    name: str = "int4"
-    elementwise: bool = False
-    raw: bool = False
-    feedback: bool = True
-
+    name: ClassVar[str] = "int4"
     levels: ClassVar[int] = 7
     block_bytes: ClassVar[int] = BLOCK // 2
 

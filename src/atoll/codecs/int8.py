@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 class Int8Codec(BlockCodec):
     """260 bytes for 256 elements; an error of at most 1/254 of the largest in the block."""
 
-    name: str = "int8"
-    elementwise: bool = False
-    raw: bool = False
-    feedback: bool = True
-
+    name: ClassVar[str] = "int8"
     levels: ClassVar[int] = 127
     block_bytes: ClassVar[int] = BLOCK
 

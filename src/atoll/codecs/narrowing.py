@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from atoll.codecs.none import NoneCodec
 from atoll.tensors.layout import TILE
@@ -24,8 +24,21 @@ def narrows(dtype: str) -> bool:
     return dtype in FLOATS and ITEM_BYTES[dtype] > 1
 
 
+def rows_of(source: Tensor, width: int) -> Tensor:
+    """Elements [n] in fp32, as rows [rows, width] in new memory on the same device; the last is padded with zeros."""
+    import torch  # here, so that offsets can be computed without torch
+
+    values = torch.zeros(-(-source.numel() // width) * width, dtype=torch.float32, device=source.device)
+    values[: source.numel()].copy_(source)
+    return values.view(-1, width)
+
+
 class Narrowing(ABC):
-    """The three methods of a codec, for one that says how it narrows fp32 values."""
+    """A codec but for its name, for one that says how it narrows fp32 values."""
+
+    elementwise: ClassVar[bool] = False
+    raw: ClassVar[bool] = False
+    feedback: ClassVar[bool] = True
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         return self._nbytes(numel) if narrows(dtype) else _RAW.encoded_bytes(numel, dtype)

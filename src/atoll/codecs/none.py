@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from atoll.tensors.schema import ITEM_BYTES
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 class NoneCodec:
     """Raw values; nothing is lost."""
 
-    name: str = "none"
-    elementwise: bool = True
-    raw: bool = True
-    feedback: bool = False
+    name: ClassVar[str] = "none"
+    elementwise: ClassVar[bool] = True
+    raw: ClassVar[bool] = True
+    feedback: ClassVar[bool] = False
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         return numel * ITEM_BYTES[dtype]

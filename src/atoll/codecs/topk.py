@@ -9,9 +9,9 @@ sent stays at the worker for later updates. After SparseLoCo (Sarfi et al., arXi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from atoll.codecs.narrowing import Narrowing
+from atoll.codecs.narrowing import Narrowing, rows_of
 from atoll.errors import ConfigError
 from atoll.tensors.layout import TILE
 
@@ -34,10 +34,7 @@ class TopKCodec(Narrowing):
         ConfigError: `density` is no share.
     """
 
-    name: str = "topk"
-    elementwise: bool = False
-    raw: bool = False
-    feedback: bool = True
+    name: ClassVar[str] = "topk"
     density: float = 1 / 64
 
     def __post_init__(self) -> None:
@@ -61,10 +58,8 @@ class TopKCodec(Narrowing):
     def _encode_(self, source: Tensor, target: Tensor) -> None:
         import torch  # here, so that offsets can be computed without torch
 
-        tiles = -(-source.numel() // TILE)
-        values = torch.zeros(tiles * TILE, dtype=torch.float32, device=source.device)
-        values[: source.numel()].copy_(source)
-        values = values.view(tiles, TILE)
+        values = rows_of(source, TILE)
+        tiles = len(values)
         places = values.abs().topk(self.k, dim=1, sorted=False).indices.sort(dim=1).values
         chosen = values.gather(1, places)
         sizes = chosen.abs()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from atoll.errors import ConfigError, Conflict, PartCorrupt, TicketClosed
+from atoll.posix import OwnedFile
 from atoll.store.objects import Kept, ObjectStore
 from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.objects import Contents, Extent
@@ -30,7 +31,7 @@ REMEMBERED = 10_000
 
 
 @dataclass(eq=False)
-class Answer:
+class Answer(OwnedFile):
     """What a site answered; an object's bytes are an open file without a name, which `close` gives back.
 
     Attributes:
@@ -48,16 +49,6 @@ class Answer:
     text: str | None = None
     contents: Contents | None = None
     fd: int = -1
-
-    def close(self) -> None:
-        """Give the file back. Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        """One that nobody waits for any more, as its request was broken off."""
-        self.close()
 
 
 @dataclass(frozen=True)

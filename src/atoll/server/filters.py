@@ -12,7 +12,6 @@ import asyncio
 import functools
 import logging
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from atoll.errors import ConfigError, RunFailed, TicketClosed, UsageError
 from atoll.failpoints import failpoint
 from atoll.filters.base import About, Filter
 from atoll.filters.chain import BadFilter, Chain
-from atoll.posix import read_at, write_at
+from atoll.posix import OwnedFile, read_at, write_at
 from atoll.server.aside import Aside
 from atoll.server.plan import Plan
 from atoll.server.site_filters import SiteFilters
@@ -63,7 +62,7 @@ class Source:
 
 
 @dataclass(eq=False)
-class _Left:
+class _Left(OwnedFile):
     """What the filters have left of an update, in an open file without a name.
 
     Attributes:
@@ -72,16 +71,6 @@ class _Left:
 
     fd: int
     norm: float = 0.0
-
-    def close(self) -> None:
-        """Give the file back. Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:
-        """One that nobody waited for any more."""
-        self.close()
 
 
 class Filtering:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from atoll.errors import UsageError
 from atoll.tensors.chunks import run_of
 from atoll.tensors.schema import CONTROL_PREFIX
+from atoll.worker.given import require_trains
 from atoll.worker.update import Runs
 
 if TYPE_CHECKING:
@@ -66,12 +67,7 @@ class Correction:
             raise UsageError(
                 "A round has one optimizer, and this is the second.", "Put all parameters into one optimizer."
             )
-        held = {id(value) for group in optimizer.param_groups for value in group["params"]}
-        if held.isdisjoint(map(id, self.parameters.values())):
-            raise UsageError(
-                "The optimizer holds none of the model's parameters.",
-                "Build it with optimizer(model.parameters(), ...), of the model that is trained.",
-            )
+        require_trains(optimizer, self.parameters.values())
         self._optimizer = optimizer
         self._handles = [
             optimizer.register_step_pre_hook(self._begin),

@@ -28,7 +28,7 @@ from atoll.worker import update
 from atoll.worker.border import border
 from atoll.worker.connection import START_RETRIES, NetworkLost, default_site, require_site
 from atoll.worker.files import BaseFile
-from atoll.worker.given import finite_metrics, last_words, positive
+from atoll.worker.given import finite_metrics, last_words, positive, require_trains
 from atoll.worker.local import ALONE, ALONE_ENDED
 from atoll.worker.reporting import LOG, ensure_lines, size
 from atoll.worker.session import Session
@@ -118,7 +118,7 @@ class DiLoCo:
         if not self._server:
             LOG.info("%s", ALONE)
             return self
-        self._require_parameters()
+        require_trains(self.optimizer, self.model.parameters())
         site = require_site(self._site or default_site())
         session = Session(
             self._server,
@@ -179,7 +179,7 @@ class DiLoCo:
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Go on with another optimizer over the model's parameters, wherever they are now: frameworks make new ones."""
         self.optimizer = optimizer
-        self._require_parameters()
+        require_trains(self.optimizer, self.model.parameters())
         if self._hooks:
             self._unhook()
             self._tensors = named_tensors(self.model)[0]
@@ -389,11 +389,3 @@ class DiLoCo:
         self.finished = True
         told = f" ({reply.reason})" if reply.reason != "finished" else ""
         LOG.info("%s: the run is finished at version %d%s; further steps stay local", session.site, self._version, told)
-
-    def _require_parameters(self) -> None:
-        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        if not any(id(parameter) in held for parameter in self.model.parameters()):
-            raise UsageError(
-                "The optimizer holds none of the model's parameters.",
-                "Build it with optimizer(model.parameters(), ...).",
-            )

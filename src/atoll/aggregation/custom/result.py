@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,10 +26,10 @@ from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 class Accumulated:
     """The codec of the file: elements in their dtype of accumulation."""
 
-    name: str = "accumulated"
-    elementwise: bool = True
-    raw: bool = False
-    feedback: bool = False
+    name: ClassVar[str] = "accumulated"
+    elementwise: ClassVar[bool] = True
+    raw: ClassVar[bool] = False
+    feedback: ClassVar[bool] = False
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         return numel * accumulate_dtype(dtype).itemsize
