@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from atoll import registry
+from atoll.config.consistency import require_consistent
 from atoll.config.sources import environment_layer, file_layer
 from atoll.errors import AtollError, ConfigError
 from atoll.sizes import CHUNK_BYTES, ChunkBytes
@@ -56,6 +57,46 @@ class Settings(BaseModel):
     sample_min: int = Field(1, ge=1, description="Workers that a round asks for at least.")
     sample_seed: int = Field(0, description="Seed of the draws.")
     sync_every: int = Field(500, ge=1, description="Local optimizer steps between two synchronisations (DiLoCo's H).")
+
+    mode: Literal["sync", "async"] = Field(
+        "sync",
+        description="`sync`: a round waits for the workers that it expects; `async`: updates are applied as they come, "
+        "nobody waits for anybody. `--async` says the same.",
+    )
+    async_buffer: int = Field(1, ge=1, description="Updates that one asynchronous step is the mean of (FedBuff's K).")
+    async_grace_s: float = Field(
+        0.0, ge=0, description="Seconds that an asynchronous step waits for further updates; `inf`: for everybody's."
+    )
+    max_staleness: int | None = Field(
+        None, ge=0, description="Refuse an update whose base is more than so many versions behind the head."
+    )
+    staleness_weight: str = Field(
+        "constant",
+        description="By what an update that is s versions behind is multiplied: `constant` (1), `inverse_sqrt` "
+        "(1/√(1+s)), or `module:function` of your own, from s to a number above 0 and at most 1.",
+    )
+    sync_rounds_first: int = Field(
+        0, ge=0, description="Rounds of an asynchronous run that wait for all workers, before the others begin."
+    )
+    dn_buffer_size: int = Field(
+        0, ge=0, description="Updates between two steps of momentum: delayed Nesterov's N; 0: every update has its own."
+    )
+    dylu: bool = Field(
+        False, description="Slower workers of an asynchronous run take fewer local steps: H·(their speed/the fastest)."
+    )
+
+    num_fragments: int = Field(
+        1,
+        ge=1,
+        description="Parts of the model that are synchronised in turn, one every sync_every/num_fragments steps.",
+    )
+    tau: int = Field(
+        0, ge=0, description="Local steps between taking a fragment's update and merging its result: overlap (τ)."
+    )
+    alpha: float = Field(
+        0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps: 0 takes the global ones (α)."
+    )
+    max_inflight: int = Field(1, ge=1, description="Fragments of one worker that may be under way at a time.")
 
     outer_optimizer: str | None = Field(
         None, description="`sgd`, `adam`, … or `module:attribute`; by default the algorithm's own."
@@ -105,6 +146,12 @@ class Settings(BaseModel):
     codec_options: dict[str, Any] = Field(
         default_factory=dict, description="Its keyword arguments; of `topk` the density."
     )
+    downlink_codec: str | None = Field(
+        None,
+        description="How versions travel to the workers, as differences from what they hold: `int8`, `int4`, …; by "
+        "default `none`: whole.",
+    )
+    downlink_codec_options: dict[str, Any] = Field(default_factory=dict, description="Its keyword arguments.")
     max_update_norm: float = Field(1e12, ge=0, description="Refuse an update whose L2 norm is larger; 0: no limit.")
     max_weight: float = Field(1e12, gt=0, description="Refuse an update with a larger weight.")
 
@@ -190,61 +237,7 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
-        if self.min_workers > self.num_workers:
-            raise ConfigError(
-                f"min_workers is {self.min_workers}, but num_workers is {self.num_workers}: "
-                "round one could never close.",
-                f"Set min_workers to at most {self.num_workers}.",
-            )
-        if self.quorum and self.quorum < self.min_workers:
-            raise ConfigError(
-                f"quorum is {self.quorum}, below min_workers, which is {self.min_workers}.",
-                f"Set quorum to at least {self.min_workers}, or to 0.",
-            )
-        if self.quorum and not self.round_deadline_s:
-            raise ConfigError(
-                f"quorum is {self.quorum}, but round_deadline_s is 0, so it never takes effect.",
-                "Set round_deadline_s to the seconds after which the quorum suffices.",
-            )
-        if self.heartbeat_timeout_s and not self.heartbeat_interval_s:
-            raise ConfigError(
-                f"heartbeat_interval_s is 0, but heartbeat_timeout_s is {self.heartbeat_timeout_s:g}: workers without "
-                "heartbeats would be declared dead while they train.",
-                "Set both to 0.",
-            )
-        if self.heartbeat_timeout_s and self.heartbeat_interval_s >= self.heartbeat_timeout_s:
-            raise ConfigError(
-                f"heartbeat_interval_s is {self.heartbeat_interval_s:g}, not below heartbeat_timeout_s, which is "
-                f"{self.heartbeat_timeout_s:g}: every worker would be declared dead.",
-                "Set the timeout to at least three intervals.",
-            )
-        if self.workflow and self.rounds:
-            raise ConfigError(
-                f"workflow is {self.workflow!r}, and rounds is {self.rounds}: a run has a workflow or rounds.",
-                "Leave rounds out; the run is finished when the workflow returns.",
-            )
-        if self.aggregator and self.reducer:
-            raise ConfigError(
-                f"Both aggregator {self.aggregator!r} and reducer {self.reducer!r} are set.", "Set one of them."
-            )
-        if not self.download_to_disk and self.durability == "power":
-            raise ConfigError(
-                "durability is 'power', but download_to_disk is false: memory survives no power loss.",
-                "Set durability to 'process', or download_to_disk to true.",
-            )
-        if self.early_stop_rounds and self.best_metric is None:
-            raise ConfigError(
-                f"early_stop_rounds is {self.early_stop_rounds}, but no best_metric is set: nothing would ever stop.",
-                "Set best_metric to the name of a metric that workers report.",
-            )
-        if self.best_metric is not None and self.keep_versions < 2:
-            raise ConfigError(
-                f"best_metric is set, but keep_versions is {self.keep_versions}: the version that workers measured "
-                "would be gone when its metric is known.",
-                "Set keep_versions to at least 2.",
-            )
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("Only one of tls_cert and tls_key is given.", "Give both, or neither.")
+        require_consistent(self)
         return self
 
     @classmethod

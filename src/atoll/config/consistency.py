@@ -1,0 +1,128 @@
+"""Settings that contradict each other, each with what to write instead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from atoll.errors import ConfigError
+
+if TYPE_CHECKING:
+    from atoll.config.settings import Settings
+
+
+def require_consistent(settings: Settings) -> None:
+    """Raise on the first contradiction.
+
+    Raises:
+        ConfigError: both values, and the remedy.
+    """
+    _require_rounds(settings)
+    _require_async(settings)
+    _require_streaming(settings)
+    _require_the_rest(settings)
+
+
+def _require_rounds(settings: Settings) -> None:
+    if settings.min_workers > settings.num_workers:
+        raise ConfigError(
+            f"min_workers is {settings.min_workers}, but num_workers is {settings.num_workers}: "
+            "round one could never close.",
+            f"Set min_workers to at most {settings.num_workers}.",
+        )
+    if settings.quorum and settings.quorum < settings.min_workers:
+        raise ConfigError(
+            f"quorum is {settings.quorum}, below min_workers, which is {settings.min_workers}.",
+            f"Set quorum to at least {settings.min_workers}, or to 0.",
+        )
+    if settings.quorum and not settings.round_deadline_s:
+        raise ConfigError(
+            f"quorum is {settings.quorum}, but round_deadline_s is 0, so it never takes effect.",
+            "Set round_deadline_s to the seconds after which the quorum suffices.",
+        )
+
+
+_ASYNC_ONLY = ("async_buffer", "async_grace_s", "max_staleness", "staleness_weight", "sync_rounds_first", "dylu")
+_SYNC_ONLY = ("quorum", "round_deadline_s", "sample_fraction")
+
+
+def _require_async(settings: Settings) -> None:
+    """What has a meaning in one of the modes only."""
+    others = {"sync": _ASYNC_ONLY, "async": _SYNC_ONLY}[settings.mode]
+    for name in others:
+        value = getattr(settings, name)
+        if value != type(settings).model_fields[name].default:
+            other = "async" if settings.mode == "sync" else "sync"
+            raise ConfigError(
+                f"{name} is {value!r}, but mode is {settings.mode!r}: it has a meaning in {other} runs only.",
+                f"Leave {name} out, or set mode = {other!r}.",
+            )
+    if settings.workflow and settings.mode == "async":
+        raise ConfigError(
+            f"workflow is {settings.workflow!r}, and mode is 'async': a workflow has no rounds.", "Leave mode out."
+        )
+
+
+def _require_streaming(settings: Settings) -> None:
+    """H, K and τ fit each other (2501.18512, section 2)."""
+    h, k = settings.sync_every, settings.num_fragments
+    if h % k:
+        near = sorted({max(k, h - h % k), h - h % k + k}, key=lambda other: abs(other - h))
+        raise ConfigError(
+            f"sync_every is {h}, and num_fragments is {k}: one fragment is due every sync_every/num_fragments steps, "
+            "which has to be a whole number.",
+            f"Set sync_every to {' or '.join(map(str, near))}.",
+        )
+    if settings.max_inflight > k:
+        raise ConfigError(
+            f"max_inflight is {settings.max_inflight}, but num_fragments is {k}: each is under way once at a time.",
+            f"Set max_inflight to at most {k}.",
+        )
+    longest = settings.max_inflight * h // k
+    if settings.tau > longest:
+        raise ConfigError(
+            f"tau is {settings.tau}, but with sync_every {h}, num_fragments {k} and max_inflight "
+            f"{settings.max_inflight} results have to be merged within {longest} steps.",
+            f"Set tau to at most {longest}, or allow more fragments in flight.",
+        )
+
+
+def _require_the_rest(settings: Settings) -> None:
+    if settings.heartbeat_timeout_s and not settings.heartbeat_interval_s:
+        raise ConfigError(
+            f"heartbeat_interval_s is 0, but heartbeat_timeout_s is {settings.heartbeat_timeout_s:g}: workers without "
+            "heartbeats would be declared dead while they train.",
+            "Set both to 0.",
+        )
+    if settings.heartbeat_timeout_s and settings.heartbeat_interval_s >= settings.heartbeat_timeout_s:
+        raise ConfigError(
+            f"heartbeat_interval_s is {settings.heartbeat_interval_s:g}, not below heartbeat_timeout_s, which is "
+            f"{settings.heartbeat_timeout_s:g}: every worker would be declared dead.",
+            "Set the timeout to at least three intervals.",
+        )
+    if settings.workflow and settings.rounds:
+        raise ConfigError(
+            f"workflow is {settings.workflow!r}, and rounds is {settings.rounds}: a run has a workflow or rounds.",
+            "Leave rounds out; the run is finished when the workflow returns.",
+        )
+    if settings.aggregator and settings.reducer:
+        raise ConfigError(
+            f"Both aggregator {settings.aggregator!r} and reducer {settings.reducer!r} are set.", "Set one of them."
+        )
+    if not settings.download_to_disk and settings.durability == "power":
+        raise ConfigError(
+            "durability is 'power', but download_to_disk is false: memory survives no power loss.",
+            "Set durability to 'process', or download_to_disk to true.",
+        )
+    if settings.early_stop_rounds and settings.best_metric is None:
+        raise ConfigError(
+            f"early_stop_rounds is {settings.early_stop_rounds}, but no best_metric is set: nothing would ever stop.",
+            "Set best_metric to the name of a metric that workers report.",
+        )
+    if settings.best_metric is not None and settings.keep_versions < 2:
+        raise ConfigError(
+            f"best_metric is set, but keep_versions is {settings.keep_versions}: the version that workers measured "
+            "would be gone when its metric is known.",
+            "Set keep_versions to at least 2.",
+        )
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        raise ConfigError("Only one of tls_cert and tls_key is given.", "Give both, or neither.")
