@@ -29,6 +29,7 @@ def main(package: str, out: Path, lr: float) -> None:
     }
     (out / f"rank-{trainer.global_rank}.json").write_text(json.dumps(told))
     dist.barrier()
+    dist.destroy_process_group()  # else Gloo's threads may end the process with SIGABRT (pytorch issue 190489)
 
 
 if __name__ == "__main__":
