@@ -32,8 +32,8 @@ class Story:
         self.state, effects = machine.step(self.state, event, self.now_s)
         assert repr(before) == image, "step changed its input"
         match event:
-            case UpdateAccepted(ticket):
-                self.journal.accept(ticket)
+            case UpdateAccepted(ticket, order):
+                self.journal.accept(ticket, order)
             case UpdateRefused(ticket, reason):
                 self.journal.refuse(ticket, reason)
             case VersionCommitted(fragment, version, value):
@@ -63,7 +63,8 @@ class Story:
 
     def ask(self, site: str, fragment: int = 0) -> Effect:
         """The answer to a request for a ticket."""
-        return self.send(TicketRequested(site, self.lease(site), fragment))[0]
+        effects = self.send(TicketRequested(site, self.lease(site), fragment))
+        return next(effect for effect in effects if isinstance(effect, TicketIssued | TicketWithheld))
 
     def ticket(self, site: str, fragment: int = 0) -> int:
         answer = self.ask(site, fragment)
@@ -76,7 +77,7 @@ class Story:
         return answer.reason
 
     def accept(self, ticket: int) -> tuple[Effect, ...]:
-        return self.send(UpdateAccepted(ticket))
+        return self.send(UpdateAccepted(ticket, self.journal.next_order))
 
     def refuse(self, ticket: int, reason: str = "layer.weight is not finite") -> tuple[Effect, ...]:
         return self.send(UpdateRefused(ticket, reason))

@@ -16,7 +16,7 @@ from atoll.rounds.effects import (
     Woken,
 )
 from atoll.rounds.events import TicketRequested, UpdateAccepted, VersionCommitted
-from atoll.rounds.policy import Close, QuorumDeadline, RoundView, Wait
+from atoll.rounds.policy import Barrier, Close, QuorumDeadline, RoundView, Wait
 from atoll.rounds.transitions import IllegalTransition
 
 
@@ -299,10 +299,8 @@ def test_an_accept_after_the_round_closed_is_an_error_of_the_caller(story):
         machine.step(run.state, UpdateAccepted(late), run.now_s)
 
 
-class Hasty:
+class Hasty(Barrier):
     """A wrong policy: closes whatever is in."""
-
-    quorum = 0
 
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
         return Close(tuple(update.ticket for update in view.accepted))

@@ -42,10 +42,12 @@ class TicketRequested:
 class UpdateAccepted:
     """The update of `ticket` is in the journal.
 
-    Between `machine.may_submit` and the insert no other event may be handled: from the insert on, it counts.
+    Between `machine.may_submit` and the insert no other event may be handled: from the insert on, it counts. `order` is
+    its place in the journal among all that were accepted.
     """
 
     ticket: int
+    order: int = 0
 
 
 @dataclass(frozen=True, slots=True)

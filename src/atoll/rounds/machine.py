@@ -40,9 +40,9 @@ from atoll.rounds.events import (
     WorkerLeft,
     WorkerSeen,
 )
-from atoll.rounds.queries import may_submit, missing, next_deadline_s, why
+from atoll.rounds.queries import may_submit, missing, next_deadline_s, staleness, why
 from atoll.rounds.recovery import initial, restore, snapshot
-from atoll.rounds.settle import open_next, settle
+from atoll.rounds.settle import drop_ended, end_open, open_next, settle, still_good
 from atoll.rounds.state import (
     FragmentSnapshot,
     FrozenRound,
@@ -69,6 +69,7 @@ __all__ = [
     "next_deadline_s",
     "restore",
     "snapshot",
+    "staleness",
     "step",
     "why",
 ]
@@ -95,8 +96,8 @@ def step(state: State, event: Event, now_s: float) -> Result:
         case TicketRequested(site, lease, fragment):
             if draft.hears(site, lease):
                 _request(draft, site, fragment)
-        case UpdateAccepted(number):
-            _update(draft, number, "update accepted")
+        case UpdateAccepted(number, order):
+            _update(draft, number, "update accepted", order=order)
         case UpdateRefused(number, reason):
             _update(draft, number, "update refused", reason)
         case VersionCommitted(fragment, version, value):
@@ -132,6 +133,9 @@ def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
 
 def _request(draft: Draft, site: str, fragment: int) -> None:
     round_ = draft.round(fragment)
+    if round_.phase in ("open", "closing") and draft.state.is_async(fragment):
+        _request_async(draft, site, fragment)
+        return
     ticket = round_.tickets.get(site)
     cannot_close = len(round_.expected) < draft.state.rules.floor
     reason = ""
@@ -150,21 +154,43 @@ def _request(draft: Draft, site: str, fragment: int) -> None:
     elif ticket and ticket.state == "open":
         draft.emit(TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
     else:  # its first, or another try of one that was refused, without whom the round cannot close
-        number = draft.state.next_ticket
-        draft.put(Ticket(number, site, fragment, round_.head, "open"))
-        draft.change(next_ticket=number + 1)
-        draft.emit(TicketIssued(site, number, fragment, round_.head, new=True))
-        settle(draft)
+        _issue(draft, site, fragment)
 
 
-def _update(draft: Draft, number: int, event: str, reason: str = "") -> None:
+def _request_async(draft: Draft, site: str, fragment: int) -> None:
+    """A ticket of the head, whatever the others do; an open one of an earlier version is given up for it."""
+    round_ = draft.round(fragment)
+    ticket = round_.tickets.get(site)
+    if ticket and ticket.state == "accepted":
+        draft.emit(TicketWithheld(site, fragment, f"its update is in; it {why(draft.state, fragment, draft.now_s)}"))
+    elif ticket and ticket.state == "open" and ticket.base_version == round_.head:
+        draft.emit(TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
+    else:
+        reason = f"a newer ticket of {site} has replaced it"
+        end_open(draft, fragment, "replaced by a newer one", reason, lambda other: other.site == site)
+        _issue(draft, site, fragment)
+
+
+def _issue(draft: Draft, site: str, fragment: int) -> None:
+    number, head = draft.state.next_ticket, draft.round(fragment).head
+    draft.put(Ticket(number, site, fragment, head, "open"))
+    draft.change(next_ticket=number + 1)
+    draft.emit(TicketIssued(site, number, fragment, head, new=True))
+    settle(draft)
+
+
+def _update(draft: Draft, number: int, event: str, reason: str = "", order: int = 0) -> None:
     ticket = ticket_by_id(draft.state, number)
     if ticket is None:
         raise IllegalTransition(f"Ticket {number} belongs to no round that is not over; {event!r} cannot happen to it.")
     state = advance(f"Ticket {number}", TICKET, ticket.state, event)
     if state == ticket.state:
         return
-    draft.put(replace(ticket, state=state, reason=reason))
+    draft.put(replace(ticket, state=state, reason=reason, order=order))
+    drop_ended(draft, ticket.fragment)
+    round_ = draft.round(ticket.fragment)
+    if state == "accepted" and round_.phase == "open" and round_.first_s is None:
+        draft.change_round(ticket.fragment, first_s=draft.now_s)
     if ticket.site in draft.state.seen_s:
         draft.see(ticket.site)
     settle(draft)
@@ -183,7 +209,10 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
     draft.change_round(fragment, head=version, lost=round_.lost + version - round_.head - 1)
     if (rounds and draft.round(fragment).done >= rounds) or draft.state.rules.tracking.stops(draft.state.progress):
         phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "last version committed")
-        draft.change_round(fragment, phase=phase, expected={}, tickets={}, frozen=())
+        end_open(draft, fragment, "run finished", "the run is finished")
+        # updates that were acknowledged are kept, for a start with more rounds
+        waiting = {site: ticket for site, ticket in still_good(round_).items() if ticket.state == "accepted"}
+        draft.change_round(fragment, phase=phase, expected={}, tickets=waiting, frozen=(), first_s=None)
         draft.wake.add(fragment)
         if draft.state.finished:
             draft.emit(RunFinished())

@@ -6,6 +6,7 @@ keeps the floor (`min_workers`, quorum, never zero) whatever a policy says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -13,11 +14,12 @@ from typing import ClassVar, Protocol
 
 @dataclass(frozen=True, slots=True)
 class AcceptedUpdate:
-    """An update that is in the journal."""
+    """An update that is in the journal; `order` is its place among all that were ever accepted."""
 
     ticket: int
     site: str
     base_version: int
+    order: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class RoundView:
         floor: the fewest updates with which this round may close, at least 1.
         floor_name: the setting that it comes from.
         opened_s: when the round opened, on the clock of `now_s`.
+        number: of the round; the first is 1.
+        first_s: since when an update waits to be applied; None where none does.
     """
 
     fragment: int
@@ -39,6 +43,8 @@ class RoundView:
     accepted: tuple[AcceptedUpdate, ...]
     floor: int
     floor_name: str
+    number: int = 1
+    first_s: float | None = None
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -70,6 +76,18 @@ class Policy(Protocol):
         """The fewest updates with which it ever closes a round; 0 leaves that to `min_workers`."""
         ...
 
+    def is_async(self, number: int) -> bool:
+        """Whether updates against earlier versions count in this round, and tickets outlive it."""
+        ...
+
+    def awaited(self, view: RoundView) -> tuple[str, ...]:
+        """Sites that hold this round up."""
+        ...
+
+    def steps_before(self, waiting: int) -> int:
+        """Rounds that close before the one of the next update, where `waiting` updates are in and not taken."""
+        ...
+
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
         """Close with some of `view.accepted`, at least `view.floor` of them, or wait."""
         ...
@@ -83,6 +101,15 @@ class Barrier:
 
     def __str__(self) -> str:
         return "barrier"
+
+    def is_async(self, number: int) -> bool:
+        return False
+
+    def awaited(self, view: RoundView) -> tuple[str, ...]:
+        return view.missing
+
+    def steps_before(self, waiting: int) -> int:
+        return 0
 
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
         if len(view.expected) < view.floor:
@@ -102,6 +129,15 @@ class QuorumDeadline:
     def __str__(self) -> str:
         return f"quorum {self.quorum} after {self.deadline_s:g} s"
 
+    def is_async(self, number: int) -> bool:
+        return False
+
+    def awaited(self, view: RoundView) -> tuple[str, ...]:
+        return view.missing
+
+    def steps_before(self, waiting: int) -> int:
+        return 0
+
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
         decision = Barrier().decide(view, now_s)
         if isinstance(decision, Close):
@@ -112,6 +148,62 @@ class QuorumDeadline:
         if len(view.accepted) >= view.floor:
             return Close(tuple(update.ticket for update in view.accepted))
         return Wait(f"{decision.reason}; the deadline has passed, {len(view.accepted)} of {view.floor} updates are in")
+
+
+@dataclass(frozen=True, slots=True)
+class Async:
+    """Applies updates in the order in which they were accepted, `buffer` at a time; nobody waits for who trains.
+
+    With a buffer: FedBuff (Nguyen et al., arXiv 2106.06639), but that a site waits for the step that its update is part
+    of. A step does not wait for sites that are not there: once everybody alive has an update in, it is taken.
+
+    Args:
+        buffer: K, updates of one step.
+        grace_s: seconds that a step waits for more than that, from its first update on; infinite: for everybody.
+        sync_rounds_first: the first rounds are barriers: from scratch, asynchronous training loses much (Liu et al.,
+            arXiv 2401.09135, section 6).
+    """
+
+    buffer: int = 1
+    grace_s: float = 0.0
+    sync_rounds_first: int = 0
+    quorum: ClassVar[int] = 0
+
+    def __str__(self) -> str:
+        more = [
+            f"{self.buffer} updates a step" if self.buffer > 1 else "",
+            f"grace {self.grace_s:g} s" if self.grace_s else "",
+            f"{self.sync_rounds_first} synchronous rounds first" if self.sync_rounds_first else "",
+        ]
+        return ", ".join(filter(None, ["async", *more]))
+
+    def is_async(self, number: int) -> bool:
+        return number > self.sync_rounds_first
+
+    def awaited(self, view: RoundView) -> tuple[str, ...]:
+        waits = not self.is_async(view.number) or (view.accepted and (self.buffer > 1 or self.grace_s))
+        return view.missing if waits else ()
+
+    def steps_before(self, waiting: int) -> int:
+        return 0 if self.grace_s else waiting // self.buffer
+
+    def decide(self, view: RoundView, now_s: float) -> Close | Wait:
+        if not self.is_async(view.number):
+            return Barrier().decide(view, now_s)
+        if len(view.expected) < view.floor:
+            return Wait(f"{len(view.expected)} of {view.floor_name} {view.floor} alive: waits for another")
+        if len(view.accepted) < view.floor:
+            return Wait("waits for an update")
+        if view.missing:
+            if len(view.accepted) < self.buffer:
+                return Wait(f"waits for {self.buffer - len(view.accepted)} more updates of {self.buffer}")
+            until_s = (now_s if view.first_s is None else view.first_s) + self.grace_s
+            if now_s < until_s:
+                at_most = f", {self.grace_s:g} s at most" if math.isfinite(self.grace_s) else ""
+                return Wait(f"waits for {listed(view.missing)}{at_most}", until_s)
+        waiting = sorted(view.accepted, key=lambda update: update.order)
+        taken = waiting if self.grace_s else waiting[: self.buffer]
+        return Close(tuple(update.ticket for update in sorted(taken, key=lambda update: update.site)))
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

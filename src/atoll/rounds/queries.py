@@ -5,7 +5,7 @@ from __future__ import annotations
 from atoll.rounds import membership
 from atoll.rounds.effects import LeaseRefused
 from atoll.rounds.policy import Wait
-from atoll.rounds.state import State, ticket_by_id, view
+from atoll.rounds.state import State, Ticket, ticket_by_id, view
 
 
 def missing(state: State, fragment: int) -> tuple[tuple[str, float], ...]:
@@ -13,7 +13,7 @@ def missing(state: State, fragment: int) -> tuple[tuple[str, float], ...]:
     round_ = state.rounds[fragment]
     if round_.phase != "open":
         return ()
-    return tuple((site, round_.expected[site]) for site in view(state, fragment).missing)
+    return tuple((site, round_.expected[site]) for site in state.rules.policy.awaited(view(state, fragment)))
 
 
 def why(state: State, fragment: int, now_s: float) -> str:
@@ -49,7 +49,22 @@ def may_submit(state: State, site: str, lease: int, ticket: int) -> LeaseRefused
         return f"Ticket {ticket} was not issued to {site!r}."
     if known.state != "open":
         return f"Ticket {ticket} is {known.state}{': ' if known.reason else ''}{known.reason}."
+    behind, limit = staleness(state, known), state.rules.max_staleness
+    if limit is not None and behind > limit:
+        return f"Ticket {ticket} is too late: its update would be {behind} versions behind; max_staleness is {limit}."
     return None
+
+
+def staleness(state: State, ticket: Ticket) -> int:
+    """Versions between the base of a ticket and the one that its update would be applied to, if it came now.
+
+    Numbers that were lost (the server fell back) count, too: an update across them is taken for older than it is.
+    """
+    round_ = state.rounds[ticket.fragment]
+    if not state.is_async(ticket.fragment):
+        return 0
+    steps = state.rules.policy.steps_before(len(view(state, ticket.fragment).accepted))
+    return round_.head + (round_.phase == "closing") + steps - ticket.base_version
 
 
 def next_deadline_s(state: State) -> float | None:

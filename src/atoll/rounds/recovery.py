@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from atoll.rounds.draft import Draft, Result
 from atoll.rounds.effects import RunFinished
-from atoll.rounds.settle import expire, open_next, settle
+from atoll.rounds.settle import end_open, expire, open_next, settle
 from atoll.rounds.state import FragmentSnapshot, FrozenRound, OpenRound, Round, Rules, Snapshot, State, Ticket
 
 
@@ -25,11 +25,15 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
     """
     tickets: list[dict[str, Ticket]] = [{} for _ in journal.fragments]
     for ticket in sorted(journal.tickets, key=lambda ticket: ticket.id):
-        if ticket.base_version == journal.fragments[ticket.fragment].head:
+        at = journal.fragments[ticket.fragment]
+        is_async = rules.policy.is_async(at.head - at.lost + 1)
+        if ticket.state in ("open", "accepted") if is_async else ticket.base_version == at.head:
             tickets[ticket.fragment][ticket.site] = ticket
     stopped = rules.tracking.stops(journal.progress)
     rounds = tuple(
-        Round("finished", fragment.head, lost=fragment.lost) if stopped else _restored(rules, fragment, mine, now_s)
+        Round("finished", fragment.head, tickets=mine, lost=fragment.lost)
+        if stopped
+        else _restored(rules, fragment, mine, now_s)
         for fragment, mine in zip(journal.fragments, tickets, strict=True)
     )
     members = {member.site: member for member in journal.members}
@@ -48,6 +52,8 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
             open_next(draft, fragment, "version committed")
         elif round_.phase == "closing":
             expire(draft, fragment)
+        elif round_.phase == "finished":
+            end_open(draft, fragment, "run finished", "the run is finished")
     settle(draft)
     if draft.state.finished and not journal.finished:
         draft.emit(RunFinished())
@@ -57,12 +63,15 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
 def _restored(rules: Rules, journal: FragmentSnapshot, tickets: dict[str, Ticket], now_s: float) -> Round:
     head, lost = journal.head, journal.lost
     if rules.rounds and head - lost >= rules.rounds:
-        return Round("finished", head, lost=lost)
+        return Round("finished", head, tickets=tickets, lost=lost)
     if journal.frozen and journal.frozen.base_version == head:
         return Round("closing", head, now_s, tickets=tickets, frozen=journal.frozen.tickets, lost=lost)
     if journal.open and journal.open.base_version == head:
-        return Round("open", head, now_s, dict.fromkeys(journal.open.expected, now_s), tickets, lost=lost)
-    return Round("closing" if journal.started or journal.open or journal.frozen else "gathering", head, lost=lost)
+        expected = dict.fromkeys(journal.open.expected, now_s)
+        first_s = now_s if any(ticket.state == "accepted" for ticket in tickets.values()) else None
+        return Round("open", head, now_s, expected, tickets, lost=lost, first_s=first_s)
+    phase = "closing" if journal.started or journal.open or journal.frozen else "gathering"
+    return Round(phase, head, tickets=tickets, lost=lost)
 
 
 def snapshot(state: State) -> Snapshot:

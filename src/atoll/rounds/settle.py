@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from atoll.rounds import membership
 from atoll.rounds.draft import Draft
 from atoll.rounds.effects import ExpectedChanged, RoundClosed, RoundOpened, TicketsExpired
 from atoll.rounds.policy import Wait
-from atoll.rounds.state import Round, view
+from atoll.rounds.state import Round, Ticket, view
 from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, advance
 
 
@@ -21,12 +22,16 @@ def settle(draft: Draft) -> None:
         if round_.phase == "gathering" and len(draft.state.seen_s) >= draft.state.rules.num_workers:
             open_next(draft, fragment, "enough workers joined")
         if draft.round(fragment).phase == "open":
+            _expire_far_behind(draft, fragment)
             _revise(draft, fragment)
             _judge(draft, fragment)
 
 
 def open_next(draft: Draft, fragment: int, event: str) -> None:
-    """The next round, for who is drawn of those alive now; where they are too few, `_revise` adds others."""
+    """The next round, for who is drawn of those alive now; where they are too few, `_revise` adds others.
+
+    Into an asynchronous one come the tickets that are still good: open ones, and updates that wait for their turn.
+    """
     round_ = draft.round(fragment)
     phase = advance(f"Fragment {fragment}", ROUND, round_.phase, event)
     rules, alive = draft.state.rules, draft.state.seen_s
@@ -34,6 +39,10 @@ def open_next(draft: Draft, fragment: int, event: str) -> None:
     expected = dict.fromkeys(drawn, draft.now_s)
     opened = Round(phase, round_.head, opened_s=draft.now_s, expected=expected, lost=round_.lost)
     draft.set_round(fragment, opened)
+    if draft.state.is_async(fragment):
+        tickets = still_good(round_)
+        waits = any(ticket.state == "accepted" for ticket in tickets.values())
+        draft.change_round(fragment, tickets=tickets, first_s=draft.now_s if waits else None)
     draft.emit(RoundOpened(fragment, round_.head, tuple(expected)))
     draft.wake.add(fragment)
 
@@ -48,6 +57,9 @@ def _revise(draft: Draft, fragment: int) -> None:
     round_, members, floor = draft.round(fragment), draft.state.members, draft.state.rules.floor
     alive = draft.state.seen_s.keys()
     state_of = {site: ticket.state for site, ticket in round_.tickets.items()}
+    if draft.state.is_async(fragment):
+        _expect(draft, fragment, {*alive, *(site for site, state in state_of.items() if state == "accepted")})
+        return
     wanted = {site for site in round_.expected if site in alive and state_of.get(site) != "refused"}
     wanted.update(
         site for site, state in state_of.items() if state == "accepted" or (state == "open" and site in alive)
@@ -55,6 +67,11 @@ def _revise(draft: Draft, fragment: int) -> None:
     if len(wanted) < floor:
         spare = [m.site for m in membership.alive(members) if m.site not in wanted and m.site not in state_of]
         wanted.update(spare[: floor - len(wanted)])
+    _expect(draft, fragment, wanted)
+
+
+def _expect(draft: Draft, fragment: int, wanted: set[str]) -> None:
+    round_ = draft.round(fragment)
     if wanted != round_.expected.keys():
         expected = {site: round_.expected.get(site, draft.now_s) for site in sorted(wanted)}
         draft.change_round(fragment, expected=expected)
@@ -69,25 +86,64 @@ def _judge(draft: Draft, fragment: int) -> None:
         if decision.until_s != round_.until_s:
             draft.change_round(fragment, until_s=decision.until_s)
         return
-    # Every accepted update was acknowledged, so none may be left behind when its round ends.
-    accepted = sorted(update.ticket for update in seen.accepted)
-    if sorted(decision.tickets) != accepted or len(accepted) < seen.floor:
+    # Every accepted update was acknowledged, so none may be left behind when its round ends; an asynchronous one leaves
+    # the others to the next.
+    accepted = {update.ticket for update in seen.accepted}
+    is_async = draft.state.is_async(fragment)
+    fit = accepted.issuperset(decision.tickets) if is_async else accepted == set(decision.tickets)
+    if not fit or len(set(decision.tickets)) < max(seen.floor, len(decision.tickets)):
         raise IllegalTransition(
             f"{draft.state.rules.policy} closes a round with tickets {decision.tickets}; "
-            f"accepted are {accepted}, needed {seen.floor}."
+            f"accepted are {sorted(accepted)}, needed {seen.floor}."
         )
     phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "policy closes")
-    draft.change_round(fragment, phase=phase, expected={}, frozen=decision.tickets, until_s=None)
+    draft.change_round(fragment, phase=phase, expected={}, frozen=decision.tickets, until_s=None, first_s=None)
     draft.emit(RoundClosed(fragment, round_.head, decision.tickets))
     expire(draft, fragment)
 
 
+def still_good(round_: Round) -> dict[str, Ticket]:
+    """Tickets of an asynchronous round that outlive it: open ones, and accepted ones that are not being reduced."""
+    return {
+        site: ticket
+        for site, ticket in round_.tickets.items()
+        if ticket.state in ("open", "accepted") and ticket.id not in round_.frozen
+    }
+
+
+def drop_ended(draft: Draft, fragment: int) -> None:
+    """Forget what has ended of an asynchronous round: nothing there hangs on it."""
+    if draft.state.is_async(fragment):
+        draft.change_round(
+            fragment,
+            tickets={s: t for s, t in draft.round(fragment).tickets.items() if t.state in ("open", "accepted")},
+        )
+
+
 def expire(draft: Draft, fragment: int) -> None:
     """End the open tickets of a closed round. After `RoundClosed`: no crash leaves an open round without any."""
-    tickets = [ticket for ticket in draft.round(fragment).tickets.values() if ticket.state == "open"]
-    reason = f"the round from version {draft.round(fragment).head} closed without it"
+    if not draft.state.is_async(fragment):
+        reason = f"the round from version {draft.round(fragment).head} closed without it"
+        end_open(draft, fragment, "round closed without it", reason)
+
+
+def _expire_far_behind(draft: Draft, fragment: int) -> None:
+    """End the tickets whose updates could no longer be near enough to the head, whenever they come."""
+    limit, head = draft.state.rules.max_staleness, draft.round(fragment).head
+    if limit is not None:
+        reason = f"its base is more than max_staleness {limit} versions behind version {head}"
+        end_open(draft, fragment, "too far behind", reason, lambda ticket: head - ticket.base_version > limit)
+
+
+def end_open(
+    draft: Draft, fragment: int, event: str, reason: str, which: Callable[[Ticket], bool] = lambda ticket: True
+) -> None:
+    """`event` ends the open tickets of a fragment that `which` picks."""
+    found = draft.round(fragment).tickets.values()
+    tickets = [ticket for ticket in found if ticket.state == "open" and which(ticket)]
     for ticket in tickets:
-        state = advance(f"Ticket {ticket.id}", TICKET, ticket.state, "round closed without it")
+        state = advance(f"Ticket {ticket.id}", TICKET, ticket.state, event)
         draft.put(replace(ticket, state=state, reason=reason))
+    drop_ended(draft, fragment)
     if tickets:
         draft.emit(TicketsExpired(tuple(sorted(ticket.id for ticket in tickets)), reason))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from atoll.config import Settings
 from atoll.rounds.best import Progress, Tracking
 from atoll.rounds.membership import Member
-from atoll.rounds.policy import AcceptedUpdate, Barrier, Policy, QuorumDeadline, RoundView
+from atoll.rounds.policy import AcceptedUpdate, Async, Barrier, Policy, QuorumDeadline, RoundView
 from atoll.rounds.sampling import Sampling
 
 
@@ -29,6 +29,7 @@ class Rules:
         sampling: whom it asks for.
         fragments: how many parts of the model have rounds of their own.
         tracking: which version is the best, and when that ends the run.
+        max_staleness: versions between the base of an update and the one that it is applied to; None: no limit.
     """
 
     num_workers: int
@@ -39,17 +40,17 @@ class Rules:
     sampling: Sampling = field(default_factory=Sampling)
     fragments: int = 1
     tracking: Tracking = field(default_factory=Tracking)
+    max_staleness: int | None = None
 
     @classmethod
     def from_settings(cls, settings: Settings, fragments: int = 1) -> Rules:
-        """The rules of a run: a barrier, or quorum and deadline where both are set."""
-        quorum, deadline_s = settings.quorum, settings.round_deadline_s
+        """The rules of a run: a barrier, quorum and deadline where both are set, or asynchronous steps."""
         return cls(
             num_workers=settings.num_workers,
             min_workers=settings.min_workers,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
             rounds=settings.rounds,
-            policy=QuorumDeadline(quorum, deadline_s) if quorum and deadline_s else Barrier(),
+            policy=_policy(settings),
             sampling=Sampling(settings.sample_fraction, settings.sample_min, settings.sample_seed),
             fragments=fragments,
             tracking=Tracking(
@@ -58,6 +59,7 @@ class Rules:
                 settings.early_stop_rounds,
                 settings.early_stop_min_delta,
             ),
+            max_staleness=settings.max_staleness,
         )
 
     @property
@@ -70,9 +72,20 @@ class Rules:
         return "quorum" if self.policy.quorum > self.min_workers else "min_workers"
 
 
+def _policy(settings: Settings) -> Policy:
+    if settings.mode == "async":
+        return Async(settings.async_buffer, settings.async_grace_s, settings.sync_rounds_first)
+    if settings.quorum and settings.round_deadline_s:
+        return QuorumDeadline(settings.quorum, settings.round_deadline_s)
+    return Barrier()
+
+
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """`state` is a row of the table `TICKET`; `reason` says why it was refused or has expired."""
+    """`state` is a row of the table `TICKET`; `reason` says why it was refused or has expired.
+
+    `order` is the place of its update among all that were accepted; 0 before.
+    """
 
     id: int
     site: str
@@ -80,6 +93,7 @@ class Ticket:
     base_version: int
     state: str
     reason: str = ""
+    order: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +103,11 @@ class Round:
     Args:
         head: the fragment's version now, which the open round starts from.
         expected: site → since when (seconds) the round waits for it. Each is alive or has an accepted update.
-        tickets: site → its ticket of this round.
+        tickets: site → its ticket of this round; in asynchronous ones of an earlier round, too.
         frozen: while closing, the tickets that are being reduced, in order.
         until_s: when time alone may close the round.
         lost: how many numbers below `head` no version of this run has: the server fell back behind them.
+        first_s: since when an accepted update waits to be reduced, where one does.
     """
 
     phase: str
@@ -103,6 +118,7 @@ class Round:
     frozen: tuple[int, ...] = ()
     until_s: float | None = None
     lost: int = 0
+    first_s: float | None = None
 
     @property
     def done(self) -> int:
@@ -136,6 +152,10 @@ class State:
     @property
     def finished(self) -> bool:
         return all(round_.phase == "finished" for round_ in self.rounds)
+
+    def is_async(self, fragment: int) -> bool:
+        """Whether the round from the head of `fragment` takes updates against earlier versions."""
+        return self.rules.policy.is_async(self.rounds[fragment].number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +195,8 @@ class Snapshot:
     """What the journal holds.
 
     Args:
-        tickets: at least those of the rounds from the heads; others are ignored.
+        tickets: at least those of the rounds from the heads, and all that are open or accepted in an asynchronous run;
+            others are ignored.
         finished: whether `RunFinished` is in the journal.
         progress: after the metrics of every version that the journal has.
     """
@@ -193,8 +214,8 @@ def view(state: State, fragment: int) -> RoundView:
     """The open round of `fragment` as a policy sees it."""
     round_ = state.rounds[fragment]
     accepted = sorted(
-        (AcceptedUpdate(ticket.id, ticket.site, ticket.base_version) for ticket in round_.tickets.values()
-         if ticket.state == "accepted"),
+        (AcceptedUpdate(ticket.id, ticket.site, ticket.base_version, ticket.order) for ticket in round_.tickets.values()
+         if ticket.state == "accepted" and ticket.id not in round_.frozen),
         key=lambda update: update.site,
     )  # fmt: skip
     return RoundView(
@@ -205,6 +226,8 @@ def view(state: State, fragment: int) -> RoundView:
         accepted=tuple(accepted),
         floor=state.rules.floor,
         floor_name=state.rules.floor_name,
+        number=round_.number,
+        first_s=round_.first_s,
     )
 
 

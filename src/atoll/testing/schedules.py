@@ -20,7 +20,7 @@ import hypothesis
 import hypothesis.strategies as st
 
 from atoll.rounds.machine import Rules
-from atoll.rounds.policy import Barrier, QuorumDeadline
+from atoll.rounds.policy import Async, Barrier, Policy, QuorumDeadline
 from atoll.rounds.sampling import Sampling
 from atoll.testing.sim_checks import Checks, Violation
 from atoll.testing.sim_server import MUTANTS, Mutant, Reply, Request, SimServer
@@ -56,6 +56,8 @@ class Schedule:
     """One run, settings and faults.
 
     Args:
+        buffer: of an asynchronous run; 0: it is synchronous.
+        grace_s, sync_first, max_staleness: of an asynchronous run.
         fates: what each message meets in turn, from the beginning again when they are used up.
         crashes: (so many journal writes later, `before` or `after` it) the server's process ends, each in turn.
     """
@@ -70,13 +72,28 @@ class Schedule:
     fates: tuple[str, ...] = ("deliver",)
     crashes: tuple[tuple[int, str], ...] = ()
     faults: tuple[Fault, ...] = ()
+    buffer: int = 0
+    grace_s: int = 0
+    sync_first: int = 0
+    max_staleness: int | None = None
 
     def rules(self, mutant: Mutant = "") -> Rules:
         undercut = mutant == "quorum of one"
         quorum, min_workers = (1, 1) if undercut else (self.quorum, self.min_workers)
-        policy = QuorumDeadline(quorum, self.deadline_s) if self.quorum else Barrier()
+        policy: Policy = QuorumDeadline(quorum, self.deadline_s) if self.quorum else Barrier()
+        if self.buffer:
+            policy = Async(1 if undercut else self.buffer, self.grace_s, self.sync_first)
         sampling = Sampling(self.sample_fraction)
-        return Rules(self.num_workers, min_workers, HEARTBEAT_TIMEOUT_S, 0, policy, sampling, self.fragments)
+        return Rules(
+            self.num_workers,
+            min_workers,
+            HEARTBEAT_TIMEOUT_S,
+            0,
+            policy,
+            sampling,
+            self.fragments,
+            max_staleness=self.max_staleness,
+        )
 
 
 class World:
@@ -92,6 +109,8 @@ class World:
             deadline_s=schedule.deadline_s if schedule.quorum else None,
             timeout_s=HEARTBEAT_TIMEOUT_S,
             fragments=schedule.fragments,
+            async_after=schedule.sync_first if schedule.buffer else None,
+            max_staleness=schedule.max_staleness,
         )
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -201,19 +220,24 @@ def schedules(draw: st.DrawFn) -> Schedule:
     workers = draw(st.integers(2, 4))
     num_workers = draw(st.integers(1, workers))
     min_workers = draw(st.integers(1, num_workers))
+    is_async = draw(st.booleans())
     fault = st.builds(Fault, st.integers(0, int(FAULTS_END_S)), st.sampled_from(FAULTS), st.integers(0, workers - 1))
     crash = st.tuples(st.integers(1, 25), st.sampled_from(("before", "after")))
     return Schedule(
         workers=workers,
         num_workers=num_workers,
         min_workers=min_workers,
-        quorum=draw(st.sampled_from((0, *range(min_workers, num_workers + 1)))),
+        quorum=0 if is_async else draw(st.sampled_from((0, *range(min_workers, num_workers + 1)))),
         deadline_s=draw(st.integers(5, 60)),
         fragments=draw(st.integers(1, 2)),
-        sample_fraction=draw(st.sampled_from((1.0, 1.0, 0.5))),
+        sample_fraction=1.0 if is_async else draw(st.sampled_from((1.0, 1.0, 0.5))),
         fates=tuple(draw(st.lists(st.sampled_from(FATES), min_size=1, max_size=30))),
         crashes=tuple(draw(st.lists(crash, max_size=10))),
         faults=tuple(draw(st.lists(fault, max_size=12))),
+        buffer=draw(st.integers(min_workers, 3)) if is_async and min_workers <= 3 else min_workers * is_async,
+        grace_s=draw(st.sampled_from((0, 0, 10))) if is_async else 0,
+        sync_first=draw(st.integers(0, 2)) if is_async else 0,
+        max_staleness=draw(st.sampled_from((None, 0, 1, 3))) if is_async else None,
     )
 
 

@@ -9,7 +9,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from atoll.rounds.effects import Effect, ExpectedChanged, LeaseEnded, LeaseGranted, RoundClosed, RoundOpened
+from atoll.rounds.effects import (
+    Effect,
+    ExpectedChanged,
+    LeaseEnded,
+    LeaseGranted,
+    RoundClosed,
+    RoundOpened,
+    TicketIssued,
+)
 from atoll.testing.sim_journal import SimJournal
 
 
@@ -34,12 +42,16 @@ class Checks:
         floor: the fewest updates of any version.
         deadline_s: None for a barrier, which never closes without anybody it awaits.
         timeout_s: silence that makes a worker dead.
+        async_after: rounds behind which nobody is waited for; None: a synchronous run.
+        max_staleness: versions between an update's base and what it is applied to; None: no limit.
     """
 
     floor: int
     deadline_s: float | None
     timeout_s: float
     fragments: int
+    async_after: int | None = None
+    max_staleness: int | None = None
     now_s: float = 0.0
     up_since_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
@@ -52,6 +64,7 @@ class Checks:
     _awaited: dict[int, set[str]] = field(default_factory=dict)
     _opened_s: dict[int, float] = field(default_factory=dict)
     _closed: set[tuple[int, int]] = field(default_factory=set)
+    _base: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.versions = [[] for _ in range(self.fragments)]
@@ -87,6 +100,8 @@ class Checks:
                 self._opened_s[fragment] = self.now_s
             case ExpectedChanged(fragment, _, expected):
                 self._awaited[fragment] |= {site for site in expected if site in self._lease}
+            case TicketIssued(_, ticket, _, base, new=True):
+                self._base[ticket] = base
             case RoundClosed(fragment, base, tickets):
                 self._closes(fragment, base, tickets)
 
@@ -97,6 +112,14 @@ class Checks:
         self.require(len(sites) >= self.floor, f"a round closed with {len(sites)} of {self.floor} updates")
         self.require(len(set(sites)) == len(sites), f"a worker counts twice: {sites}")
         self.require(sites == sorted(sites), f"updates are frozen out of order: {sites}")
+        if self.async_after is not None and base >= self.async_after:
+            behind = max(base - self._base[ticket] for ticket in tickets)
+            self.counts["stale"] += behind > 0
+            limit = behind if self.max_staleness is None else self.max_staleness
+            self.require(behind <= limit, f"an update {behind} versions behind counts; the limit is {limit}")
+            return
+        stale = [ticket for ticket in tickets if self._base[ticket] != base]
+        self.require(not stale, f"the tickets {stale} are of another version than {base}")
         since_s = max(self._opened_s[fragment], self.up_since_s)
         if self.deadline_s is None or self.now_s < since_s + self.deadline_s:
             left_out = self._awaited[fragment] - set(sites)
@@ -135,7 +158,8 @@ class Checks:
         for ticket in sorted(self.acknowledged):
             row = journal.tickets[ticket]
             head = journal.fragments[row.fragment].head
-            current = row.state == "accepted" and row.base_version == head
+            waits = row.base_version == head or (self.async_after is not None and head >= self.async_after)
+            current = row.state == "accepted" and waits
             kept = (times[ticket], current) in ((1, False), (0, True))
             self.require(
                 kept,

@@ -49,8 +49,14 @@ class SimJournal:
             progress=self.tracking.follow_all(self.measured),
         )
 
-    def accept(self, number: int) -> None:
-        self.tickets[number] = replace(self.tickets[number], state="accepted")
+    def accept(self, number: int, order: int) -> None:
+        ticket = self.tickets[number]
+        self.tickets[number] = replace(ticket, state="accepted", order=ticket.order or order)
+
+    @property
+    def next_order(self) -> int:
+        """Of the update that is accepted next."""
+        return 1 + max((ticket.order for ticket in self.tickets.values()), default=0)
 
     def refuse(self, number: int, reason: str) -> None:
         self.tickets[number] = replace(self.tickets[number], state="refused", reason=reason)

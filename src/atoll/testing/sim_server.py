@@ -218,7 +218,7 @@ class SimServer:
             return
         effects = self._run(request)
         answers = (LeaseGranted, LeaseRefused, TicketIssued, TicketWithheld)
-        replies.extend(effect for effect in effects[:1] if isinstance(effect, answers))
+        replies.extend([effect for effect in effects if isinstance(effect, answers)][:1])
 
     def _submit(self, request: Submit, replies: list[Reply]) -> None:
         self._run(WorkerSeen(request.site, request.lease))  # its bytes were a sign of life
@@ -251,13 +251,15 @@ class SimServer:
         replies.append(Receipt(ticket))
 
     def _accept(self, request: Submit) -> None:
+        order = self.journal.next_order
+
         def row() -> None:
             self.checks.accepts(request.ticket, request.site, request.lease)
-            self.journal.accept(request.ticket)
+            self.journal.accept(request.ticket, order)
             self.journal.updates.append((request.ticket, request.update))
 
         self._write(row)
-        self._run(UpdateAccepted(request.ticket))
+        self._run(UpdateAccepted(request.ticket, order))
 
     def _refuse(self, number: int) -> None:
         ticket = self.journal.tickets[number]

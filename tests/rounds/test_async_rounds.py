@@ -1,0 +1,208 @@
+"""Asynchronous rounds of the machine: updates of any base, at once, exactly as stale as the journal says."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from round_story import closed
+
+from atoll.rounds import machine
+from atoll.rounds.effects import FINISHED, RunFinished, TicketsExpired
+from atoll.rounds.policy import Async
+from atoll.testing.schedules import Schedule, Violation, explore, simulate
+
+
+def begin(story, *sites, **rules):
+    """Everybody is in and holds a ticket of version 0; returns the run and the tickets by site."""
+    policy = rules.pop("policy", Async())
+    run = story(num_workers=len(sites), policy=policy, **rules)
+    run.join(*sites)
+    return run, {site: run.ticket(site) for site in sites}
+
+
+@pytest.mark.covers("L5")
+def test_an_update_is_applied_at_once_and_the_others_keep_their_tickets(story):
+    run, tickets = begin(story, "a", "b", "c")
+    assert closed(run.accept(tickets["b"])) == [(tickets["b"],)]
+    run.commit()
+    # a's ticket is of version 0; it counts at version 1, and so on: staleness 1, then 2.
+    assert machine.staleness(run.state, run.state.rounds[0].tickets["a"]) == 1
+    assert closed(run.accept(tickets["a"])) == [(tickets["a"],)]
+    run.commit()
+    assert machine.staleness(run.state, run.state.rounds[0].tickets["c"]) == 2
+    assert closed(run.accept(tickets["c"])) == [(tickets["c"],)]
+    run.commit()
+    assert run.state.rounds[0].head == 3
+
+
+def test_updates_that_come_during_a_pass_are_applied_in_the_order_of_the_journal(story):
+    run, tickets = begin(story, "a", "b", "c", "d")
+    run.accept(tickets["d"])
+    assert not closed(run.accept(tickets["c"]))
+    assert not closed(run.accept(tickets["a"]))
+    # two are before it, and the pass of d is under way: version 0 + 1 + 2
+    assert machine.staleness(run.state, run.state.rounds[0].tickets["b"]) == 3
+    assert closed(run.commit()) == [(tickets["c"],)]
+    assert closed(run.commit()) == [(tickets["a"],)]
+    assert not closed(run.commit())
+
+
+def test_who_has_an_update_in_waits_for_it_and_no_longer(story):
+    run, tickets = begin(story, "a", "b")
+    run.accept(tickets["a"])
+    assert "its update is in" in run.withheld("a")
+    assert run.ticket("b") == tickets["b"]  # of the head still
+    run.commit()
+    assert run.ticket("a") > tickets["b"]
+
+
+def test_a_newer_ticket_replaces_one_of_an_earlier_version(story):
+    run, tickets = begin(story, "a", "b")
+    run.accept(tickets["a"])
+    run.commit()
+    newer = run.ticket("b")
+    assert newer != tickets["b"]
+    assert run.state.rounds[0].tickets["b"].base_version == 1
+    assert "is over" in machine.may_submit(run.state, "b", run.lease("b"), tickets["b"])
+    assert run.journal.tickets[tickets["b"]].state == "expired"
+
+
+def test_nobody_is_awaited(story):
+    run, tickets = begin(story, "a", "b")
+    assert run.missing() == ()
+    run.accept(tickets["a"])
+    run.commit()
+    assert run.missing() == ()
+
+
+def test_who_joins_late_trains_at_once(story):
+    run, tickets = begin(story, "a")
+    run.join("b")
+    late = run.ticket("b")
+    assert closed(run.accept(late)) == [(late,)]
+    run.commit()
+    assert closed(run.accept(tickets["a"])) == [(tickets["a"],)]
+
+
+@pytest.mark.covers("L5")
+def test_what_is_too_far_behind_is_refused_before_it_is_accepted(story):
+    run, tickets = begin(story, "a", "b", "c", max_staleness=1)
+    run.accept(tickets["a"])
+    run.commit()
+    assert machine.may_submit(run.state, "c", run.lease("c"), tickets["c"]) is None  # 1 behind
+    run.accept(tickets["b"])  # version 2 is being made: c would be 2 behind
+    assert "would be 2 versions behind; max_staleness is 1" in machine.may_submit(
+        run.state, "c", run.lease("c"), tickets["c"]
+    )
+    expired = [effect for effect in run.commit() if isinstance(effect, TicketsExpired)]
+    assert [effect.tickets for effect in expired] == [(tickets["c"],)]
+    assert "max_staleness 1 versions behind version 2" in expired[0].reason
+    assert run.state.rounds[0].tickets.get("c") is None
+    assert run.ticket("c")  # it goes on from the head
+
+
+def test_a_buffer_is_reduced_together(story):
+    run, tickets = begin(story, "a", "b", "c", policy=Async(buffer=2))
+    assert not closed(run.accept(tickets["c"]))
+    assert run.missing() == ("a", "b")
+    assert "waits for 1 more updates of 2" in run.why()
+    assert closed(run.accept(tickets["a"])) == [(tickets["a"], tickets["c"])]  # by site within a step
+    run.commit()
+    assert not closed(run.accept(tickets["b"]))  # the next buffer
+
+
+def test_a_buffer_that_nobody_is_left_to_fill_is_taken_as_it_is(story):
+    run, tickets = begin(story, "a", "b", policy=Async(buffer=3))
+    run.accept(tickets["a"])
+    assert closed(run.accept(tickets["b"])) == [(tickets["a"], tickets["b"])]
+    run.commit()
+    again = run.ticket("a")
+    assert not closed(run.accept(again))
+    assert closed(run.leave("b")) == [(again,)]
+
+
+def test_a_step_waits_its_grace(story):
+    run, tickets = begin(story, "a", "b", "c", policy=Async(grace_s=10))
+    run.now_s = 5
+    assert not closed(run.accept(tickets["a"]))
+    assert not closed(run.wait(4))
+    assert not closed(run.accept(tickets["c"]))
+    assert run.missing() == ("b",)
+    assert machine.next_deadline_s(run.state) == 15
+    assert closed(run.wait(6)) == [(tickets["a"], tickets["c"])]
+
+
+def test_an_infinite_grace_is_a_barrier(story):
+    run, tickets = begin(story, "a", "b", policy=Async(grace_s=math.inf))
+    run.accept(tickets["b"])
+    assert not closed(run.wait(100))
+    assert run.why() == "waits for a"
+    assert closed(run.accept(tickets["a"])) == [(tickets["a"], tickets["b"])]
+
+
+def test_the_first_rounds_may_be_barriers(story):
+    run, tickets = begin(story, "a", "b", policy=Async(sync_rounds_first=1))
+    assert not closed(run.accept(tickets["a"]))
+    assert run.missing() == ("b",)
+    assert closed(run.accept(tickets["b"])) == [(tickets["a"], tickets["b"])]
+    run.commit()
+    later = run.ticket("b")
+    assert closed(run.accept(later)) == [(later,)]
+
+
+def test_what_was_refused_may_be_tried_again_at_once(story):
+    run, tickets = begin(story, "a", "b")
+    run.refuse(tickets["a"])
+    assert run.ticket("a") > tickets["b"]
+
+
+def test_a_run_ends_at_its_number_of_versions_and_keeps_what_was_acknowledged(story):
+    run, tickets = begin(story, "a", "b", "c", rounds=1)
+    run.accept(tickets["a"])
+    run.accept(tickets["b"])
+    effects = run.commit()
+    assert RunFinished() in effects
+    assert [effect.tickets for effect in effects if isinstance(effect, TicketsExpired)] == [(tickets["c"],)]
+    assert run.withheld("b") == FINISHED
+    assert run.journal.tickets[tickets["b"]].state == "accepted"
+    more, undone = machine.restore(
+        machine.Rules(3, policy=Async(), rounds=2), run.journal.snapshot(), run.now_s
+    )  # a start with more rounds counts it
+    assert closed(undone) == [(tickets["b"],)]
+    assert more.rounds[0].phase == "closing"
+
+
+def test_an_asynchronous_run_without_faults():
+    # Each site trains 5 to 7 s and polls every 4 s, nobody waits: in 150 s each makes at least 7 updates.
+    counts = simulate(Schedule(3, 3, 1, 0, 30, 1, buffer=1))
+    assert counts["RoundClosed"] >= counts["versions"] >= 21
+    assert counts["stale"] > 0
+
+
+def restarts_forget_older_tickets(monkeypatch):
+    def restore(rules, journal, now_s):
+        fresh = [t for t in journal.tickets if t.base_version == journal.fragments[t.fragment].head]
+        return original(rules, machine.replace(journal, tickets=tuple(fresh)), now_s)
+
+    original = machine.restore
+    monkeypatch.setattr(machine, "restore", restore)
+
+
+def stale_updates_are_let_through(monkeypatch):
+    monkeypatch.setattr(machine, "may_submit", lenient)
+
+
+def lenient(state, site, lease, ticket):
+    said = original_may_submit(state, site, lease, ticket)
+    return None if isinstance(said, str) and "max_staleness" in said else said
+
+
+original_may_submit = machine.may_submit
+
+
+@pytest.mark.parametrize("plant", [restarts_forget_older_tickets, stale_updates_are_let_through])
+def test_a_planted_bug_of_asynchronous_rounds_is_found(plant, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises(Violation):
+        explore(examples=400, shrink=False)
