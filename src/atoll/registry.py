@@ -59,6 +59,11 @@ TABLES: dict[str, dict[str, str]] = {
         "adagrad": "torch.optim:Adagrad",
         "rmsprop": "torch.optim:RMSprop",
         "yogi": "atoll.outer.yogi:Yogi",
+        "delayed_nesterov": "atoll.outer.delayed_nesterov:DelayedNesterov",
+    },
+    "staleness": {
+        "constant": "atoll.reducers.staleness:constant",
+        "inverse_sqrt": "atoll.reducers.staleness:inverse_sqrt",
     },
 }
 """kind → name → "module:attribute". One line here is all that a built-in extension adds outside its own file."""

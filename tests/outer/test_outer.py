@@ -54,6 +54,14 @@ class TestYogi(OuterContract):
     target, options = "yogi", {"lr": 0.01, "betas": [0.9, 0.95]}
 
 
+class TestDelayedNesterov(OuterContract):
+    target, options = "delayed_nesterov", {"lr": 0.7, "momentum": 0.9, "delay": 2}
+
+
+class TestDelayedNesterovBehindOthers(OuterContract):
+    target, options = "delayed_nesterov", {"lr": 0.7, "momentum": 0.9, "delay": 3, "undelayed": 1}
+
+
 class TestNadam(OuterContract):
     target = torch.optim.NAdam
 

@@ -46,7 +46,7 @@ FOUND_AS = {
     "lost expected": "closed without awaited",
     "quorum of one": "a round closed with 1 of",
     "two-step commit": "the mean of its updates",
-    "wall clock": "declared dead, but was heard|closed without awaited",
+    "wall clock": "declared dead, but was heard|closed without awaited|the journal makes",
     "no fencing": "under stale lease",
 }
 

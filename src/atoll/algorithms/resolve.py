@@ -75,12 +75,21 @@ def resolve(settings: Settings) -> ResolvedAlgorithm:
             f"reducer = {reducer!r} would take the place of {own!r}, which is what makes {algorithm.name}.",
             "Leave reducer out, or choose it with algorithm = 'fedavg'.",
         )
+    if settings.mode == "async" and "control" in algorithm.reduce:
+        raise ConfigError(
+            f"algorithm is {settings.algorithm!r}, and mode is 'async': SCAFFOLD's controls are means over a round.",
+            "Set mode = 'sync', or choose another algorithm.",
+        )
+    _require_known("staleness", "staleness_weight", settings.staleness_weight)
+    outer_options = _outer_options(settings, algorithm, outer)
+    if settings.dn_buffer_size:
+        outer, outer_options = "delayed_nesterov", _delayed(settings, outer, outer_options)
     codec = settings.codec or algorithm.codec
     _require_known("codecs", "codec", codec)
     return ResolvedAlgorithm(
         algorithm=algorithm,
         outer=outer,
-        outer_options=_outer_options(settings, algorithm, outer),
+        outer_options=outer_options,
         reducer=reducer,
         reducer_options=dict(settings.reducer_options),
         local=_local(settings, algorithm),
@@ -109,6 +118,25 @@ def _outer_options(settings: Settings, algorithm: Algorithm, outer: str) -> dict
     if given.get("momentum") == 0:
         defaults.pop("nesterov", None)  # there is nothing left that Nesterov's rule could look ahead along
     return defaults | given
+
+
+def _delayed(settings: Settings, outer: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of SGD as those of delayed Nesterov."""
+    if outer != "sgd":
+        raise ConfigError(
+            f"dn_buffer_size is {settings.dn_buffer_size}, but the outer optimizer is {outer!r}: what delayed Nesterov "
+            "applies between two steps of momentum is a share of SGD's step, and has no counterpart there.",
+            "Leave dn_buffer_size out, or outer_optimizer.",
+        )
+    for key, value in options.items():
+        if key not in ("lr", "momentum") and not (key == "nesterov" and value):
+            raise ConfigError(
+                f"outer_options has {key} = {value!r}, which delayed Nesterov (dn_buffer_size) does not.",
+                "It has lr and momentum.",
+            )
+    lr, momentum = options.get("lr", 1.0), options.get("momentum", 0.0)
+    first = settings.sync_rounds_first if settings.mode == "async" else 0
+    return {"lr": lr, "momentum": momentum, "delay": settings.dn_buffer_size, "undelayed": first}
 
 
 def _local(settings: Settings, algorithm: Algorithm) -> dict[str, Any]:

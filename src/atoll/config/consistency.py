@@ -43,6 +43,12 @@ def _require_rounds(settings: Settings) -> None:
 
 _ASYNC_ONLY = ("async_buffer", "async_grace_s", "max_staleness", "staleness_weight", "sync_rounds_first", "dylu")
 _SYNC_ONLY = ("quorum", "round_deadline_s", "sample_fraction")
+_SYNC_SO_FAR = {
+    "best_metric": "metrics describe the version that a site pulled, which may be gone when they come",
+    "aggregator": "an aggregator takes the updates of one round, and here the next ones come meanwhile",
+    "task_result_filters": "they need the version that an update started from, which may be gone when it comes",
+}
+"""What an asynchronous run does not have, and why."""
 
 
 def _require_async(settings: Settings) -> None:
@@ -55,6 +61,18 @@ def _require_async(settings: Settings) -> None:
             raise ConfigError(
                 f"{name} is {value!r}, but mode is {settings.mode!r}: it has a meaning in {other} runs only.",
                 f"Leave {name} out, or set mode = {other!r}.",
+            )
+    if settings.mode == "async" and settings.min_workers > settings.async_buffer:
+        raise ConfigError(
+            f"mode is 'async', and min_workers is {settings.min_workers}, but async_buffer is {settings.async_buffer}: "
+            "no step would ever have enough updates.",
+            f"Set async_buffer to at least {settings.min_workers}, or min_workers to {settings.async_buffer}.",
+        )
+    for name, why in _SYNC_SO_FAR.items():
+        if settings.mode == "async" and getattr(settings, name):
+            raise ConfigError(
+                f"{name} is {getattr(settings, name)!r}, but mode is 'async': {why}.",
+                f"Leave {name} out, or set mode = 'sync'.",
             )
     if settings.workflow and settings.mode == "async":
         raise ConfigError(

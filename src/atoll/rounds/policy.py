@@ -198,7 +198,7 @@ class Async:
             if len(view.accepted) < self.buffer:
                 return Wait(f"waits for {self.buffer - len(view.accepted)} more updates of {self.buffer}")
             until_s = (now_s if view.first_s is None else view.first_s) + self.grace_s
-            if now_s < until_s:
+            if self.grace_s and now_s < until_s:
                 at_most = f", {self.grace_s:g} s at most" if math.isfinite(self.grace_s) else ""
                 return Wait(f"waits for {listed(view.missing)}{at_most}", until_s)
         waiting = sorted(view.accepted, key=lambda update: update.order)

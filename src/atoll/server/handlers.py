@@ -263,7 +263,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
                 )
             )
         self._require_open(lease, ticket)
-        if message.base_digest not in (None, self.store.version(row.fragment, row.base_version).digest):
+        if message.base_digest not in (None, self.store.version_digest(row.fragment, row.base_version)):
             raise TicketClosed(
                 f"The update for ticket {ticket} was trained from another version {row.base_version} than the run's.",
                 "The server's state was restored; ask for the next ticket.",
@@ -301,7 +301,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
             self.run.fail(error)
             raise
         self.run.offer(accepted)
-        self.run.apply(ev.UpdateAccepted(ticket))
+        self.run.apply(ev.UpdateAccepted(ticket, accepted.accepted_order))
         if lease.site in self.run.roster:
             self.run.roster[lease.site].refused_in_a_row = 0
         return self._receipt(accepted)

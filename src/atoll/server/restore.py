@@ -25,7 +25,9 @@ def snapshot_of(recovered: Recovered, progress: Progress) -> Snapshot:
             for row in recovered.members
         ),
         tickets=tuple(
-            Ticket(row.ticket, row.site, row.fragment, row.base_version, row.state, row.reason or "")
+            Ticket(
+                row.ticket, row.site, row.fragment, row.base_version, row.state, row.reason or "", row.accepted_order
+            )
             for row in recovered.tickets
         ),
         next_ticket=recovered.next_ticket,

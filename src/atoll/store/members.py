@@ -131,7 +131,7 @@ class Members(Core):
         """Close a round with exactly these tickets, in this order. The same again changes nothing.
 
         Raises:
-            StoreError: the round is not open, or a ticket is not an accepted one of it.
+            StoreError: the round is not open, or a ticket is not an accepted one of its version or an earlier one.
         """
         with self.transaction():
             row = self.round(fragment, base_version)
@@ -139,7 +139,7 @@ class Members(Core):
                 return
             fit = self.journal.value(
                 f"SELECT count(*) FROM tickets WHERE ticket IN ({placeholders(tickets)}) "
-                "AND fragment = ? AND base_version = ? AND state = 'accepted'",
+                "AND fragment = ? AND base_version <= ? AND state = 'accepted'",
                 *tickets,
                 fragment,
                 base_version,
@@ -192,6 +192,13 @@ class Members(Core):
             -1 if limit is None else limit,
         )
         return [HistoryRow(*row) for row in reversed(found)]
+
+    def version_digest(self, fragment: int, version: int) -> str | None:
+        """What the digest of a version was, kept or not; None where the run has no such version."""
+        found: str | None = self.journal.value(
+            "SELECT digest FROM history WHERE fragment = ? AND version = ? AND NOT lost", fragment, version
+        )
+        return found
 
     def lost_versions(self, fragment: int = 0) -> tuple[int, ...]:
         """Numbers below the head that stand for no version of the run: it fell back behind them."""

@@ -88,7 +88,7 @@ def _fall_back(store: Versions, fragment: int, head: int, version: int) -> str:
     reason = f"version {head} of fragment {fragment} was lost, the run goes on from version {version}"
     with store.transaction():
         found = store.journal.rows(
-            f"SELECT {TICKET_COLUMNS} FROM tickets WHERE fragment = ? AND base_version >= ? "
+            f"SELECT {TICKET_COLUMNS} FROM tickets WHERE fragment = ?1 AND (base_version >= ?2 OR version > ?2) "
             "AND state IN ('open', 'accepted', 'counted')",
             fragment,
             version,
@@ -152,10 +152,10 @@ def _recover_spool(store: Versions, ticket: TicketRow) -> list[str]:
         reason = "its update was damaged on the server's disk"
         _expire(store, ticket, reason)
         store.journal.execute(
-            "UPDATE rounds SET state = 'open', tickets_json = '[]' "
-            "WHERE fragment = ? AND base_version = ? AND state = 'frozen'",
+            "UPDATE rounds SET state = 'open', tickets_json = '[]' WHERE fragment = ?1 AND state = 'frozen' "
+            "AND EXISTS (SELECT 1 FROM json_each(tickets_json) WHERE value = ?2)",
             ticket.fragment,
-            ticket.base_version,
+            ticket.ticket,
         )
     return [f"Ticket {ticket.ticket} of {ticket.site} has expired: {reason}; it is submitted again."]
 

@@ -66,6 +66,7 @@ class TicketRow:
         digest: of the update, hex.
         version: the version it went into, once counted.
         bytes: size of the accepted update.
+        accepted_order: its place among all that were accepted, from 1 on; 0: it was not.
     """
 
     ticket: int
@@ -82,6 +83,7 @@ class TicketRow:
     norm: float = 0.0
     version: int | None = None
     bytes: int = 0
+    accepted_order: int = 0
 
 
 @dataclass(frozen=True, slots=True)

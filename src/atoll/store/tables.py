@@ -3,7 +3,7 @@
 `heads` decides which versions exist: one UPDATE of it is the commit. A version row above its head does not count.
 """
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 SCHEMA = """
 CREATE TABLE meta (
@@ -71,6 +71,7 @@ CREATE TABLE tickets (
     norm REAL NOT NULL DEFAULT 0,
     version INTEGER,
     bytes INTEGER NOT NULL DEFAULT 0,
+    accepted_order INTEGER NOT NULL DEFAULT 0,
     CHECK (state != 'accepted' OR slot IS NOT NULL),
     CHECK (state NOT IN ('accepted', 'counted') OR (digest IS NOT NULL AND weight > 0)),
     CHECK ((state = 'counted') = (version IS NOT NULL))
@@ -79,6 +80,7 @@ CREATE UNIQUE INDEX one_ticket ON tickets (site, fragment, base_version)
     WHERE state IN ('open', 'accepted', 'counted');
 CREATE UNIQUE INDEX one_spool ON tickets (fragment, slot) WHERE slot IS NOT NULL;
 CREATE INDEX live_tickets ON tickets (ticket) WHERE state IN ('open', 'accepted');
+CREATE UNIQUE INDEX tickets_in_order ON tickets (accepted_order) WHERE accepted_order > 0;
 CREATE INDEX tickets_of_site ON tickets (site, fragment, ticket);
 CREATE INDEX tickets_of_round ON tickets (fragment, base_version);
 

@@ -16,7 +16,7 @@ from atoll.store.spool import PartWriter, Spool
 
 COLUMNS = (
     "ticket, site, fragment, base_version, state, reason, slot, digest, weight, steps, metrics_json, norm, version, "
-    "bytes"
+    "bytes, accepted_order"
 )
 
 
@@ -193,7 +193,8 @@ class Tickets(Members):
             failpoint("accept.before")
             self.journal.execute(
                 "UPDATE tickets SET state = 'accepted', digest = ?, weight = ?, steps = ?, metrics_json = ?, norm = ?, "
-                "bytes = ? WHERE ticket = ? AND state = 'open'",
+                "bytes = ?, accepted_order = 1 + (SELECT coalesce(max(accepted_order), 0) FROM tickets "
+                "WHERE accepted_order > 0) WHERE ticket = ? AND state = 'open'",
                 digest,
                 weight,
                 steps,
