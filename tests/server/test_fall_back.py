@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import atoll
-from atoll.server.status import staleness
+from atoll.server.outcome import staleness
 from atoll.store.store import Store
 from atoll.testing.processes import free_port, wait_until
 from atoll.worker.files import OutboxNote

@@ -14,6 +14,7 @@ from atoll.codecs.base import Codec
 from atoll.reducers.base import Reducer
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import torch_dtype
+from atoll.tensors.schema import PARAMS
 
 
 class Updates:
@@ -38,6 +39,9 @@ class Updates:
         self._sources = sources
         weights, norms = [source.weight for source in sources], [source.norm for source in sources]
         self._weights = {group: reducer.weigh(weights, norms) for group, reducer in reducers.items()}
+        if any(source.scale != 1 for source in sources):
+            scaled = zip(self._weights[PARAMS], sources, strict=True)
+            self._weights[PARAMS] = [weight * source.scale for weight, source in scaled]
         self._unweighted = integers.weigh(weights, norms)
         self._reducers = reducers
         self._integers = integers

@@ -18,6 +18,7 @@ class UpdateSource:
         layout: how it lies there.
         weight: as submitted; finite and above zero.
         norm: L2, of all its `params`, as they were accepted.
+        scale: of its `params`, on top of the normalised weight: what staleness leaves of it.
     """
 
     site: str
@@ -25,6 +26,7 @@ class UpdateSource:
     layout: Layout
     weight: float
     norm: float = 0.0
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)

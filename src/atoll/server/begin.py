@@ -23,7 +23,7 @@ from atoll.tensors.schema import CONTROL, Schema
 
 LOG = logging.getLogger("atoll.server")
 
-FROZEN_SETTINGS = ("algorithm", "codec", "codec_options", "part_bytes", "download_to_disk")
+FROZEN_SETTINGS = ("algorithm", "codec", "codec_options", "mode", "part_bytes", "download_to_disk")
 """What cannot change between two starts of one run, beside the outer optimizer: files on disk hang on it."""
 
 

@@ -27,6 +27,7 @@ from atoll.server.auth import IDENTITY
 from atoll.server.fit import require_fit
 from atoll.server.metrics import prometheus
 from atoll.server.objects import ObjectHandlers
+from atoll.server.outcome import outcome_of
 from atoll.server.roster import Lease, Presence, now_text
 from atoll.server.run import Run
 from atoll.server.space import require_space
@@ -68,6 +69,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
             on_missed=algorithm.algorithm.on_missed,
             rounds=settings.rounds,
             sync_every=algorithm.sync_every,
+            mode=settings.mode,
             schema_digest=self.plan.schema.digest,
             schema_bytes=self.plan.schema.nbytes,
             fragments=1,
@@ -167,6 +169,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
                 base_version=base_version,
                 base_digest=head.digest,
                 layout_digest=self.plan.update.digest,
+                local_steps=self.run.local_steps(lease.site),
             ),
             previous=self._previous(previous, ticket),
             head_version=head.version,
@@ -194,13 +197,13 @@ class Handlers(ObjectHandlers, TaskHandlers):
     def _previous(self, row: TicketRow | None, ticket: int | None) -> messages.Outcome | None:
         if row is None or row.ticket == ticket:
             return None
-        return self.run.outcome(self.store.ticket(row.ticket))
+        return outcome_of(self.store, self.store.ticket(row.ticket))
 
     async def get_ticket(self, ticket: int) -> messages.TicketState:
         row = self.store.ticket(ticket)
         parts = self.store.parts(ticket) if row.state in ("open", "accepted") else {}
         return messages.TicketState(
-            outcome=self.run.outcome(row),
+            outcome=outcome_of(self.store, row),
             parts=list(parts),
             part_digests=[part.digest.hex() for part in parts.values()],
         )
@@ -234,7 +237,8 @@ class Handlers(ObjectHandlers, TaskHandlers):
         if isinstance(refusal, fx.LeaseRefused):
             self.run.refuse_lease(lease, refusal)
         elif refusal is not None:
-            raise TicketClosed(refusal, "Ask for the next ticket.")
+            reason = self.store.ticket(ticket).reason
+            raise TicketClosed(refusal if reason in refusal else f"{refusal} {reason}.", "Ask for the next ticket.")
 
     def _refuse(self, lease: Lease, ticket: int, reason: str, remedy: str = LOOK) -> None:
         """Quarantine an update with its reason; the round goes on with the others."""

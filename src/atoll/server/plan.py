@@ -16,6 +16,7 @@ from atoll.algorithms.resolve import ResolvedAlgorithm, resolve
 from atoll.codecs.base import Codec
 from atoll.codecs.update import codecs_of, encoded_layout
 from atoll.config import Settings
+from atoll.errors import ConfigError
 from atoll.outer.build import build_outer
 from atoll.outer.rule import OuterRule
 from atoll.posix import nameless_file
@@ -23,9 +24,10 @@ from atoll.reducers.base import Reducer
 from atoll.reducers.build import build_reducers
 from atoll.reducers.per_step import NormalisedMean
 from atoll.reducers.share import Share
+from atoll.reducers.staleness import StalenessWeight, constant, staleness_weight
 from atoll.store.store import FileShape, FragmentShapes
 from atoll.tensors.layout import Layout, version_header, version_layout
-from atoll.tensors.schema import CONTROL, Schema
+from atoll.tensors.schema import CONTROL, PARAMS, Schema
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Plan:
     state: tuple[bytes, Layout] | None
     tables: Tables
     threads: int
+    staleness_weight: StalenessWeight = constant
 
     @classmethod
     def make(cls, settings: Settings, schema: Schema) -> Plan:
@@ -57,6 +60,13 @@ class Plan:
         if settings.aggregator:
             codecs[Accumulated.name] = Accumulated()
         rule = build_outer(algorithm.outer, algorithm.outer_options)
+        reducers = build_reducers(algorithm.algorithm.reduce, algorithm.reducer, algorithm.reducer_options)
+        if settings.staleness_weight != "constant" and reducers[PARAMS].needs_all:
+            raise ConfigError(
+                f"staleness_weight is {settings.staleness_weight!r}, but the reducer {algorithm.reducer!r} has no "
+                "weights.",
+                "Leave staleness_weight out, or choose reducer = 'mean'.",
+            )
         version = version_layout(schema, settings.part_bytes)
         state = state_layout(schema.tensors, rule, settings.part_bytes)
         return cls(
@@ -65,13 +75,14 @@ class Plan:
             schema=schema,
             codecs=codecs,
             rule=rule,
-            reducers=build_reducers(algorithm.algorithm.reduce, algorithm.reducer, algorithm.reducer_options),
+            reducers=reducers,
             header=version_header(schema),
             version=version,
             update=encoded_layout(schema, algorithm.codec, codecs, settings.part_bytes),
             state=state,
             tables=Tables(rule.granularity, codecs, state[1] if state else None),
             threads=settings.threads or min(os.cpu_count() or 1, 8),
+            staleness_weight=staleness_weight(settings.staleness_weight),
         )
 
     def new_file(self, name: str, nbytes: int) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from atoll.aggregation.close import PassInputs, PassOutputs, UpdateSource, run_pass
 from atoll.server.aggregator import Aggregator
 from atoll.server.filters import Filtering
+from atoll.server.outcome import staleness
 from atoll.server.plan import Plan
 from atoll.store.rows import TicketRow, VersionRow
 from atoll.store.slots import disk_error
@@ -53,6 +54,8 @@ def close_round(
     draft = store.begin_version(fragment, version)
     frozen = store.round(fragment, base_version)
     population = frozen.population if frozen else 0
+    lost = store.lost_versions(fragment)
+    behind = [staleness(base_version, row.base_version, lost) for row in rows]
     before = json.loads(base.row.summary_json or "{}").get("population", population)
     try:
         sources = [filtering.source(row) for row in rows]
@@ -61,8 +64,8 @@ def close_round(
                 version_layout=plan.version,
                 base_fd=base.fd,
                 updates=[
-                    UpdateSource(row.site, source.fd, plan.update, row.weight, source.norm)
-                    for row, source in zip(rows, sources, strict=True)
+                    UpdateSource(row.site, source.fd, plan.update, row.weight, source.norm, plan.staleness_weight(s))
+                    for row, source, s in zip(rows, sources, behind, strict=True)
                 ],
                 state_header=plan.state[0] if plan.state else b"",
                 state_layout=plan.state_layout,
@@ -79,6 +82,7 @@ def close_round(
             tables=plan.tables,
         )
         summary = _summary(fragment, number, version, rows, time.monotonic() - begin, result.grad_norm, population)
+        summary = summary.model_copy(update={"staleness": behind})
         row = store.commit_version(
             draft,
             digest=result.digest,
@@ -144,9 +148,10 @@ def unequal_weights(summary: status_messages.RoundSummary) -> str:
 def in_words(summary: status_messages.RoundSummary, row: VersionRow) -> str:
     """A round, for the log."""
     numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())
+    behind = f", {', '.join(map(str, summary.staleness))} behind" if any(summary.staleness) else ""
     count = len(summary.workers)
     return (
         f"round {summary.round}: version {row.version} from {count} update{'' if count == 1 else 's'} "
-        f"({', '.join(summary.workers)}), {size(summary.bytes_up)}, reduced in {summary.seconds:.2f} s"
+        f"({', '.join(summary.workers)}{behind}), {size(summary.bytes_up)}, reduced in {summary.seconds:.2f} s"
         f"{f'; {numbers}' if numbers else ''}"
     )

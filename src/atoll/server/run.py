@@ -24,6 +24,7 @@ from atoll.server.best import measured_of, missing, value_of
 from atoll.server.desk import Desk
 from atoll.server.filters import Filtering
 from atoll.server.journalled import write
+from atoll.server.pace import Pace, advice
 from atoll.server.passing import directory_gone, passing
 from atoll.server.persistor import Persistor
 from atoll.server.plan import Plan
@@ -37,7 +38,6 @@ from atoll.store.rows import Recovered, TicketRow
 from atoll.store.store import Store
 from atoll.tensors.alone import stay_alone
 from atoll.tensors.schema import CONTROL
-from atoll.wire import messages
 
 LOG = logging.getLogger("atoll.server")
 
@@ -58,6 +58,7 @@ class Run:
     ) -> None:
         self.plan, self.store, self.settings = plan, store, plan.settings
         self.roster = roster_of(recovered.members, store.newest_bases())
+        self.pace = Pace(plan, self.roster)
         self.finished = asyncio.Event()
         self.failed: AtollError | None = None
         self.ended = asyncio.Event()
@@ -112,6 +113,9 @@ class Run:
         if self.filtering.filters:
             LOG.info("what sites send passes through filters: %s", self.filtering.filters)
         self.state, effects = machine.restore(self._rules, self._recovered, time.monotonic())
+        self.store.wanted = lambda fragment: self.pace.wanted(fragment, self.state)
+        if told := advice(self.plan):
+            LOG.warning("%s", told)
         if self._recovered.finished and not self.state.finished:
             self.store.finish(False)  # more rounds were asked for
         self._carry_out(effects)
@@ -272,6 +276,10 @@ class Run:
 
     # -- rounds
 
+    def local_steps(self, site: str) -> int:
+        """Local steps between two synchronisations of a site under DyLU; 0 where all take the run's."""
+        return self.pace.local_steps(site, self.state)
+
     def offer(self, ticket: TicketRow) -> None:
         """An update is in the journal: an aggregator that takes them as they arrive gets it."""
         if self.aggregator is not None:
@@ -313,6 +321,7 @@ class Run:
             if site in self.roster:
                 self.roster[site].rounds += 1
         LOG.info("%s", in_words(summary, row))
+        self.pace.look_at(summary)
         if self._has_controls and not self._said_apart and (apart := unequal_weights(summary)):
             self._said_apart = True
             LOG.warning("%s", apart)
@@ -369,15 +378,3 @@ class Run:
             LOG.error("a task of the server failed", exc_info=error)
             error = RunFailed(f"The server failed: {error!r}.")
         self.fail(error)
-
-    def outcome(self, row: TicketRow) -> messages.Outcome:
-        """What became of a ticket, for its worker."""
-        return messages.Outcome.model_validate(
-            {
-                "ticket": row.ticket,
-                "state": row.state,
-                "base_version": row.base_version,
-                "version": row.version,
-                "reason": row.reason or "",
-            }
-        )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from atoll.rounds import machine
+from atoll.server.outcome import staleness
 from atoll.wire import routes, status_messages
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def status_of(run: Run) -> status_messages.Status:
         sent=run.desk.status(),
         durability=settings.durability,
         durable_version=run.store.durable_version(0),
-        warnings=[*run.trouble.values(), *run.desk.warnings.values()],
+        warnings=[*run.trouble.values(), *run.pace.warnings, *run.desk.warnings.values()],
     )
 
 
@@ -99,11 +100,6 @@ def why(run: Run, index: int, now_s: float) -> str:
     return "; ".join(filter(None, [machine.why(run.state, index, now_s), silent]))
 
 
-def staleness(head: int, version: int, lost: Sequence[int]) -> int:
-    """Rounds between a version and the head; `lost` are numbers below the head that no round led to."""
-    return max(0, head - version - sum(number > version for number in lost))
-
-
 def _worker(run: Run, presence: Presence, now_s: float, lost: Sequence[int]) -> status_messages.WorkerStatus:
     beat = presence.beat
     version = max(beat.version, presence.base_version)
@@ -126,5 +122,6 @@ def _worker(run: Run, presence: Presence, now_s: float, lost: Sequence[int]) -> 
         reconnections=beat.reconnections,
         metrics=dict(beat.metrics),
         labels=presence.labels,
+        local_steps=run.local_steps(presence.site),
         error=presence.error,
     )

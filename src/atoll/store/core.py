@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ class Core:
         self.durability: Durability = durability
         self.keep_versions = keep_versions
         self.max_pins = max_pins
+        self.wanted: Callable[[int], Collection[int]] = lambda fragment: ()  # versions that somebody is going to pull
         self.in_memory = False
         self.pools: dict[tuple[str, int], SlotPool] = {}
         self.spools: dict[int, Spool] = {}

@@ -264,7 +264,9 @@ class Versions(Tickets):
             pin.revoked.set()
 
     def _kept(self, fragment: int) -> set[int | None]:
-        return {*self._newest(fragment, self.keep_versions), self.durable_version(fragment)}
+        kept = {*self._newest(fragment, self.keep_versions), self.durable_version(fragment)}
+        wanted = sorted(set(self.wanted(fragment)) - kept, reverse=True)
+        return {*kept, *wanted[: max(0, self.keep_versions + self.max_pins - len(kept))]}
 
     def _newest(self, fragment: int, count: int) -> list[int]:
         """The last `count` versions of the run that are kept; where some were lost, their numbers are not in a row."""

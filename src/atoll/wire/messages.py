@@ -69,6 +69,7 @@ class RunInfo(Message):
     )
     rounds: Count = Field(description="Rounds of the run; 0: until it is stopped.")
     sync_every: Count = Field(description="Local steps between two synchronisations; 0: the worker decides.")
+    mode: Literal["sync", "async"] = Field("sync", description="Whether rounds wait for the workers they expect.")
     schema_digest: Hex32
     schema_bytes: Count = Field(description="Bytes of the model's tensors.")
     fragments: int = Field(ge=1)
@@ -183,6 +184,7 @@ class Outcome(Message):
     state: Literal["open", "accepted", "counted", "refused", "expired"]
     base_version: Count
     version: Count | None = Field(None, description="The version it went into, once it counts.")
+    staleness: Count = Field(0, description="Versions between the base of an update that counts and its version.")
     reason: str = ""
 
 
@@ -195,6 +197,7 @@ class Ticket(Message):
     base_version: Count
     base_digest: Hex32 = Field(description="Digest of the version to pull and to train from.")
     layout_digest: Hex32 = Field(description="Of the update's layout; the worker computes the same one.")
+    local_steps: Count = Field(0, description="Local steps to take from that version (DyLU); 0: the run's sync_every.")
 
 
 class TicketReply(Message):

@@ -22,6 +22,7 @@ class WorkerStatus(Message):
     rounds: Count = Field(description="Updates of it that counted.")
     version: Count
     staleness: Count = Field(description="Rounds that the head is ahead of it.")
+    local_steps: Count = Field(0, description="That it takes between two synchronisations under DyLU; 0: all the same.")
     bytes_up: Count
     bytes_down: Count
     retries: Count
@@ -49,6 +50,9 @@ class RoundSummary(Message):
         None, description="L2 norm of what the round reduced its updates to, before the outer step; null: not finite."
     )
     bytes_up: Count
+    staleness: list[Count] = Field(
+        default_factory=list, description="Of each update: versions between its base and the one it was applied to."
+    )
     population: Count = Field(0, description="Workers that had ever joined when the round closed.")
 
 

@@ -93,6 +93,7 @@ class DiLoCo:
         self.sync_every = sync_every or 0
         self._since_sync = self._base_step = self._version = 0
         self._settled = 0  # the ticket of the outbox's update, once its fate is in the base
+        self._local_steps = self._staleness = 0
         self._pending_metrics: dict[str, float] = {}
         self._pace = (0, time.monotonic())
 
@@ -196,11 +197,12 @@ class DiLoCo:
 
     @property
     def sync_metrics(self) -> dict[str, float]:
-        """Rounds, retries, reconnections, bytes and seconds waited so far."""
+        """Rounds, retries, reconnections, bytes and seconds waited so far; staleness of the last update that counted."""
         session = self._session
         return {
             "rounds": self.rounds,
             "skipped": self.skipped,
+            "staleness": self._staleness,
             "retries": session.counters.retries if session else 0,
             "reconnections": session.reconnections if session else 0,
             "bytes_up": session.counters.bytes_up if session else 0,
@@ -232,7 +234,7 @@ class DiLoCo:
         if session is None or self._stopped:
             return
         self._beat(session)
-        if self._since_sync >= self.sync_every and not self.finished:
+        if self._since_sync >= (self._local_steps or self.sync_every) and not self.finished:
             begin = time.monotonic()
             self._synchronise(session)
             self.seconds_waited += time.monotonic() - begin
@@ -301,6 +303,7 @@ class DiLoCo:
         session.heartbeat = session.heartbeat.model_copy(update={"state": "waiting for the others"})
         reply = session.next_round(max_retries=self._max_retries)
         self.rounds += 1
+        self._staleness = reply.previous.staleness if reply.previous is not None else 0
         if reply.ticket is None:
             self._finish(session, reply)
             return
@@ -347,6 +350,7 @@ class DiLoCo:
             self._settled = session.outbox.note.ticket
         session.heartbeat = session.heartbeat.model_copy(update={"version": version, "state": "training"})
         self._since_sync, self._base_step, self._version = 0, self.step, version
+        self._local_steps = self._ticket.local_steps if self._ticket is not None else 0
 
     def _reset(self, session: Session, ticket: messages.Ticket) -> None:
         """The head moved while we were away, and this algorithm begins every round from it."""

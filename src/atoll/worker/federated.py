@@ -157,11 +157,25 @@ class FederatedRound:
         if self._correction is not None:
             self._correction.close()
             self._correction = None
-        self._session.pull(self._ticket.base_version, self._ticket.base_digest, tensors)
+        self._pull(tensors)
         self._session.heartbeat = self._session.heartbeat.model_copy(
             update={"state": "training", "version": self._ticket.base_version}
         )
         return model
+
+    def _pull(self, into: dict[str, Tensor]) -> None:
+        """Pull the version of the ticket; where an asynchronous run has gone on from it, that of a newer one."""
+        while True:
+            try:
+                self._session.pull(self._ticket.base_version, self._ticket.base_digest, into)
+                return
+            except Gone:
+                if self._session.info.mode == "sync":
+                    raise
+                reply = self._session.next_round()
+                if reply.ticket is None:
+                    raise
+                self._ticket = reply.ticket
 
     @border
     def correct(self, model: nn.Module, optimizer: Optimizer) -> Correction:
@@ -220,7 +234,7 @@ class FederatedRound:
         require_framework(framework)
         schema = self._session.schema.model
         owned = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in schema.tensors}
-        self._session.pull(self._ticket.base_version, self._ticket.base_digest, owned)
+        self._pull(owned)
         tensors = owned | {alias: owned[owner] for alias, owner in schema.aliases}
         return to_numpy(tensors) if framework == "numpy" else tensors
 

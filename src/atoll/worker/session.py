@@ -381,6 +381,11 @@ class Session(Connection):
         """
         note = self.outbox.note
         expired = previous is not None and previous.state == "expired"
+        if note is not None and expired and note.sent and self.info.mode == "async":
+            # its base is behind the head as any other's may be: it is sent as if it had started from there
+            if self.outcome(note.ticket).state != "expired":
+                return False
+            note = replace(note, base_version=ticket.base_version, base_digest=ticket.base_digest)
         if note is None or not (expired or note.base_version == ticket.base_version):
             return False
         if (note.run, note.base_digest, note.layout_digest) != (
