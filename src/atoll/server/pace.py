@@ -50,8 +50,9 @@ class Pace:
         }
 
     def _has(self, site: str, version: int) -> bool:
+        """Whether a site has said that it trains from this version, or a later one; of version 0 nobody can tell."""
         presence = self._roster.get(site)
-        return presence is not None and presence.beat.version >= version
+        return presence is not None and presence.beat.version >= version > 0
 
     def look_at(self, summary: status_messages.RoundSummary) -> None:
         """Warn of an update that is further behind than any before it."""

@@ -197,7 +197,7 @@ class DiLoCo:
 
     @property
     def sync_metrics(self) -> dict[str, float]:
-        """Rounds, retries, reconnections, bytes and seconds waited so far; staleness of the last update that counted."""
+        """Rounds, retries, reconnections, bytes and seconds waited so far; staleness of the last that counted."""
         session = self._session
         return {
             "rounds": self.rounds,

@@ -22,7 +22,6 @@ from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
 from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays, as_tensors, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
-from atoll.tensors.modules import Tensors, fits, named_tensors, schema_of
 from atoll.tensors.schema import CONTROL, CONTROL_PREFIX
 from atoll.wire import messages
 from atoll.worker.border import border
@@ -31,6 +30,7 @@ from atoll.worker.connection import START_RETRIES, default_site, require_site
 from atoll.worker.correction import Correction, correction_for
 from atoll.worker.given import counted, finite_metrics, last_words, positive
 from atoll.worker.local import ALONE, LocalWorker, Model, Round
+from atoll.worker.matching import matching
 from atoll.worker.reporting import LOG, ensure_lines, size
 from atoll.worker.session import Session
 from atoll.worker.update import Runs
@@ -86,7 +86,7 @@ class Worker:
         Raises:
             SchemaMismatch: it is not the model of the run.
         """
-        tensors = _matching(self._session, model)
+        tensors = matching(self._session, model)
         while True:
             reply = self._session.next_ticket(wait_s=0.0)
             try:
@@ -153,7 +153,7 @@ class FederatedRound:
         Raises:
             SchemaMismatch: it is not the model of the run; no tensor has moved.
         """
-        tensors = _matching(self._session, model)
+        tensors = matching(self._session, model)
         if self._correction is not None:
             self._correction.close()
             self._correction = None
@@ -272,7 +272,7 @@ class FederatedRound:
                 f"Round {self.number} was submitted already.", "Submit once, then go on to the next round."
             )
         schema = self._session.schema.model
-        tensors = _matching(self._session, model if isinstance(model, nn.Module) else as_tensors(model, schema))
+        tensors = matching(self._session, model if isinstance(model, nn.Module) else as_tensors(model, schema))
         self._require_base()
         steps = counted(steps)
         if self._correction is not None:
@@ -389,25 +389,3 @@ def join(
     session = Session(server, site, folder=where, labels=labels, filters=filters, max_retries=START_RETRIES)
     LOG.info("%s: joined run %s (%s) at %s", site, session.info.name, session.info.algorithm, session.http.server)
     return Worker(session)
-
-
-def _matching(session: Session, model: nn.Module | Tensors) -> dict[str, Tensor]:
-    """The model's own tensors by name, after its schema was found to be the run's."""
-    schema = session.schema.model
-    tensors = fits(model, schema)
-    if tensors is not None:
-        return tensors
-    if not isinstance(model, nn.Module):
-        # a mapping cannot say which of its tensors are buffers, nor which are tied: what the run knows is taken over
-        groups = {spec.name: spec.group for spec in schema.tensors}
-        tied = dict(schema.aliases)
-        tensors = {name: tensor for name, tensor in named_tensors(model)[0].items() if name not in tied}
-        mine = schema_of(tensors)
-        mine = type(mine).build(
-            [type(spec)(spec.name, spec.dtype, spec.shape, groups.get(spec.name, spec.group)) for spec in mine.tensors],
-            tied,
-        )
-    else:
-        tensors, mine = named_tensors(model)[0], schema_of(model)
-    mine.require_equal(schema, mine=f"worker {session.site}", theirs="the server")
-    return tensors

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -24,6 +23,7 @@ from atoll.tensors.schema import Schema
 from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.worker import update
+from atoll.worker.again import sent_again
 from atoll.worker.connection import Connection
 from atoll.worker.files import BaseFile, Outbox, OutboxNote, locked, remove_earlier
 from atoll.worker.filtering import Filtered
@@ -380,23 +380,12 @@ class Session(Connection):
         The same bits alone are no reason: a round may have left them as they were.
         """
         note = self.outbox.note
-        expired = previous is not None and previous.state == "expired"
-        if note is not None and expired and note.sent and self.info.mode == "async":
-            # its base is behind the head as any other's may be: it is sent as if it had started from there
-            if self.outcome(note.ticket).state != "expired":
-                return False
-            note = replace(note, base_version=ticket.base_version, base_digest=ticket.base_digest)
-        if note is None or not (expired or note.base_version == ticket.base_version):
-            return False
-        if (note.run, note.base_digest, note.layout_digest) != (
-            self.info.run,
-            ticket.base_digest,
-            ticket.layout_digest,
-        ):
+        again = sent_again(note, ticket, previous, self.info, self.outcome)
+        if note is None or again is None:
             return False
         LOG.info("%s: the server fell back to version %d; submitting again", self.site, ticket.base_version)
         self._turns.moves_to(ticket.ticket, ticket.base_version, note.ticket)
-        self.outbox.seal(replace(note, ticket=ticket.ticket, sent=False))
+        self.outbox.seal(again)
         try:
             self.send()
         except (TicketClosed, Gone, UpdateRefused) as error:

@@ -1,0 +1,38 @@
+"""What is sent again: a server that lost power falls back, and what it had acknowledged since is still in outboxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from atoll.wire import messages
+from atoll.worker.files import OutboxNote
+
+
+def sent_again(
+    note: OutboxNote | None,
+    ticket: messages.Ticket,
+    previous: messages.Outcome | None,
+    info: messages.RunInfo,
+    outcome_of: Callable[[int], messages.Outcome],
+) -> OutboxNote | None:
+    """The note under which what the outbox holds serves this ticket; None where it does not.
+
+    In a synchronous run it was formed from the very version that the ticket is for: the same bits alone are no reason,
+    a round may have left them as they were. In an asynchronous one its base may be behind the head as any other's may
+    be: an acknowledged update that has expired is sent as if it had started from there.
+
+    Args:
+        previous: what became of the site's ticket before.
+    """
+    expired = previous is not None and previous.state == "expired"
+    if note is None or note.run != info.run or note.layout_digest != ticket.layout_digest:
+        return None
+    again = replace(
+        note, ticket=ticket.ticket, base_version=ticket.base_version, base_digest=ticket.base_digest, sent=False
+    )
+    if note.base_digest == ticket.base_digest and (expired or note.base_version == ticket.base_version):
+        return replace(again, base_version=note.base_version)
+    if info.mode == "async" and expired and note.sent and outcome_of(note.ticket).state == "expired":
+        return again
+    return None
