@@ -22,6 +22,7 @@ WORKER = {
     "ATOLL_SERVER": "Address of the server, `http://host:8512`; without it a script trains alone.",
     "ATOLL_SITE": "Name of this worker: letters, digits, `.`, `_`, `-`; by default made of host and process.",
     "ATOLL_TOKEN": "Bearer token, at the server and its workers; or a 0600 file named by `ATOLL_TOKEN_FILE`.",
+    "ATOLL_MAX_SYNC_RETRIES": "Attempts before DiLoCo skips a synchronisation with a lost server; by default 6.",
     "ATOLL_DIR": "Folder of the base and outbox files, each as large as the model; by default `.atoll`.",
     "ATOLL_NEW_CONTROLS": "1: a site that has lost its SCAFFOLD control begins at zero, and is not refused.",
     "ATOLL_TLS_CA": "PEM file with the authority of the server's certificate; by default the system's.",

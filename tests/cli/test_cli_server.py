@@ -53,6 +53,26 @@ def test_flags_become_settings(read) -> None:
     assert settings.min_workers == Settings().min_workers
 
 
+@pytest.mark.covers("L23")
+def test_the_flags_of_low_communication_runs(read) -> None:
+    settings = read(
+        *("--async", "--no-bf16", "--num-workers", "4", "--host", "127.0.0.1", "--port", "0", "--save-dir", "out"),
+        *("--save-every", "5", "--num-fragments", "2", "--sync-every", "20", "--tau", "1", "--alpha", "0.5"),
+        *("--max-staleness", "3", "--dn-buffer-size", "4", "--dylu", "--heartbeat-interval", "5"),
+    )
+    assert (settings.mode, settings.codec, settings.num_workers, settings.port) == ("async", "none", 4, 0)
+    assert (settings.save_dir, settings.save_every, settings.num_fragments) == (Path("out"), 5, 2)
+    assert (settings.tau, settings.alpha, settings.max_staleness) == (1, 0.5, 3)
+    assert (settings.dn_buffer_size, settings.dylu, settings.heartbeat_interval_s) == (4, True, 5.0)
+    assert read("--dylu", "--mode", "async").dylu
+    assert "bf16 for DiLoCo, else none" in (Settings.model_fields["codec"].description or "")
+
+
+def test_a_short_flag_against_its_setting_is_refused(read) -> None:
+    with pytest.raises(ConfigError, match=r"--async says mode = 'async', and --mode says 'sync'"):
+        read("--async", "--mode", "sync")
+
+
 def test_a_table_is_written_as_toml_and_a_list_with_commas(read) -> None:
     settings = read("--outer-options", "{nesterov = true, betas = [0.9, 0.95]}", "--buffers", "*mean, *var")
     assert settings.outer_options == {"nesterov": True, "betas": [0.9, 0.95]}

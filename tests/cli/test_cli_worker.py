@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from atoll.cli import worker
-from atoll.errors import ServerUnreachable
+from atoll.errors import ConfigError, ServerUnreachable
+from atoll.worker.given import sync_retries
 
 SHOW = "import os; print({key: value for key, value in os.environ.items() if key.startswith('ATOLL_')})"
 
@@ -23,6 +24,19 @@ def test_the_script_finds_its_server_in_the_environment(canned, atoll_command, t
     assert outcome.returncode == 0, outcome.stderr
     expected = {"ATOLL_SERVER": canned.url, "ATOLL_SITE": "a", "ATOLL_DIR": str(tmp_path / "files")}
     assert outcome.stdout.strip() == str(expected)
+
+
+@pytest.mark.covers("L23")
+def test_sync_retries_reach_the_script(canned, atoll_command, monkeypatch) -> None:
+    script = "from atoll.worker.given import sync_retries; print('tries', sync_retries(None), sync_retries(1))"
+    flags = ("--server", canned.url, "--max-sync-retries", "2")
+    outcome = atoll_command("worker", *flags, "--", sys.executable, "-c", script)
+    assert "tries 2 1" in outcome.stdout
+    monkeypatch.setenv("ATOLL_MAX_SYNC_RETRIES", "few")
+    with pytest.raises(ConfigError, match="ATOLL_MAX_SYNC_RETRIES is 'few'"):
+        sync_retries(None)
+    monkeypatch.delenv("ATOLL_MAX_SYNC_RETRIES")
+    assert sync_retries(None) == 6
 
 
 def test_the_commands_own_flags_are_left_to_it(canned, atoll_command) -> None:

@@ -51,7 +51,7 @@ def serve(run_file: Path | None, **flags: Any) -> None:
     for folder in filter(None, [os.getcwd(), str(run_file.parent.resolve()) if run_file else None]):
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    given = {key: _parsed(key, value) for key, value in flags.items() if value is not None}
+    given = {key: _parsed(key, value) for key, value in _spelt_out(flags).items() if value is not None}
     try:
         run_until_finished(Settings.read(run_file, given))
     except ConfigError as error:
@@ -181,6 +181,24 @@ def _summary(server: Server, seconds: float) -> str:
 
 # -- flags
 
+SHORT = {"--async": ("mode", "async"), "--no-bf16": ("codec", "none")}
+"""Flags that stand for a setting with a value."""
+
+
+def _spelt_out(flags: dict[str, Any]) -> dict[str, Any]:
+    """The flags with `SHORT` ones as the settings that they stand for.
+
+    Raises:
+        ConfigError: another flag gives that setting another value.
+    """
+    out = {key: value for key, value in flags.items() if not key.startswith("short_")}
+    for flag, (key, value) in SHORT.items():
+        if flags.get(f"short_{key}"):
+            if out.get(key) not in (None, value):
+                raise ConfigError(f"{flag} says {key} = {value!r}, and --{key} says {out[key]!r}.", "Give one of them.")
+            out[key] = value
+    return out
+
 
 def _parsed(key: str, value: Any) -> Any:
     """What a flag's text means, where it is more than pydantic reads by itself."""
@@ -239,6 +257,12 @@ def _flag(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:
     return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[accepted, option])
 
 
+def _short(flag: str, key: str, value: str, panel: str) -> inspect.Parameter:
+    option = typer.Option(flag, help=f"As --{key} {value}.", show_default=False, rich_help_panel=panel)
+    name = f"short_{key}"
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
+
+
 def with_setting_flags(function: Callable[..., None]) -> Callable[..., None]:
     """A command whose parameters are a run file and every setting; typer reads the signature that is made here."""
 
@@ -257,6 +281,9 @@ def with_setting_flags(function: Callable[..., None]) -> Callable[..., None]:
     for key, field in Settings.model_fields.items():
         panel = PANELS.get(key, panel)
         parameters.append(_flag(key, field, panel))
+        for flag, (setting, value) in SHORT.items():
+            if setting == key:
+                parameters.append(_short(flag, setting, value, panel))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = function.__doc__

@@ -46,6 +46,12 @@ def command(
         Path | None,
         typer.Option("--dir", help="Folder of the worker's files, each as large as the model.", show_default=False),
     ] = None,
+    max_sync_retries: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Attempts before DiLoCo skips a synchronisation with a lost server.", show_default=False
+        ),
+    ] = None,
     restarts: Annotated[
         int, typer.Option(min=0, help="Start a command that failed or was killed again, so often.")
     ] = 0,
@@ -61,6 +67,8 @@ def command(
         raise UsageError("--restarts needs a name that stays the same.", "Give --site NAME, or set ATOLL_SITE.")
     if directory is not None:
         environment["ATOLL_DIR"] = str(directory.resolve())
+    if max_sync_retries is not None:
+        environment["ATOLL_MAX_SYNC_RETRIES"] = str(max_sync_retries)
     raise typer.Exit(_run(script, environment, restarts))
 
 

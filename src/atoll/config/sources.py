@@ -25,6 +25,7 @@ NOT_SETTINGS = frozenset(
         "ATOLL_SITE",
         "ATOLL_TOKEN",
         "ATOLL_DIR",
+        "ATOLL_MAX_SYNC_RETRIES",
         "ATOLL_TLS_CA",
         "ATOLL_NEW_CONTROLS",
         "ATOLL_FAILPOINTS",

@@ -28,12 +28,10 @@ from atoll.worker import update
 from atoll.worker.border import border
 from atoll.worker.connection import START_RETRIES, NetworkLost, default_site, require_site
 from atoll.worker.files import BaseFile
-from atoll.worker.given import finite_metrics, last_words, positive, require_trains
+from atoll.worker.given import finite_metrics, last_words, positive, require_trains, sync_retries
 from atoll.worker.local import ALONE, ALONE_ENDED
 from atoll.worker.reporting import LOG, ensure_lines, size
 from atoll.worker.session import Session
-
-SYNC_RETRIES = 6
 
 
 class DiLoCo:
@@ -51,7 +49,8 @@ class DiLoCo:
         folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
         labels: anything to be shown in status.
         filters: that every update of this site passes through, in this order, before any byte of it leaves.
-        max_sync_retries: attempts before a synchronisation with a lost server is skipped.
+        max_sync_retries: attempts before a synchronisation with a lost server is skipped; by default
+            `ATOLL_MAX_SYNC_RETRIES`, else 6.
     """
 
     @border
@@ -68,7 +67,7 @@ class DiLoCo:
         folder: str | Path | None = None,
         labels: dict[str, str] | None = None,
         filters: Sequence[Filter] = (),
-        max_sync_retries: int = SYNC_RETRIES,
+        max_sync_retries: int | None = None,
     ) -> None:
         if sync_every is not None and sync_every < 1:
             raise UsageError(
@@ -80,7 +79,7 @@ class DiLoCo:
         self._given_sync_every = sync_every
         self._weight, self._metrics = weight, metrics
         self._folder, self._labels, self._filters = Path(folder) if folder else None, labels, filters
-        self._max_retries = max_sync_retries
+        self._max_retries = sync_retries(max_sync_retries)
         self._session: Session | None = None
         self._hooks: list[Any] = []
         self._begun = False

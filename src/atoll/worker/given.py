@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import traceback
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from atoll.errors import UsageError
+from atoll.errors import ConfigError, UsageError
 from atoll.wire import messages
 from atoll.worker.reporting import LOG
 
@@ -97,3 +98,20 @@ def finite_metrics(metrics: dict[str, float], site: str) -> dict[str, float]:
         if not abs(value) < float("inf"):
             LOG.warning("%s: the metric %r is %s; it is left out", site, key, value)
     return {key: value for key, value in values.items() if abs(value) < float("inf")}
+
+
+SYNC_RETRIES = 6
+
+
+def sync_retries(given: int | None) -> int:
+    """Attempts before a synchronisation is skipped: as given, else `ATOLL_MAX_SYNC_RETRIES`, else 6.
+
+    Raises:
+        ConfigError: the variable holds no whole number from 0 on.
+    """
+    text = os.environ.get("ATOLL_MAX_SYNC_RETRIES", "")
+    if given is not None or not text:
+        return SYNC_RETRIES if given is None else given
+    if not text.isdecimal():
+        raise ConfigError(f"ATOLL_MAX_SYNC_RETRIES is {text!r}.", "Set it to a whole number, at least 0.")
+    return int(text)
