@@ -105,3 +105,24 @@ def test_what_is_said_while_the_live_table_is_shown_stands_above_it(known, monke
 def test_a_run_without_workers_says_so(known) -> None:
     alone = known.model_copy(update={"workers": [], "history": []})
     assert status.plain(alone, "http://there")[-1] == "no worker has joined yet"
+
+
+@pytest.mark.covers("L5", "L6", "L13")
+def test_an_asynchronous_run_says_how_far_behind_updates_were(known) -> None:
+    worker = known.workers[0].model_copy(update={"staleness": 3, "local_steps": 166})
+    last = known.history[-1].model_copy(update={"staleness": [0, 4]})
+    outer = "delayed_nesterov(lr=0.7, momentum=0.9, N=4, undelayed=0)"
+    asynchronous = known.model_copy(
+        update={
+            "policy": "async, 2 updates a step",
+            "outer": outer,
+            "staleness": {"0": 2, "1": 1, "4": 1},  # (0 + 0 + 1 + 4) / 4 = 1.25
+            "workers": [worker],
+            "history": [last],
+        }
+    )
+    lines = status.plain(asynchronous, "http://there")
+    assert "async, 2 updates a step" in lines[0]
+    assert f"outer optimizer {outer}; staleness 1.2 on average, at most 4" in lines
+    assert "4.50 (H 166)" in "\n".join(lines)
+    assert "from clinic-a, clinic-b (0, 4 behind);" in lines[-1]

@@ -113,7 +113,9 @@ def test_updates_are_applied_one_by_one_to_whatever_is_the_head(world: Callable[
     run.one_by_one()
     assert run.behind() == [("b", 0), ("c", 1), ("a", 2), ("b", 2)]
     assert torch.allclose(run.weight(), nesterov([gradient(n) for n in range(4)]), rtol=0, atol=1e-12)
-    assert run.server.status().policy == "async"
+    status = run.server.status()
+    assert (status.policy, status.outer) == ("async", "sgd(lr=0.5, momentum=0.5, nesterov=True)")
+    assert status.staleness == {"0": 1, "1": 1, "2": 2}
 
 
 @pytest.mark.covers("L3", "L6")

@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from atoll.cli.children import Terminated, raise_on_sigterm
 from atoll.cli.status import WATCH_S, live_table
-from atoll.cli.text import awaited, best_line, duration, log_lines, numbers, size
+from atoll.cli.text import awaited, best_line, duration, log_lines, numbers, size, staleness
 from atoll.config import Settings
 from atoll.errors import ConfigError
 
@@ -172,11 +172,20 @@ def _summary(server: Server, seconds: float) -> str:
         f"finished{at} after {duration(seconds)}",
         f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent",
         f"{len(status.workers)} workers, {status.deaths} deaths{refused}",
+        _troubles(status),
+        staleness(status.staleness),
         numbers(last),
         best_line(status.best) if status.best else "",
         status.stopped,
     ]
     return "; ".join(filter(None, parts))
+
+
+def _troubles(status: status_messages.Status) -> str:
+    """Retries and reconnections of all workers; nothing where there were none."""
+    retries = sum(worker.retries for worker in status.workers)
+    joins = sum(worker.reconnections for worker in status.workers)
+    return f"{retries} retries, {joins} reconnections" if retries or joins else ""
 
 
 # -- flags

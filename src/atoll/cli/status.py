@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.text import awaited, best_line, duration, numbers, round_line, size, task_line, task_totals
+from atoll.cli.text import awaited, best_line, duration, numbers, round_line, size, staleness, task_line, task_totals
 from atoll.errors import ServerUnreachable
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
         worker.state,
         worker.doing,
         str(worker.step),
-        f"{worker.steps_per_s:.2f}",
+        f"{worker.steps_per_s:.2f}" + (f" (H {worker.local_steps})" if worker.local_steps else ""),
         str(worker.rounds),
         str(worker.version),
         str(worker.staleness),
@@ -143,6 +143,9 @@ def headline(status: status_messages.Status, address: str) -> list[str]:
         f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent, {status.deaths} deaths, "
         f"{status.refused} updates refused, durability {status.durability}{durable}",
     ]
+    if status.outer:
+        behind = staleness(status.staleness)
+        lines.append(f"outer optimizer {status.outer}{'; ' + behind if behind else ''}")
     if status.best is not None:
         lines.append(best_line(status.best))
     if status.tasks:

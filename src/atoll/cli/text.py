@@ -29,6 +29,15 @@ def numbers(metrics: Mapping[str, float], leave_out: Iterable[str] = ()) -> str:
     return ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if key not in skipped)
 
 
+def staleness(counts: Mapping[str, int]) -> str:
+    """How far behind updates were: "staleness 1.3 on average, at most 4"; nothing where none has counted."""
+    total = sum(counts.values())
+    if not total:
+        return ""
+    mean = sum(int(behind) * count for behind, count in counts.items()) / total
+    return f"staleness {mean:.2g} on average, at most {max(map(int, counts))}"
+
+
 def awaited(fragment: status_messages.FragmentStatus) -> str:
     """Who a round waits for, for how long and why; empty where it waits for nobody."""
     sites = ", ".join(f"{missing.site} ({duration(missing.for_s)})" for missing in fragment.waiting_for)
@@ -41,8 +50,9 @@ def awaited(fragment: status_messages.FragmentStatus) -> str:
 def round_line(summary: status_messages.RoundSummary) -> str:
     """One round in one line."""
     told = numbers(summary.metrics)
+    behind = f" ({', '.join(map(str, summary.staleness))} behind)" if any(summary.staleness) else ""
     return (
-        f"round {summary.round}: version {summary.version} from {', '.join(summary.workers)}; "
+        f"round {summary.round}: version {summary.version} from {', '.join(summary.workers)}{behind}; "
         f"{size(summary.bytes_up)} up, {summary.seconds:.2f} s{f'; {told}' if told else ''}"
     )
 

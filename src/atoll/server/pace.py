@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 from atoll.rounds.dylu import local_steps
@@ -24,6 +25,7 @@ class Pace:
         self._plan, self._roster = plan, roster
         self._worst = FAR_BEHIND
         self.warnings: list[str] = []
+        self.counts: Counter[int] = Counter()
 
     def local_steps(self, site: str, state: State) -> int:
         """H_w of a site; 0 where all take the run's H."""
@@ -55,7 +57,9 @@ class Pace:
         return presence is not None and presence.beat.version >= version > 0
 
     def look_at(self, summary: status_messages.RoundSummary) -> None:
-        """Warn of an update that is further behind than any before it."""
+        """Count how far behind updates were, and warn of one that is further behind than any before it."""
+        if self._plan.settings.mode == "async":
+            self.counts.update(summary.staleness)
         worst = max(summary.staleness, default=0)
         if worst <= self._worst:
             return

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from atoll.algorithms.resolve import ResolvedAlgorithm
 from atoll.rounds import machine
 from atoll.server.outcome import staleness
 from atoll.wire import routes, status_messages
@@ -43,6 +44,8 @@ def status_of(run: Run) -> status_messages.Status:
         uptime_s=now_s - run.started_s,
         model_bytes=run.plan.schema.model.nbytes,
         codec=algorithm.codec,
+        outer=_outer(algorithm),
+        dylu=settings.dylu,
         sync_every=algorithm.sync_every,
         fragments=[_fragment(run, index, now_s) for index in range(len(run.state.rounds))],
         workers=[_worker(run, presence, now_s, lost) for _, presence in sorted(run.roster.items())],
@@ -51,12 +54,20 @@ def status_of(run: Run) -> status_messages.Status:
         bytes_down=run.bytes_down,
         deaths=run.deaths,
         refused=run.refused,
+        staleness={str(behind): count for behind, count in sorted(run.pace.counts.items())},
         tasks=run.desk.counts if run.desk.active else {},
         sent=run.desk.status(),
         durability=settings.durability,
         durable_version=run.store.durable_version(0),
         warnings=[*run.trouble.values(), *run.pace.warnings, *run.desk.warnings.values()],
     )
+
+
+def _outer(algorithm: ResolvedAlgorithm) -> str:
+    """`sgd(lr=0.7, momentum=0.9)`; delayed Nesterov's N and first steps by these names."""
+    names = {"delay": "N"}
+    options = [f"{names.get(key, key)}={value}" for key, value in algorithm.outer_options.items()]
+    return f"{algorithm.outer}({', '.join(options)})"
 
 
 def _best(run: Run) -> status_messages.BestStatus | None:

@@ -105,7 +105,9 @@ class Status(Message):
     uptime_s: float
     model_bytes: Count
     codec: str
+    outer: str = Field("", description="The outer optimizer and its options, in words.")
     sync_every: Count
+    dylu: bool = Field(False, description="Whether slower workers take fewer local steps.")
     fragments: list[FragmentStatus]
     workers: list[WorkerStatus]
     history: list[RoundSummary] = Field(description="The last rounds, oldest first.")
@@ -113,6 +115,10 @@ class Status(Message):
     bytes_down: Count = Field(description="Of versions that it has sent since.")
     deaths: Count = Field(description="Workers that were declared dead, in the whole run.")
     refused: Count = Field(description="Updates that were refused, in the whole run.")
+    staleness: dict[str, Count] = Field(
+        default_factory=dict,
+        description="How many updates counted so many versions behind the head, since the server was started.",
+    )
     tasks: dict[str, Count] = Field(
         default_factory=dict, description="Payloads that a workflow sent: streamed, inline, and skipped (no tensors)."
     )

@@ -165,11 +165,13 @@ class DiLoCo:
         said = last_words(error)
         session.leave(said)
         LOG.info(
-            "%s: %d steps, %d rounds, %d skipped; sent %s, received %s, waited %.1f s",
+            "%s: %d steps, %d rounds, %d skipped, %d retries, %d reconnections; sent %s, received %s, waited %.1f s",
             session.site,
             self.step,
             self.rounds,
             self.skipped,
+            session.counters.retries,
+            session.reconnections,
             size(session.counters.bytes_up),
             size(session.counters.bytes_down),
             self.seconds_waited,
