@@ -170,7 +170,7 @@ def test_a_server_that_is_stopped_behind_the_end_of_its_run_says_so(
     served.until("finished at version 1")
     served.process.send_signal(number)
     assert served.end() == 0
-    assert "gets it when the same command is started again" in served.lines[-1]
+    assert "gets it when the same command is started again" in served.lines[-1], "".join(served.lines)
     client.close()
 
 
