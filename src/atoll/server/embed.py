@@ -99,6 +99,9 @@ class Server:
         self._stopping: asyncio.Event | None = None
         self._ready = Latch()
         self._finished = Latch()
+        self._over = (
+            Latch()
+        )  # not Thread.join: broken off by a signal, it takes the thread for one that ended
         self._error: BaseException | None = None
         self._last_status: status_messages.Status | None = None
         self._questions: set[concurrent.futures.Future[Any]] = set()
@@ -118,7 +121,7 @@ class Server:
         self._thread.start()
         self._ready.wait()
         if self._error is not None:
-            self._thread.join()
+            self._over.wait()
             raise self._error
         return self
 
@@ -130,9 +133,7 @@ class Server:
         """
         if self._thread is None:
             self.start()
-        assert self._thread is not None
-        while self._thread.is_alive():
-            self._thread.join(0.2)
+        self._over.wait()
         if self._error is not None:
             raise self._error
 
@@ -141,7 +142,7 @@ class Server:
         if self._loop is not None and self._stopping is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stopping.set)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._over.wait()
 
     def __enter__(self) -> Server:
         return self.start()
@@ -241,6 +242,7 @@ class Server:
         finally:
             self._finished.set()
             self._ready.set()
+            self._over.set()
 
     async def _serve(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()

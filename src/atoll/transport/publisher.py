@@ -22,6 +22,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from atoll.errors import AtollError, ConfigError, DiskFull, Gone, PortInUse, StoreError, UsageError
+from atoll.latch import Latch
 from atoll.posix import FULL, nameless_file, read_at
 from atoll.tensors.cuts import Cut
 from atoll.tensors.objects import Extent, write_object
@@ -117,6 +118,9 @@ class ObjectHost:
         self.port: int = address[1]
         self.name = name or (socket.gethostname() if host in ("0.0.0.0", "::") else host)
         self._loop = asyncio.new_event_loop()
+        self._over = (
+            Latch()
+        )  # not Thread.join: broken off by a signal, it takes the thread for one that ended
         self._thread = threading.Thread(target=self._main, name="atoll-objects", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -163,7 +167,7 @@ class ObjectHost:
             done, self._closed = self._closed, True
         if not done:
             self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join()
+        self._over.wait()
 
     def _on_loop(self, work: Callable[[], T]) -> T:
         async def call() -> T:
@@ -240,10 +244,13 @@ class ObjectHost:
         except BaseException as error:
             self._error = error
         finally:
-            self._ready.set()
-            self._listener.close()
-            self._pool.shutdown(wait=True)
-            self._loop.close()
+            try:
+                self._ready.set()
+                self._listener.close()
+                self._pool.shutdown(wait=True)
+                self._loop.close()
+            finally:
+                self._over.set()
 
     async def _serve(self) -> None:
         app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard])
