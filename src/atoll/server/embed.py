@@ -99,9 +99,7 @@ class Server:
         self._stopping: asyncio.Event | None = None
         self._ready = Latch()
         self._finished = Latch()
-        self._over = (
-            Latch()
-        )  # not Thread.join: broken off by a signal, it takes the thread for one that ended
+        self._over = Latch()  # Thread.join, broken off by a signal, takes the thread for one that ended
         self._error: BaseException | None = None
         self._last_status: status_messages.Status | None = None
         self._questions: set[concurrent.futures.Future[Any]] = set()

@@ -118,9 +118,7 @@ class ObjectHost:
         self.port: int = address[1]
         self.name = name or (socket.gethostname() if host in ("0.0.0.0", "::") else host)
         self._loop = asyncio.new_event_loop()
-        self._over = (
-            Latch()
-        )  # not Thread.join: broken off by a signal, it takes the thread for one that ended
+        self._over = Latch()  # Thread.join, broken off by a signal, takes the thread for one that ended
         self._thread = threading.Thread(target=self._main, name="atoll-objects", daemon=True)
         self._thread.start()
         self._ready.wait()
