@@ -73,7 +73,9 @@ class RunInfo(Message):
     schema_bytes: Count = Field(description="Bytes of the model's tensors.")
     fragments: int = Field(ge=1)
     codec: str = Field(description="How `params` are encoded in an update.")
-    codec_options: dict[str, str | float] = Field(default_factory=dict, description="The codec's keyword arguments.")
+    codec_options: dict[str, str | int | float] = Field(
+        default_factory=dict, description="The codec's keyword arguments."
+    )
     part_bytes: int = Field(gt=0)
     connections: int = Field(gt=0, description="Parallel connections a worker should use for tensors.")
     heartbeat_interval_s: float = Field(ge=0)

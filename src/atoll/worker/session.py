@@ -84,7 +84,7 @@ class Session(Connection):
             self.folder = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))) / site / self.info.run
             self._cleanup.enter_context(locked(self.folder, site))
             self.layout = version_layout(self.schema, self.info.part_bytes)
-            self.codecs = codecs_of(self.info.codec, self.info.codec_options)
+            self.codecs = codecs_of(self.info.codec, self.info.codec_options, sent=True)
             self.base = BaseFile(self.folder, self.layout)
             self._cleanup.callback(self.base.close)
             layout = encoded_layout(self.schema, self.info.codec, self.codecs, self.info.part_bytes)

@@ -108,9 +108,9 @@ class _Former:
     ) -> None:
         self.outbox, self.base, self.tensors, self.codecs, self.stretches = outbox, base, tensors, codecs, stretches
         self.control_difference, self.filtered, self.residuals = control_difference, filtered, residuals
-        self.buffer = torch.zeros(_BUFFER_BYTES + ALIGN_BYTES, dtype=torch.uint8)
+        self.buffer = torch.zeros(_BUFFER_BYTES + ALIGN_BYTES, dtype=torch.uint8, device="cpu")
         self.view = bytes_of(self.buffer)
-        self.scratch = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)
+        self.scratch = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8, device="cpu")
         self.is_zero = True
 
     def part(self, part: Part) -> bytes:
@@ -159,7 +159,7 @@ class _Former:
         if spec.group != PARAMS:
             codec.encode_(filtered.value(*stretch.runs[0]), target, spec.dtype)
             return
-        delta = torch.zeros(stretch.numel, dtype=accumulate_dtype(spec.dtype))
+        delta = torch.zeros(stretch.numel, dtype=accumulate_dtype(spec.dtype), device="cpu")
         for place, run in zip(torch.split(delta, list(stretch.sizes))[::2], stretch.runs, strict=True):
             place.copy_(filtered.change(*run))
         self.is_zero = self.is_zero and not bool(delta.any())
@@ -235,7 +235,7 @@ def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -
                 values = base.elements(piece, start, stop, scratch, torch_dtype(spec.dtype))
                 run = outbox.layout.piece(piece.segment, start, stop)
                 outbox.read_into(run.offset, memoryview(encoded)[: run.nbytes])
-                delta = torch.empty(stop - start, dtype=wide)
+                delta = torch.empty(stop - start, dtype=wide, device="cpu")
                 source = torch.frombuffer(encoded, dtype=torch.uint8, count=run.nbytes)
                 codecs[piece.segment.codec].decode_(source, delta, spec.dtype)
                 values.copy_(values.to(wide) - delta)
