@@ -162,6 +162,9 @@ class Heartbeat(Message):
     bytes_down: Count = 0
     state: str = Field("", max_length=64, description="What it is doing, in a word.")
     metrics: Metrics = Field(default_factory=dict)
+    warnings: list[Text] = Field(
+        default_factory=list, max_length=8, description="What its user should know, and who asks."
+    )
 
 
 class HeartbeatReply(Message):

@@ -219,9 +219,7 @@ class FederatedRound:
         """
         require_framework(framework)
         schema = self._session.schema.model
-        owned = {
-            spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="cpu") for spec in schema.tensors
-        }
+        owned = {s.name: torch.empty(s.shape, dtype=torch_dtype(s.dtype), device="cpu") for s in schema.tensors}
         self._session.pull(self._ticket.base_version, self._ticket.base_digest, owned)
         tensors = owned | {alias: owned[owner] for alias, owner in schema.aliases}
         return to_numpy(tensors) if framework == "numpy" else tensors
