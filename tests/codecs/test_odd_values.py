@@ -145,3 +145,12 @@ def test_what_has_no_room_is_within_bounds_or_not_finite(codec: Codec, dtype: to
         sent = back[back != 0]
         assert bool(((sent / largest - 1).abs() < 1e-4).all()) or not bool(back.isfinite().all())
         assert largest > 1e34 or bool(back.isfinite().all())
+
+
+@pytest.mark.parametrize(("codec", "zero"), [(Int8Codec(), 0), (Int4Codec(), 8 | 8 << 4)], ids=["int8", "int4"])
+def test_a_block_without_a_scale_has_the_code_of_zero(codec: Codec, zero: int) -> None:
+    """All zero, next to nothing, and with what is no number in it: the same bytes on every machine."""
+    for block in ([0.0, -0.0, 0.0], [1e-40, -1e-31, 0.0], [1.0, float("nan"), -3.0], [float("inf"), 1.0, -3.0]):
+        found = encoded(codec, torch.tensor(block))
+        assert set(found[4:].tolist()) == {zero}
+        assert bool(found[:4].any()) == (block[0] > 0.5)
