@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import atoll
+from atoll.errors import ConfigError
 from atoll.tensors.schema import Schema, TensorSpec
+from atoll.testing.processes import free_port, wait_until
 from atoll.wire import messages
 from atoll.worker.residuals import Residuals
 from atoll.worker.session import Session
@@ -158,6 +161,84 @@ def test_a_base_that_was_advanced_has_it_in_the_local_progress(tmp_path: Path, s
         left = session.residuals._files[1 - session.residuals.note.current]
         assert left.values(session.residuals._segments["w"], 0, 2).tolist() == [0.0, pytest.approx(0.4)]
         session.leave()
+
+
+def test_an_update_whose_fate_nobody_asked_for_is_settled_before_the_next_is_formed(tmp_path: Path) -> None:
+    """Tickets that came by `next_ticket`: 0.4 and 0.4 that was left make 0.8, which is rounded to 1."""
+    with serving(tmp_path) as server:
+        session = Session(server.url, "a", folder=tmp_path / "w")
+        weights = {"w": torch.zeros(2)}
+        for _ in range(2):
+            reply = session.next_ticket()
+            assert reply.ticket is not None
+            session.pull(reply.ticket.base_version, reply.ticket.base_digest, weights)
+            weights["w"] -= torch.tensor([127.0, 0.4])
+            session.submit(reply.ticket, weights, weight=1.0, steps=1, metrics={})
+        reply = session.next_ticket()
+        assert reply.ticket is not None
+        session.pull(reply.ticket.base_version, reply.ticket.base_digest, weights)
+        assert weights["w"].tolist() == [-254.0, -1.0]
+        session.leave()
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("codec", "options"), [("topk", {"density": 0.5}), ("topk", {}), ("int8", {})], ids=["denser", "default", "another"]
+)
+def test_a_run_does_not_change_its_codec_between_two_starts(
+    tmp_path: Path, codec: str, options: dict[str, float]
+) -> None:
+    with serving(tmp_path, "topk", codec_options={"density": 0.25}) as server:
+        site = client(server, tmp_path)
+        site.next_round()
+        site.submit(trained(site, [1.0, 2.0]))
+        site.close()
+    with pytest.raises(ConfigError, match=r"has a run with codec.* Start it with the old value, or begin a new run"):
+        serving(tmp_path, codec, codec_options=options).start()
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_an_update_of_a_lost_version_is_sent_again_with_what_it_had(tmp_path: Path, disturbed: bool) -> None:
+    """The server loses version 2, whose update had counted: the same bytes count again, and what they left stays."""
+    options: dict[str, Any] = {"rounds": 3, "port": free_port()}
+    server = serving(tmp_path, **options).start()
+    site = client(server, tmp_path)
+    for number in (1, 2):
+        assert site.next_round() == number
+        site.submit(trained(site, [127.0, 0.4]))
+    wait_until(lambda: server.status().fragments[0].version == 2, "version 2")
+    if disturbed:
+        server.stop()
+        with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as journal:
+            (slot,) = journal.execute("SELECT slot FROM versions ORDER BY version DESC LIMIT 1").fetchone()
+        (path,) = (each for each in (tmp_path / "state" / "slots").glob("*version*") if each.stem.endswith(str(slot)))
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 0xFF
+        path.write_bytes(content)
+        server = serving(tmp_path, start=None, **options).start()
+        assert server.status().fragments[0].version == 1
+    assert site.next_round() == 3
+    assert residual(site) == [0.0, pytest.approx(-0.2)]
+    site.submit(trained(site, [127.0, 0.4]))  # 0.2: nothing
+    assert site.next_round() is None
+    site.close()
+    assert server.wait(60)
+    assert load_file(server.exports / "model.safetensors")["w"].tolist() == [-381.0, -1.0]
+    server.stop()
+
+
+def test_files_of_which_one_is_gone_are_not_believed(tmp_path: Path) -> None:
+    """That of what may count, before it does: nobody takes the zeros in its place for what was left over."""
+    mine = residuals(tmp_path / "w")
+    mine.write("w", 0, torch.tensor([1.0, 2.0]))
+    mine.belongs_to(7, version=3)
+    mine.close()
+    (tmp_path / "w" / "residual-1.bin").unlink()
+    again = residuals(tmp_path / "w")
+    assert not again.found
+    again.settle(outcome("counted"))
+    assert again.note.counted == 0
+    again.close()
 
 
 def outcome(state: str) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import atoll
-from atoll.errors import ServerUnreachable
+from atoll.errors import ServerUnreachable, StoreError
 from atoll.tensors.layout import Part
 from atoll.tensors.modules import named_tensors
 from atoll.worker import files
@@ -88,7 +88,7 @@ def test_a_note_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", half)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StoreError, match="No space left"):
         files.write_note(path, BaseNote("run", 0, 2, "1" * 64, [], True))
     assert files.read_note(path, BaseNote) == note
 

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from atoll.codecs.bf16 import Bf16Codec
 from atoll.codecs.none import NoneCodec
+from atoll.codecs.update import codecs_of, encoded_layout
 from atoll.errors import StateLocked
 from atoll.tensors.chunks import bytes_of, run_of
+from atoll.tensors.dtypes import accumulate_dtype
 from atoll.tensors.layout import Layout, update_layout, version_header, version_layout
 from atoll.tensors.modules import schema_of
 from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, ScratchFile, locked
+from atoll.worker.residuals import Residuals
 from atoll.worker.stretches import Stretches
 from atoll.worker.update import advance_base_, form_update, load_, rebase_
 
@@ -290,3 +293,40 @@ def test_a_second_process_of_a_site_is_told_who_is_there(tmp_path: Path) -> None
                 pass
     with locked(tmp_path / "clinic-a", "clinic-a"):
         pass
+
+
+ODD = {"scalar": (), "empty": (0,), "one": (1,), "block": (256,), "more": (257,), "tile": (64, 64), "last": (17, 241)}
+
+
+@pytest.mark.covers("L16", "P4")
+@pytest.mark.parametrize("part_bytes", [4096, 70_000, 2**24])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "topk"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_odd_tensors_are_encoded_as_if_each_were_alone(
+    tmp_path: Path, dtype: torch.dtype, codec: str, part_bytes: int
+) -> None:
+    """Of any shape, strides and dtype, however the update is cut; what is lost of each is kept in its dtype of sums."""
+    start = {name: torch.randn(shape).to(dtype) for name, shape in ODD.items()}
+    start["long"] = torch.randn(600, 500).to(dtype)
+    local = {name: (tensor.double() - torch.randn(tensor.shape)).to(dtype) for name, tensor in start.items()}
+    local["long"] = local["long"].t().contiguous().t()
+    local["tile"] = torch.stack([local["tile"], local["tile"]], dim=2)[:, :, 0]
+    codecs = codecs_of(codec, {})
+    schema = schema_of(start)
+    layout = encoded_layout(schema, codec, codecs, part_bytes)
+    outbox, base = Outbox(tmp_path, layout), base_with(tmp_path, start)
+    residuals = Residuals(tmp_path, schema) if codecs[codec].feedback else None
+    form_update(outbox, base, local, codecs, residuals=residuals)
+    for spec in schema.tensors:
+        wide = accumulate_dtype(spec.dtype)
+        delta = (start[spec.name].to(wide) - local[spec.name].to(wide)).reshape(-1)
+        encoded = torch.zeros(codecs[codec].encoded_bytes(spec.numel, spec.dtype), dtype=torch.uint8)
+        codecs[codec].encode_(delta, encoded, spec.dtype)
+        assert torch.equal(read(outbox, layout, spec.name, torch.uint8) if spec.numel else encoded, encoded)
+        if residuals is not None:
+            decoded = torch.empty_like(delta)
+            codecs[codec].decode_(encoded, decoded, spec.dtype)
+            lost = residuals._files[1].values(residuals._segments[spec.name], 0, spec.numel)
+            assert torch.equal(lost, delta - decoded)
+    if residuals is not None:
+        residuals.close()

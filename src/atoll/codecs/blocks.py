@@ -9,6 +9,7 @@ largest magnitude is below 2⁻¹⁰⁰ becomes zeros; one with NaN or Inf comes
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
@@ -43,11 +44,13 @@ class BlockCodec(Narrowing):
         import torch  # here, so that offsets can be computed without torch
 
         values = rows_of(source, BLOCK)
-        largest = values.abs().amax(dim=1)
-        largest = torch.where(largest < SMALLEST, 0.0, largest)
-        inverse = torch.where(largest > 0, self.levels / largest, 0.0)
-        codes = values.mul_(inverse.unsqueeze(1)).round_().nan_to_num_(0.0).clamp_(-self.levels, self.levels)
-        packed, scales = self._packed(codes), largest / self.levels
+        largest = torch.maximum(values.amax(dim=1), -values.amin(dim=1))
+        is_zero = largest < SMALLEST
+        inverse = (self.levels / largest).masked_fill_(is_zero, 0.0)
+        codes = torch.mul(values, inverse.unsqueeze(1)).round_()
+        if not math.isfinite(float(largest.max())):  # else they are whole numbers from −levels to levels
+            codes.nan_to_num_(0.0).clamp_(-self.levels, self.levels)
+        packed, scales = self._packed(codes), (largest / self.levels).masked_fill_(is_zero, 0.0)
         for first, last, shape in _runs(len(values)):
             stored_scales, stored_codes = self._split(target, first, last, shape)
             stored_scales.copy_(scales[first:last].view(shape))
@@ -56,13 +59,17 @@ class BlockCodec(Narrowing):
     def _decode_(self, source: Tensor, target: Tensor) -> None:
         import torch
 
-        blocks = -(-target.numel() // BLOCK)
-        values = torch.empty(blocks, BLOCK)
+        blocks, in_place = -(-target.numel() // BLOCK), target.numel() % BLOCK == 0 and target.dtype == torch.float32
+        values = (target if in_place else torch.empty(blocks * BLOCK, dtype=torch.float32, device="cpu")).view(
+            blocks, BLOCK
+        )
         for first, last, shape in _runs(blocks):
             scales, packed = self._split(source, first, last, shape)
-            codes = self._codes(packed.reshape(-1, self.block_bytes))
-            torch.mul(codes, scales.reshape(-1, 1), out=values[first:last])
-        target.copy_(values.view(-1)[: target.numel()])
+            rows = values[first:last]
+            rows.view(shape[0], -1).copy_(self._codes(packed))
+            rows.mul_(scales.reshape(-1, 1))
+        if not in_place:
+            target.copy_(values.view(-1)[: target.numel()])
 
     def _split(self, encoded: Tensor, first: int, last: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Scales [tiles, blocks] in fp32, and codes [tiles, bytes], of blocks [first, last) where they lie encoded."""
@@ -78,7 +85,7 @@ class BlockCodec(Narrowing):
 
     @abstractmethod
     def _codes(self, packed: Tensor) -> Tensor:
-        """What `_packed` made, as codes [blocks, 256]."""
+        """What `_packed` made, of some blocks in each row [rows, bytes], as codes [rows, elements]."""
 
 
 def _runs(blocks: int) -> Iterator[tuple[int, int, tuple[int, int]]]:

@@ -25,12 +25,20 @@ def narrows(dtype: str) -> bool:
 
 
 def rows_of(source: Tensor, width: int) -> Tensor:
-    """Elements [n] in fp32, as rows [rows, width] in new memory on the same device; the last is padded with zeros."""
+    """Elements [n] in fp32, as rows [rows, width] on the same device, the last padded with zeros; not to be written.
+
+    They are the elements themselves where those are whole rows of fp32.
+    """
     import torch  # here, so that offsets can be computed without torch
 
-    values = torch.zeros(-(-source.numel() // width) * width, dtype=torch.float32, device=source.device)
-    values[: source.numel()].copy_(source)
-    return values.view(-1, width)
+    numel = source.numel()
+    rows = -(-numel // width)
+    if numel == rows * width and source.dtype == torch.float32:
+        return source.view(rows, width)
+    values = torch.empty(rows * width, dtype=torch.float32, device=source.device)
+    values[:numel].copy_(source)
+    values[numel:].zero_()
+    return values.view(rows, width)
 
 
 class Narrowing(ABC):

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from atoll.codecs.narrowing import Narrowing, rows_of
 from atoll.errors import ConfigError
 from atoll.tensors.layout import TILE
@@ -38,7 +40,7 @@ class TopKCodec(Narrowing):
     density: float = 1 / 64
 
     def __post_init__(self) -> None:
-        if not isinstance(self.density, int | float) or not 0 < self.density <= 1:
+        if type(self.density) not in (int, float) or not 0 < self.density <= 1:
             raise ConfigError(
                 f"The codec topk has density = {self.density!r}.", "Give the share to send: between 0 and 1."
             )
@@ -60,7 +62,7 @@ class TopKCodec(Narrowing):
 
         values = rows_of(source, TILE)
         tiles = len(values)
-        places = values.abs().topk(self.k, dim=1, sorted=False).indices.sort(dim=1).values
+        places = _largest(values.abs(), self.k)
         chosen = values.gather(1, places)
         sizes = chosen.abs()
         is_high = sizes > sizes.mean(dim=1, keepdim=True)
@@ -68,9 +70,8 @@ class TopKCodec(Narrowing):
         for column, group in enumerate((~is_high, is_high)):
             count = group.sum(dim=1).clamp_(min=1)
             magnitudes[:, column].copy_(torch.where(group, sizes, 0.0).sum(dim=1) / count)
-        first, second = places[:, 0::2], places[:, 1::2]
-        packed = torch.stack((first & 255, first >> 8 | (second & 15) << 4, second >> 4), dim=2)
-        where.copy_(packed.view(tiles, -1))
+        pairs = places[:, 0::2] | places[:, 1::2] << 12  # three bytes of eight
+        where.view(tiles, -1, 3).copy_(pairs.view(torch.uint8).view(tiles, -1, 8)[:, :, :3])
         bits = (chosen < 0).int() | is_high.int() << 1
         shifts = torch.arange(0, 8, 2, device=bits.device, dtype=torch.int32)
         codes.copy_((bits.view(tiles, -1, 4) << shifts).sum(dim=2))
@@ -78,16 +79,19 @@ class TopKCodec(Narrowing):
     def _decode_(self, source: Tensor, target: Tensor) -> None:
         import torch
 
-        tiles = -(-target.numel() // TILE)
-        values = torch.zeros(tiles, TILE)
+        tiles, in_place = -(-target.numel() // TILE), target.numel() % TILE == 0 and target.dtype == torch.float32
+        values = target.zero_() if in_place else torch.zeros(tiles * TILE, dtype=torch.float32, device="cpu")
         magnitudes, codes, where = self._split(source, tiles)
-        low, middle, high = where.reshape(tiles, -1, 3).long().unbind(dim=2)
-        places = torch.stack((low | (middle & 15) << 8, middle >> 4 | high << 4), dim=2).view(tiles, self.k)
-        shifts = torch.arange(0, 8, 2, dtype=torch.int32)
-        bits = (codes.int().unsqueeze(2) >> shifts & 3).view(tiles, self.k)
-        sizes = magnitudes.gather(1, (bits >> 1).long())
-        values.scatter_(1, places, torch.where(bits & 1 > 0, -sizes, sizes))
-        target.copy_(values.view(-1)[: target.numel()])
+        pairs = torch.zeros(tiles, self.k // 2, 8, dtype=torch.uint8, device="cpu")
+        pairs[:, :, :3].copy_(where.view(tiles, -1, 3))  # three bytes of eight
+        both = pairs.view(torch.int64)
+        places = torch.cat((both & 0xFFF, both >> 12), dim=2).view(tiles, self.k)
+        shifts = torch.arange(0, 8, 2, dtype=torch.int64, device="cpu")
+        bits = (codes.unsqueeze(2) >> shifts & 3).view(tiles, self.k)
+        signed = torch.stack((magnitudes, -magnitudes), dim=2).view(tiles, 4)
+        values.view(tiles, TILE).scatter_(1, places, signed.gather(1, bits))
+        if not in_place:
+            target.copy_(values[: target.numel()])
 
     def _split(self, encoded: Tensor, tiles: int) -> tuple[Tensor, Tensor, Tensor]:
         """Magnitudes [tiles, 2] in fp32, values [tiles, k/4] and places [tiles, 3k/2] where they lie encoded."""
@@ -96,3 +100,29 @@ class TopKCodec(Narrowing):
         rows = encoded[: tiles * self.tile_bytes].view(tiles, self.tile_bytes)
         end = MAGNITUDES_BYTES + self.k * 3 // 2
         return rows[:, :MAGNITUDES_BYTES].view(torch.float32), rows[:, end:], rows[:, MAGNITUDES_BYTES:end]
+
+
+def _largest(sizes: Tensor, k: int) -> Tensor:
+    """Places [tiles, k], in rising order, of the k largest of each row of `sizes` [tiles, n].
+
+    NumPy finds the k-th largest several times faster than torch the k largest. They are all from it on, unless there
+    are more of its size than places left. NaN is larger than anything, for both.
+    """
+    import torch
+
+    def slowly(some: Tensor) -> Tensor:
+        return some.topk(k, dim=1, sorted=False).indices.sort(dim=1).values
+
+    if sizes.device.type != "cpu":
+        return slowly(sizes)
+    least = np.partition(sizes.numpy(), sizes.shape[1] - k, axis=1)[:, -k, None]
+    is_chosen = ~(sizes.numpy() < least)  # NaN among them: it must be seen by who decodes
+    is_clear = np.count_nonzero(is_chosen, axis=1) == k
+    if is_clear.all():
+        return torch.from_numpy(np.flatnonzero(is_chosen).reshape(-1, k)).remainder_(sizes.shape[1])
+    places = torch.empty(len(sizes), k, dtype=torch.int64, device="cpu")
+    clear = torch.from_numpy(is_clear)
+    found = np.flatnonzero(is_chosen[is_clear]).reshape(-1, k)
+    places[clear] = torch.from_numpy(found).remainder_(sizes.shape[1])
+    places[~clear] = slowly(sizes[~clear])
+    return places

@@ -83,7 +83,7 @@ class Chain:
             BadFilter: one raised, gave another shape or dtype, or what is not finite.
         """
         if name not in self._kept:
-            return torch.zeros(stop - start, dtype=accumulate_dtype(self.specs[name].dtype))
+            return torch.zeros(stop - start, dtype=accumulate_dtype(self.specs[name].dtype), device="cpu")
         return self._behind(name, start, self._raw(name, start, stop), len(self._filters))
 
     def taken(self, name: str, start: int, stop: int) -> Tensor:

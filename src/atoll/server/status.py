@@ -59,7 +59,16 @@ def status_of(run: Run) -> status_messages.Status:
         sent=run.desk.status(),
         durability=settings.durability,
         durable_version=run.store.durable_version(0),
-        warnings=[*run.trouble.values(), *run.pace.warnings, *run.desk.warnings.values()],
+        warnings=[
+            *run.trouble.values(),
+            *run.pace.warnings,
+            *run.desk.warnings.values(),
+            *(
+                f"{presence.site}: {text}"
+                for _, presence in sorted(run.roster.items())
+                for text in presence.beat.warnings
+            ),
+        ],
     )
 
 

@@ -48,7 +48,7 @@ def runs_of(tensor: Tensor) -> Iterator[memoryview]:
     numel, step = tensor.numel(), CHUNK_BYTES // tensor.itemsize
     scratch = None
     if not (tensor.is_cpu and tensor.is_contiguous()):
-        scratch = torch.empty(min(step, numel), dtype=tensor.dtype)
+        scratch = torch.empty(min(step, numel), dtype=tensor.dtype, device="cpu")
     for start in range(0, numel, step):
         stop = min(start + step, numel)
         if scratch is None:
@@ -126,7 +126,7 @@ class Scatter:
         self._tensors = [tensors[segment.spec.name] for segment in segments]
         self._views = [_writable_bytes(tensor) for tensor in self._tensors]
         self._lock = threading.Lock()
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def write(self, offset: int, data: memoryview) -> None:
         """Place `data`, which lies at `offset` of the file, at borders of whole elements; the header is passed over."""
@@ -162,7 +162,8 @@ class Scatter:
         with self._lock:
             if self._scratch.numel() < len(source):
                 pinned = any(other.device.type == "cuda" for other in self._tensors)
-                self._scratch = torch.empty(max(len(source), CHUNK_BYTES), dtype=torch.uint8, pin_memory=pinned)
+                room = max(len(source), CHUNK_BYTES)
+                self._scratch = torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             held = self._scratch[: len(source)]
             bytes_of(held)[:] = source
             assign_run_(tensor, start, held.view(tensor.dtype))

@@ -97,6 +97,48 @@ class CodecContract:
         assert not bool(back[TILE:].isfinite().all())
         assert bool(back[:TILE].isfinite().all())
 
+    @pytest.mark.parametrize("dtype", _FLOATS)
+    def test_nan_among_equals_is_not_passed_over(self, dtype: str) -> None:
+        """However many are as large as the largest that are kept: a codec that sorts may lose it there."""
+        for equals in (1, 15, 63, 64, TILE - 1):
+            values = torch.zeros(TILE, dtype=torch_dtype(dtype))
+            values[:equals] = 2.0
+            values[TILE - 1] = float("nan")
+            assert not bool(self._decode(self._encode(values, dtype), TILE, dtype).isfinite().all())
+
+    @pytest.mark.parametrize("numel", _SIZES)
+    @pytest.mark.parametrize("dtype", _FLOATS)
+    def test_what_is_encoded_stays_and_what_is_decoded_overwrites(self, dtype: str, numel: int) -> None:
+        values = self._values(numel, dtype)
+        encoded = self._encode(values, dtype)
+        assert torch.equal(values, self._values(numel, dtype))
+        kept = encoded.clone()
+        around = torch.full((numel + 2,), float("nan"), dtype=torch.float32)
+        self.codec.decode_(encoded, around[1:-1], dtype)
+        assert torch.equal(around[1:-1], self._decode(encoded, numel, dtype, torch.float32))
+        assert bool(around[[0, -1]].isnan().all())
+        assert torch.equal(encoded, kept)
+        again = torch.full_like(encoded, 255)
+        self.codec.encode_(values, again, dtype)
+        assert torch.equal(again, encoded)  # padding included
+
+    @pytest.mark.parametrize("dtype", _FLOATS)
+    def test_a_program_may_have_another_default_dtype_and_device(self, dtype: str) -> None:
+        values = self._values(TILE + 517, dtype)
+        encoded = self._encode(values, dtype)
+        wide = self._decode(encoded, values.numel(), dtype, torch.float64)
+        target, source = torch.empty_like(wide), torch.zeros_like(encoded)
+        before = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(torch.bfloat16)
+            with torch.device("meta"):
+                self.codec.encode_(values, source, dtype)
+                self.codec.decode_(encoded, target, dtype)
+        finally:
+            torch.set_default_dtype(before)
+        assert torch.equal(source, encoded)
+        assert torch.equal(target, wide)
+
     @pytest.mark.parametrize("dtype", sorted(set(ITEM_BYTES) - FLOATS))
     def test_integers_come_back_as_they_were(self, dtype: str) -> None:
         values = torch.arange(300).remainder(2 if dtype == "BOOL" else 128).to(torch_dtype(dtype))

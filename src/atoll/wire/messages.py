@@ -74,7 +74,9 @@ class RunInfo(Message):
     schema_bytes: Count = Field(description="Bytes of the model's tensors.")
     fragments: int = Field(ge=1)
     codec: str = Field(description="How `params` are encoded in an update.")
-    codec_options: dict[str, str | float] = Field(default_factory=dict, description="The codec's keyword arguments.")
+    codec_options: dict[str, str | int | float] = Field(
+        default_factory=dict, description="The codec's keyword arguments."
+    )
     part_bytes: int = Field(gt=0)
     connections: int = Field(gt=0, description="Parallel connections a worker should use for tensors.")
     heartbeat_interval_s: float = Field(ge=0)
@@ -161,6 +163,9 @@ class Heartbeat(Message):
     bytes_down: Count = 0
     state: str = Field("", max_length=64, description="What it is doing, in a word.")
     metrics: Metrics = Field(default_factory=dict)
+    warnings: list[Text] = Field(
+        default_factory=list, max_length=8, description="What its user should know, and who asks."
+    )
 
 
 class HeartbeatReply(Message):

@@ -233,7 +233,7 @@ class FederatedRound:
         """
         require_framework(framework)
         schema = self._session.schema.model
-        owned = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in schema.tensors}
+        owned = {s.name: torch.empty(s.shape, dtype=torch_dtype(s.dtype), device="cpu") for s in schema.tensors}
         self._pull(owned)
         tensors = owned | {alias: owned[owner] for alias, owner in schema.aliases}
         return to_numpy(tensors) if framework == "numpy" else tensors

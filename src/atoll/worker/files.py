@@ -126,7 +126,7 @@ class ScratchFile:
 
     def values(self, segment: Segment, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the tensor that lies at `segment` of the file as it is, in new memory."""
-        values = torch.empty(stop - start, dtype=torch_dtype(segment.spec.dtype))
+        values = torch.empty(stop - start, dtype=torch_dtype(segment.spec.dtype), device="cpu")
         self.read_into(segment.offset + start * segment.spec.item_bytes, bytes_of(values))
         return values
 
@@ -388,5 +388,11 @@ def read_note(path: Path, kind: Any) -> Any:
 def write_note(path: Path, note: Any) -> None:
     """Write a dataclass as JSON: all of it or nothing, whatever happens meanwhile."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(note)))
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(asdict(note)))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be written ({error.strerror}).",
+            "Look at the disk. A worker whose folder was removed has to be started again: it pulls anew.",
+        ) from error

@@ -27,6 +27,7 @@ from atoll.worker.again import sent_again
 from atoll.worker.connection import Connection
 from atoll.worker.files import BaseFile, Outbox, OutboxNote, locked, remove_earlier
 from atoll.worker.filtering import Filtered
+from atoll.worker.losses import Losses
 from atoll.worker.pulling import pull_version
 from atoll.worker.reporting import LOG, Progress, progress, size
 from atoll.worker.residuals import Residuals
@@ -84,13 +85,14 @@ class Session(Connection):
             self.folder = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))) / site / self.info.run
             self._cleanup.enter_context(locked(self.folder, site))
             self.layout = version_layout(self.schema, self.info.part_bytes)
-            self.codecs = codecs_of(self.info.codec, self.info.codec_options)
+            self.codecs = codecs_of(self.info.codec, self.info.codec_options, sent=True)
             self.base = BaseFile(self.folder, self.layout)
             self._cleanup.callback(self.base.close)
             layout = encoded_layout(self.schema, self.info.codec, self.codecs, self.info.part_bytes)
             self.outbox = Outbox(self.folder, layout)
             self._cleanup.callback(self.outbox.close)
             self._stretches = Stretches(self.outbox.layout, self.layout, self.codecs)
+            self._losses = Losses(site, self.codecs[self.info.codec], self.schema)
             self._turns = Together(self.outcome)
             self._cleanup.callback(self._turns.close)
             self.residuals: Residuals | None = None
@@ -201,15 +203,11 @@ class Session(Connection):
             control_difference,
             filtered,
             self.residuals,
+            self._losses,
         )
         self._turns.belongs_to(ticket.ticket, ticket.base_version)
-        if formed.is_zero:
-            LOG.warning(
-                "%s: the pseudo-gradient is all zero%s. Does the optimizer hold this model's parameters, and is its "
-                "learning rate above zero?",
-                self.site,
-                f" after {steps} steps" if steps else "",
-            )
+        self._losses.end(formed.is_zero, steps, bool(self.filters))
+        self.heartbeat = self.heartbeat.model_copy(update={"warnings": self._losses.warnings})
         self.outbox.seal(
             OutboxNote(
                 run=self.info.run,

@@ -26,6 +26,7 @@ from atoll.worker.filtering import Filtered
 from atoll.worker.stretches import Stretch, Stretches
 
 if TYPE_CHECKING:
+    from atoll.worker.losses import Losses
     from atoll.worker.residuals import Residuals
 
 Runs = Callable[[str, int, int], Tensor]
@@ -67,6 +68,7 @@ def form_update(
     control_difference: Runs | None = None,
     filtered: Filtered | None = None,
     residuals: Residuals | None = None,
+    losses: Losses | None = None,
 ) -> Formed:
     """Write the update of `tensors` against `base` into the outbox.
 
@@ -80,9 +82,10 @@ def form_update(
         control_difference: Δc_i, where the layout has controls.
         filtered: what leaves in place of `tensors`, where the site has filters.
         residuals: what earlier updates have lost, where the codec has error feedback.
+        losses: looks at what encoding leaves.
     """
     stretches = stretches or Stretches(outbox.layout, base.layout, codecs)
-    former = _Former(outbox, base, tensors, codecs, stretches, control_difference, filtered, residuals)
+    former = _Former(outbox, base, tensors, codecs, stretches, control_difference, filtered, residuals, losses)
     with torch.no_grad(), alone():
         digests = []
         for part in outbox.layout.parts:
@@ -105,13 +108,16 @@ class _Former:
         control_difference: Runs | None,
         filtered: Filtered | None,
         residuals: Residuals | None,
+        losses: Losses | None,
     ) -> None:
         self.outbox, self.base, self.tensors, self.codecs, self.stretches = outbox, base, tensors, codecs, stretches
         self.control_difference, self.filtered, self.residuals = control_difference, filtered, residuals
-        self.buffer = torch.zeros(_BUFFER_BYTES + ALIGN_BYTES, dtype=torch.uint8)
+        self.buffer = torch.zeros(_BUFFER_BYTES + ALIGN_BYTES, dtype=torch.uint8, device="cpu")
         self.view = bytes_of(self.buffer)
-        self.scratch = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)
-        self.is_zero = True
+        self.scratch = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8, device="cpu")
+        self.is_zero, self.losses = True, losses
+        if losses is not None:
+            losses.begin()
 
     def part(self, part: Part) -> bytes:
         """Encode one part; returns its BLAKE3."""
@@ -159,7 +165,7 @@ class _Former:
         if spec.group != PARAMS:
             codec.encode_(filtered.value(*stretch.runs[0]), target, spec.dtype)
             return
-        delta = torch.zeros(stretch.numel, dtype=accumulate_dtype(spec.dtype))
+        delta = torch.zeros(stretch.numel, dtype=accumulate_dtype(spec.dtype), device="cpu")
         for place, run in zip(torch.split(delta, list(stretch.sizes))[::2], stretch.runs, strict=True):
             place.copy_(filtered.change(*run))
         self.is_zero = self.is_zero and not bool(delta.any())
@@ -168,19 +174,30 @@ class _Former:
     def _encode_delta(self, stretch: Stretch, delta: Tensor, target: Tensor) -> None:
         """Encode a pseudo-gradient; with error feedback what was lost before is added, and what is lost now kept."""
         spec, codec, residuals = stretch.spec, self.codecs[stretch.codec], self.residuals
+        losses = self.losses if self.losses is not None and self.losses.wants(stretch.runs) else None
         if residuals is None or not codec.feedback:
             codec.encode_(delta, target, spec.dtype)
+            if losses is not None:
+                delta = delta.cpu()
+                losses.see(stretch.runs, stretch.sizes, delta, self._decoded(codec, target, delta, spec.dtype))
             return
         delta = delta.cpu()
         places = torch.split(delta, list(stretch.sizes))[::2]
         for place, run in zip(places, stretch.runs, strict=True):
             place.add_(residuals.read(*run))
         codec.encode_(delta, target, spec.dtype)
-        decoded = torch.empty_like(delta)
-        codec.decode_(target, decoded, spec.dtype)
+        decoded = self._decoded(codec, target, delta, spec.dtype)
+        if losses is not None:
+            losses.see(stretch.runs, stretch.sizes, delta, decoded)
         delta.sub_(decoded)
         for place, (name, start, _) in zip(places, stretch.runs, strict=True):
             residuals.write(name, start, place)
+
+    @staticmethod
+    def _decoded(codec: Codec, encoded: Tensor, like: Tensor, dtype: str) -> Tensor:
+        decoded = torch.empty_like(like)
+        codec.decode_(encoded, decoded, dtype)
+        return decoded
 
     def _read_base(self, stretch: Stretch, view: memoryview) -> None:
         """Fill `view` with what the version has of a stretch, and zeros in the padding."""
@@ -235,7 +252,7 @@ def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -
                 values = base.elements(piece, start, stop, scratch, torch_dtype(spec.dtype))
                 run = outbox.layout.piece(piece.segment, start, stop)
                 outbox.read_into(run.offset, memoryview(encoded)[: run.nbytes])
-                delta = torch.empty(stop - start, dtype=wide)
+                delta = torch.empty(stop - start, dtype=wide, device="cpu")
                 source = torch.frombuffer(encoded, dtype=torch.uint8, count=run.nbytes)
                 codecs[piece.segment.codec].decode_(source, delta, spec.dtype)
                 values.copy_(values.to(wide) - delta)

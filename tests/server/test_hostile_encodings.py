@@ -1,0 +1,88 @@
+"""What a site says its codec has written: the server refuses it with the tensor's name, or has finite values of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import atoll
+from atoll.codecs.base import Codec
+from atoll.codecs.update import codecs_of
+
+
+class Forged:
+    """A codec whose bytes somebody changes."""
+
+    elementwise, raw, feedback = False, False, True
+
+    def __init__(self, codec: Codec, change: Callable[[Tensor], Any]) -> None:
+        self.name, self.encoded_bytes, self.decode_ = codec.name, codec.encoded_bytes, codec.decode_
+        self._codec, self._change = codec, change
+
+    def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
+        self._codec.encode_(source, target, dtype)
+        if source.numel() == 300:
+            self._change(target)
+
+
+def number(value: float) -> Callable[[Tensor], Any]:
+    return lambda encoded: encoded[4:8].view(torch.float32).fill_(value)
+
+
+def same_places(encoded: Tensor) -> None:
+    """Every one of the 64 the last of the tile, behind the 300th; three bytes for two of them."""
+    encoded[8 : 8 + 96] = 255
+
+
+def all_ones(encoded: Tensor) -> None:
+    encoded[8:] = 255
+
+
+@pytest.mark.covers("L16", "X3")
+@pytest.mark.parametrize(
+    ("codec", "change", "refused"),
+    [
+        ("int8", number(float("nan")), "w holds NaN or Inf"),
+        ("int8", number(-float("inf")), "w holds NaN or Inf"),
+        ("int8", number(3e38), "w holds NaN or Inf"),
+        ("int8", number(1e30), "its norm is"),
+        ("int8", number(-1.0), ""),
+        ("int4", number(float("inf")), "w holds NaN or Inf"),
+        ("int4", all_ones, ""),
+        ("topk", number(float("inf")), "w holds NaN or Inf"),
+        ("topk", same_places, ""),
+        ("topk", all_ones, ""),
+    ],
+    ids=[
+        "int8-nan", "int8-inf", "int8-overflow", "int8-huge", "int8-negative", "int4-inf", "int4-ones", "topk-inf",
+        "topk-same-places", "topk-ones",
+    ],
+)  # fmt: skip
+def test_forged_bytes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, codec: str, change: Callable[[Tensor], Any], refused: str
+) -> None:
+    start = {"w": torch.zeros(300), "v": torch.zeros(5)}
+    settings: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 1, "rounds": 2, "port": 0, "min_free_bytes": 0}
+    with atoll.Server(start, state_dir=tmp_path / "state", codec=codec, **settings) as server:
+        site = atoll.Client(server.url, site="a", folder=tmp_path / "w").register()
+        session, honest = site._session, codecs_of(codec, {})[codec]
+        assert session is not None
+        moved = torch.linspace(1, 2, 300)
+        for forged in (True, False):
+            session.codecs[codec] = Forged(honest, change) if forged else honest
+            site.next_round()
+            site.submit({name: tensor - (moved if name == "w" else 1) for name, tensor in site.pull().items()})
+            assert server.status().refused == bool(refused)
+        while site.next_round() is not None:  # a refused update is a round that was not
+            site.submit({name: tensor - (moved if name == "w" else 1) for name, tensor in site.pull().items()})
+        site.close()
+        assert server.wait(60)
+        found = load_file(server.exports / "model.safetensors")
+    assert (refused in caplog.text) if refused else ("refused" not in caplog.text)
+    assert all(bool(tensor.isfinite().all()) for tensor in found.values())

@@ -1,0 +1,152 @@
+"""A codec of a user's own, from the run file to the model; and what a server cannot have a site run."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import atoll
+from atoll.codecs.update import codecs_of
+from atoll.errors import ConfigError, StoreError
+from atoll.worker.session import Session
+
+OWN = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+
+@dataclass(frozen=True)
+class Thousandths:
+    """Whole multiples of 1/1000, or of what `per` says, in two bytes."""
+
+    name: ClassVar[str] = "thousandths"
+    elementwise: ClassVar[bool] = True
+    raw: ClassVar[bool] = False
+    feedback: ClassVar[bool] = True
+    per: int = 1000
+
+    def __post_init__(self):
+        if range(self.per) == range(0):
+            raise ValueError("per is not above zero")
+
+    def encoded_bytes(self, numel, dtype):
+        return 2 * numel
+
+    def encode_(self, source, target, dtype):
+        target.view(torch.int16).copy_(source.mul(self.per).round())
+
+    def decode_(self, source, target, dtype):
+        target.copy_(source.view(torch.int16)).div_(self.per)
+
+
+class Bare:
+    def encoded_bytes(self, numel, dtype): ...
+    def encode_(self, source, target, dtype): ...
+    def decode_(self, source, target, dtype): ...
+
+
+class Int8(Thousandths):
+    name = "int8"
+
+
+def a_function(): ...
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "own_codec.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    yield "own_codec:Thousandths"
+    sys.modules.pop("own_codec", None)
+
+
+def serving(folder: Path, codec: str, **options: Any) -> atoll.Server:
+    settings: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 1, "rounds": 2, "port": 0, "min_free_bytes": 0}
+    return atoll.Server({"w": torch.zeros(3)}, state_dir=folder / "state", codec=codec, **(settings | options))
+
+
+@pytest.mark.covers("L16")
+@pytest.mark.parametrize("name", ["own_codec:Thousandths", "own_codec.py:Thousandths"])
+def test_a_codec_of_ones_own_encodes_with_its_options_at_both_sides(own: str, name: str, tmp_path: Path) -> None:
+    """Moves by 0.26 in quarters: ¼ arrives, 0.01 is kept; by 0.26 + 0.12 with what was left: ½ − ¼ arrives."""
+    with serving(tmp_path, name, codec_options={"per": 4}) as server:
+        site = atoll.Client(server.url, site="a", folder=tmp_path / "w").register()
+        found = []
+        for change in (0.26, 0.12):
+            site.next_round()
+            found.append(site.pull()["w"].tolist())
+            site.submit({"w": torch.tensor(found[-1]) - change})
+        assert site.next_round() is None
+        site.close()
+        assert server.wait(60)
+        found.append(load_file(server.exports / "model.safetensors")["w"].tolist())
+    assert found == [[0.0] * 3, [-0.25] * 3, [-0.5] * 3]  # 0.12 + 0.01 = 0.13, which rounds to ¼
+
+
+@pytest.mark.covers("X2", "X3")
+def test_a_server_cannot_have_a_site_import_or_call_what_it_names(own: str, tmp_path: Path) -> None:
+    """The module is imported by the server's process, which is this one; a site's has not, or has something else."""
+    with serving(tmp_path, own) as server:
+        del sys.modules["own_codec"]
+        with pytest.raises(
+            ConfigError, match=r"'own_codec:Thousandths', code that this program has not imported.*Impo"
+        ):
+            Session(server.url, "a", folder=tmp_path / "w")
+        assert "own_codec" not in sys.modules
+    for name, options in (
+        ("subprocess:Popen", {"args": f"touch {tmp_path}/ran", "shell": 1}),
+        ("os:system", {"command": f"touch {tmp_path}/ran"}),
+    ):
+        for sent in (False, True):
+            with pytest.raises(ConfigError, match="is no codec"):
+                codecs_of(name, options, sent=sent)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("own_codec:Bare", {}, "lacks a name, or does not say"),
+        ("own_codec:Int8", {}, "calls itself 'int8', as another one does"),
+        ("own_codec:a_function", {}, "is no codec"),
+        ("own_codec:Thousandth", {}, "Did you mean 'Thousandths'"),
+        ("own_codec:Thousandths", {"per": 0}, r"codec_options = .*per is not above zero"),
+        ("own_codec:Thousandths", {"per": [4]}, "codec_options"),
+        ("own_codec:Thousandths", {"per": True}, "per = True.*a text or a finite number"),
+        ("own_codec:Thousandths", {"bits": 4}, "codec_options = .*bits"),
+    ],
+)
+def test_what_is_no_codec_is_refused_before_anything_moves(
+    own: str, tmp_path: Path, name: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        serving(tmp_path, name, codec_options=options).start()
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_a_site_whose_folder_is_removed_says_so(tmp_path: Path, codec: str) -> None:
+    with serving(tmp_path, codec) as server:
+        site = atoll.Client(server.url, site="a", folder=tmp_path / "w").register()
+        site.next_round()
+        model = site.pull()
+        shutil.rmtree(tmp_path / "w")
+        with pytest.raises(StoreError, match=r"cannot be written.*folder was removed has to be started again"):
+            site.submit({"w": model["w"] - 1})
+        site.close()
+        with atoll.Client(server.url, site="a", folder=tmp_path / "w").register() as again:
+            again.next_round()
+            again.submit({"w": again.pull()["w"] - 1})
+            assert again.next_round() == 2
+            assert again.pull()["w"].tolist() == [-1.0] * 3
