@@ -201,18 +201,23 @@ def run(way: Way, data: Data, seed: int) -> dict[str, Any]:
             thread.start()
         probe, curve = build(seed), []
 
-        def measure() -> float:
-            probe.load_state_dict(load_file(server.save_state(Path(folder) / "now.safetensors")), strict=False)
+        def measure(path: Path) -> float:
+            probe.load_state_dict(load_file(path), strict=False)
             return validation_loss(probe, data.validation)
 
         for mark in range(1, MARKS):
             while pace.steps < total * mark // MARKS and any(thread.is_alive() for thread in threads):
                 time.sleep(0.05)
-            curve.append([pace.steps, measure()])
+            curve.append([pace.steps, measure(server.save_state(Path(folder) / "now.safetensors"))])
         for thread in threads:
             thread.join()
         seconds = time.monotonic() - began
-        curve.append([pace.steps, measure()])
+        if is_async:
+            path = server.save_state(Path(folder) / "now.safetensors")
+        else:
+            server.run()
+            path = server.exports / "model.safetensors"
+        curve.append([pace.steps, measure(path)])
         stale = server.status().staleness
         server.stop()
     return {

@@ -1,0 +1,270 @@
+"""Hundreds of workers on one server: errors, how soon heartbeats are answered, the server's memory.
+
+The server is a process of its own. The workers are coroutines of this one that speak the protocol: they join, ask for
+their ticket, pull the version and check its digest, "train" for a while, send their parts, complete. A third process
+sends the heartbeats of all of them, so that what it measures is the server's time and not that of 200 workers in one
+process.
+
+    python bench/many_workers.py                        # 200 workers, 1 MB, 12 rounds
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from blake3 import blake3
+
+sys.path.insert(0, str(Path(__file__).parent / "quality"))
+from results import FOLDER, Gate, write
+
+from atoll.cli.processes import anonymous_kb
+from atoll.codecs.update import codecs_of, encoded_layout
+from atoll.testing.processes import free_port
+from atoll.wire import messages, routes
+
+MODEL = """import torch
+def build():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[torch.nn.Linear({width}, {width}) for _ in range(4)])
+"""
+HEADERS = {"Content-Type": "application/octet-stream"}
+
+
+@dataclass
+class Told:
+    """What went wrong, and how the server's memory was behind each round."""
+
+    errors: Counter[str] = field(default_factory=Counter)
+    anonymous_mb: list[float] = field(default_factory=list)
+    rounds_s: list[float] = field(default_factory=list)
+
+
+class Workers:
+    """All workers of the run, in this process."""
+
+    def __init__(self, url: str, info: messages.RunInfo, schema: messages.SchemaMessage, train_s: float) -> None:
+        self._url, self._info, self._train_s = url, info, train_s
+        codecs = codecs_of(info.codec, info.codec_options)
+        self._layout = encoded_layout(schema.to_schema(), info.codec, codecs, info.part_bytes)
+        content = memoryview(bytearray(self._layout.nbytes)).cast("B")
+        values = torch.full((self._layout.nbytes // 4,), 1e-3)
+        content[: 4 * len(values)] = memoryview(values.numpy()).cast("B")
+        self._parts = [bytes(content[part.start : part.stop]) for part in self._layout.parts]
+        self._digests = [blake3(part).digest() for part in self._parts]
+        self.told = Told()
+
+    async def one(self, session: aiohttp.ClientSession, site: str, leases: Connection) -> None:
+        """One worker, until the run is finished."""
+        join = messages.Join(protocol=routes.PROTOCOL, site=site, process=site.replace("-", ""))
+        lease = (await self._post(session, routes.WORKERS, join, {}))["lease"]
+        leases.send(lease)
+        headers = {routes.LEASE_HEADER: lease}
+        while True:
+            asked = messages.TicketRequest(wait_s=routes.LONG_POLL_S)
+            reply = await self._post(session, routes.TICKETS, asked, headers)
+            if reply["status"] == "finished":
+                return
+            if reply["status"] == "ticket":
+                await self._round(session, reply["ticket"], headers)
+
+    async def _round(self, session: aiohttp.ClientSession, ticket: dict[str, Any], headers: dict[str, str]) -> None:
+        version, digest = ticket["base_version"], ticket["base_digest"]
+        path = routes.VERSION_DATA.format(fragment=0, version=version, digest=digest)
+        async with session.get(self._url + path, headers=headers) as response:
+            body = await response.read()
+            if response.status != 200 or len(body) < self._info.schema_bytes:
+                self.told.errors[f"pull: {response.status}, {len(body)} bytes"] += 1
+        await asyncio.sleep(self._train_s * random.uniform(0.8, 1.2))
+        for part, data, check in zip(self._layout.parts, self._parts, self._digests, strict=True):
+            url = self._url + routes.PART.format(ticket=ticket["ticket"], part=part.index)
+            async with session.put(url, data=data + check, headers=headers | HEADERS) as response:
+                if response.status != 200:
+                    self.told.errors[f"part: {response.status} {(await response.text())[:200]}"] += 1
+        complete = messages.Complete(
+            digest=self._layout.update_digest(self._digests), base_digest=digest, weight=1.0, steps=1, metrics={}
+        )
+        await self._post(session, routes.COMPLETE.format(ticket=ticket["ticket"]), complete, headers)
+
+    async def _post(
+        self, session: aiohttp.ClientSession, path: str, message: messages.Message, headers: dict[str, str]
+    ) -> dict[str, Any]:
+        sent = {"Content-Type": "application/json"} | headers
+        async with session.post(self._url + path, data=message.model_dump_json(), headers=sent) as response:
+            text = await response.text()
+            if response.status != 200:
+                self.told.errors[f"{path}: {response.status} {text[:200]}"] += 1
+                raise RuntimeError(f"{path}: {response.status} {text[:500]}")
+            answer: dict[str, Any] = json.loads(text)
+            return answer
+
+
+def beat(url: str, leases: Connection, interval_s: float, answer: Connection) -> None:
+    """Send the heartbeats of all leases that come, each every `interval_s`, until told to end; answer with seconds."""
+    asyncio.run(_beat(url, leases, interval_s, answer))
+
+
+async def _beat(url: str, leases: Connection, interval_s: float, answer: Connection) -> None:
+    seconds: list[float] = []
+    errors: Counter[str] = Counter()
+    loop, tasks, ending = asyncio.get_running_loop(), set[asyncio.Task[None]](), asyncio.Event()
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def of_one(lease: str) -> None:
+            await asyncio.sleep(random.uniform(0, interval_s))
+            body = messages.Heartbeat(step=1, state="training").model_dump_json()
+            headers = {"Content-Type": "application/json", routes.LEASE_HEADER: lease}
+            while not ending.is_set():
+                began = time.perf_counter()
+                try:
+                    async with session.post(url + routes.HEARTBEAT, data=body, headers=headers) as response:
+                        await response.read()
+                        if response.status != 200:
+                            errors[f"heartbeat: {response.status}"] += 1
+                except aiohttp.ClientError as error:
+                    errors[f"heartbeat: {type(error).__name__}"] += 1
+                seconds.append(time.perf_counter() - began)
+                await asyncio.sleep(max(0.0, interval_s - (time.perf_counter() - began)))
+
+        while (lease := await loop.run_in_executor(None, leases.recv)) is not None:
+            tasks.add(asyncio.create_task(of_one(lease)))
+        ending.set()
+        for task in tasks:
+            task.cancel()
+    answer.send((seconds, dict(errors)))
+
+
+async def drive(url: str, options: argparse.Namespace, leases: Connection, server_pid: int) -> Told:
+    """Run all workers to the end, and look at the server whenever the version moves."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+        async with session.get(url + routes.RUN) as response:
+            info = messages.RunInfo.model_validate_json(await response.text())
+        async with session.get(url + routes.SCHEMA) as response:
+            schema = messages.SchemaMessage.model_validate_json(await response.text())
+        workers = Workers(url, info, schema, options.train_s)
+
+        async def look() -> None:
+            version, since = 0, time.monotonic()
+            while True:
+                await asyncio.sleep(0.2)
+                async with session.get(url + routes.STATUS) as response:
+                    head = (await response.json())["fragments"][0]["version"]
+                if head != version:
+                    now = time.monotonic()
+                    workers.told.rounds_s.append(now - since)
+                    workers.told.anonymous_mb.append(anonymous_kb(server_pid) * 1024 / 1e6)
+                    version, since = head, now
+
+        looking = asyncio.create_task(look())
+        sites = [f"w-{number:03}" for number in range(options.workers)]
+        await asyncio.gather(*(workers.one(session, site, leases) for site in sites))
+        looking.cancel()
+    return workers.told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--workers", type=int, default=200)
+    parser.add_argument("--width", type=int, default=256, help="four linear layers so wide: 256 is 1 MB")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--train-s", type=float, default=4.0, help='how long a worker "trains"')
+    parser.add_argument("--heartbeat-s", type=float, default=1.0, help="between two heartbeats of a worker")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the results go")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), free_port()
+        (folder / "their_model.py").write_text(MODEL.format(width=options.width))
+        flags = ["--model", "their_model:build", "--algorithm", "fedavg", "--rounds", str(options.rounds)]
+        flags += ["--num-workers", str(options.workers), "--port", str(port), "--max-pins", "8"]
+        command = [sys.executable, "-m", "atoll.cli.main", "server", *flags]
+        server = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        url = f"http://127.0.0.1:{port}"
+        theirs, mine = multiprocessing.Pipe(duplex=False)
+        answer, answered = multiprocessing.Pipe(duplex=False)
+        pulse = multiprocessing.get_context("spawn").Process(
+            target=beat, args=(url, theirs, options.heartbeat_s, answered), daemon=True
+        )
+        try:
+            asyncio.run(_up(url))
+            pulse.start()
+            told = asyncio.run(drive(url, options, mine, server.pid))
+            mine.send(None)
+            seconds, errors = answer.recv()
+            told.errors.update(errors)
+        finally:
+            server.terminate()
+            server.wait(30)
+    report(options, told, seconds)
+
+
+async def _up(url: str) -> None:
+    """Wait until the server answers."""
+    until = time.monotonic() + 60
+    async with aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.get(url + routes.HEALTH) as response:
+                    await response.read()
+                    return
+            except aiohttp.ClientError:
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(0.1)
+
+
+def report(options: argparse.Namespace, told: Told, seconds: list[float]) -> None:
+    """Write the figures and the gates."""
+    quantiles = statistics.quantiles(seconds, n=100)
+    p50_ms, p99_ms = 1e3 * statistics.median(seconds), 1e3 * quantiles[98]
+    early, late = told.anonymous_mb[1], max(told.anonymous_mb[2:])
+    rounds_s = statistics.median(told.rounds_s[1:])
+    gates = [
+        Gate("errors, all requests", sum(told.errors.values()), "0", not told.errors, str(dict(told.errors))[:300]),
+        Gate("heartbeat, p99, ms", p99_ms, "<= 50", p99_ms <= 50),
+        Gate("server's memory after round 2 until the end, growth in MB", late - early, "<= 10", late - early <= 10),
+    ]
+    settings = {key: getattr(options, key) for key in ("workers", "width", "rounds", "train_s", "heartbeat_s")}
+    figures = {
+        "heartbeats": len(seconds),
+        "p50_ms": p50_ms,
+        "p99_ms": p99_ms,
+        "max_ms": 1e3 * max(seconds),
+        "anonymous_mb": told.anonymous_mb,
+        "rounds_s": told.rounds_s,
+        "errors": dict(told.errors),
+    }
+    write(
+        "many_workers",
+        title=f"{options.workers} workers on one server",
+        command="python bench/many_workers.py",
+        settings=settings,
+        figures=figures,
+        gates=gates,
+        header=["workers", "heartbeats", "p50, ms", "p99, ms", "longest, ms", "a round, s", "server, MB"],
+        rows=[[options.workers, len(seconds), p50_ms, p99_ms, 1e3 * max(seconds), rounds_s, late]],
+        text="Server, workers and heartbeats share two cores; a round is training time and the exchange. Memory is "
+        "the server's anonymous memory, that of Python and PyTorch included.",
+        folder=options.folder,
+    )
+    for gate in gates:
+        print(f"{gate.name}: {gate.value:.4g} ({gate.bar}) {'met' if gate.ok else 'MISSED ' + gate.note}")
+
+
+if __name__ == "__main__":
+    main()
