@@ -13,11 +13,12 @@ from atoll.tensors.layout import Layout, update_layout
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 
 
-def codecs_of(codec: str, options: Mapping[str, Any]) -> dict[str, Codec]:
+def codecs_of(codec: str, options: Mapping[str, Any], setting: str = "codec") -> dict[str, Codec]:
     """Every codec that an update uses whose `params` travel as `codec`, by name.
 
     Args:
         options: its keyword arguments.
+        setting: that names it.
 
     Raises:
         ConfigError: nobody registered the name, or an option is not one of its own, or has a wrong value.
@@ -26,7 +27,7 @@ def codecs_of(codec: str, options: Mapping[str, Any]) -> dict[str, Codec]:
         made: Codec = registry.load("codecs", codec)(**options)
     except TypeError as error:
         raise ConfigError(
-            f"codec_options = {dict(options)!r}: {error}.", f"They are the keyword arguments of {codec!r}."
+            f"{setting}_options = {dict(options)!r}: {error}.", f"They are the keyword arguments of {codec!r}."
         ) from None
     return {"none": NoneCodec(), codec: made}
 

@@ -23,7 +23,15 @@ from atoll.tensors.schema import CONTROL, Schema
 
 LOG = logging.getLogger("atoll.server")
 
-FROZEN_SETTINGS = ("algorithm", "codec", "codec_options", "part_bytes", "download_to_disk")
+FROZEN_SETTINGS = (
+    "algorithm",
+    "codec",
+    "codec_options",
+    "downlink_codec",
+    "downlink_codec_options",
+    "part_bytes",
+    "download_to_disk",
+)
 """What cannot change between two starts of one run, beside the outer optimizer: files on disk hang on it."""
 
 
@@ -119,7 +127,7 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, row: RunRow,
 
 def _frozen(settings: Settings, plan: Plan) -> str:
     chosen: dict[str, object] = {key: getattr(settings, key) for key in FROZEN_SETTINGS}
-    chosen["codec"] = plan.algorithm.codec
+    chosen["codec"], chosen["downlink_codec"] = plan.algorithm.codec, settings.downlink_codec or "none"
     return json.dumps(chosen | {"outer_optimizer": plan.rule.describe()}, sort_keys=True, default=str)
 
 

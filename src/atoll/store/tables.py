@@ -3,7 +3,7 @@
 `heads` decides which versions exist: one UPDATE of it is the commit. A version row above its head does not count.
 """
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 SCHEMA = """
 CREATE TABLE meta (
@@ -103,6 +103,18 @@ CREATE TABLE versions (
     PRIMARY KEY (fragment, version),
     UNIQUE (fragment, slot),
     UNIQUE (fragment, state_slot)
+) STRICT;
+
+CREATE TABLE deltas (
+    fragment INTEGER NOT NULL,
+    version INTEGER NOT NULL,
+    slot INTEGER NOT NULL,
+    base_version INTEGER NOT NULL,
+    base_digest TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    part_digests BLOB NOT NULL,
+    PRIMARY KEY (fragment, version),
+    UNIQUE (fragment, slot)
 ) STRICT;
 
 CREATE TABLE heads (
