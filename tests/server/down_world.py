@@ -81,13 +81,16 @@ class Reference:
         self.optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
 
     def outer(self, optimizer: type[torch.optim.Optimizer], **options: Any) -> Reference:
-        self.optimizer = optimizer([p for p in self.theta.values() if p.numel()], foreach=False, **options)
+        fused = {"fused": True} if optimizer is torch.optim.Adam else {}  # as the server has it
+        self.optimizer = optimizer([p for p in self.theta.values() if p.numel()], foreach=False, **options, **fused)
         return self
 
     @property
     def exported(self) -> dict[str, Tensor]:
         """θ in the model's dtype; what else there is, as it is held."""
-        return self.held | {name: theta.detach().clone().to(self.held[name].dtype) for name, theta in self.theta.items()}
+        return self.held | {
+            name: theta.detach().clone().to(self.held[name].dtype) for name, theta in self.theta.items()
+        }
 
     def round(self, number: int, sites: str = "ab") -> None:
         weights = [WEIGHTS[site] / sum(WEIGHTS[each] for each in sites) for site in sites]
