@@ -101,6 +101,7 @@ class Status(Message):
     uptime_s: float
     model_bytes: Count
     codec: str
+    downlink_codec: str = Field("none", description="How versions go down; none: whole.")
     sync_every: Count
     fragments: list[FragmentStatus]
     workers: list[WorkerStatus]
