@@ -333,3 +333,34 @@ def test_a_codec_that_does_not_exist_is_refused_at_the_start(tmp_path: Path) -> 
         serve(tmp_path, downlink_codec="int9").start()
     with pytest.raises(ConfigError, match="downlink_codec_options"):
         serve(tmp_path, downlink_codec_options={"width": 3}).start()
+
+
+def test_after_a_fall_back_what_was_lost_is_no_base_of_anybody(tmp_path: Path) -> None:
+    """Version 2 is damaged while the server is down: sites that have it pull version 1 whole, and go on from there."""
+    reference = Reference(start())
+    with serve(tmp_path, min_workers=2) as server:
+        sites = clients(server, tmp_path)
+        play(sites, 1, reference)
+        held, theta = dict(reference.held), {name: p.detach().clone() for name, p in reference.theta.items()}
+        play(sites, 2, reference)
+        for client in sites.values():
+            assert client.next_round() == 3
+            require_equal(client.pull(), reference.held)
+            client.close()
+        run = server._run
+        assert run is not None
+        slot = run.store.head(0).slot
+    with (tmp_path / "state" / "slots" / f"version-0-{slot}.safetensors").open("r+b") as file:
+        file.seek(-8, 2)
+        file.write(b"\x55" * 8)
+    for note in (tmp_path / "w").glob("*/*/outbox.json"):  # else round 2 would be served from it
+        note.unlink()
+    reference.held = held
+    for name, parameter in reference.theta.items():
+        parameter.data.copy_(theta[name])
+    with serve(tmp_path, min_workers=2) as server:
+        sites = clients(server, tmp_path)
+        for number in (2, 3, 4):
+            play(sites, number, reference)
+        assert [down_bytes(client) for client in sites.values()] == 2 * [WHOLE.nbytes + 2 * delta_bytes("int8")]
+        finish(server, sites, reference)
