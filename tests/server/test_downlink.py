@@ -313,6 +313,38 @@ def test_whatever_is_for_people_is_the_master(tmp_path: Path) -> None:
         require_equal(state, theta[1 if name == "best" else int(name)])
 
 
+def test_what_saves_nothing_is_told_and_versions_are_pulled_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A block of 256 values takes 260 bytes, one of 3 as many; the three are 12."""
+    model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(100)}
+    with serve(tmp_path, model, rounds=3) as server:
+        sites = clients(server, tmp_path)
+        reference = Reference(model)
+        for number in (1, 2, 3):
+            play(sites, number, reference)
+        whole = version_layout(schema_of(model), 2**16).nbytes
+        assert [down_bytes(client) for client in sites.values()] == 2 * [3 * whole]
+        finish(server, sites, reference)
+    assert "downlink_codec 'int8' saves nothing: a difference would take 32.0 kB, a version has" in caplog.text
+
+
+def test_files_of_the_way_down_go_with_those_of_an_earlier_run(tmp_path: Path) -> None:
+    reference = Reference(start())
+    with serve(tmp_path) as server:
+        sites = clients(server, tmp_path)
+        for number in (1, 2, 3):
+            play(sites, number, reference)
+        for client in sites.values():
+            client.close()
+    (earlier,) = (tmp_path / "w" / "a").iterdir()
+    assert {"delta.bin", "delta.json"} < {path.name for path in earlier.iterdir()}
+    with serve(tmp_path, state_dir=tmp_path / "another") as server:
+        for client in clients(server, tmp_path).values():
+            client.close()
+    assert not earlier.exists()
+
+
 @pytest.fixture
 def begun(tmp_path: Path) -> Path:
     with serve(tmp_path):

@@ -125,7 +125,7 @@ class Store(Reading):
         return target
 
     def close(self) -> None:
-        """Let go of the directory; of a finished run only the journal, the last version and its outer state stay.
+        """Let go of the directory; of a finished run only the journal, the last version and what is beside it stay.
 
         Slots that are still held elsewhere are closed with their last holder.
         """

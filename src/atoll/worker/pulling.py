@@ -73,7 +73,7 @@ class Puller:
                 version,
             )
         worker.heartbeat = worker.heartbeat.model_copy(update={"state": f"pulling version {version}"})
-        wrong = self._go_down(manifest, base, source or base, into)
+        wrong = self._go_down(manifest, base, source or base, into, max_retries)
         if wrong is None:
             self._pull_whole(manifest, base, into)
         elif wrong:
@@ -125,14 +125,19 @@ class Puller:
     # -- as a difference
 
     def _go_down(
-        self, manifest: messages.Manifest, base: BaseFile, source: BaseFile, into: Tensors | None
+        self,
+        manifest: messages.Manifest,
+        base: BaseFile,
+        source: BaseFile,
+        into: Tensors | None,
+        max_retries: int | None,
     ) -> list[Part] | None:
         """Make the version of the one that `source` has, over those between.
 
         Returns:
             The parts that did not come out right; None where the version is to be pulled whole.
         """
-        if self._downlink is None or not (steps := self._steps(manifest, source)):
+        if self._downlink is None or not (steps := self._steps(manifest, source, max_retries)):
             return None
         site, wrong = self._worker.site, list[Part]()
         try:
@@ -165,7 +170,7 @@ class Puller:
             file.close()
         return wrong
 
-    def _steps(self, manifest: messages.Manifest, source: BaseFile) -> list[messages.Manifest]:
+    def _steps(self, manifest: messages.Manifest, source: BaseFile, max_retries: int | None) -> list[messages.Manifest]:
         """The versions from that in `source` to this one, each with what it is made by; none where whole is less."""
         assert self._downlink is not None
         run, note = self._worker.info.run, source.note
@@ -184,7 +189,7 @@ class Puller:
             if delta.base_version <= note.version:
                 return []
             try:
-                manifest = self._manifest(delta.base_version, None)
+                manifest = self._manifest(delta.base_version, max_retries)
             except Gone:
                 return []
             if manifest.digest != delta.base_digest:
