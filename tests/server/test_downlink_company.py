@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import atoll
 from atoll import registry
 from atoll.cli import export
-from atoll.errors import UsageError
+from atoll.errors import StateCorrupt, UsageError
 from atoll.filters import NormClip
 
 
@@ -113,6 +113,36 @@ def test_diloco_trains_from_what_went_down_and_submits_against_it(tmp_path: Path
         assert server.wait(60)
         assert torch.equal(load_file(server.exports / "model.safetensors")["weight"], theta)
     assert not torch.equal(held, theta)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"outer_momentum": 0.9}, {"outer_optimizer": "adam"}, {"outer_optimizer": "torch.optim:Adafactor"}],
+    ids=["plain", "momentum", "adam", "whole-tensors"],
+)
+def test_masters_that_were_damaged_are_never_exported(tmp_path: Path, options: dict[str, Any]) -> None:
+    out = tmp_path / "model.safetensors"
+    with serve(tmp_path, rounds=1, **options) as server:
+        sites = clients(server, tmp_path)
+        for site, client in sites.items():
+            assert client.next_round() == 1
+            client.submit(trained(client.pull(), site, 1))
+        for client in sites.values():
+            assert client.next_round() is None
+            client.close()
+        assert server.wait(60)
+        exported = load_file(server.exports / "model.safetensors")
+    assert export.from_directory(tmp_path / "state", out) == 1
+    require_equal(load_file(out), exported)
+    (path,) = (tmp_path / "state" / "slots").glob("state-*")
+    data = bytearray(path.read_bytes())
+    for place in (9, len(data) // 2, len(data) - 1):
+        data[place] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(StateCorrupt, match=r"state-0-.* is not what its digest says"):
+            export.from_directory(tmp_path / "state", tmp_path / "never.safetensors")
+        data[place] ^= 1
+    assert not (tmp_path / "never.safetensors").exists()
 
 
 def test_atoll_export_takes_the_masters_from_a_directory_and_refuses_what_workers_hold(tmp_path: Path) -> None:

@@ -97,6 +97,9 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
             if row.state_slot is None:
                 raise Gone(f"The masters of version {row.version} are not kept.", "Export the newest version.")
             with state(row.state_slot).open("rb") as masters:
+                in_chunks = settings["outer_optimizer"]["granularity"] == "chunk"
+                if not _is_whole(masters.fileno(), layout, row.state_digests, in_chunks):
+                    raise _damaged(state(row.state_slot))
                 _write(file.fileno(), masters.fileno(), out, schema, layout)
         return row.version
 
@@ -179,10 +182,23 @@ def _require_whole(fd: int, path: Path, layout: Layout, digests: Sequence[bytes]
         for start in range(part.start, part.stop, READ_BYTES):
             hasher.update(os.pread(fd, min(READ_BYTES, part.stop - start), start))
         if hasher.digest() != digest:
-            raise StateCorrupt(
-                f"{path} is not what its digest says.",
-                "Start the server once: it falls back to a version that is whole.",
-            )
+            raise _damaged(path)
+
+
+def _is_whole(fd: int, layout: Layout, digests: Sequence[bytes], in_chunks: bool) -> bool:
+    from atoll.errors import BadRequest
+    from atoll.server.model_file import is_whole
+
+    try:
+        return is_whole(fd, layout, digests, in_chunks=in_chunks)
+    except BadRequest:  # its header was damaged
+        return False
+
+
+def _damaged(path: Path) -> StateCorrupt:
+    return StateCorrupt(
+        f"{path} is not what its digest says.", "Start the server once: it falls back to a version that is whole."
+    )
 
 
 def from_server(server: str, out: Path, version: int | None = None) -> int:

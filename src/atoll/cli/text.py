@@ -77,7 +77,7 @@ def ring_bytes(model_bytes: int, workers: int, steps: int) -> float:
 
 
 def against_data_parallel(status: status_messages.Status) -> str:
-    """Bytes both ways against a ring all-reduce for the same steps; empty where steps are not known, or of one worker."""
+    """Bytes both ways against a ring all-reduce for the same steps; empty for one worker, or without steps."""
     trained = [worker for worker in status.workers if worker.step]
     sent, received = (sum(getattr(worker, key) for worker in trained) for key in ("bytes_up", "bytes_down"))
     if len(trained) < 2 or not sent or not received:

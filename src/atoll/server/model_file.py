@@ -7,19 +7,21 @@ state beside it; it is cast to the model's dtype.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from atoll.aggregation.state import MASTER
+from atoll.aggregation.state import MASTER, RUNS, WHOLES, state_regions
 from atoll.codecs.downlink import is_difference
 from atoll.errors import StateCorrupt
 from atoll.posix import read_at
+from atoll.store.slots import region_digest
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of
 from atoll.tensors.dtypes import torch_dtype
-from atoll.tensors.header import read_header
-from atoll.tensors.layout import Layout
+from atoll.tensors.header import Header, read_header
+from atoll.tensors.layout import Layout, file_layout
 from atoll.tensors.schema import TensorSpec
 
 
@@ -75,8 +77,32 @@ def _read(fd: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
     return values
 
 
+def is_whole(fd: int, version: Layout, digests: Sequence[bytes], *, in_chunks: bool) -> bool:
+    """Whether an outer state is what its digests say, as far as its own header tells how it was cut.
+
+    Args:
+        version: the layout of the version beside it.
+        in_chunks: whether the outer optimizer steps tensors chunk by chunk.
+    """
+    header = _header(fd)
+    shapes = {segment.spec.name: segment.spec.shape for segment in version.segments}
+    split = [(spec.name.rpartition("."), spec) for spec, _ in header.tensors]
+    if in_chunks and not any(shapes.get(name) for (name, _, _), _ in split):
+        return True  # of tensors without dimensions alone it cannot be told
+    cut = {key for (name, _, key), spec in split if in_chunks and shapes.get(name) and spec.shape == shapes[name]}
+    specs = [replace(spec, group=RUNS if key in cut else WHOLES) for (_, _, key), spec in split]
+    layout = file_layout(specs, os.pread(fd, header.nbytes, 0))
+    regions = state_regions(version, layout)
+    return len(regions) == len(digests) and all(
+        region_digest(fd, region.ranges) == digest for region, digest in zip(regions, digests, strict=True)
+    )
+
+
+def _header(fd: int) -> Header:
+    return read_header(lambda at, count: os.pread(fd, count, at), os.fstat(fd).st_size, "the outer state")
+
+
 def _masters_in(fd: int) -> dict[str, tuple[int, torch.dtype]]:
     """Tensor → where its master lies in an outer state, and in which dtype."""
-    header = read_header(lambda at, count: os.pread(fd, count, at), os.fstat(fd).st_size, "the outer state")
-    named = [(spec.name.rpartition("."), spec, offset) for spec, offset in header.tensors]
+    named = [(spec.name.rpartition("."), spec, offset) for spec, offset in _header(fd).tensors]
     return {name: (offset, torch_dtype(spec.dtype)) for (name, _, key), spec, offset in named if key == MASTER}
