@@ -56,6 +56,35 @@ def test_who_goes_over_differences_and_who_pulls_whole_hold_the_same(tmp_path: P
             client.close()
 
 
+AGGREGATOR = """
+def mean(updates):
+    total = sum(update.weight for update in updates)
+    for name in updates[0].tensors:
+        result = None
+        for update in updates:
+            tensor = update.tensors[name].float()
+            if result is None:
+                result = tensor * (update.weight / total)
+            else:
+                result.add_(tensor, alpha=update.weight / total)
+        yield name, result
+"""
+
+
+def test_what_an_aggregator_of_ones_own_makes_steps_the_master(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(AGGREGATOR)
+    with serve(tmp_path, aggregator=f"{tmp_path / 'mine.py'}:mean", rounds=3) as server:
+        sites = clients(server, tmp_path)
+        reference = Reference(start())
+        for number in (1, 2, 3):
+            play(sites, number, reference)
+        for client in sites.values():
+            assert client.next_round() is None
+            client.close()
+        assert server.wait(60)
+        require_equal(load_file(server.exports / "model.safetensors"), reference.exported)
+
+
 def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(90, 60)
