@@ -36,18 +36,18 @@ def by_hand(rounds: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_the_exact_mean_is_recognised(rounds: int) -> None:
-    assert bench_model.is_exact(by_hand(rounds), range(2), rounds, "none")
+    assert bench_model.is_exact(by_hand(rounds), range(2), rounds, "none", "none")
 
 
 def test_one_wrong_bit_is_noticed() -> None:
     model = by_hand(2)
     (tensor,) = model.values()
     tensor[299_999] = torch.nextafter(tensor[299_999], torch.tensor(9.0))
-    assert not bench_model.is_exact(model, range(2), 2, "none")
+    assert not bench_model.is_exact(model, range(2), 2, "none", "none")
 
 
 def test_a_round_too_few_is_noticed() -> None:
-    assert not bench_model.is_exact(by_hand(2), range(2), 3, "none")
+    assert not bench_model.is_exact(by_hand(2), range(2), 3, "none", "none")
 
 
 def test_anonymous_memory_is_that_of_the_process() -> None:
@@ -86,6 +86,19 @@ def test_a_small_round_is_exact_and_says_what_it_cost(atoll_command, tmp_path, c
     assert set(figures["cpu_s"]) == {"server", "worker-000", "worker-001"}
     assert figures["settings"]["tensors"] == 7
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.covers("D8", "L16")
+def test_a_small_round_with_codecs_both_ways_is_exact_and_a_quarter(atoll_command, tmp_path) -> None:
+    arguments = ["--gb", "0.002", "--workers", "2", "--rounds", "3", "--codec", "int8", "--downlink-codec", "int8"]
+    outcome = atoll_command("bench", "round", *arguments, "--dir", str(tmp_path), "--json")
+    assert outcome.returncode == 0, outcome.stderr
+    figures = json.loads(outcome.stdout)
+    assert figures["exact"] is True
+    assert 6 * 2_000_000 / 3.94 <= figures["bytes_up"] < 6 * 2_000_000 / 3.7
+    # version 0 whole, then two of the three others as differences before the last is looked at
+    assert 4_000_000 + 4 * 2_000_000 / 3.94 <= figures["bytes_down"] < 4_000_000 + 4 * 2_000_000 / 3.7
 
 
 @pytest.mark.slow

@@ -34,6 +34,22 @@ def test_plain_lines_name_the_awaited_and_align_the_workers(canned, atoll_comman
     assert "\x1b" not in outcome.stdout
 
 
+@pytest.mark.covers("L16")
+def test_bytes_each_way_stand_against_data_parallel_training(known) -> None:
+    """Each of two workers would have moved 2·(1/2) × 4 MB in each of 1,250 steps: 10 GB in all.
+
+    6.8 MB went up, a 1,471st; 2.4 GB came down, a 4.2th.
+    """
+    lines = status.headline(known.model_copy(update={"codec": "int8", "downlink_codec": "int4"}), "http://there")
+    assert "codec int8 up, int4 down, " in lines[1]
+    assert lines[3] == (
+        "data-parallel training would have moved 10.0 GB each way for the same steps: 1471 × what went up, "
+        "4.2 × what came down"
+    )
+    alone = known.model_copy(update={"workers": known.workers[:1]})  # who is alone has nobody to reduce with
+    assert not any("data-parallel" in line for line in status.headline(alone, "http://there"))
+
+
 def test_json_is_the_message_itself(canned, atoll_command, known) -> None:
     outcome = atoll_command("status", "--server", canned.url, "--json")
     assert status_messages.Status.model_validate_json(outcome.stdout) == known

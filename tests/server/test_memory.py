@@ -18,9 +18,11 @@ from atoll.transport import host
 
 @pytest.mark.slow
 @pytest.mark.covers("D1", "P8")
-def test_a_model_ten_times_as_large_takes_no_more_memory_on_either_side() -> None:
-    small = measure(Bench(gb=0.02, workers=2, rounds=2, tensors=20), lambda _: None)
-    large = measure(Bench(gb=0.2, workers=2, rounds=2, tensors=20), lambda _: None)
+@pytest.mark.parametrize("codec", ["none", "int8"], ids=["whole", "int8-both-ways"])
+def test_a_model_ten_times_as_large_takes_no_more_memory_on_either_side(codec: str) -> None:
+    how: dict[str, Any] = {"workers": 2, "rounds": 2, "tensors": 20, "codec": codec, "downlink_codec": codec}
+    small = measure(Bench(gb=0.02, **how), lambda _: None)
+    large = measure(Bench(gb=0.2, **how), lambda _: None)
     assert small["exact"]
     assert large["exact"]
     # 180 MB more of model and 720 MB more of updates; the difference allowed is that of scratch reached later

@@ -6,10 +6,11 @@ For every window of every part:
     θ, s ← outer step of θ along g                 θ: the version's values, or their fp32 master in the state file
     write θ (cast to the version's dtype) and s, hash them on the way
 
-Buffers take the mean of raw values, controls grow by the reduction, integers take the maximum. The pass is a pure
-function of its inputs: neither the chunk size nor the number of threads changes a bit, and after a crash it simply runs
-again. Memory is a few chunks per thread, whatever the model's size and the number of updates. Files are read and
-written by position; fsync is the caller's.
+Where versions go down by a codec, θ is the master in the state file, and the version is what workers then hold; see
+`delta.py`. Buffers take the mean of raw values, controls grow by the reduction, integers take the maximum. The pass is
+a pure function of its inputs: neither the chunk size nor the number of threads changes a bit, and after a crash it
+simply runs again. Memory is a few chunks per thread, whatever the model's size and the number of updates. Files are
+read and written by position; fsync is the caller's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from atoll.aggregation.delta import DeltaWriter
 from atoll.aggregation.jobs import run_jobs
 from atoll.aggregation.scratch import Scratch, read_at
 from atoll.aggregation.state import MASTER, RUNS, Column, region_digest, tail_region
@@ -124,6 +126,7 @@ class _Pass:
         parts = len(inputs.version_layout.parts)
         self.part_digests: list[bytes] = [b""] * parts
         self.state_digests: list[list[bytes]] = [[] for _ in range(parts)]
+        self.delta_digests: list[bytes] = [b""] * parts
         self.squares: list[float] = [0.0] * parts
         self._lock, self._done = threading.Lock(), 0
 
@@ -154,6 +157,7 @@ class _Pass:
             digest=self.inputs.version_layout.update_digest(self.part_digests),
             grad_norm=math.sqrt(math.fsum(self.squares)) if all(map(math.isfinite, self.squares)) else math.inf,
             seconds=time.monotonic() - began,
+            delta_digests=tuple(self.delta_digests) if self.outputs.delta_fd is not None else (),
         )
 
 
@@ -164,11 +168,16 @@ class _Member:
         self._shared = shared
         self._scratch = Scratch(shared.tables.scratch_elements)
         self._stepper: Stepper = shared.rule.stepper()
+        self._delta: DeltaWriter | None = None
+        if shared.inputs.downlink is not None and shared.outputs.delta_fd is not None:
+            self._delta = DeltaWriter(shared.inputs.downlink, shared.outputs.delta_fd, self._scratch)
 
     def do_part(self, part: Part) -> None:
         """Write one part of the version and its runs of the state; hash both."""
         shared, hasher = self._shared, blake3()
         columns: dict[Column, blake3] = {}
+        if self._delta is not None:
+            self._delta.begin(part.index)
         first = part.pieces[0].offset if part.pieces else part.stop
         for at in range(part.start, first, self._scratch.nbytes):
             header = self._scratch.view("stored", min(self._scratch.nbytes, first - at))
@@ -178,10 +187,12 @@ class _Member:
         for window in shared.tables.windows.of(part):
             failpoint("pass.chunk")
             stored = self._scratch.view("stored", window.numel * torch_dtype(window.dtype).itemsize)
-            if window.kind == "whole":
+            if window.kind == "whole" and self._delta is None:
                 read_at(shared.outputs.version_fd, stored, window.offset)
             else:
-                if window.kind == "step":
+                if window.kind == "whole":
+                    self._go_down(window, stored)
+                elif window.kind == "step":
                     shared.squares[part.index] += self._step(window, stored, columns)
                 elif window.kind == "add":
                     self._add(window, stored)
@@ -189,6 +200,8 @@ class _Member:
                     self._replace(window)
                 self._write(shared.outputs.version_fd, stored, window.offset)
             hasher.update(stored)
+        if self._delta is not None:
+            shared.delta_digests[part.index] = self._delta.end()
         shared.part_digests[part.index] = hasher.digest()
         shared.state_digests[part.index] = [column.digest() for column in columns.values()]
         shared.progress(part.nbytes)
@@ -199,9 +212,11 @@ class _Member:
         reduced, runs = self._reduce(window)
         if len(reduced) == len(stored):
             stored.copy_(reduced)
-            return
-        for target, run in zip(torch.split(stored, window.sizes), runs, strict=True):
-            target.copy_(run)
+        else:
+            for target, run in zip(torch.split(stored, window.sizes), runs, strict=True):
+                target.copy_(run)
+        if self._delta is not None:
+            self._delta.add(window, stored, None)
 
     def _add(self, window: Window, stored: memoryview) -> None:
         """Controls: c ← s·c + the reduction."""
@@ -212,6 +227,22 @@ class _Member:
             values.mul_(self._shared.inputs.control_scale)
         for target, run in zip(torch.split(values, window.sizes), runs, strict=True):
             target.add_(run)
+        if self._delta is not None:
+            self._delta.add(window, values, None)
+
+    def _go_down(self, window: Window, stored: memoryview) -> None:
+        """Parameters that were stepped as whole tensors: bring what the base has of them to what goes down."""
+        shared, n = self._shared, window.numel
+        assert self._delta is not None
+        assert shared.outputs.state_fd is not None
+        head = window.extents[0]
+        entry = shared.tables.entries[head.spec.name][MASTER]
+        dtype = torch_dtype(entry.spec.dtype)
+        read_at(shared.inputs.base_fd, stored, window.offset)
+        view = self._scratch.view(MASTER, n * dtype.itemsize)
+        read_at(shared.outputs.state_fd, view, entry.offset + head.start * dtype.itemsize)
+        values = self._scratch.tensor("stored", torch_dtype(window.dtype), n)
+        self._delta.add(window, values, self._scratch.tensor(MASTER, dtype, n))
 
     def _step(self, window: Window, stored: memoryview, columns: dict[Column, blake3]) -> float:
         """Parameters: one outer step along the reduced pseudo-gradient; returns its sum of squares."""
@@ -235,7 +266,9 @@ class _Member:
         before = None if first_round else self._states(window, split)
         after = self._stepper.step_(torch.split(master, window.sizes), grads, before)
         self._keep(window, split, before, after)
-        if master is not values:
+        if self._delta is not None:
+            self._delta.add(window, values, master)
+        elif master is not values:
             values.copy_(master)
         if shared.outputs.state_fd is not None:
             for key, (column, offset, column_dtype) in kept.items():

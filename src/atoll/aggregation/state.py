@@ -1,7 +1,8 @@
 """The outer state file: what the outer optimizer keeps between rounds, beside each version.
 
 A safetensors file with the tensors `<tensor>.<key>`: `layer.weight.momentum_buffer`, `layer.weight.step`; and
-`layer.weight.master`, the fp32 master of a parameter that the version holds in fewer bits (casts are never part of it).
+`layer.weight.master`, the fp32 master of a parameter that the version holds in fewer bits (casts are never part of it),
+or as workers hold it, where versions go down by a codec that loses.
 It is written by columns (all `momentum_buffer`, then all `step`), so that a run of the version's tensors is one run of
 each column. Entries are of two groups:
 
@@ -42,16 +43,19 @@ class Region:
 
 
 def state_layout(
-    specs: Sequence[TensorSpec], rule: OuterRule, part_bytes: int = PART_BYTES
+    specs: Sequence[TensorSpec], rule: OuterRule, part_bytes: int = PART_BYTES, *, masters: bool = False
 ) -> tuple[bytes, Layout] | None:
     """Header and layout of the state file of `rule` for these tensors; None where nothing is kept.
+
+    Args:
+        masters: whether every parameter has one, whatever its dtype.
 
     Raises:
         ConfigError: two entries would have one name.
     """
     columns: dict[tuple[str, str, str], list[TensorSpec]] = {}
     for spec in specs:
-        for kept in _kept(spec, rule):
+        for kept in _kept(spec, rule, masters):
             group = RUNS if kept.elementwise and rule.granularity == "chunk" else WHOLES
             shape = spec.shape if kept.shape is None else kept.shape
             entry = TensorSpec(f"{spec.name}.{kept.key}", kept.dtype, shape, group)
@@ -65,11 +69,12 @@ def state_layout(
     return header, file_layout(ordered, header, part_bytes)
 
 
-def _kept(spec: TensorSpec, rule: OuterRule) -> list[StateSpec]:
+def _kept(spec: TensorSpec, rule: OuterRule, masters: bool) -> list[StateSpec]:
     kept = rule.state_specs(spec)
-    if spec.group == PARAMS and spec.is_float and spec.numel and dtype_name(accumulate_dtype(spec.dtype)) != spec.dtype:
-        return [StateSpec(MASTER, dtype_name(accumulate_dtype(spec.dtype))), *kept]
-    return kept
+    if spec.group != PARAMS or not spec.is_float or not spec.numel:
+        return kept
+    wide = dtype_name(accumulate_dtype(spec.dtype))
+    return [StateSpec(MASTER, wide), *kept] if masters or wide != spec.dtype else kept
 
 
 def entries(layout: Layout | None) -> Entries:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from atoll.codecs.downlink import Downlink
 from atoll.tensors.layout import Layout
 
 
@@ -44,6 +45,7 @@ class PassInputs:
             grown since.
         reduced: the pseudo-gradient of `params` where an aggregator has made one of the updates; they are then reduced
             in everything else only.
+        downlink: how versions go down; None: whole. With one, the state file has a master of every parameter.
     """
 
     version_layout: Layout
@@ -54,6 +56,7 @@ class PassInputs:
     state_fd: int | None = None
     control_scale: float = 1.0
     reduced: UpdateSource | None = None
+    downlink: Downlink | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class PassOutputs:
 
     version_fd: int
     state_fd: int | None = None
+    delta_fd: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class PassResult:
     Attributes:
         part_digests: BLAKE3 of each part of the version, as `state.version_regions`.
         state_digests: of the state file, as `state.state_regions`; empty where nothing is kept.
+        delta_digests: of each part of what goes down, as `Downlink.parts`; empty where versions are pulled whole.
         digest: names the version (`Layout.update_digest`).
         grad_norm: L2 norm of the reduced pseudo-gradient; six digits, to be shown; infinite where it overflows.
         seconds: wall time.
@@ -81,3 +86,4 @@ class PassResult:
     digest: str
     grad_norm: float
     seconds: float
+    delta_digests: tuple[bytes, ...] = ()

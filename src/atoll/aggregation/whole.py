@@ -62,7 +62,8 @@ def step_whole(
         squares += float(torch.dot(reduced, reduced))
         (after,) = stepper.step_([master], [reduced.view(spec.shape)], None if before is None else [before])
         failpoint("pass.write")
-        _write(outputs.version_fd, segment, values.copy_(master))
+        if inputs.downlink is None:  # else what goes down of it is made part by part
+            _write(outputs.version_fd, segment, values.copy_(master))
         for key, entry in kept.items():
             assert outputs.state_fd is not None
             _write(outputs.state_fd, entry, master if key == MASTER else after[key])

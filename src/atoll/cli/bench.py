@@ -47,6 +47,9 @@ def round_command(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; the first two are not steady.")] = 4,
     tensors: Annotated[int, typer.Option(min=1, help="Tensors of the model.")] = 50,
     codec: Annotated[str, typer.Option(help=f"How updates travel: {CODECS}.", callback=_codec)] = "none",
+    downlink_codec: Annotated[
+        str, typer.Option(help="How versions go down, as differences: one of these.", callback=_codec)
+    ] = "none",
     durability: Annotated[Durability, typer.Option(help="What an acknowledged update survives.")] = Durability.process,
     disk_streaming: Annotated[
         bool, typer.Option(help="Whether the server keeps updates and versions in files, or in memory.")
@@ -60,7 +63,8 @@ def round_command(
 
     raise_on_sigterm()
     ways = [True, False] if compare else [disk_streaming]
-    runs = [measure(Bench(gb, workers, rounds, tensors, codec, durability.value, directory, way), _say) for way in ways]
+    how = (gb, workers, rounds, tensors, codec, downlink_codec, durability.value, directory)
+    runs = [measure(Bench(*how, way), _say) for way in ways]
     same = len({figures["digest"] for figures in runs}) == 1
     if json:
         both = {"disk": runs[0], "memory": runs[-1], "same_bits": same}
@@ -121,7 +125,8 @@ def report(figures: dict[str, Any]) -> list[str]:
     """The figures as lines for people."""
     settings, phases = figures["settings"], figures["phases"]
     rows = {
-        "model": f"{settings['gb']:g} GB fp32 in {settings['tensors']} tensors, codec {settings['codec']}",
+        "model": f"{settings['gb']:g} GB fp32 in {settings['tensors']} tensors, codec {settings['codec']}"
+        f"{f', down {down}' if (down := settings['downlink_codec']) != 'none' else ''}",
         "workers × rounds": f"{settings['workers']} × {settings['rounds']}, durability {settings['durability']}",
         "steady round": f"{figures['steady_round_s']:.3f} s",
         "rounds": ", ".join(f"{seconds:.3f}" for seconds in figures["rounds_s"][:20]) + " s",
@@ -135,7 +140,7 @@ def report(figures: dict[str, Any]) -> list[str]:
         "worker memory": f"{figures['worker_peak_anon_mb']:.1f} MB anonymous above the model",
         "bytes": f"{figures['bytes_up'] / 1e6:.1f} MB up, {figures['bytes_down'] / 1e6:.1f} MB down",
         "CPU": ", ".join(f"{name} {value:.1f} s" for name, value in figures["cpu_s"].items()),
-        "result": "exact: every worker's model is bit for bit the weighted mean" if figures["exact"] else "WRONG",
+        "result": "exact: every worker's model is bit for bit what it should be" if figures["exact"] else "WRONG",
     }
     return [f"{name:<17}{value}" for name, value in rows.items()]
 

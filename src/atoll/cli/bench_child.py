@@ -69,7 +69,7 @@ def work(options: dict[str, Any]) -> None:
                 tell("trained", cpu_s=_cpu_s() - cpu_before, **told)
                 round_.load_into(model)
                 workers = range(options["workers"])
-                exact = bench_model.is_exact(model, workers, rounds, options["codec"])
+                exact = bench_model.is_exact(model, workers, rounds, options["codec"], options["downlink_codec"])
                 tell("checked", exact=exact, digest=blake3(bytes_of(flat)).hexdigest())
                 break
             round_.load_into(model)

@@ -78,23 +78,26 @@ def train_(flat: Tensor, worker: int) -> None:
     flat.add_(step_of(worker))
 
 
-def is_exact(model: Mapping[str, Tensor], workers: Sequence[int], rounds: int, codec: str) -> bool:
+def is_exact(model: Mapping[str, Tensor], workers: Sequence[int], rounds: int, codec: str, down: str) -> bool:
     """Whether the model is bit for bit what `rounds` rounds of FedAvg make of the initial one.
 
-    The expression of the reduction, in its order: u_k = θ − w_k; acc = u_0·ŵ_0; acc += ŵ_k·u_k; θ ← θ − acc. With error
-    feedback u_k + e_k is encoded, and e_k becomes what that has lost.
+    The expression of the reduction, in its order: u_k = b − w_k; acc = u_0·ŵ_0; acc += ŵ_k·u_k; θ ← θ − acc. With error
+    feedback u_k + e_k is encoded, and e_k becomes what that has lost. With a codec downwards b ← b + dec(C(θ − b)),
+    without one b = θ.
     """
     weights = normalised([weight_of(worker) for worker in workers])
-    pack = registry.load("codecs", codec)()
+    pack, pack_down = registry.load("codecs", codec)(), registry.load("codecs", down)()
     for tensor in model.values():
         for start, stop in runs(tensor.numel()):
             theta = initial(start, stop)
+            held = theta if down == "none" else theta.clone()
             encoded = torch.empty(pack.encoded_bytes(stop - start, "F32"), dtype=torch.uint8)
+            encoded_down = torch.empty(pack_down.encoded_bytes(stop - start, "F32"), dtype=torch.uint8)
             update, total = torch.empty_like(theta), torch.empty_like(theta)
             lost = [torch.zeros_like(theta) for _ in workers if pack.feedback]
             for _ in range(rounds):
                 for index, (worker, weight) in enumerate(zip(workers, weights, strict=True)):
-                    torch.sub(theta, theta + step_of(worker), out=update)
+                    torch.sub(held, held + step_of(worker), out=update)
                     if lost:
                         lost[index] += update
                         update.copy_(lost[index])
@@ -107,6 +110,10 @@ def is_exact(model: Mapping[str, Tensor], workers: Sequence[int], rounds: int, c
                     else:
                         total.add_(update, alpha=weight)
                 theta.sub_(total)
-            if not torch.equal(theta, tensor[start:stop]):
+                if held is not theta:
+                    pack_down.encode_(theta - held, encoded_down, "F32")
+                    pack_down.decode_(encoded_down, update, "F32")
+                    held.add_(update)
+            if not torch.equal(held, tensor[start:stop]):
                 return False
     return True

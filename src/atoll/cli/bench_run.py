@@ -26,6 +26,7 @@ class Bench:
 
     Attributes:
         gb: of the model, in 10⁹ bytes.
+        downlink_codec: how versions go down.
         folder: where files go while it runs; by default the system's temporary folder.
         download_to_disk: as the setting: false keeps the server's updates and versions in memory.
     """
@@ -35,6 +36,7 @@ class Bench:
     rounds: int
     tensors: int
     codec: str = "none"
+    downlink_codec: str = "none"
     durability: str = "process"
     folder: Path | None = None
     download_to_disk: bool = True
@@ -71,8 +73,9 @@ def steady(rounds: Sequence[float]) -> Sequence[float]:
 
 
 def _require_space(bench: Bench, folder: Path) -> None:
-    """The initial model, some versions, and per worker a spool, a base file and an outbox."""
-    needed = bench.total_bytes * (5 + 3 * bench.workers)
+    """The initial model, some versions, and per worker a spool, a base file and an outbox; more where less travels."""
+    more = bench.downlink_codec != "none"  # masters and deltas at the server, a delta at each worker
+    needed = bench.total_bytes * (5 + 6 * more + (3 + more) * bench.workers)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UsageError(
@@ -152,6 +155,7 @@ class _Conductor:
             "num_workers": bench.workers,
             "min_workers": bench.workers,
             "codec": bench.codec,
+            "downlink_codec": bench.downlink_codec,
             "durability": bench.durability,
             "port": 0,
             "state_dir": str(self.folder / "state"),
@@ -185,6 +189,7 @@ class _Conductor:
             "total_bytes": bench.total_bytes,
             "tensors": bench.tensors,
             "codec": bench.codec,
+            "downlink_codec": bench.downlink_codec,
         }
         name = f"worker-{index:03d}"
         more = {"ATOLL_SERVER": url, "ATOLL_SITE": name, "ATOLL_DIR": str(self.folder / "workers")}

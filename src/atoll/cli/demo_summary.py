@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atoll.cli.text import duration, size
+from atoll.cli.text import duration, ring_bytes, size
 
 if TYPE_CHECKING:
     from atoll.cli.demo import Demo
@@ -72,9 +72,9 @@ def judge(demo: Demo, path: Path) -> float:
 
 
 def traffic(demo: Demo, status: status_messages.Status) -> list[str]:
-    """Bytes that a worker sent, against data-parallel training for the same steps.
+    """Bytes that a worker sent and received, against data-parallel training for the same steps.
 
-    A ring all-reduce of n workers sends 2·(n − 1)/n times the gradients' bytes (fp32) from each in each step.
+    A ring all-reduce of n workers moves 2·(n − 1)/n times the gradients' bytes (fp32) each way at each in each step.
     """
     results = [result for worker in status.workers if (result := _result(demo, worker))]
     if not results:
@@ -84,11 +84,12 @@ def traffic(demo: Demo, status: status_messages.Status) -> list[str]:
     received = sum(int(result["bytes_down"]) for result in results) / len(results)
     lines = [f"each worker sent {size(sent)} and received {size(received)} in {steps} local steps"]
     n = demo.workers
-    if n > 1 and sent:
-        ring = 2 * (n - 1) / n * status.model_bytes * steps
+    if n > 1 and sent and received:
+        ring = ring_bytes(status.model_bytes, n, steps)
         lines.append(
-            f"data-parallel training would have sent {size(ring)} each, {ring / sent:.0f} × as much: a ring all-reduce "
-            f"of fp32 gradients sends 2·(n−1)/n × {size(status.model_bytes)} a step; n = {n}, {steps} steps"
+            f"data-parallel training would have sent {size(ring)} each, {ring / sent:.0f} × as much, and received as "
+            f"many, {ring / received:.0f} × as much: a ring all-reduce of fp32 gradients moves 2·(n−1)/n × "
+            f"{size(status.model_bytes)} a step each way; n = {n}, {steps} steps"
         )
     return lines
 

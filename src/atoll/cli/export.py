@@ -67,11 +67,11 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
     Raises:
         UsageError: no run was begun there.
         StateLocked: its server runs.
-        Gone: the version is not kept.
+        Gone: the version is not kept, or the masters beside it are not, where it has them.
         StateCorrupt: its file was damaged.
     """
     journal_of(state_dir)
-    from atoll.store.slots import VERSION, FileShape, SlotPool
+    from atoll.store.slots import STATE, VERSION, FileShape, SlotPool
     from atoll.store.store import Store
     from atoll.tensors.layout import version_header, version_layout
     from atoll.tensors.schema import Schema
@@ -85,12 +85,22 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
             raise no_run(state_dir)
         row = store.head(0) if version is None else store.version(0, version)
         schema = Schema.from_json(json.loads(store.run.schema_json))
-        layout = version_layout(schema, int(json.loads(store.run.settings_json)["part_bytes"]))
+        settings = json.loads(store.run.settings_json)
+        layout = version_layout(schema, int(settings["part_bytes"]))
         shape = FileShape(layout.nbytes, version_header(schema), ())
-        path = SlotPool(store.slots_directory, VERSION, 0, shape, store.lock).path(row.slot)
-        with path.open("rb") as file:
-            _require_whole(file.fileno(), path, layout, row.part_digests)
-            _write(file.fileno(), out, schema, layout)
+        path, state = (SlotPool(store.slots_directory, kind, 0, shape, store.lock).path for kind in (VERSION, STATE))
+        with path(row.slot).open("rb") as file:
+            _require_whole(file.fileno(), path(row.slot), layout, row.part_digests)
+            if settings["downlink_codec"] == "none" or not row.state_digests:
+                _write(file.fileno(), None, out, schema, layout)
+                return row.version
+            if row.state_slot is None:
+                raise Gone(f"The masters of version {row.version} are not kept.", "Export the newest version.")
+            with state(row.state_slot).open("rb") as masters:
+                in_chunks = settings["outer_optimizer"]["granularity"] == "chunk"
+                if not _is_whole(masters.fileno(), layout, row.state_digests, in_chunks):
+                    raise _damaged(state(row.state_slot))
+                _write(file.fileno(), masters.fileno(), out, schema, layout)
         return row.version
 
 
@@ -172,10 +182,23 @@ def _require_whole(fd: int, path: Path, layout: Layout, digests: Sequence[bytes]
         for start in range(part.start, part.stop, READ_BYTES):
             hasher.update(os.pread(fd, min(READ_BYTES, part.stop - start), start))
         if hasher.digest() != digest:
-            raise StateCorrupt(
-                f"{path} is not what its digest says.",
-                "Start the server once: it falls back to a version that is whole.",
-            )
+            raise _damaged(path)
+
+
+def _is_whole(fd: int, layout: Layout, digests: Sequence[bytes], in_chunks: bool) -> bool:
+    from atoll.errors import BadRequest
+    from atoll.server.model_file import is_whole
+
+    try:
+        return is_whole(fd, layout, digests, in_chunks=in_chunks)
+    except BadRequest:  # its header was damaged
+        return False
+
+
+def _damaged(path: Path) -> StateCorrupt:
+    return StateCorrupt(
+        f"{path} is not what its digest says.", "Start the server once: it falls back to a version that is whole."
+    )
 
 
 def from_server(server: str, out: Path, version: int | None = None) -> int:
@@ -215,6 +238,12 @@ def _pull(http: Http, version: int, out: Path) -> None:
     from atoll.wire import messages, routes
 
     info = http.get(routes.RUN, messages.RunInfo)
+    if info.downlink_codec != "none" and version:
+        raise UsageError(
+            f"This run's versions go down as {info.downlink_codec}: what can be pulled is what workers hold, not the "
+            "model.",
+            "On the server's machine take model.safetensors, or atoll export --state-dir when it is stopped.",
+        )
     schema = http.get(routes.SCHEMA, messages.SchemaMessage).to_schema()
     layout = version_layout(schema, info.part_bytes)
     manifest = http.get(routes.MANIFEST.format(fragment=0, version=version), messages.Manifest)
@@ -223,23 +252,28 @@ def _pull(http: Http, version: int, out: Path) -> None:
     parts = Parts(http, info.connections, info.idle_timeout_s)
     with contextlib.closing(parts), _beside(out) as (fd, _):
         parts.pull(path, digests, layout.parts, [_File(fd)])
-        _write(fd, out, schema, layout)
+        _write(fd, None, out, schema, layout)
 
 
-def _write(source: int, out: Path, schema: Schema, layout: Layout) -> None:
-    """Copy a version's file into the order of a file for people, tied tensors again; `out` appears in one step."""
-    from atoll.server.exports import export_ranges
+def _write(source: int, masters: int | None, out: Path, schema: Schema, layout: Layout) -> None:
+    """Copy a version's file into the order of a file for people, tied tensors again; `out` appears in one step.
 
-    header, ranges = export_ranges(schema, layout)
+    Args:
+        masters: the outer state beside it, of which parameters are taken where it is given.
+    """
+    from atoll.server.exports import export_header
+    from atoll.server.model_file import ModelFile
+
+    header, owners = export_header(schema)
+    file = ModelFile(layout, source, masters)
     with _beside(out) as (fd, path):
         target = _File(fd)
         target.write(0, memoryview(header))
         at = len(header)
-        for offset, nbytes in ranges:
-            for start in range(0, nbytes, READ_BYTES):
-                data = os.pread(source, min(READ_BYTES, nbytes - start), offset + start)
-                target.write(at, memoryview(data))
-                at += len(data)
+        for spec in owners:
+            for run in file.runs(spec):
+                target.write(at, run)
+                at += len(run)
         os.fsync(fd)
         os.rename(path, out)
 

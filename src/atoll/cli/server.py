@@ -20,7 +20,16 @@ from pydantic_core import PydanticUndefined
 
 from atoll.cli.children import Terminated, raise_on_sigterm
 from atoll.cli.status import WATCH_S, live_table
-from atoll.cli.text import awaited, best_line, duration, log_lines, numbers, size, staleness
+from atoll.cli.text import (
+    against_data_parallel,
+    awaited,
+    best_line,
+    duration,
+    log_lines,
+    numbers,
+    size,
+    staleness,
+)
 from atoll.config import Settings
 from atoll.errors import ConfigError
 
@@ -171,6 +180,7 @@ def _summary(server: Server, seconds: float) -> str:
     parts = [
         f"finished{at} after {duration(seconds)}",
         f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent",
+        against_data_parallel(status),
         f"{len(status.workers)} workers, {status.deaths} deaths{refused}",
         _troubles(status),
         staleness(status.staleness),

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.text import awaited, best_line, duration, numbers, round_line, size, staleness, task_line, task_totals
+from atoll.cli.text import (
+    against_data_parallel,
+    awaited,
+    best_line,
+    duration,
+    numbers,
+    round_line,
+    size,
+    staleness,
+    task_line,
+    task_totals,
+)
 from atoll.errors import ServerUnreachable
 
 if TYPE_CHECKING:
@@ -135,14 +146,17 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
 def headline(status: status_messages.Status, address: str) -> list[str]:
     """What concerns the run as a whole, a line each."""
     durable = f", durable version {status.durable_version}" if status.durable_version is not None else ""
+    down = f" up, {status.downlink_codec} down" if status.downlink_codec != "none" else ""
     lines = [
         f"{status.name} at {address}: {status.algorithm}, {status.policy}, run {status.run[:8]}, epoch {status.epoch}"
         f"{', FINISHED' if status.finished else ''}",
-        f"model {size(status.model_bytes)}, codec {status.codec}, sync every {status.sync_every or '—'}, "
+        f"model {size(status.model_bytes)}, codec {status.codec}{down}, sync every {status.sync_every or '—'}, "
         f"rounds {f'{status.rounds} in all' if status.rounds else 'until stopped'}, up {duration(status.uptime_s)}",
         f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent, {status.deaths} deaths, "
         f"{status.refused} updates refused, durability {status.durability}{durable}",
     ]
+    if compared := against_data_parallel(status):
+        lines.append(compared)
     if status.outer:
         behind = staleness(status.staleness)
         lines.append(f"outer optimizer {status.outer}{'; ' + behind if behind else ''}")

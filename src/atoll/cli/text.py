@@ -81,6 +81,28 @@ def best_line(best: status_messages.BestStatus) -> str:
     return f"best {best.metric} {best.value:.6g}: version {best.version}, measured in round {best.round}"
 
 
+def ring_bytes(model_bytes: int, workers: int, steps: int) -> float:
+    """What data-parallel training moves each way at a worker: 2·(n − 1)/n times the gradients in each step (fp32)."""
+    return 2 * (workers - 1) / workers * model_bytes * steps
+
+
+def against_data_parallel(status: status_messages.Status) -> str:
+    """Bytes both ways against a ring all-reduce for the same steps; empty for one worker, or without steps."""
+    trained = [worker for worker in status.workers if worker.step]
+    sent, received = (sum(getattr(worker, key) for worker in trained) for key in ("bytes_up", "bytes_down"))
+    if len(trained) < 2 or not sent or not received:
+        return ""
+    ring = sum(ring_bytes(status.model_bytes, len(trained), worker.step) for worker in trained)
+    return (
+        f"data-parallel training would have moved {size(ring)} each way for the same steps: "
+        f"{_times(ring / sent)} what went up, {_times(ring / received)} what came down"
+    )
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f} ×" if ratio >= 10 else f"{ratio:.1f} ×"
+
+
 class _Lines(logging.StreamHandler[TextIO]):
     """Writes to what standard output is at that moment: a live view takes it over, and shows lines above itself."""
 

@@ -18,11 +18,14 @@ from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 _METHODS = ("encoded_bytes", "encode_", "decode_")
 
 
-def codecs_of(codec: str, options: Mapping[str, Any], *, sent: bool = False) -> dict[str, Codec]:
+def codecs_of(
+    codec: str, options: Mapping[str, Any], *, setting: str = "codec", sent: bool = False
+) -> dict[str, Codec]:
     """Every codec that an update uses whose `params` travel as `codec`, by that name and by its own.
 
     Args:
         options: its keyword arguments: texts and finite numbers, which is what reaches a worker.
+        setting: that names it.
         sent: whether somebody else says so. `module:Class` then has to be imported here already: who names code does
             not thereby have it run.
 
@@ -35,25 +38,25 @@ def codecs_of(codec: str, options: Mapping[str, Any], *, sent: bool = False) -> 
     found = registry.load("codecs", codec)
     if not isinstance(found, type) or not all(callable(getattr(found, each, None)) for each in _METHODS):
         raise ConfigError(
-            f"codec = {codec!r} is no codec.", f"Name a class that has {', '.join(_METHODS)}: atoll.codecs.base."
+            f"{setting} = {codec!r} is no codec.", f"Name a class that has {', '.join(_METHODS)}: atoll.codecs.base."
         )
     try:
         made = found(**options)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"codec_options = {dict(options)!r}: {error}.", f"They are the keyword arguments of {codec!r}."
+            f"{setting}_options = {dict(options)!r}: {error}.", f"They are the keyword arguments of {codec!r}."
         ) from None
     for option, value in options.items():
         if type(value) not in (str, int, float) or (isinstance(value, float) and not math.isfinite(value)):
-            raise ConfigError(f"codec_options: {option} = {value!r}.", "An option is a text or a finite number.")
+            raise ConfigError(f"{setting}_options: {option} = {value!r}.", "An option is a text or a finite number.")
     if not isinstance(made, Codec):
         raise ConfigError(
-            f"codec = {codec!r} lacks a name, or does not say whether it is elementwise or raw, or has feedback.",
+            f"{setting} = {codec!r} lacks a name, or does not say whether it is elementwise or raw, or has feedback.",
             "They are properties of atoll.codecs.base.Codec; atoll.testing.codecs has tests of it.",
         )
     if made.name != codec and made.name in registry.names("codecs"):
         raise ConfigError(
-            f"codec = {codec!r} calls itself {made.name!r}, as another one does.", "Give it another name."
+            f"{setting} = {codec!r} calls itself {made.name!r}, as another one does.", "Give it another name."
         )
     return {"none": NoneCodec(), codec: made, made.name: made}
 
@@ -65,7 +68,7 @@ def _require_imported(codec: str) -> None:
     module = Path(target).stem if registry.is_file(codec) else target
     if module not in sys.modules:
         raise ConfigError(
-            f"The run's codec is {codec!r}, code that this program has not imported.",
+            f"The run names the codec {codec!r}, code that this program has not imported.",
             f"Import {module} in your script before it joins, where you trust it; a server alone cannot have it run.",
         )
 

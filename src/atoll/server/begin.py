@@ -20,10 +20,20 @@ from atoll.store.rows import Recovered, RunRow
 from atoll.store.store import Store
 from atoll.tensors.modules import Tensors
 from atoll.tensors.schema import CONTROL, Schema
+from atoll.wire.units import size
 
 LOG = logging.getLogger("atoll.server")
 
-FROZEN_SETTINGS = ("algorithm", "codec", "codec_options", "mode", "part_bytes", "download_to_disk")
+FROZEN_SETTINGS = (
+    "algorithm",
+    "codec",
+    "codec_options",
+    "downlink_codec",
+    "downlink_codec_options",
+    "mode",
+    "part_bytes",
+    "download_to_disk",
+)
 """What cannot change between two starts of one run, beside the outer optimizer: files on disk hang on it."""
 
 
@@ -57,6 +67,7 @@ def open_run(
         if persistor is not None and given is None and not store.run and (loaded := persistor.load()) is not None:
             given = loaded_model(settings, loaded)
         plan = _take_up(settings, given, store.run, store) if store.run else _create(settings, given, store)
+        _tell_of_the_way_down(plan)
         store.shape([plan.shapes()])
         recovered = store.recover()
         if not recovered.heads:
@@ -69,6 +80,18 @@ def open_run(
         store.close()
         raise
     return plan, store, recovered
+
+
+def _tell_of_the_way_down(plan: Plan) -> None:
+    """Say where differences are no less than versions: workers then pull these."""
+    if plan.downlink is not None and plan.downlink.layout.nbytes >= plan.version.nbytes:
+        LOG.warning(
+            "downlink_codec %r saves nothing: a difference would take %s, a version has %s, and is pulled whole. The "
+            "model is of small tensors, or of a narrow dtype; leave downlink_codec out.",
+            plan.settings.downlink_codec,
+            size(plan.downlink.layout.nbytes),
+            size(plan.version.nbytes),
+        )
 
 
 def _create(settings: Settings, given: nn.Module | Tensors | None, store: Store) -> Plan:
@@ -119,7 +142,7 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, row: RunRow,
 
 def _frozen(settings: Settings, plan: Plan) -> str:
     chosen: dict[str, object] = {key: getattr(settings, key) for key in FROZEN_SETTINGS}
-    chosen["codec"] = plan.algorithm.codec
+    chosen["codec"], chosen["downlink_codec"] = plan.algorithm.codec, settings.downlink_codec or "none"
     return json.dumps(chosen | {"outer_optimizer": plan.rule.describe()}, sort_keys=True, default=str)
 
 

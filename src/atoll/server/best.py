@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from atoll.rounds.best import Measured, Tracking
-from atoll.server.exports import export_ranges
+from atoll.server.exports import export_model
 from atoll.server.persistor import Best
 from atoll.server.plan import Plan
 from atoll.store.rows import HistoryRow
@@ -48,8 +48,7 @@ class BestVersion:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         told = {"version": str(measured.version), "round": str(measured.round), self.metric: repr(measured.value)}
-        header, ranges = export_ranges(self._plan.schema, self._plan.version, told)
-        self._store.export(self.path, version=measured.version, header=header, ranges=ranges)
+        export_model(self._plan, self._store, self.path, measured.version, told)
         self._write_note(measured)
         self.saved = measured
 

@@ -23,7 +23,7 @@ from atoll.latch import Latch
 from atoll.server.app import HTTP_LOG, make_app
 from atoll.server.auth import open_gate
 from atoll.server.begin import open_run
-from atoll.server.exports import export_ranges
+from atoll.server.exports import export_model
 from atoll.server.persistor import Persistor
 from atoll.server.run import Run
 from atoll.server.site_filters import Given
@@ -196,8 +196,7 @@ class Server:
     def save_state(self, path: str | Path) -> Path:
         """Write the head as a safetensors file of its own; the state directory itself is always up to date."""
         run = self._require_run()
-        header, ranges = export_ranges(run.plan.schema, run.plan.version)
-        return run.store.export(Path(path), header=header, ranges=ranges)
+        return export_model(run.plan, run.store, Path(path))
 
     @classmethod
     def load_state(cls, path: str | Path, **options: Any) -> Server:

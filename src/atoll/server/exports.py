@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from atoll.server.model_file import ModelFile
 from atoll.server.plan import Plan
 from atoll.store.store import Store
 from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, safetensors_header
@@ -34,11 +35,9 @@ class Exports:
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
             version = self._store.head(0).version if version is None else version
-            header, ranges = export_ranges(self._plan.schema, self._plan.version)
             if self._plan.settings.save_every:
-                numbered = self.folder / f"model-{version:06d}.safetensors"
-                self._store.export(numbered, version=version, header=header, ranges=ranges)
-            return self._store.export(self.folder / MODEL, version=version, header=header, ranges=ranges)
+                export_model(self._plan, self._store, self.folder / f"model-{version:06d}.safetensors", version)
+            return export_model(self._plan, self._store, self.folder / MODEL, version)
 
     def append_metrics(self, summary: status_messages.RoundSummary, at: str) -> None:
         """Add the line of a round."""
@@ -57,17 +56,49 @@ class Exports:
             os.replace(temporary, self.folder / METRICS)
 
 
+def export_model(
+    plan: Plan, store: Store, target: Path, version: int | None = None, told: Mapping[str, str] | None = None
+) -> Path:
+    """Write the model of a version (the head by default) to `target`, replacing what is there in one step.
+
+    Args:
+        told: further metadata of the header.
+
+    Raises:
+        Gone: the version, or what is needed of it, is not kept.
+        DiskFull: nothing is left behind.
+        SyncFailed: fsync failed; the server must end.
+    """
+    if plan.downlink is None:
+        header, ranges = export_ranges(plan.schema, plan.version, told)
+        return store.export(target, version=version, header=header, ranges=ranges)
+    header, owners = export_header(plan.schema, told)
+
+    def contents(version_fd: int, state_fd: int | None) -> Iterator[memoryview]:
+        file = ModelFile(plan.version, version_fd, state_fd)
+        for spec in owners:
+            yield from file.runs(spec)
+
+    return store.export(target, version=version, header=header, contents=contents)
+
+
 def export_ranges(
     schema: Schema, version: Layout, told: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[tuple[int, int]]]:
-    """Header and slot ranges of an export: every tensor, and each tied one again under its further name.
+    """As `export_header`, with the slot's ranges of the tensors."""
+    header, owners = export_header(schema, told)
+    return header, [(version.by_name[spec.name].offset, spec.nbytes) for spec in owners]
+
+
+def export_header(schema: Schema, told: Mapping[str, str] | None = None) -> tuple[bytes, list[TensorSpec]]:
+    """Header of an export, and the tensors behind it: every one, and each tied one again under its further name.
 
     Its metadata say which names are tied, and which are buffers.
 
     Args:
         told: further metadata of the header.
     """
-    segments, schema = version.by_name, schema.model
+    schema = schema.model
     owners = {spec.name: spec for spec in schema.tensors}
     named = [(spec, spec.name) for spec in schema.tensors] + [
         (TensorSpec(alias, owners[owner].dtype, owners[owner].shape, owners[owner].group), owner)
@@ -78,7 +109,7 @@ def export_ranges(
     if schema.aliases:
         metadata[TIED] = json.dumps(dict(schema.aliases))
     header = safetensors_header([spec for spec, _ in ordered], metadata | dict(told or {}))
-    return header, [(segments[owner].offset, spec.nbytes) for spec, owner in ordered]
+    return header, [owners[owner] for _, owner in ordered]
 
 
 def _line(summary_json: str, at: str) -> str:

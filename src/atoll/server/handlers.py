@@ -34,8 +34,9 @@ from atoll.server.space import require_space
 from atoll.server.status import status_of, why
 from atoll.server.tasks import TaskHandlers
 from atoll.server.uploads import Uploads
+from atoll.server.versions import VersionHandlers
 from atoll.store.rows import PartRow, TicketRow
-from atoll.transport.host import parts_within, serve_file
+from atoll.transport.host import parts_within
 from atoll.wire import messages, routes, status_messages
 
 LOG = logging.getLogger("atoll.server")
@@ -46,7 +47,7 @@ LOOK = "look at the learning rate, the data and the loss at this site."
 STEPS = "report them: submit(model, steps=…), or round.correct(model, optimizer), which counts them."
 
 
-class Handlers(ObjectHandlers, TaskHandlers):
+class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
     """The operations on one run."""
 
     def __init__(self, run: Run) -> None:
@@ -75,6 +76,8 @@ class Handlers(ObjectHandlers, TaskHandlers):
             fragments=1,
             codec=algorithm.codec,
             codec_options=algorithm.codec_options,
+            downlink_codec=settings.downlink_codec or "none",
+            downlink_codec_options=settings.downlink_codec_options,
             part_bytes=settings.part_bytes,
             connections=settings.connections,
             heartbeat_interval_s=settings.heartbeat_interval_s,
@@ -327,43 +330,3 @@ class Handlers(ObjectHandlers, TaskHandlers):
         return messages.Receipt(
             ticket=row.ticket, digest=row.digest, fragment=row.fragment, base_version=row.base_version
         )
-
-    # -- versions
-
-    async def get_manifest(self, fragment: int, version: int) -> messages.Manifest:
-        row = self.store.version(fragment, version)
-        return messages.Manifest(
-            fragment=fragment,
-            version=version,
-            digest=row.digest,
-            layout_digest=self.plan.version.digest,
-            nbytes=self.plan.version.nbytes,
-            part_digests=[digest.hex() for digest in row.part_digests],
-        )
-
-    async def get_version(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
-        pinned = self.store.pin_version(fragment, version)
-        try:
-            if pinned.row.digest != digest:
-                raise Gone(
-                    f"Version {version} is no longer the one with digest {digest[:12]}.",
-                    "Ask for the head again.",
-                )
-            return await serve_file(
-                request,
-                pinned.fd,
-                self.plan.version.nbytes,
-                digest,
-                pool=self.run.io,
-                idle_timeout_s=self.plan.settings.idle_timeout_s,
-                revoked=pinned.revoked.is_set,
-                on_bytes=lambda count: self._count_down(request, count),
-            )
-        finally:
-            pinned.release()
-
-    def _count_down(self, request: web.Request, count: int) -> None:
-        self.run.bytes_down += count
-        site = (request.headers.get(routes.LEASE_HEADER) or "").partition(":")[0]
-        if site in self.run.roster:
-            self.run.roster[site].bytes_down += count

@@ -26,6 +26,7 @@ from atoll import registry
 from atoll.config import Settings
 from atoll.errors import ConfigError, Gone
 from atoll.posix import read_at
+from atoll.server.model_file import ModelFile
 from atoll.server.plan import Plan
 from atoll.store.store import Store
 from atoll.tensors.lazy import Handle, LazyState, resolve
@@ -176,6 +177,12 @@ class Persistor:
 
 def _tensors(plan: Plan, store: Store, version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The model of a version in memory, tied names sharing a tensor, and the summary of its round."""
+    model = plan.schema.model
+    if plan.downlink is not None:
+        with store.reading(0, version) as fds:
+            file, row = ModelFile(plan.version, *fds), store.version(0, version)
+            state = {spec.name: file.tensor(spec) for spec in model.tensors}
+        return state | {alias: state[owner] for alias, owner in model.aliases}, json.loads(row.summary_json or "{}")
     pin = store.pin_version(0, version)
 
     def read(offset: int, memory: memoryview) -> None:
@@ -183,7 +190,6 @@ def _tensors(plan: Plan, store: Store, version: int) -> tuple[dict[str, Tensor],
 
     handle = Handle(read, pin.release)
     try:
-        model = plan.schema.model
         segments = {spec.name: plan.version.by_name[spec.name] for spec in model.tensors}
         state = resolve(LazyState(handle, segments, aliases=dict(model.aliases)))
         return state, json.loads(pin.row.summary_json or "{}")

@@ -14,6 +14,7 @@ from atoll.aggregation.state import state_layout, state_regions, version_regions
 from atoll.aggregation.tables import Tables
 from atoll.algorithms.resolve import ResolvedAlgorithm, resolve
 from atoll.codecs.base import Codec
+from atoll.codecs.downlink import Downlink
 from atoll.codecs.update import codecs_of, encoded_layout
 from atoll.config import Settings
 from atoll.errors import ConfigError
@@ -44,6 +45,7 @@ class Plan:
     version: Layout
     update: Layout
     state: tuple[bytes, Layout] | None
+    downlink: Downlink | None
     tables: Tables
     threads: int
     staleness_weight: StalenessWeight = constant
@@ -68,7 +70,8 @@ class Plan:
                 "Leave staleness_weight out, or choose reducer = 'mean'.",
             )
         version = version_layout(schema, settings.part_bytes)
-        state = state_layout(schema.tensors, rule, settings.part_bytes)
+        downlink = Downlink.of(version, settings.downlink_codec or "none", settings.downlink_codec_options)
+        state = state_layout(schema.tensors, rule, settings.part_bytes, masters=downlink is not None)
         return cls(
             settings=settings,
             algorithm=algorithm,
@@ -80,6 +83,7 @@ class Plan:
             version=version,
             update=encoded_layout(schema, algorithm.codec, codecs, settings.part_bytes),
             state=state,
+            downlink=downlink,
             tables=Tables(rule.granularity, codecs, state[1] if state else None),
             threads=settings.threads or min(os.cpu_count() or 1, 8),
             staleness_weight=staleness_weight(settings.staleness_weight),
@@ -109,11 +113,16 @@ class Plan:
         if self.state:
             header, layout = self.state
             state = FileShape(layout.nbytes, header, tuple(r.ranges for r in state_regions(self.version, layout)))
+        delta = None
+        if self.downlink is not None:
+            ranges = tuple(((part.start, part.nbytes),) for part in self.downlink.parts)
+            delta = FileShape(self.downlink.layout.nbytes, b"", ranges)
         return FragmentShapes(
             version=FileShape(self.version.nbytes, self.header, tuple(r.ranges for r in version_regions(self.version))),
             state=state,
             update_bytes=self.update.nbytes,
             update_parts=tuple((part.start, part.nbytes) for part in self.update.parts),
+            delta=delta,
         )
 
     def reducers_of(self, population: int, steps: Sequence[int]) -> dict[str, Reducer]:

@@ -46,6 +46,7 @@ def status_of(run: Run) -> status_messages.Status:
         codec=algorithm.codec,
         outer=_outer(algorithm),
         dylu=settings.dylu,
+        downlink_codec=settings.downlink_codec or "none",
         sync_every=algorithm.sync_every,
         fragments=[_fragment(run, index, now_s) for index in range(len(run.state.rounds))],
         workers=[_worker(run, presence, now_s, lost) for _, presence in sorted(run.roster.items())],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from atoll.errors import DiskFull, StoreError
@@ -13,15 +15,39 @@ from atoll.posix import write_at
 from atoll.store.slots import READ_BYTES, Ranges, disk_error
 from atoll.store.versions import Versions
 
+Held = AbstractContextManager[tuple[int, int | None]]
+"""Within, a version and the outer state beside it stay as they are; their descriptors."""
 
-def write_copy(store: Versions, target: Path, fragment: int, version: int, header: bytes, ranges: Ranges) -> None:
+Contents = Callable[[int, int | None], Iterator[memoryview]]
+"""(descriptors of a version and of the outer state beside it) → what to write, in order."""
+
+
+def contents_of(ranges: Ranges) -> Contents:
+    """Ranges (offset, nbytes) of the version."""
+
+    def contents(version: int, _: int | None) -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(READ_BYTES))
+        for offset, nbytes in ranges:
+            while nbytes:
+                count = os.preadv(version, [buffer[: min(READ_BYTES, nbytes)]], offset)
+                if not count:
+                    raise StoreError(
+                        f"A version's file ends at byte {offset}.", "Restart the server; it verifies its files."
+                    )
+                yield buffer[:count]
+                offset, nbytes = offset + count, nbytes - count
+
+    return contents
+
+
+def write_copy(store: Versions, target: Path, held: Held, header: bytes, contents: Contents) -> None:
     """See `Store.export`."""
-    with store.pin_version(fragment, version) as pin:
+    with held as fds:
         temp = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp").absolute()
         with store.transaction():  # so that a start after a kill can remove it
             store.journal.execute("INSERT INTO exports_under_way VALUES (?)", str(temp))
         try:
-            _copy(store, pin.fd, temp, header, ranges)
+            _copy(store, temp, header, contents(*fds))
             os.rename(temp, target)
             store.sync_folder(temp.parent)
         except OSError as error:
@@ -32,23 +58,16 @@ def write_copy(store: Versions, target: Path, fragment: int, version: int, heade
                 store.journal.execute("DELETE FROM exports_under_way WHERE path = ?", str(temp))
 
 
-def _copy(store: Versions, source: int, temp: Path, header: bytes, ranges: Ranges) -> None:
-    buffer = memoryview(bytearray(READ_BYTES))
+def _copy(store: Versions, temp: Path, header: bytes, contents: Iterator[memoryview]) -> None:
     temp.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         write_at(fd, header, 0)
         at = len(header)
-        for offset, nbytes in ranges:
-            while nbytes:
-                count = os.preadv(source, [buffer[: min(READ_BYTES, nbytes)]], offset)
-                if not count:
-                    raise StoreError(
-                        f"A version's file ends at byte {offset}.", "Restart the server; it verifies its files."
-                    )
-                failpoint("export.write")
-                write_at(fd, buffer[:count], at)
-                at, offset, nbytes = at + count, offset + count, nbytes - count
+        for run in contents:
+            failpoint("export.write")
+            write_at(fd, run, at)
+            at += len(run)
         store.sync(fd, str(temp))
     finally:
         os.close(fd)

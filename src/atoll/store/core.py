@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from atoll.errors import ConfigError, UsageError
 from atoll.failpoints import failpoint
 from atoll.store.journal import Durability, Journal
-from atoll.store.slots import SPOOL, STATE, VERSION, FileShape, FragmentShapes, SlotPool
+from atoll.store.slots import DELTA, SPOOL, STATE, VERSION, FileShape, FragmentShapes, SlotPool
 
 if TYPE_CHECKING:
     from atoll.store.handles import PinnedVersion
@@ -84,7 +84,8 @@ class Core:
                 )
 
     def _new_pool(self, kind: str, fragment: int, shape: FileShape) -> SlotPool:
-        most = {VERSION: self.keep_versions + self.max_pins + 1, STATE: STATE_SLOTS, SPOOL: None}[kind]
+        versions = self.keep_versions + self.max_pins + 1
+        most = {VERSION: versions, DELTA: versions, STATE: STATE_SLOTS, SPOOL: None}[kind]
         return SlotPool(self.slots_directory, kind, fragment, shape, self.lock, most, self.in_memory)
 
     def pool(self, kind: str, fragment: int) -> SlotPool:

@@ -9,16 +9,24 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from atoll.store.rows import VersionRow
+from atoll.store.rows import DeltaRow, VersionRow
 from atoll.store.slots import Slot
 
 
 class VersionDraft:
     """The files of a version that does not exist yet. Ends with `Store.commit_version` or `abandon`."""
 
-    def __init__(self, fragment: int, version: int, slot: Slot, state: Slot | None, drop: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        fragment: int,
+        version: int,
+        slot: Slot,
+        state: Slot | None,
+        delta: Slot | None,
+        drop: Callable[[], None],
+    ) -> None:
         self.fragment, self.version = fragment, version
-        self.slot, self.state = slot, state
+        self.slot, self.state, self.delta = slot, state, delta
         self._drop = drop
         self.ended = False
 
@@ -29,6 +37,10 @@ class VersionDraft:
     @property
     def state_fd(self) -> int | None:
         return self.state.fd if self.state else None
+
+    @property
+    def delta_fd(self) -> int | None:
+        return self.delta.fd if self.delta else None
 
     def abandon(self) -> None:
         """Give the slots back; nothing happens after a commit, or the second time."""
@@ -67,3 +79,26 @@ class PinnedVersion:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+class PinnedDelta:
+    """What goes down of a version, and that version; neither is rewritten before `release`.
+
+    Attributes:
+        fd: to be read by this holder alone.
+        row: what it is.
+    """
+
+    def __init__(self, row: DeltaRow, version: PinnedVersion, slot: Slot, drop: Callable[[], None]) -> None:
+        self.row, self._version = row, version
+        self.revoked = version.revoked
+        self.fd = os.dup(slot.fd)
+        self._drop = drop
+        self._close = weakref.finalize(self, os.close, self.fd)
+
+    def release(self) -> None:
+        """Let go; again does nothing."""
+        if self._close.detach():
+            os.close(self.fd)
+            self._drop()
+            self._version.release()

@@ -12,7 +12,7 @@ from atoll.store import audit
 from atoll.store.copies import remove_half_written
 from atoll.store.journal import NEW_RUN
 from atoll.store.rows import PartRow, Recovered, TicketRow, VersionRow
-from atoll.store.slots import SPOOL, STATE, VERSION, Slot, is_slot_name, region_digest, verify
+from atoll.store.slots import DELTA, SPOOL, STATE, VERSION, Slot, is_slot_name, region_digest, verify
 from atoll.store.tickets import COLUMNS as TICKET_COLUMNS
 from atoll.store.tickets import to_ticket
 from atoll.store.versions import Versions
@@ -24,6 +24,7 @@ def recover(store: Versions) -> Recovered:
     for fragment in _fragments(store):
         with store.lock:
             fell_back += _recover_head(store, fragment)
+            store.recover_deltas(fragment)
         failpoint("recover.midway")
     warnings = [warning for ticket in _live(store) for warning in _recover_spool(store, ticket)]
     failpoint("recover.midway")
@@ -103,6 +104,7 @@ def _fall_back(store: Versions, fragment: int, head: int, version: int) -> str:
             _expire(store, ticket, reason)
         store.journal.execute("DELETE FROM rounds WHERE fragment = ? AND base_version >= ?", fragment, version)
         store.journal.execute("DELETE FROM versions WHERE fragment = ? AND version > ?", fragment, version)
+        store.journal.execute("DELETE FROM deltas WHERE fragment = ? AND version > ?", fragment, version)
         store.journal.execute("UPDATE history SET lost = 1 WHERE fragment = ? AND version > ?", fragment, version)
         store.journal.execute(
             "UPDATE heads SET version = ?, durable_version = min(durable_version, ?) WHERE fragment = ?",
@@ -174,7 +176,12 @@ def _bad_parts(store: Versions, ticket: TicketRow, slot: Slot | None) -> list[in
 
 def _remove_files(store: Versions) -> None:
     """Remove every slot that no row refers to."""
-    columns = {VERSION: ("slot", "versions"), STATE: ("state_slot", "versions"), SPOOL: ("slot", "tickets")}
+    columns = {
+        VERSION: ("slot", "versions"),
+        STATE: ("state_slot", "versions"),
+        DELTA: ("slot", "deltas"),
+        SPOOL: ("slot", "tickets"),
+    }
     for (kind, fragment), pool in store.pools.items():
         column, table = columns[kind]
         rows = store.journal.rows(f"SELECT {column} FROM {table} WHERE fragment = ? AND {column} IS NOT NULL", fragment)

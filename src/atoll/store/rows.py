@@ -119,6 +119,25 @@ class VersionRow:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaRow:
+    """What goes down of a committed version to who has its base.
+
+    Attributes:
+        slot: number of its file.
+        base_version, base_digest: of the version that it leads from.
+        digest: of the delta, hex; `part_digests` one per region of its shape.
+    """
+
+    fragment: int
+    version: int
+    slot: int
+    base_version: int
+    base_digest: str
+    digest: str
+    part_digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class HistoryRow:
     """What is remembered of every version for ever."""
 

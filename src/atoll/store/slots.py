@@ -26,8 +26,8 @@ from atoll.failpoints import failpoint
 from atoll.posix import FULL, write_at
 
 JOURNAL, WRITER, PULL, READER = "journal", "writer", "pull", "reader"
-VERSION, STATE, SPOOL = "version", "state", "spool"
-_NAME = re.compile(r"(version|state|spool)-\d+-\d+\.(safetensors|bin)")
+VERSION, STATE, SPOOL, DELTA = "version", "state", "spool", "delta"
+_NAME = re.compile(r"(version|state|spool|delta)-\d+-\d+\.(safetensors|bin)")
 READ_BYTES = 2**20
 
 Ranges = tuple[tuple[int, int], ...]
@@ -61,16 +61,19 @@ class FragmentShapes:
         state: the outer state's beside it; None where the outer optimizer keeps nothing.
         update_bytes: size of an encoded update.
         update_parts: (offset, nbytes) of each of its parts.
+        delta: of what goes down in place of a version; None where versions are pulled whole.
     """
 
     version: FileShape
     state: FileShape | None
     update_bytes: int
     update_parts: Ranges
+    delta: FileShape | None = None
 
     def by_kind(self) -> dict[str, FileShape]:
         spool = FileShape(self.update_bytes, b"", tuple((part,) for part in self.update_parts))
-        return {VERSION: self.version, SPOOL: spool} | ({STATE: self.state} if self.state else {})
+        shapes = {VERSION: self.version, SPOOL: spool, STATE: self.state, DELTA: self.delta}
+        return {kind: shape for kind, shape in shapes.items() if shape is not None}
 
 
 @dataclass(eq=False)
@@ -120,7 +123,7 @@ class SlotPool:
         self._reserved: set[int] = set()
 
     def path(self, number: int) -> Path:
-        suffix = "bin" if self.kind == SPOOL else "safetensors"
+        suffix = "bin" if self.kind in (SPOOL, DELTA) else "safetensors"
         return self.folder / f"{self.kind}-{self.fragment}-{number}.{suffix}"
 
     def take(self, why: str) -> Slot:

@@ -18,16 +18,16 @@ from typing import Self
 from atoll.errors import StateLocked, StoreError
 from atoll.posix import Held, take_lock
 from atoll.store import recovery
-from atoll.store.copies import write_copy
+from atoll.store.copies import Contents, contents_of, write_copy
 from atoll.store.journal import Durability, Journal
+from atoll.store.reading import Reading
 from atoll.store.rows import Recovered
 from atoll.store.slots import VERSION, FileShape, FragmentShapes, is_slot_name
-from atoll.store.versions import Versions
 
 __all__ = ["FileShape", "FragmentShapes", "Recovered", "Store"]
 
 
-class Store(Versions):
+class Store(Reading):
     """The state of one run on disk. Synchronous and thread-safe; what moves bytes of files belongs in a pool thread."""
 
     _lock_fd: int
@@ -99,6 +99,7 @@ class Store(Versions):
         version: int | None = None,
         header: bytes | None = None,
         ranges: Sequence[tuple[int, int]] | None = None,
+        contents: Contents | None = None,
     ) -> Path:
         """Write a version to `target`, replacing what is there in one step.
 
@@ -106,6 +107,7 @@ class Store(Versions):
             version: by default the head.
             header: written first, in place of the slot's own bytes; then come `ranges` (offset, nbytes) of the slot, in
                 that order, some of them perhaps twice (tied tensors). By default the slot as it is.
+            contents: what comes behind the header, where it is no ranges of the slot alone.
 
         Raises:
             Gone: the version is not kept.
@@ -115,11 +117,15 @@ class Store(Versions):
         number = self.head(fragment).version if version is None else version
         if ranges is None:
             ranges = [(0, self.shapes_of(fragment).version.nbytes)]
-        write_copy(self, target, fragment, number, header or b"", tuple(ranges))
+        if contents is None:
+            held, contents = self.pinned(fragment, number), contents_of(tuple(ranges))
+        else:
+            held = self.reading(fragment, number)
+        write_copy(self, target, held, header or b"", contents)
         return target
 
     def close(self) -> None:
-        """Let go of the directory; of a finished run only the journal, the last version and its outer state stay.
+        """Let go of the directory; of a finished run only the journal, the last version and what is beside it stay.
 
         Slots that are still held elsewhere are closed with their last holder.
         """

@@ -107,6 +107,18 @@ CREATE TABLE versions (
     UNIQUE (fragment, state_slot)
 ) STRICT;
 
+CREATE TABLE deltas (
+    fragment INTEGER NOT NULL,
+    version INTEGER NOT NULL,
+    slot INTEGER NOT NULL,
+    base_version INTEGER NOT NULL,
+    base_digest TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    part_digests BLOB NOT NULL,
+    PRIMARY KEY (fragment, version),
+    UNIQUE (fragment, slot)
+) STRICT;
+
 CREATE TABLE heads (
     fragment INTEGER PRIMARY KEY,
     version INTEGER,

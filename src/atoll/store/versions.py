@@ -6,23 +6,22 @@ hold `max_pins` further versions; beyond that the oldest is revoked, and its slo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
-
-from blake3 import blake3
 
 from atoll.errors import DiskFull, Gone, StoreError, UsageError
 from atoll.failpoints import failpoint
 from atoll.store import audit
+from atoll.store.deltas import Deltas, split_digests
 from atoll.store.handles import PinnedVersion, VersionDraft
 from atoll.store.rows import VersionRow, now
-from atoll.store.slots import JOURNAL, PULL, READER, SPOOL, STATE, VERSION, WRITER, Slot
-from atoll.store.tickets import Tickets
+from atoll.store.slots import DELTA, JOURNAL, PULL, READER, SPOOL, STATE, VERSION, WRITER, Slot
 
 COLUMNS = "fragment, version, slot, state_slot, digest, part_digests, state_digests, summary_json, created_at"
 
 
-class Versions(Tickets):
+class Versions(Deltas):
     """Part of `Store`."""
 
     def begin_version(self, fragment: int, version: int) -> VersionDraft:
@@ -32,24 +31,19 @@ class Versions(Tickets):
             DiskFull: no space; nothing is left behind.
             StoreError: `version` is not the next.
         """
-        self._require_next(fragment, version)
+        head, shapes = self._require_next(fragment, version), self.shapes_of(fragment)
         self._revoke_oldest(fragment)
-        versions = self.pool(VERSION, fragment)
-        slot = versions.take(WRITER)
-        state: Slot | None = None
-        if self.shapes_of(fragment).state:
-            try:
-                state = self.pool(STATE, fragment).take(WRITER)
-            except BaseException:
-                versions.drop(slot, WRITER)
-                raise
+        with contextlib.ExitStack() as taken:
 
-        def drop() -> None:
-            versions.drop(slot, WRITER)
-            if state:
-                self.pool(STATE, fragment).drop(state, WRITER)
+            def take(kind: str) -> Slot:
+                slot = self.pool(kind, fragment).take(WRITER)
+                taken.callback(self.pool(kind, fragment).drop, slot, WRITER)
+                return slot
 
-        return VersionDraft(fragment, version, slot, state, drop)
+            slot = take(VERSION)
+            state = take(STATE) if shapes.state else None
+            delta = take(DELTA) if shapes.delta and head is not None else None
+            return VersionDraft(fragment, version, slot, state, delta, taken.pop_all().close)
 
     def commit_version(
         self,
@@ -58,6 +52,8 @@ class Versions(Tickets):
         digest: str,
         part_digests: Sequence[bytes],
         state_digests: Sequence[bytes] = (),
+        delta_digest: str = "",
+        delta_digests: Sequence[bytes] = (),
         summary_json: str = "{}",
         tickets: Sequence[int] = (),
     ) -> VersionRow:
@@ -67,6 +63,7 @@ class Versions(Tickets):
             digest: of the version, hex.
             part_digests: BLAKE3 of each region of the version's shape.
             state_digests: likewise of the outer state; () where none was written.
+            delta_digest, delta_digests: likewise of what goes down from the head, and what names it.
             tickets: exactly those of the frozen round, in its order; none for version 0.
 
         Raises:
@@ -74,7 +71,7 @@ class Versions(Tickets):
             SyncFailed: fsync failed; the server must end.
             StoreError: the round is not frozen with these tickets, or the head has moved.
         """
-        self._check_digests(draft, part_digests, state_digests)
+        self._check_digests(draft, part_digests, state_digests, delta_digests)
         if self.durability == "power":
             self._sync_slots(draft.slot, draft.state if state_digests else None)
         fragment, version = draft.fragment, draft.version
@@ -93,6 +90,8 @@ class Versions(Tickets):
             previous = self._require_next(fragment, version)
             self._count(fragment, previous, version, tickets)
             self._insert(row)
+            if draft.delta and previous is not None:
+                self.insert_delta(row, draft.delta, self.version(fragment, previous), delta_digest, delta_digests)
             audit.append(
                 self.journal, "committed", fragment=fragment, version=version, digest=digest, tickets=list(tickets)
             )
@@ -111,10 +110,16 @@ class Versions(Tickets):
             self.journal.after_commit(lambda: self.pool(SPOOL, fragment).trim(len(tickets)))
         return row
 
-    def _check_digests(self, draft: VersionDraft, parts: Sequence[bytes], state: Sequence[bytes]) -> None:
+    def _check_digests(
+        self, draft: VersionDraft, parts: Sequence[bytes], state: Sequence[bytes], delta: Sequence[bytes]
+    ) -> None:
         shapes = self.shapes_of(draft.fragment)
-        wanted = len(shapes.state.regions) if shapes.state and state else 0
-        if draft.ended or len(parts) != len(shapes.version.regions) or len(state) != wanted:
+        wanted = (
+            len(shapes.version.regions),
+            len(shapes.state.regions) if shapes.state and state else 0,
+            len(shapes.delta.regions) if shapes.delta and draft.delta else 0,
+        )
+        if draft.ended or (len(parts), len(state), len(delta)) != wanted:
             raise UsageError(
                 f"Version {draft.version} was {'ended before' if draft.ended else 'given the wrong number of digests'}."
             )
@@ -299,6 +304,7 @@ class Versions(Tickets):
     def drop_row(self, row: VersionRow) -> None:
         """Forget a version, inside a transaction; its slots are free once it is committed and nobody reads them."""
         self.journal.execute("DELETE FROM versions WHERE fragment = ? AND version = ?", row.fragment, row.version)
+        self.drop_delta(row.fragment, row.version)
         self._drop_after_commit(VERSION, row.fragment, row.slot)
         if row.state_slot is not None:
             self._drop_after_commit(STATE, row.fragment, row.state_slot)
@@ -358,9 +364,5 @@ def to_version(row: tuple[Any, ...]) -> VersionRow:
     """A row of `COLUMNS`."""
     values = dict(zip(COLUMNS.split(", "), row, strict=True))
     for name in ("part_digests", "state_digests"):
-        values[name] = _split(values[name])
+        values[name] = split_digests(values[name])
     return VersionRow(**values)
-
-
-def _split(joined: bytes) -> tuple[bytes, ...]:
-    return tuple(joined[start : start + blake3.digest_size] for start in range(0, len(joined), blake3.digest_size))

@@ -77,6 +77,10 @@ class RunInfo(Message):
     codec_options: dict[str, str | int | float] = Field(
         default_factory=dict, description="The codec's keyword arguments."
     )
+    downlink_codec: str = Field("none", description="How versions go down, as differences; none: whole.")
+    downlink_codec_options: dict[str, str | int | float] = Field(
+        default_factory=dict, description="That codec's keyword arguments."
+    )
     part_bytes: int = Field(gt=0)
     connections: int = Field(gt=0, description="Parallel connections a worker should use for tensors.")
     heartbeat_interval_s: float = Field(ge=0)
@@ -255,6 +259,17 @@ class Receipt(Message):
     base_version: Count
 
 
+class Delta(Message):
+    """What makes a version of the one before it, for who has that; part n of it makes part n of the version."""
+
+    base_version: Count
+    base_digest: Hex32 = Field(description="Digest of the version that it leads from.")
+    digest: Hex32
+    layout_digest: Hex32
+    nbytes: Count
+    part_digests: list[Hex32]
+
+
 class Manifest(Message):
     """A version's parts, so that a pull can check, resume and fetch only what is broken."""
 
@@ -264,6 +279,7 @@ class Manifest(Message):
     layout_digest: Hex32
     nbytes: Count
     part_digests: list[Hex32]
+    delta: Delta | None = Field(None, description="Where there is one: what goes down in place of the whole version.")
 
 
 class ObjectOpen(Message):

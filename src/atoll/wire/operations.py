@@ -155,6 +155,14 @@ OPERATIONS: tuple[Operation, ...] = (
         problems=("gone", "range"),
     ),
     Operation(
+        "get_delta",
+        "GET",
+        routes.DELTA_DATA,
+        "What makes a version of the one before it; honours Range, If-Range and If-None-Match with the digest as ETag.",
+        reply=bytes,
+        problems=("gone", "range"),
+    ),
+    Operation(
         "open_object",
         "POST",
         routes.OBJECTS,

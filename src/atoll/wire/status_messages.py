@@ -106,6 +106,7 @@ class Status(Message):
     model_bytes: Count
     codec: str
     outer: str = Field("", description="The outer optimizer and its options, in words.")
+    downlink_codec: str = Field("none", description="How versions go down; none: whole.")
     sync_every: Count
     dylu: bool = Field(False, description="Whether slower workers take fewer local steps.")
     fragments: list[FragmentStatus]

@@ -334,7 +334,7 @@ def _lock(folder: Path, site: str) -> int | None:
 _OURS = {
     "lock",
     *(f"{name}.{kind}" for name in ("base", "base-next") for kind in ("safetensors", "json", "tmp")),
-    *(f"outbox.{kind}" for kind in ("bin", "json", "tmp")),
+    *(f"{name}.{kind}" for name in ("outbox", "delta") for kind in ("bin", "json", "tmp")),
     *(f"{name}{rest}" for name in ("control", "residual") for rest in ("-0.bin", "-1.bin", ".json", ".tmp")),
 }
 

@@ -1,74 +1,219 @@
-"""How a version of the model comes to a worker: part by part into its base file, and on the way into its tensors."""
+"""How a version of the model comes to a worker: whole, or as what makes it of the version that the worker has.
+
+Part by part into its base file, and on the way into its tensors.
+"""
 
 from __future__ import annotations
 
-from atoll.errors import Gone
+from collections.abc import Sequence
+from pathlib import Path
+
+from atoll.codecs.downlink import Downlink
+from atoll.errors import DiskFull, Gone, PartCorrupt
 from atoll.failpoints import failpoint
 from atoll.tensors.chunks import Scatter
+from atoll.tensors.layout import Layout, Part
 from atoll.tensors.modules import Tensors
 from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.connection import Connection
+from atoll.worker.deltas import DeltaFile, apply_
 from atoll.worker.files import BaseFile, BaseNote
 from atoll.worker.reporting import LOG, progress
 
 
-def pull_version(
-    worker: Connection,
-    parts: Parts,
-    base: BaseFile,
-    version: int,
-    digest: str,
-    into: Tensors | None,
-    max_retries: int | None = None,
-) -> None:
-    """Bring a version into the base file, and on its way into the tensors.
+class Puller:
+    """Brings versions of one fragment to a worker.
 
     Args:
         parts: over which connections.
-        max_retries: attempts to begin with a lost server; once bytes have moved, it is waited for.
-
-    Raises:
-        Gone: the server no longer keeps it; ask for the head. The tensors may hold a part of it.
+        folder: of the site in the run; locked by the caller.
+        layout: of versions.
     """
-    if base.holds(worker.info.run, digest):
-        if into is not None:
+
+    def __init__(self, worker: Connection, parts: Parts, folder: Path, layout: Layout, fragment: int = 0) -> None:
+        self._worker, self._parts, self._folder, self._layout = worker, parts, folder, layout
+        self._fragment = fragment
+        info = worker.info
+        self._downlink = Downlink.of(layout, info.downlink_codec, info.downlink_codec_options, sent=True)
+
+    def pull(
+        self,
+        version: int,
+        digest: str,
+        into: Tensors | None,
+        base: BaseFile,
+        source: BaseFile | None = None,
+        max_retries: int | None = None,
+    ) -> None:
+        """Bring a version into the base file, and on its way into the tensors.
+
+        Args:
+            source: the base that may have an earlier version; `base` itself unless said.
+            max_retries: attempts to begin with a lost server; once bytes have moved, it is waited for.
+
+        Raises:
+            Gone: the server no longer keeps it; ask for the head. The tensors may hold a part of it.
+        """
+        worker = self._worker
+        if base.holds(worker.info.run, digest):
+            if into is not None:
+                update.load_(into, base)
+            return
+        manifest = self._manifest(version, max_retries)
+        if manifest.digest != digest:
+            raise Gone(f"Version {version} is no longer the one that was offered.", "Ask for the head again.")
+        held = (source or base).note
+        if held is not None and held.run == worker.info.run and held.version > version:
+            LOG.warning(
+                "%s: the server went back from version %d to %d: restored, or fell back after a power loss",
+                worker.site,
+                held.version,
+                version,
+            )
+        worker.heartbeat = worker.heartbeat.model_copy(update={"state": f"pulling version {version}"})
+        wrong = self._go_down(manifest, base, source or base, into, max_retries)
+        if wrong is None:
+            self._pull_whole(manifest, base, into)
+        elif wrong:
+            self._pull_parts(manifest, base, wrong, None)
+        failpoint("pull.done")
+        base.finish()
+        if wrong and into is not None:
             update.load_(into, base)
-        return
-    manifest_path = routes.MANIFEST.format(fragment=0, version=version)
-    manifest = worker.patiently(
-        lambda: worker.http.get(manifest_path, messages.Manifest), max_retries, f"pull version {version}"
-    )
-    if manifest.digest != digest:
-        raise Gone(f"Version {version} is no longer the one that was offered.", "Ask for the head again.")
-    held = base.note
-    if held is not None and held.run == worker.info.run and held.version > version:
-        LOG.warning(
-            "%s: the server went back from version %d to %d: restored, or fell back after a power loss",
-            worker.site,
-            held.version,
-            version,
+
+    def _manifest(self, version: int, max_retries: int | None) -> messages.Manifest:
+        path = routes.MANIFEST.format(fragment=self._fragment, version=version)
+        return self._worker.patiently(
+            lambda: self._worker.http.get(path, messages.Manifest), max_retries, f"pull version {version}"
         )
-    digests = [bytes.fromhex(text) for text in manifest.part_digests]
-    path = routes.VERSION_DATA.format(fragment=0, version=version, digest=digest)
-    note = BaseNote(worker.info.run, 0, version, digest, manifest.part_digests, complete=False)
-    resumed = held is not None and held.digest == digest
-    wanted = base.begin(note)
-    model = Scatter(base.layout, into) if into is not None and not resumed else None
-    again = False
 
-    def fetch() -> None:
-        nonlocal again
-        todo = base.differing(manifest.part_digests, wanted) if again else wanted
-        again = True
-        bar.resume()
-        parts.pull(path, digests, todo, [base], into=model, on_bytes=bar.add)
+    # -- whole
 
-    worker.heartbeat = worker.heartbeat.model_copy(update={"state": f"pulling version {version}"})
-    with progress(f"{worker.site}: pulling version {version}", sum(part.nbytes for part in wanted)) as bar:
-        worker.patiently(fetch, None, f"pull version {version}")
-    failpoint("pull.done")
-    base.finish()
-    if into is not None and resumed:
-        update.load_(into, base)
+    def _pull_whole(self, manifest: messages.Manifest, base: BaseFile, into: Tensors | None) -> None:
+        held = base.note
+        resumed = held is not None and held.digest == manifest.digest
+        wanted = base.begin(self._note(manifest))
+        fresh = into is not None and not resumed
+        self._pull_parts(manifest, base, wanted, Scatter(base.layout, into) if into is not None and fresh else None)
+        if into is not None and not fresh:
+            update.load_(into, base)
+
+    def _pull_parts(
+        self, manifest: messages.Manifest, base: BaseFile, wanted: Sequence[Part], model: Scatter | None
+    ) -> None:
+        worker, version = self._worker, manifest.version
+        path = routes.VERSION_DATA.format(fragment=self._fragment, version=version, digest=manifest.digest)
+        digests = [bytes.fromhex(text) for text in manifest.part_digests]
+        again = False
+
+        def fetch() -> None:
+            nonlocal again
+            todo = base.differing(manifest.part_digests, wanted) if again else wanted
+            again = True
+            bar.resume()
+            self._parts.pull(path, digests, todo, [base], into=model, on_bytes=bar.add)
+
+        with progress(f"{worker.site}: pulling version {version}", sum(part.nbytes for part in wanted)) as bar:
+            worker.patiently(fetch, None, f"pull version {version}")
+
+    def _note(self, manifest: messages.Manifest) -> BaseNote:
+        run, fragment = self._worker.info.run, self._fragment
+        return BaseNote(run, fragment, manifest.version, manifest.digest, manifest.part_digests, complete=False)
+
+    # -- as a difference
+
+    def _go_down(
+        self,
+        manifest: messages.Manifest,
+        base: BaseFile,
+        source: BaseFile,
+        into: Tensors | None,
+        max_retries: int | None,
+    ) -> list[Part] | None:
+        """Make the version of the one that `source` has, over those between.
+
+        Returns:
+            The parts that did not come out right; None where the version is to be pulled whole.
+        """
+        if self._downlink is None or not (steps := self._steps(manifest, source, max_retries)):
+            return None
+        site, wrong = self._worker.site, list[Part]()
+        try:
+            file = DeltaFile(self._folder, self._downlink)
+        except DiskFull as error:
+            LOG.warning("%s: version %d is pulled whole: %s", site, manifest.version, error)
+            return None
+        try:
+            for number, step in enumerate(steps, 1):
+                if number > 1:
+                    base.finish()
+                last = number == len(steps)
+                self._receive(step, file)
+                wrong = apply_(file, source, base, self._note(step), into if last else None)
+                if wrong:
+                    LOG.warning(
+                        "%s: %d of %d parts of version %d did not come of what went down, and are pulled whole",
+                        site,
+                        len(wrong),
+                        len(base.layout.parts),
+                        step.version,
+                    )
+                    if not last:
+                        return None
+                source = base
+        except (Gone, PartCorrupt) as error:
+            LOG.info("%s: version %d is pulled whole: %s", site, manifest.version, error)
+            return None
+        finally:
+            file.close()
+        return wrong
+
+    def _steps(self, manifest: messages.Manifest, source: BaseFile, max_retries: int | None) -> list[messages.Manifest]:
+        """The versions from that in `source` to this one, each with what it is made by; none where whole is less."""
+        assert self._downlink is not None
+        run, note = self._worker.info.run, source.note
+        if note is None or note.run != run or not note.complete or not note.digest:
+            return []
+        steps, nbytes = list[messages.Manifest](), 0
+        while True:
+            delta = manifest.delta
+            if delta is None or delta.layout_digest != self._downlink.layout.digest:
+                return []
+            steps, nbytes = [manifest, *steps], nbytes + delta.nbytes
+            if nbytes >= self._layout.nbytes:
+                return []
+            if delta.base_digest == note.digest:
+                return steps if source.holds(run, note.digest) else []
+            if delta.base_version <= note.version:
+                return []
+            try:
+                manifest = self._manifest(delta.base_version, max_retries)
+            except Gone:
+                return []
+            if manifest.digest != delta.base_digest:
+                return []
+
+    def _receive(self, manifest: messages.Manifest, file: DeltaFile) -> None:
+        """Have all of what a version is made by in the file.
+
+        Raises:
+            Gone: the server no longer keeps it. PartCorrupt: its disk damaged it.
+        """
+        worker, delta = self._worker, manifest.delta
+        assert delta is not None
+        path = routes.DELTA_DATA.format(fragment=self._fragment, version=manifest.version, digest=delta.digest)
+        digests = [bytes.fromhex(text) for text in delta.part_digests]
+        wanted, again = file.begin(delta, manifest.digest), False
+
+        def fetch() -> None:
+            nonlocal again
+            todo = file.differing(delta, wanted) if again else wanted
+            again = True
+            bar.resume()
+            self._parts.pull(path, digests, todo, [file], on_bytes=bar.add)
+
+        what = f"pull version {manifest.version}"
+        with progress(f"{worker.site}: pulling version {manifest.version}", sum(part.nbytes for part in wanted)) as bar:
+            worker.patiently(fetch, None, what)

@@ -28,7 +28,7 @@ from atoll.worker.connection import Connection
 from atoll.worker.files import BaseFile, Outbox, OutboxNote, locked, remove_earlier
 from atoll.worker.filtering import Filtered
 from atoll.worker.losses import Losses
-from atoll.worker.pulling import pull_version
+from atoll.worker.pulling import Puller
 from atoll.worker.reporting import LOG, Progress, progress, size
 from atoll.worker.residuals import Residuals
 from atoll.worker.stretches import Stretches
@@ -84,9 +84,9 @@ class Session(Connection):
                 schema.require_equal(self.schema.model, mine=f"worker {site}", theirs="the server")
             self.folder = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))) / site / self.info.run
             self._cleanup.enter_context(locked(self.folder, site))
-            self.layout = version_layout(self.schema, self.info.part_bytes)
+            layout = self.layout = version_layout(self.schema, self.info.part_bytes)
             self.codecs = codecs_of(self.info.codec, self.info.codec_options, sent=True)
-            self.base = BaseFile(self.folder, self.layout)
+            self.base, self._puller = BaseFile(self.folder, layout), Puller(self, self.parts, self.folder, layout)
             self._cleanup.callback(self.base.close)
             layout = encoded_layout(self.schema, self.info.codec, self.codecs, self.info.part_bytes)
             self.outbox = Outbox(self.folder, layout)
@@ -134,8 +134,8 @@ class Session(Connection):
         *,
         max_retries: int | None = None,
     ) -> None:
-        """As `pull_version`, by default into this session's base file."""
-        pull_version(self, self.parts, base or self.base, version, digest, into, max_retries)
+        """As `Puller.pull`, from this session's base file, and by default into it."""
+        self._puller.pull(version, digest, into, base or self.base, self.base, max_retries)
 
     def submit(
         self,

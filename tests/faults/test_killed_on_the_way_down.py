@@ -1,0 +1,130 @@
+"""Server and workers are killed while versions go down as differences: same bits as without, and no wrong base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fault_world import (
+    EVERY_SITE_AND_ROUND,
+    PART_BYTES,
+    Result,
+    ServerProcess,
+    SiteProcess,
+    Sites,
+    build,
+    said,
+    serving,
+)
+
+import atoll
+from atoll.codecs.downlink import Downlink
+from atoll.tensors.layout import version_layout
+from atoll.tensors.modules import schema_of
+from atoll.testing.processes import Nursery, wait_until
+
+CODECS = {"codec": "int8", "downlink_codec": "int8"}
+WHOLE = version_layout(schema_of(build()), PART_BYTES)
+
+
+def down() -> Downlink:
+    found = Downlink.of(WHOLE, "int8", {})
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with serving(folder, **CODECS) as server:
+        Sites(server.url, folder).join()
+        server.run()
+    return Result(folder)
+
+
+LIVES = [
+    pytest.param(["pass.delta=kill@3"], id="while-a-delta-is-written"),
+    pytest.param(["pass.write=kill@9", "recover.midway=kill", "pass.delta=kill@2"], id="in-the-pass-and-again"),
+    pytest.param(["head.before=kill@2"], id="before-a-head-with-a-delta-moves"),
+    pytest.param(["head.after=kill@3"], id="after-a-head-with-a-delta-moves"),
+]
+
+
+@pytest.mark.covers("L16")
+@pytest.mark.parametrize("lives", LIVES)
+def test_the_server_is_killed(nursery: Nursery, tmp_path: Path, undisturbed: Result, lives: list[str]) -> None:
+    with ServerProcess(nursery, tmp_path, tuple(lives), **CODECS) as server:
+        sites = Sites(server.url, tmp_path)
+        sites.join()
+        assert server.kept.wait() == 0
+        assert server.kept.deaths == len(lives), "a failpoint did not fire"
+    result = Result(tmp_path)
+    assert result.bits == undisturbed.bits
+    assert result.counted() == EVERY_SITE_AND_ROUND
+    assert sites.trained == dict.fromkeys(EVERY_SITE_AND_ROUND, 1)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    with serving(tmp_path, connections=1, **CODECS) as server:
+        yield server
+
+
+def require_same(folder: Path, server: atoll.Server, undisturbed: Result) -> None:
+    server.run()
+    result = Result(folder)
+    assert result.bits == undisturbed.bits
+    assert result.counted() == EVERY_SITE_AND_ROUND
+
+
+def test_a_worker_is_killed_while_it_adds_to_its_base(
+    nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
+) -> None:
+    """Three of the six parts are those of the next version: the base is neither, and the other three are pulled."""
+    other = Sites(server.url, tmp_path, names=["b"])
+    site = SiteProcess(nursery, tmp_path, server.url, "a")
+    assert site.start("delta.part=kill@3").wait() == -9
+    again = site.start()
+    assert again.wait(60) == 0
+    other.join()
+    trains = said(again, "trains", 2)
+    assert trains is not None
+    assert len(WHOLE.parts) == 6
+    assert trains["down"] == sum(part.nbytes for part in WHOLE.parts[3:])
+    require_same(tmp_path, server, undisturbed)
+
+
+def test_a_worker_is_killed_while_a_difference_comes(
+    nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
+) -> None:
+    """The base is as it was, and what came of the difference is kept: the rest of it is asked for."""
+    other = Sites(server.url, tmp_path, names=["b"])
+    site = SiteProcess(nursery, tmp_path, server.url, "a")
+    first = site.start("pull.part=kill@8")  # six parts of version 0, then two of the difference
+    assert first.wait(60) == -9
+    again = site.start()
+    assert again.wait(60) == 0
+    other.join()
+    trains = said(again, "trains", 2)
+    assert trains is not None
+    assert trains["down"] == sum(part.nbytes for part in down().parts[2:])
+    require_same(tmp_path, server, undisturbed)
+
+
+def test_a_worker_that_missed_its_answer_goes_on(
+    nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
+) -> None:
+    """Killed while it trains from a base that was added to: that is believed, and nothing is pulled."""
+    other = Sites(server.url, tmp_path, names=["b"])
+    site = SiteProcess(nursery, tmp_path, server.url, "a")
+    first = site.start(hold=f"2:{tmp_path}/never")
+    wait_until(lambda: said(first, "trains", 2), "the second round")
+    assert first.kill() == -9
+    again = site.start()
+    assert again.wait(60) == 0
+    other.join()
+    trains = said(again, "trains", 2)
+    assert trains is not None
+    assert trains["down"] == 0
+    require_same(tmp_path, server, undisturbed)

@@ -1,0 +1,399 @@
+"""Versions that go down as differences: the bits, the bytes, and who gets what."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from down_world import Reference, clients, down_bytes, mixed, play, require_equal, serve, start, trained
+from safetensors.torch import load_file
+from torch import Tensor
+
+import atoll
+from atoll.codecs.downlink import Downlink
+from atoll.errors import ConfigError
+from atoll.tensors.layout import version_layout
+from atoll.tensors.modules import schema_of
+from atoll.worker.files import BaseFile
+
+WHOLE = version_layout(schema_of(start(), ("bn.*",)), 2**16)
+"""What a version of the small model has."""
+
+
+def delta_bytes(codec: str, options: dict[str, Any] | None = None) -> int:
+    """Of a delta of the small model, without what is padding at borders of parts."""
+    downlink = Downlink.of(WHOLE, codec, options or {})
+    assert downlink is not None
+    return downlink.layout.nbytes
+
+
+def finish(server: atoll.Server, sites: dict[str, atoll.Client], reference: Reference) -> None:
+    """The run is over: everybody has the last b, and the export is θ."""
+    for client in sites.values():
+        assert client.next_round() is None
+        client.close()
+    assert server.wait(60)
+    require_equal(load_file(server.exports / "model.safetensors"), reference.exported)
+
+
+@pytest.mark.covers("L16")
+@pytest.mark.parametrize(
+    ("up", "down", "options"),
+    [
+        ("none", "int8", {}),
+        ("none", "int4", {}),
+        ("none", "topk", {"density": 0.05}),
+        ("none", "bf16", {}),
+        ("int8", "int8", {}),
+        ("int4", "topk", {}),
+    ],
+    ids=["int8", "int4", "topk", "bf16", "int8-both-ways", "int4-up-topk-down"],
+)
+def test_every_site_holds_what_the_formula_says_bit_for_bit(
+    tmp_path: Path, up: str, down: str, options: dict[str, float]
+) -> None:
+    """θ ← step, b ← b + dec(D(θ − b)), written down for whole tensors; and what comes down is counted."""
+    reference = Reference(start(), up, down, options)
+    with serve(tmp_path, codec=up, downlink_codec=down, downlink_codec_options=options) as server:
+        sites = clients(server, tmp_path)
+        for number in (1, 2, 3, 4):
+            play(sites, number, reference)
+        received = [down_bytes(client) for client in sites.values()]
+        assert received == 2 * [WHOLE.nbytes + 3 * delta_bytes(down, options)]
+        status = server.status()
+        assert status.bytes_down == sum(received)
+        assert [worker.bytes_down for worker in status.workers] == received
+        finish(server, sites, reference)
+    assert not torch.equal(reference.held["large"], reference.exported["large"])  # something was lost on the way
+
+
+def test_int8_both_ways_is_a_quarter_of_the_bytes_each_way(tmp_path: Path) -> None:
+    model = {"w": torch.randn(300_000, generator=torch.Generator().manual_seed(0))}
+    with serve(tmp_path, model, codec="int8", rounds=3) as server:
+        sites = clients(server, tmp_path)
+        reference = Reference(model, "int8")
+        for number in (1, 2, 3):
+            play(sites, number, reference)
+        up, down = server.status().bytes_up, server.status().bytes_down
+        finish(server, sites, reference)
+    whole = 2 * 4 * 300_000  # to both sites
+    assert 3 * whole / 3.95 < up < 3 * whole / 3.92
+    assert 2 * whole / 3.95 < down - whole < 2 * whole / 3.90  # two of the three versions as differences
+
+
+@pytest.mark.parametrize("down", ["int8", "topk"])
+@pytest.mark.parametrize(
+    ("name", "optimizer", "options"),
+    [
+        ("sgd", torch.optim.SGD, {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
+        ("adam", torch.optim.Adam, {"lr": 0.01}),
+        ("torch.optim:Adafactor", torch.optim.Adafactor, {"lr": 0.01}),
+    ],
+    ids=["momentum", "adam", "whole-tensors"],
+)
+def test_all_dtypes_under_other_outer_optimizers(
+    tmp_path: Path, down: str, name: str, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    """fp64, bf16 and fp16, empty and 0-d tensors, buffers and integers; Adafactor sees whole tensors."""
+    model = mixed()
+    if optimizer is torch.optim.Adafactor:  # takes its default eps of the first parameter's dtype
+        model = {key: value for key, value in model.items() if value.dtype != torch.float64}
+    more = {key: value for key, value in options.items() if key != "lr"}
+    with serve(
+        tmp_path, model, downlink_codec=down, outer_optimizer=name, outer_lr=options["lr"], outer_options=more, rounds=3
+    ) as server:
+        sites = clients(server, tmp_path)
+        reference = Reference(model, down=down).outer(optimizer, **options)
+        for number in (1, 2, 3):
+            play(sites, number, reference)
+        finish(server, sites, reference)
+
+
+def test_what_the_way_down_lost_arrives_once_the_updates_are_zero(tmp_path: Path) -> None:
+    """θ stands still, and b comes as near to it as numbers can: what a difference lost is part of the next one."""
+    model = {"w": torch.randn(5000, generator=torch.Generator().manual_seed(0))}
+    with serve(tmp_path, model, downlink_codec="int4", num_workers=1, rounds=0) as server:
+        (client,) = clients(server, tmp_path, "a").values()
+        apart = []
+        for number in range(1, 12):
+            assert client.next_round() == number
+            state = client.pull()
+            theta = load_file(server.save_state(tmp_path / "theta.safetensors"))["w"]
+            apart.append(float((theta - state["w"]).abs().max()))
+            client.submit(trained(state, "a", number) if number == 1 else state)
+        client.close()
+    assert apart[0] == 0.0
+    assert apart[1] > 1e-4
+    assert apart[-1] <= 2.0**-23
+
+
+@pytest.mark.covers("L16")
+def test_a_late_joiner_pulls_it_whole_and_holds_the_same(tmp_path: Path) -> None:
+    reference = Reference(start(), "int8")
+    with serve(tmp_path, codec="int8", min_workers=1) as server:
+        sites = clients(server, tmp_path)
+        for number in (1, 2):
+            play(sites, number, reference)
+        for client in sites.values():
+            assert client.next_round() == 3
+        assert pulled_anew(server, tmp_path, "late", reference) == WHOLE.nbytes
+        for client in sites.values():
+            require_equal(client.pull(), reference.held)
+            client.close()
+
+
+def test_who_missed_versions_goes_over_those_between_as_long_as_they_are_kept(tmp_path: Path) -> None:
+    """With keep_versions = 2 that is two differences; who is further behind pulls whole."""
+    reference = Reference(start())
+    with serve(tmp_path, min_workers=1, rounds=0) as server:
+        sites = clients(server, tmp_path)
+        play(sites, 1, reference)
+        sites.pop("b").close()  # its base file has version 0
+        play(sites, 2, reference)
+        assert sites["a"].next_round() == 3
+        assert pulled_anew(server, tmp_path, "b", reference) == 2 * delta_bytes("int8")
+        for number in (3, 4, 5):
+            play(sites, number, reference)
+        assert sites["a"].next_round() == 6
+        assert pulled_anew(server, tmp_path, "b", reference) == WHOLE.nbytes
+        sites["a"].close()
+
+
+def pulled_anew(server: atoll.Server, folder: Path, site: str, reference: Reference) -> int:
+    """Another process of a site pulls the head; returns how many bytes came."""
+    client = atoll.Client(server.url, site=site, folder=folder / "w").register()
+    session, held = client._session, {name: torch.zeros_like(tensor) for name, tensor in reference.held.items()}
+    assert session is not None
+    reply = session.next_ticket(wait_s=0.0)
+    session.pull(reply.head_version, reply.head_digest, held)
+    require_equal(held, reference.held)
+    received = down_bytes(client)
+    client.close()
+    return received
+
+
+def test_a_base_beside_the_one_in_use_is_made_of_it(tmp_path: Path) -> None:
+    """As DiLoCo does it when it missed a version: the old base stays, the new one lies beside it."""
+    reference = Reference(start())
+    with serve(tmp_path) as server:
+        sites = clients(server, tmp_path)
+        play(sites, 1, reference)
+        client = sites["a"]
+        assert client.next_round() == 2
+        session = client._session
+        assert session is not None
+        before, received = session.base.digest(WHOLE.parts[0]), down_bytes(client)
+        head = session.next_ticket(wait_s=0.0)
+        moved = BaseFile(session.folder, session.layout, "base-next")
+        session.pull(head.head_version, head.head_digest, None, moved)
+        assert session.base.digest(WHOLE.parts[0]) == before
+        assert down_bytes(client) - received == delta_bytes("int8")
+        assert moved.holds(session.info.run, head.head_digest)
+        state = load_file(moved.path)
+        moved.close()
+        require_equal(state, reference.held)
+        for each in sites.values():
+            each.close()
+
+
+def test_a_base_that_was_damaged_meanwhile_is_mended_by_the_part(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a difference is added to is not what it was: the digests tell, and that part alone is pulled whole."""
+    caplog.set_level(logging.WARNING)
+    reference = Reference(start())
+    with serve(tmp_path) as server:
+        sites = clients(server, tmp_path)
+        play(sites, 1, reference)
+        client = sites["a"]
+        session, part = client._session, WHOLE.parts[1]
+        assert session is not None
+        os.pwrite(session.base.fd, b"\x00" * 64, part.start + 64)
+        received = down_bytes(client)
+        play(sites, 2, reference)
+        assert down_bytes(client) - received == delta_bytes("int8") + part.nbytes
+        for each in sites.values():
+            each.close()
+    assert "a: 1 of 4 parts of version 1 did not come of what went down, and are pulled whole" in caplog.text
+
+
+def slot_of_delta(folder: Path) -> Path:
+    return max((folder / "state" / "slots").glob("delta-*.bin"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def test_a_delta_that_is_damaged_at_the_server_is_not_needed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    reference = Reference(start())
+    with serve(tmp_path) as server:
+        sites = clients(server, tmp_path)
+        play(sites, 1, reference)
+        for client in sites.values():
+            assert client.next_round() == 2  # the version is there, and nobody has pulled it
+        with slot_of_delta(tmp_path).open("r+b") as file:
+            file.seek(1000)
+            file.write(b"\xff\x00\xff")
+        received = down_bytes(sites["a"])
+        for number in (2, 3, 4):
+            play(sites, number, reference)
+            if number == 2:
+                assert down_bytes(sites["a"]) - received >= WHOLE.nbytes
+        finish(server, sites, reference)
+    assert "a: version 1 is pulled whole: Part 0 from" in caplog.text
+
+
+def test_a_delta_that_is_damaged_at_a_start_is_dropped(tmp_path: Path) -> None:
+    reference = Reference(start())
+    with serve(tmp_path) as server:
+        sites = clients(server, tmp_path)
+        play(sites, 1, reference)
+        for client in sites.values():
+            assert client.next_round() == 2
+            client.close()
+    with slot_of_delta(tmp_path).open("r+b") as file:
+        file.write(b"\xff\x00\xff")
+    with serve(tmp_path) as server:
+        sites = clients(server, tmp_path)
+        for number in (2, 3, 4):
+            play(sites, number, reference)
+            if number == 2:
+                assert down_bytes(sites["a"]) == WHOLE.nbytes
+        finish(server, sites, reference)
+
+
+def test_it_works_without_a_disk_with_the_same_bits(tmp_path: Path) -> None:
+    reference = Reference(start(), "int8")
+    with serve(tmp_path, codec="int8", download_to_disk=False) as server:
+        sites = clients(server, tmp_path)
+        for number in (1, 2, 3, 4):
+            play(sites, number, reference)
+        finish(server, sites, reference)
+        assert not any((tmp_path / "state" / "slots").iterdir())
+
+
+class Kept:
+    """A persistor that keeps what it is handed."""
+
+    saved: ClassVar[dict[str, dict[str, Tensor]]] = {}
+
+    def save(self, state: dict[str, Tensor], info: dict[str, Any]) -> None:
+        Kept.saved[f"{info['version']}"] = state
+
+    def save_best(self, state: dict[str, Tensor], info: dict[str, Any]) -> None:
+        Kept.saved["best"] = state
+
+
+def test_whatever_is_for_people_is_the_master(tmp_path: Path) -> None:
+    """Numbered exports, the best version and a persistor get θ, version by version."""
+    reference, theta = Reference(mixed()), [mixed()]
+    Kept.saved.clear()
+    best: dict[str, Any] = {"best_metric": "loss", "best_mode": "min"}
+    with serve(tmp_path, mixed(), save_every=1, persistor="test_downlink:Kept", rounds=3, **best) as server:
+        sites = clients(server, tmp_path)
+        for number in (1, 2, 3):
+            for client in sites.values():
+                assert client.next_round() == number
+            for site, client in sites.items():
+                loss = {"loss": [3.0, 1.0, 2.0][number - 1]}
+                client.submit(trained(client.pull(), site, number), weight=1.0 if site == "a" else 2.5, metrics=loss)
+            reference.round(number)
+            theta.append(reference.exported)
+        finish(server, sites, reference)
+        exports = server.exports
+    for number in (1, 2, 3):
+        path = exports / f"model-{number:06d}.safetensors"
+        if path.exists() or number == 3:  # one that was overtaken is not written
+            require_equal(load_file(path), theta[number])
+    require_equal(load_file(exports / "best.safetensors"), theta[1])
+    assert {"3", "best"} <= Kept.saved.keys()
+    for name, state in Kept.saved.items():
+        require_equal(state, theta[1 if name == "best" else int(name)])
+
+
+def test_what_saves_nothing_is_told_and_versions_are_pulled_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A block of 256 values takes 260 bytes, one of 3 as many; the three are 12."""
+    model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(100)}
+    with serve(tmp_path, model, rounds=3) as server:
+        sites = clients(server, tmp_path)
+        reference = Reference(model)
+        for number in (1, 2, 3):
+            play(sites, number, reference)
+        whole = version_layout(schema_of(model), 2**16).nbytes
+        assert [down_bytes(client) for client in sites.values()] == 2 * [3 * whole]
+        finish(server, sites, reference)
+    assert "downlink_codec 'int8' saves nothing: a difference would take 32.0 kB, a version has" in caplog.text
+
+
+def test_files_of_the_way_down_go_with_those_of_an_earlier_run(tmp_path: Path) -> None:
+    reference = Reference(start())
+    with serve(tmp_path) as server:
+        sites = clients(server, tmp_path)
+        for number in (1, 2, 3):
+            play(sites, number, reference)
+        for client in sites.values():
+            client.close()
+    (earlier,) = (tmp_path / "w" / "a").iterdir()
+    assert {"delta.bin", "delta.json"} < {path.name for path in earlier.iterdir()}
+    with serve(tmp_path, state_dir=tmp_path / "another") as server:
+        for client in clients(server, tmp_path).values():
+            client.close()
+    assert not earlier.exists()
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Path:
+    with serve(tmp_path):
+        pass
+    return tmp_path
+
+
+@pytest.mark.parametrize("other", ["int4", None], ids=["another", "none"])
+def test_another_codec_at_the_next_start_is_refused(begun: Path, other: str | None) -> None:
+    with pytest.raises(
+        ConfigError, match=f"has a run with downlink_codec = 'int8', this start says '{other or 'none'}'"
+    ):
+        serve(begun, downlink_codec=other).start()
+
+
+def test_a_codec_that_does_not_exist_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="int9"):
+        serve(tmp_path, downlink_codec="int9").start()
+    with pytest.raises(ConfigError, match="downlink_codec_options"):
+        serve(tmp_path, downlink_codec_options={"width": 3}).start()
+
+
+def test_after_a_fall_back_what_was_lost_is_no_base_of_anybody(tmp_path: Path) -> None:
+    """Version 2 is damaged while the server is down: sites that have it pull version 1 whole, and go on from there."""
+    reference = Reference(start())
+    with serve(tmp_path, min_workers=2) as server:
+        sites = clients(server, tmp_path)
+        play(sites, 1, reference)
+        held, theta = dict(reference.held), {name: p.detach().clone() for name, p in reference.theta.items()}
+        play(sites, 2, reference)
+        for client in sites.values():
+            assert client.next_round() == 3
+            require_equal(client.pull(), reference.held)
+            client.close()
+        run = server._run
+        assert run is not None
+        slot = run.store.head(0).slot
+    with (tmp_path / "state" / "slots" / f"version-0-{slot}.safetensors").open("r+b") as file:
+        file.seek(-8, 2)
+        file.write(b"\x55" * 8)
+    for note in (tmp_path / "w").glob("*/*/outbox.json"):  # else round 2 would be served from it
+        note.unlink()
+    reference.held = held
+    for name, parameter in reference.theta.items():
+        parameter.data.copy_(theta[name])
+    with serve(tmp_path, min_workers=2) as server:
+        sites = clients(server, tmp_path)
+        for number in (2, 3, 4):
+            play(sites, number, reference)
+        # version 3 has the bits that version 2 had, and what makes it of version 1 is still there
+        assert [down_bytes(client) for client in sites.values()] == 2 * [WHOLE.nbytes + delta_bytes("int8")]
+        finish(server, sites, reference)

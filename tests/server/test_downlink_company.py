@@ -1,0 +1,191 @@
+"""The way down beside whatever else a run has: DiLoCo's loop, SCAFFOLD's controls, robust reducers, filters, people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from down_world import Reference, clients, down_bytes, play, require_equal, serve, start, through, trained
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import atoll
+from atoll import registry
+from atoll.cli import export
+from atoll.errors import StateCorrupt, UsageError
+from atoll.filters import NormClip
+
+
+def whole_pull(server: atoll.Server, folder: Path) -> tuple[dict[str, Tensor], int]:
+    """What somebody gets who has nothing yet, and its bytes."""
+    client = atoll.Client(server.url, site="joiner", folder=folder / "joiner").register()
+    session = client._session
+    assert session is not None
+    reply = session.next_ticket(wait_s=0.0)
+    session.pull(reply.head_version, reply.head_digest, None)
+    state, nbytes = load_file(session.base.path), down_bytes(client)
+    client.close()
+    return state, nbytes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reducer": "median", "codec": "int4"},
+        {"reducer": "clipped_mean", "codec": "int8"},
+        {"filters": [NormClip(1.0)], "codec": "int8"},
+    ],
+    ids=["median", "clipped-mean", "server-filter"],
+)
+def test_who_goes_over_differences_and_who_pulls_whole_hold_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
+    with serve(tmp_path, min_workers=1, **options) as server:
+        sites = clients(server, tmp_path)
+        for number in (1, 2, 3):
+            for client in sites.values():
+                assert client.next_round() == number
+            for site, client in sites.items():
+                client.submit(trained(client.pull(), site, number))
+        for client in sites.values():
+            assert client.next_round() == 4
+        held, nbytes = whole_pull(server, tmp_path)
+        for client in sites.values():
+            require_equal({name: client.pull()[name] for name in held}, held)
+            assert down_bytes(client) < 2 * nbytes  # three differences are less than a version
+            client.close()
+
+
+AGGREGATOR = """
+def mean(updates):
+    total = sum(update.weight for update in updates)
+    for name in updates[0].tensors:
+        result = None
+        for update in updates:
+            tensor = update.tensors[name].float()
+            if result is None:
+                result = tensor * (update.weight / total)
+            else:
+                result.add_(tensor, alpha=update.weight / total)
+        yield name, result
+"""
+
+
+def test_what_an_aggregator_of_ones_own_makes_steps_the_master(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(AGGREGATOR)
+    with serve(tmp_path, aggregator=f"{tmp_path / 'mine.py'}:mean", rounds=3) as server:
+        sites = clients(server, tmp_path)
+        reference = Reference(start())
+        for number in (1, 2, 3):
+            play(sites, number, reference)
+        for client in sites.values():
+            assert client.next_round() is None
+            client.close()
+        assert server.wait(60)
+        require_equal(load_file(server.exports / "model.safetensors"), reference.exported)
+
+
+def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(90, 60)
+    with atoll.Server(
+        model, algorithm="scaffold", num_workers=2, min_workers=1, rounds=4, port=0, min_free_bytes=0,
+        state_dir=tmp_path / "state", downlink_codec="int8",
+    ) as server:  # fmt: skip
+        sites = clients(server, tmp_path)
+        for number in (1, 2, 3):
+            for client in sites.values():
+                assert client.next_round() == number
+            for index, client in enumerate(sites.values()):
+                client.pull(into=model)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                with client.correct(model, optimizer):
+                    for _ in range(2):
+                        optimizer.zero_grad()
+                        ((model(torch.eye(90)) - index) ** 2).mean().backward()
+                        optimizer.step()
+                client.submit(model)
+        for client in sites.values():
+            assert client.next_round() == 4
+        held, nbytes = whole_pull(server, tmp_path)
+        for client in sites.values():
+            require_equal(client.pull(), {name: held[name] for name in ("weight", "bias")})
+            controls = client.global_controls()
+            require_equal(controls, {name: held[f"atoll.control.{name}"] for name in controls})
+            assert nbytes < down_bytes(client) < nbytes * (1 + 3 * 0.65)  # controls whole, parameters a quarter
+            client.close()
+    assert controls["weight"].any()
+
+
+def test_diloco_trains_from_what_went_down_and_submits_against_it(tmp_path: Path) -> None:
+    """H = 1: w = b − 1 → u = 1 up to rounding; θ ← θ − lr·C(u + e), b ← b + dec(D(θ − b)); the loop ends with b."""
+    start = {"weight": torch.randn(1, 9000, generator=torch.Generator().manual_seed(0))}
+    up, down = registry.load("codecs", "bf16")(), registry.load("codecs", "int4")()
+    theta, held = start["weight"].clone(), start["weight"].clone()
+    model = nn.Linear(9000, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scale = torch.linspace(0.1, 1.0, 9000)
+    with atoll.Server(
+        start, algorithm="diloco", rounds=3, sync_every=1, port=0, min_free_bytes=0, outer_lr=0.5, outer_momentum=0.0,
+        downlink_codec="int4", state_dir=tmp_path / "state",
+    ) as server:  # fmt: skip
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
+            for _ in range(3):
+                assert torch.equal(model.weight.data, held)
+                optimizer.zero_grad()
+                (model.weight * scale).sum().backward()
+                update = through(up, held - (held - scale), torch.float32)
+                optimizer.step()
+                theta.add_(update * 1.0, alpha=-0.5)
+                held = held + through(down, theta - held, torch.float32)
+        assert torch.equal(model.weight.data, held)
+        assert server.wait(60)
+        assert torch.equal(load_file(server.exports / "model.safetensors")["weight"], theta)
+    assert not torch.equal(held, theta)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"outer_momentum": 0.9}, {"outer_optimizer": "adam"}, {"outer_optimizer": "torch.optim:Adafactor"}],
+    ids=["plain", "momentum", "adam", "whole-tensors"],
+)
+def test_masters_that_were_damaged_are_never_exported(tmp_path: Path, options: dict[str, Any]) -> None:
+    out = tmp_path / "model.safetensors"
+    with serve(tmp_path, rounds=1, **options) as server:
+        sites = clients(server, tmp_path)
+        for site, client in sites.items():
+            assert client.next_round() == 1
+            client.submit(trained(client.pull(), site, 1))
+        for client in sites.values():
+            assert client.next_round() is None
+            client.close()
+        assert server.wait(60)
+        exported = load_file(server.exports / "model.safetensors")
+    assert export.from_directory(tmp_path / "state", out) == 1
+    require_equal(load_file(out), exported)
+    (path,) = (tmp_path / "state" / "slots").glob("state-*")
+    data = bytearray(path.read_bytes())
+    for place in (9, len(data) // 2, len(data) - 1):
+        data[place] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(StateCorrupt, match=r"state-0-.* is not what its digest says"):
+            export.from_directory(tmp_path / "state", tmp_path / "never.safetensors")
+        data[place] ^= 1
+    assert not (tmp_path / "never.safetensors").exists()
+
+
+def test_atoll_export_takes_the_masters_from_a_directory_and_refuses_what_workers_hold(tmp_path: Path) -> None:
+    reference, out = Reference(start()), tmp_path / "model.safetensors"
+    with serve(tmp_path) as server:
+        sites = clients(server, tmp_path)
+        assert export.from_server(server.url, out) == 0
+        require_equal(load_file(out), start())  # the initial model is both
+        for number in (1, 2):
+            play(sites, number, reference)
+        for client in sites.values():
+            assert client.next_round() == 3
+            client.close()
+        with pytest.raises(UsageError, match="go down as int8: what can be pulled is what workers hold"):
+            export.from_server(server.url, out)
+    assert export.from_directory(tmp_path / "state", out) == 2
+    require_equal(load_file(out), reference.exported)
