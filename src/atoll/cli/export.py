@@ -73,8 +73,8 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
     journal_of(state_dir)
     from atoll.store.slots import VERSION, FileShape, SlotPool
     from atoll.store.store import Store
+    from atoll.tensors.fragments import split_of
     from atoll.tensors.layout import version_header, version_layout
-    from atoll.tensors.schema import Schema
 
     try:
         store = Store.open(state_dir)
@@ -83,15 +83,20 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
     with store:
         if store.run is None:
             raise no_run(state_dir)
-        row = store.head(0) if version is None else store.version(0, version)
-        schema = Schema.from_json(json.loads(store.run.schema_json))
-        layout = version_layout(schema, int(json.loads(store.run.settings_json)["part_bytes"]))
-        shape = FileShape(layout.nbytes, version_header(schema), ())
-        path = SlotPool(store.slots_directory, VERSION, 0, shape, store.lock).path(row.slot)
-        with path.open("rb") as file:
-            _require_whole(file.fileno(), path, layout, row.part_digests)
-            _write(file.fileno(), out, schema, layout)
-        return row.version
+        split = split_of(json.loads(store.run.schema_json))
+        part_bytes = int(json.loads(store.run.settings_json)["part_bytes"])
+        rows = [store.head(f) if version is None else store.version(f, version) for f in range(split.count)]
+        sources: list[tuple[int, Layout]] = []
+        with contextlib.ExitStack() as stack:
+            for row, schema in zip(rows, split.schemas, strict=True):
+                layout = version_layout(schema, part_bytes)
+                shape = FileShape(layout.nbytes, version_header(schema), ())
+                path = SlotPool(store.slots_directory, VERSION, row.fragment, shape, store.lock).path(row.slot)
+                file = stack.enter_context(path.open("rb"))
+                _require_whole(file.fileno(), path, layout, row.part_digests)
+                sources.append((file.fileno(), layout))
+            _write(sources, out, split.schema)
+        return min(row.version for row in rows)
 
 
 def best_of_directory(state_dir: Path, out: Path) -> int:
@@ -194,12 +199,12 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
     http = Http(server, token=token, ca=os.environ.get("ATOLL_TLS_CA"))
     try:
         for attempt in range(1, ATTEMPTS + 1):
-            number = version
-            if number is None:
-                number = http.get(routes.STATUS, status_messages.Status).fragments[0].version
+            heads = [each.version for each in http.get(routes.STATUS, status_messages.Status).fragments]
+            if version is not None:
+                heads = [version] * len(heads)
             try:
-                _pull(http, number, out)
-                return number
+                _pull(http, heads, out)
+                return min(heads)
             except Gone:
                 if version is not None or attempt == ATTEMPTS:
                     raise
@@ -208,36 +213,40 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
         http.close()
 
 
-def _pull(http: Http, version: int, out: Path) -> None:
-    """Fetch a version beside `out`, then write it in the order of a file for people."""
+def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
+    """Fetch a version of each fragment beside `out`, then write them in the order of a file for people."""
     from atoll.tensors.layout import version_layout
     from atoll.transport.parts import Parts
     from atoll.wire import messages, routes
 
     info = http.get(routes.RUN, messages.RunInfo)
-    schema = http.get(routes.SCHEMA, messages.SchemaMessage).to_schema()
-    layout = version_layout(schema, info.part_bytes)
-    manifest = http.get(routes.MANIFEST.format(fragment=0, version=version), messages.Manifest)
-    path = routes.VERSION_DATA.format(fragment=0, version=version, digest=manifest.digest)
-    digests = [bytes.fromhex(digest) for digest in manifest.part_digests]
-    parts = Parts(http, info.connections, info.idle_timeout_s)
-    with contextlib.closing(parts), _beside(out) as (fd, _):
-        parts.pull(path, digests, layout.parts, [_File(fd)])
-        _write(fd, out, schema, layout)
+    split = http.get(routes.SCHEMA, messages.SchemaMessage).to_split()
+    sources: list[tuple[int, Layout]] = []
+    with contextlib.ExitStack() as stack:
+        parts = stack.enter_context(contextlib.closing(Parts(http, info.connections, info.idle_timeout_s)))
+        for fragment, (version, schema) in enumerate(zip(heads, split.schemas, strict=True)):
+            layout = version_layout(schema, info.part_bytes)
+            manifest = http.get(routes.MANIFEST.format(fragment=fragment, version=version), messages.Manifest)
+            path = routes.VERSION_DATA.format(fragment=fragment, version=version, digest=manifest.digest)
+            digests = [bytes.fromhex(digest) for digest in manifest.part_digests]
+            fd, _ = stack.enter_context(_beside(out))
+            parts.pull(path, digests, layout.parts, [_File(fd)])
+            sources.append((fd, layout))
+        _write(sources, out, split.schema)
 
 
-def _write(source: int, out: Path, schema: Schema, layout: Layout) -> None:
+def _write(sources: Sequence[tuple[int, Layout]], out: Path, schema: Schema) -> None:
     """Copy a version's file into the order of a file for people, tied tensors again; `out` appears in one step."""
     from atoll.server.exports import export_ranges
 
-    header, ranges = export_ranges(schema, layout)
+    header, ranges = export_ranges(schema, [layout for _, layout in sources])
     with _beside(out) as (fd, path):
         target = _File(fd)
         target.write(0, memoryview(header))
         at = len(header)
-        for offset, nbytes in ranges:
+        for fragment, offset, nbytes in ranges:
             for start in range(0, nbytes, READ_BYTES):
-                data = os.pread(source, min(READ_BYTES, nbytes - start), offset + start)
+                data = os.pread(sources[fragment][0], min(READ_BYTES, nbytes - start), offset + start)
                 target.write(at, memoryview(data))
                 at += len(data)
         os.fsync(fd)

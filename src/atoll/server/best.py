@@ -48,8 +48,8 @@ class BestVersion:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         told = {"version": str(measured.version), "round": str(measured.round), self.metric: repr(measured.value)}
-        header, ranges = export_ranges(self._plan.schema, self._plan.version, told)
-        self._store.export(self.path, version=measured.version, header=header, ranges=ranges)
+        header, ranges = export_ranges(self._plan.schema, self._plan.versions, told)
+        self._store.export_model(self.path, (measured.version,), header, ranges)
         self._write_note(measured)
         self.saved = measured
 

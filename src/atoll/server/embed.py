@@ -197,8 +197,8 @@ class Server:
     def save_state(self, path: str | Path) -> Path:
         """Write the head as a safetensors file of its own; the state directory itself is always up to date."""
         run = self._require_run()
-        header, ranges = export_ranges(run.plan.schema, run.plan.version)
-        return run.store.export(Path(path), header=header, ranges=ranges)
+        header, ranges = export_ranges(run.plan.schema, run.plan.versions)
+        return run.store.export_model(Path(path), run.store.heads(), header, ranges)
 
     @classmethod
     def load_state(cls, path: str | Path, **options: Any) -> Server:

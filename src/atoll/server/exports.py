@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from atoll.server.plan import Plan
@@ -26,19 +26,22 @@ class Exports:
         self.folder: Path = plan.settings.save_dir or plan.settings.state_dir / "exports"
         self._lock = threading.Lock()
 
-    def save(self, version: int | None = None) -> Path:
+    def save(self, heads: Sequence[int] | None = None) -> Path:
         """Export a version (the head by default) as `model-<version>.safetensors`, and as `model.safetensors`.
 
         Tied tensors are written under each of their names, so that the file loads strictly.
+
+        Args:
+            heads: the version of each fragment; the model's number is the least of them.
         """
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
-            version = self._store.head(0).version if version is None else version
-            header, ranges = export_ranges(self._plan.schema, self._plan.version)
+            heads = self._store.heads() if heads is None else heads
+            header, ranges = export_ranges(self._plan.schema, self._plan.versions)
             if self._plan.settings.save_every:
-                numbered = self.folder / f"model-{version:06d}.safetensors"
-                self._store.export(numbered, version=version, header=header, ranges=ranges)
-            return self._store.export(self.folder / MODEL, version=version, header=header, ranges=ranges)
+                numbered = self.folder / f"model-{min(heads):06d}.safetensors"
+                self._store.export_model(numbered, heads, header, ranges)
+            return self._store.export_model(self.folder / MODEL, heads, header, ranges)
 
     def append_metrics(self, summary: status_messages.RoundSummary, at: str) -> None:
         """Add the line of a round."""
@@ -58,16 +61,21 @@ class Exports:
 
 
 def export_ranges(
-    schema: Schema, version: Layout, told: Mapping[str, str] | None = None
-) -> tuple[bytes, list[tuple[int, int]]]:
+    schema: Schema, versions: Sequence[Layout], told: Mapping[str, str] | None = None
+) -> tuple[bytes, list[tuple[int, int, int]]]:
     """Header and slot ranges of an export: every tensor, and each tied one again under its further name.
 
-    Its metadata say which names are tied, and which are buffers.
+    Its metadata say which names are tied, and which are buffers. A range is (fragment, offset, nbytes).
 
     Args:
+        schema: of the whole model.
+        versions: layout of each fragment's versions.
         told: further metadata of the header.
     """
-    segments, schema = version.by_name, schema.model
+    schema = schema.model
+    places = {
+        name: (f, segment.offset) for f, layout in enumerate(versions) for name, segment in layout.by_name.items()
+    }
     owners = {spec.name: spec for spec in schema.tensors}
     named = [(spec, spec.name) for spec in schema.tensors] + [
         (TensorSpec(alias, owners[owner].dtype, owners[owner].shape, owners[owner].group), owner)
@@ -78,7 +86,7 @@ def export_ranges(
     if schema.aliases:
         metadata[TIED] = json.dumps(dict(schema.aliases))
     header = safetensors_header([spec for spec, _ in ordered], metadata | dict(told or {}))
-    return header, [(segments[owner].offset, spec.nbytes) for spec, owner in ordered]
+    return header, [(*places[owner], spec.nbytes) for spec, owner in ordered]
 
 
 def _line(summary_json: str, at: str) -> str:

@@ -34,6 +34,7 @@ from atoll.server.status import status_of, why
 from atoll.server.tasks import TaskHandlers
 from atoll.server.uploads import Uploads
 from atoll.store.rows import PartRow, TicketRow
+from atoll.tensors.layout import Layout
 from atoll.transport.host import parts_within, serve_file
 from atoll.wire import messages, routes, status_messages
 
@@ -70,7 +71,11 @@ class Handlers(ObjectHandlers, TaskHandlers):
             sync_every=algorithm.sync_every,
             schema_digest=self.plan.schema.digest,
             schema_bytes=self.plan.schema.nbytes,
-            fragments=1,
+            fragments=len(self.plan.fragments),
+            tau=settings.tau,
+            alpha=settings.alpha,
+            mode=settings.mode,
+            max_inflight=settings.max_inflight,
             codec=algorithm.codec,
             codec_options=algorithm.codec_options,
             part_bytes=settings.part_bytes,
@@ -81,7 +86,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
         )
 
     async def get_schema(self) -> messages.SchemaMessage:
-        return messages.SchemaMessage.of(self.plan.schema)
+        return messages.SchemaMessage.of(self.plan.split)
 
     async def get_status(self) -> status_messages.Status:
         return status_of(self.run)
@@ -106,7 +111,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
             joined_at=now_text(),
             labels=dict(message.labels),
             rounds=previous.rounds if previous else 0,
-            base_version=previous.base_version if previous else 0,
+            bases=previous.bases if previous else {},
             refused_in_a_row=previous.refused_in_a_row if previous else 0,
             bytes_up=previous.bytes_up if previous else 0,
             bytes_down=previous.bytes_down if previous else 0,
@@ -115,6 +120,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
         granted = [e for e in self.run.apply(ev.WorkerJoined(message.site)) if isinstance(e, fx.LeaseGranted)]
         return messages.Joined(
             lease=str(Lease(message.site, granted[0].lease, message.process)),
+            due=machine.due(self.run.state, message.site),
         )
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:
@@ -133,7 +139,10 @@ class Handlers(ObjectHandlers, TaskHandlers):
 
     async def request_ticket(self, lease: Lease, message: messages.TicketRequest) -> messages.TicketReply:
         if message.fragment >= len(self.run.state.rounds):
-            raise Gone(f"There is no fragment {message.fragment}.", "The run has one: 0.")
+            raise Gone(
+                f"There is no fragment {message.fragment}.",
+                f"The run has {len(self.plan.fragments)}, the first is 0.",
+            )
         self.run.desk.require_rounds()
         until_s = time.monotonic() + message.wait_s
         previous = self.store.last_ticket(lease.site, message.fragment)
@@ -157,7 +166,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
         head = self.store.head(fragment)
         presence = self.run.roster.get(lease.site)
         if presence is not None:
-            presence.base_version = base_version
+            presence.bases[fragment] = base_version
         return messages.TicketReply(
             status="ticket",
             ticket=messages.Ticket(
@@ -166,12 +175,13 @@ class Handlers(ObjectHandlers, TaskHandlers):
                 round=self.run.state.rounds[fragment].number,
                 base_version=base_version,
                 base_digest=head.digest,
-                layout_digest=self.plan.update.digest,
+                layout_digest=self.plan.fragments[fragment].update.digest,
             ),
             previous=self._previous(previous, ticket),
             head_version=head.version,
             head_digest=head.digest,
             durable_version=self.store.durable_version(fragment),
+            round=self.run.state.rounds[fragment].number,
         )
 
     def _wait_reply(self, fragment: int, reason: str, previous: TicketRow | None) -> messages.TicketReply:
@@ -187,6 +197,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
             head_version=head.version,
             head_digest=head.digest,
             durable_version=self.store.durable_version(fragment),
+            round=self.run.state.rounds[fragment].number,
             waiting_for=[site for site, _ in machine.missing(state, fragment)],
             reason=told,
         )
@@ -208,7 +219,8 @@ class Handlers(ObjectHandlers, TaskHandlers):
     # -- updates
 
     async def put_part(self, lease: Lease, ticket: int, part: int, request: web.Request) -> messages.PartReceipt:
-        layout = self.plan.update
+        fragment = self.store.ticket(ticket).fragment
+        layout = self.plan.fragments[fragment].update
         if part >= len(layout.parts):
             raise BadRequest(
                 f"There is no part {part}; the update has {len(layout.parts)}.",
@@ -220,7 +232,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
         require_space(self.store, self.plan.settings)
         incoming = self._uploads.incoming(request, lease.site)
         for each in following[:count]:
-            async with self._uploads.received(incoming, lease.site, ticket, each) as (writer, stats):
+            async with self._uploads.received(incoming, lease.site, ticket, fragment, each) as (writer, stats):
                 self._require_open(lease, ticket)
                 if stats.bad is not None:
                     self._refuse(lease, ticket, stats.bad)
@@ -268,14 +280,14 @@ class Handlers(ObjectHandlers, TaskHandlers):
                 f"The update for ticket {ticket} was trained from another version {row.base_version} than the run's.",
                 "The server's state was restored; ask for the next ticket.",
             )
-        parts = self.store.parts(ticket)
-        missing = [part.index for part in self.plan.update.parts if part.index not in parts]
+        parts, layout = self.store.parts(ticket), self.plan.fragments[row.fragment].update
+        missing = [part.index for part in layout.parts if part.index not in parts]
         if missing:
             raise Conflict(
-                f"Ticket {ticket} lacks {len(missing)} of {len(self.plan.update.parts)} parts, first {missing[0]}.",
+                f"Ticket {ticket} lacks {len(missing)} of {len(layout.parts)} parts, first {missing[0]}.",
                 "Send them, then complete it again.",
             )
-        digest = self._digest(parts)
+        digest = _digest(layout, parts)
         if digest != message.digest:
             raise Conflict(
                 f"The parts of ticket {ticket} do not make up the digest that completes it.",
@@ -289,7 +301,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
             if self.store.ticket(ticket).state in ("accepted", "counted"):  # the word came twice, and was taken once
                 return await self.complete(lease, ticket, message)
             self._require_open(lease, ticket)
-            if self._digest(self.store.parts(ticket)) != digest:
+            if _digest(layout, self.store.parts(ticket)) != digest:
                 raise Conflict(f"A part of ticket {ticket} came anew meanwhile.", "Complete it again.")
             if reason:
                 self._refuse(lease, ticket, reason, "the filter is the server's.")
@@ -305,9 +317,6 @@ class Handlers(ObjectHandlers, TaskHandlers):
         if lease.site in self.run.roster:
             self.run.roster[lease.site].refused_in_a_row = 0
         return self._receipt(accepted)
-
-    def _digest(self, parts: Mapping[int, PartRow]) -> str:
-        return self.plan.update.update_digest([parts[part.index].digest for part in self.plan.update.parts])
 
     def _require_plausible(self, lease: Lease, ticket: int, norm: float, message: messages.Complete) -> None:
         settings, weight = self.plan.settings, message.weight
@@ -328,12 +337,13 @@ class Handlers(ObjectHandlers, TaskHandlers):
 
     async def get_manifest(self, fragment: int, version: int) -> messages.Manifest:
         row = self.store.version(fragment, version)
+        layout = self.plan.fragments[fragment].version
         return messages.Manifest(
             fragment=fragment,
             version=version,
             digest=row.digest,
-            layout_digest=self.plan.version.digest,
-            nbytes=self.plan.version.nbytes,
+            layout_digest=layout.digest,
+            nbytes=layout.nbytes,
             part_digests=[digest.hex() for digest in row.part_digests],
         )
 
@@ -348,7 +358,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
             return await serve_file(
                 request,
                 pinned.fd,
-                self.plan.version.nbytes,
+                self.plan.fragments[fragment].version.nbytes,
                 digest,
                 pool=self.run.io,
                 idle_timeout_s=self.plan.settings.idle_timeout_s,
@@ -363,3 +373,7 @@ class Handlers(ObjectHandlers, TaskHandlers):
         site = (request.headers.get(routes.LEASE_HEADER) or "").partition(":")[0]
         if site in self.run.roster:
             self.run.roster[site].bytes_down += count
+
+
+def _digest(layout: Layout, parts: Mapping[int, PartRow]) -> str:
+    return layout.update_digest([parts[part.index].digest for part in layout.parts])

@@ -24,30 +24,57 @@ from atoll.reducers.build import build_reducers
 from atoll.reducers.per_step import NormalisedMean
 from atoll.reducers.share import Share
 from atoll.store.store import FileShape, FragmentShapes
+from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Layout, version_header, version_layout
 from atoll.tensors.schema import CONTROL, Schema
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The layouts and rules of a run with one fragment, the whole model."""
+class FragmentPlan:
+    """The layouts of one fragment's files."""
 
-    settings: Settings
-    algorithm: ResolvedAlgorithm
     schema: Schema
-    codecs: dict[str, Codec]
-    rule: OuterRule
-    reducers: dict[str, Reducer]
     header: bytes
     version: Layout
     update: Layout
     state: tuple[bytes, Layout] | None
     tables: Tables
+
+    def shapes(self) -> FragmentShapes:
+        """Sizes and digest regions of the fragment's files."""
+        state = None
+        if self.state:
+            header, layout = self.state
+            state = FileShape(layout.nbytes, header, tuple(r.ranges for r in state_regions(self.version, layout)))
+        return FragmentShapes(
+            version=FileShape(self.version.nbytes, self.header, tuple(r.ranges for r in version_regions(self.version))),
+            state=state,
+            update_bytes=self.update.nbytes,
+            update_parts=tuple((part.start, part.nbytes) for part in self.update.parts),
+        )
+
+    @property
+    def state_layout(self) -> Layout | None:
+        """Of the outer state file; None where nothing is kept between rounds."""
+        return self.state[1] if self.state else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rules of a run, and the layouts of its fragments: one, the whole model, unless it streams."""
+
+    settings: Settings
+    algorithm: ResolvedAlgorithm
+    split: Split
+    codecs: dict[str, Codec]
+    rule: OuterRule
+    reducers: dict[str, Reducer]
+    fragments: tuple[FragmentPlan, ...]
     threads: int
 
     @classmethod
-    def make(cls, settings: Settings, schema: Schema) -> Plan:
-        """The plan for a model with this schema.
+    def make(cls, settings: Settings, split: Split) -> Plan:
+        """The plan for a model that is cut in this way.
 
         Raises:
             ConfigError: algorithm, codec, reducer or outer optimizer cannot be used; the remedy says why.
@@ -57,22 +84,43 @@ class Plan:
         if settings.aggregator:
             codecs[Accumulated.name] = Accumulated()
         rule = build_outer(algorithm.outer, algorithm.outer_options)
-        version = version_layout(schema, settings.part_bytes)
-        state = state_layout(schema.tensors, rule, settings.part_bytes)
+
+        def fragment(schema: Schema) -> FragmentPlan:
+            state = state_layout(schema.tensors, rule, settings.part_bytes)
+            return FragmentPlan(
+                schema=schema,
+                header=version_header(schema),
+                version=version_layout(schema, settings.part_bytes),
+                update=encoded_layout(schema, algorithm.codec, codecs, settings.part_bytes),
+                state=state,
+                tables=Tables(rule.granularity, codecs, state[1] if state else None),
+            )
+
         return cls(
             settings=settings,
             algorithm=algorithm,
-            schema=schema,
+            split=split,
             codecs=codecs,
             rule=rule,
             reducers=build_reducers(algorithm.algorithm.reduce, algorithm.reducer, algorithm.reducer_options),
-            header=version_header(schema),
-            version=version,
-            update=encoded_layout(schema, algorithm.codec, codecs, settings.part_bytes),
-            state=state,
-            tables=Tables(rule.granularity, codecs, state[1] if state else None),
+            fragments=tuple(map(fragment, split.schemas)),
             threads=settings.threads or min(os.cpu_count() or 1, 8),
         )
+
+    @property
+    def schema(self) -> Schema:
+        """Of the whole model."""
+        return self.split.schema
+
+    @property
+    def versions(self) -> tuple[Layout, ...]:
+        """The layout of each fragment's versions."""
+        return tuple(fragment.version for fragment in self.fragments)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the model is more than one fragment."""
+        return len(self.fragments) > 1
 
     def new_file(self, name: str, nbytes: int) -> int:
         """A file of zeros without a name: beside the run's other files, or in memory where the run has none on disk.
@@ -92,19 +140,6 @@ class Plan:
             raise
         return fd
 
-    def shapes(self) -> FragmentShapes:
-        """Sizes and digest regions of the run's files."""
-        state = None
-        if self.state:
-            header, layout = self.state
-            state = FileShape(layout.nbytes, header, tuple(r.ranges for r in state_regions(self.version, layout)))
-        return FragmentShapes(
-            version=FileShape(self.version.nbytes, self.header, tuple(r.ranges for r in version_regions(self.version))),
-            state=state,
-            update_bytes=self.update.nbytes,
-            update_parts=tuple((part.start, part.nbytes) for part in self.update.parts),
-        )
-
     def reducers_of(self, population: int, steps: Sequence[int]) -> dict[str, Reducer]:
         """The reducers of a round.
 
@@ -122,11 +157,6 @@ class Plan:
     def needs_steps(self) -> bool:
         """Whether an update without its number of local steps cannot be reduced."""
         return any(isinstance(reducer, NormalisedMean) for reducer in self.reducers.values())
-
-    @property
-    def state_layout(self) -> Layout | None:
-        """Of the outer state file; None where nothing is kept between rounds."""
-        return self.state[1] if self.state else None
 
 
 def torch_build() -> str:

@@ -48,6 +48,7 @@ def close_round(
     """
     begin = time.monotonic()
     rows = [store.ticket(ticket) for ticket in tickets]
+    planned = plan.fragments[fragment]
     base = store.pin_version(fragment, base_version)
     version = store.next_version(fragment)
     draft = store.begin_version(fragment, version)
@@ -58,14 +59,14 @@ def close_round(
         sources = [filtering.source(row) for row in rows]
         result = run_pass(
             PassInputs(
-                version_layout=plan.version,
+                version_layout=planned.version,
                 base_fd=base.fd,
                 updates=[
-                    UpdateSource(row.site, source.fd, plan.update, row.weight, source.norm)
+                    UpdateSource(row.site, source.fd, planned.update, row.weight, source.norm)
                     for row, source in zip(rows, sources, strict=True)
                 ],
-                state_header=plan.state[0] if plan.state else b"",
-                state_layout=plan.state_layout,
+                state_header=planned.state[0] if planned.state else b"",
+                state_layout=planned.state_layout,
                 state_fd=store.state_file(fragment) if base.row.state_digests else None,
                 control_scale=before / population if population else 1.0,
                 reduced=aggregator.aggregate(store, rows, number, cancelled) if aggregator else None,
@@ -76,7 +77,7 @@ def close_round(
             codecs=plan.codecs,
             threads=plan.threads,
             cancelled=cancelled,
-            tables=plan.tables,
+            tables=planned.tables,
         )
         summary = _summary(fragment, number, version, rows, time.monotonic() - begin, result.grad_norm, population)
         row = store.commit_version(
@@ -141,12 +142,13 @@ def unequal_weights(summary: status_messages.RoundSummary) -> str:
     )
 
 
-def in_words(summary: status_messages.RoundSummary, row: VersionRow) -> str:
+def in_words(summary: status_messages.RoundSummary, row: VersionRow, *, streams: bool = False) -> str:
     """A round, for the log."""
+    of = f" of fragment {summary.fragment}" if streams else ""
     numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())
     count = len(summary.workers)
     return (
-        f"round {summary.round}: version {row.version} from {count} update{'' if count == 1 else 's'} "
+        f"round {summary.round}{of}: version {row.version} from {count} update{'' if count == 1 else 's'} "
         f"({', '.join(summary.workers)}), {size(summary.bytes_up)}, reduced in {summary.seconds:.2f} s"
         f"{f'; {numbers}' if numbers else ''}"
     )

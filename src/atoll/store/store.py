@@ -115,7 +115,19 @@ class Store(Versions):
         number = self.head(fragment).version if version is None else version
         if ranges is None:
             ranges = [(0, self.shapes_of(fragment).version.nbytes)]
-        write_copy(self, target, fragment, number, header or b"", tuple(ranges))
+        write_copy(self, target, {fragment: number}, header or b"", [(fragment, *each) for each in ranges])
+        return target
+
+    def export_model(
+        self, target: Path, heads: Sequence[int], header: bytes, ranges: Sequence[tuple[int, int, int]]
+    ) -> Path:
+        """As `export`, of several fragments together.
+
+        Args:
+            heads: the version of each fragment.
+            ranges: (fragment, offset, nbytes).
+        """
+        write_copy(self, target, dict(enumerate(heads)), header, ranges)
         return target
 
     def close(self) -> None:

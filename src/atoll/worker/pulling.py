@@ -17,6 +17,7 @@ from atoll.worker.reporting import LOG, progress
 def pull_version(
     worker: Connection,
     parts: Parts,
+    fragment: int,
     base: BaseFile,
     version: int,
     digest: str,
@@ -27,6 +28,7 @@ def pull_version(
 
     Args:
         parts: over which connections.
+        fragment: of which it is a version.
         max_retries: attempts to begin with a lost server; once bytes have moved, it is waited for.
 
     Raises:
@@ -36,7 +38,7 @@ def pull_version(
         if into is not None:
             update.load_(into, base)
         return
-    manifest_path = routes.MANIFEST.format(fragment=0, version=version)
+    manifest_path = routes.MANIFEST.format(fragment=fragment, version=version)
     manifest = worker.patiently(
         lambda: worker.http.get(manifest_path, messages.Manifest), max_retries, f"pull version {version}"
     )
@@ -51,8 +53,8 @@ def pull_version(
             version,
         )
     digests = [bytes.fromhex(text) for text in manifest.part_digests]
-    path = routes.VERSION_DATA.format(fragment=0, version=version, digest=digest)
-    note = BaseNote(worker.info.run, 0, version, digest, manifest.part_digests, complete=False)
+    path = routes.VERSION_DATA.format(fragment=fragment, version=version, digest=digest)
+    note = BaseNote(worker.info.run, fragment, version, digest, manifest.part_digests, complete=False)
     resumed = held is not None and held.digest == digest
     wanted = base.begin(note)
     model = Scatter(base.layout, into) if into is not None and not resumed else None
@@ -65,7 +67,7 @@ def pull_version(
         bar.resume()
         parts.pull(path, digests, todo, [base], into=model, on_bytes=bar.add)
 
-    worker.heartbeat = worker.heartbeat.model_copy(update={"state": f"pulling version {version}"})
+    worker.tell(state=f"pulling version {version}")
     with progress(f"{worker.site}: pulling version {version}", sum(part.nbytes for part in wanted)) as bar:
         worker.patiently(fetch, None, f"pull version {version}")
     failpoint("pull.done")
