@@ -123,7 +123,7 @@ def serve(folder: Path, model: nn.Module | None = None, **settings: Any) -> atol
         "heartbeat_interval_s": 1.0,
         "threads": 1,
     }
-    return atoll.Server(model or build(), **(options | settings)).start()
+    return atoll.Server(model or build(), **(options | settings))
 
 
 class Sites:
@@ -131,7 +131,7 @@ class Sites:
 
     Attributes:
         traces: site → its parameters after each local step.
-        metrics: site → its `sync_metrics` in the end.
+        loops: site → its part in the run.
     """
 
     def __init__(
@@ -145,8 +145,7 @@ class Sites:
     ) -> None:
         """`during(site, step)` is called before every local step."""
         self.traces: dict[str, Trace] = {site: [] for site in sites}
-        self.metrics: dict[str, dict[str, float]] = {}
-        self.models: dict[str, nn.Module] = {}
+        self.loops: dict[str, atoll.DiLoCo] = {}
         self._url, self._folder, self._steps, self._during, self._options = url, folder, steps, during, options
         self._errors: list[BaseException] = []
         self._threads = [threading.Thread(target=self._guarded, args=(site,), daemon=True) for site in sites]
@@ -160,12 +159,13 @@ class Sites:
             self._errors.append(error)
 
     def _work(self, site: str) -> None:
-        model = self.models[site] = build()
+        model = build()
         optimizer = inner(model)
         folder = self._folder / "workers"
         with atoll.DiLoCo(
             model, optimizer, server=self._url, site=site, weight=WEIGHTS[site], folder=folder, **self._options
         ) as diloco:
+            self.loops[site] = diloco
             for step in range(self._steps):
                 if diloco.finished:
                     break
@@ -173,7 +173,6 @@ class Sites:
                     self._during(site, step)
                 local_step(model, optimizer, site)
                 self.traces[site].append({name: p.detach().clone() for name, p in model.named_parameters()})
-        self.metrics[site] = diloco.sync_metrics
 
     def join(self, timeout_s: float = 60.0) -> None:
         """Wait for all of them; raise what the first of them raised."""

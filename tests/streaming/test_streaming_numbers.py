@@ -28,10 +28,8 @@ def test_every_step_of_every_site_is_the_formulas(tmp_path: Path, fragments: int
         alpha=alpha,
         rounds=2,
     )
-    try:
+    with server:
         workers = Sites(server.url, tmp_path, sites, steps=100)
         workers.join()
         require_close(workers.traces, right)
         server.run()
-    finally:
-        server.stop()

@@ -66,6 +66,7 @@ _WHOLE_MODELS = {
     "workflow": "a workflow has no rounds",
     "best_metric": "a metric is of a whole model, and no round of a fragment ends with one",
     "aggregator": "an aggregator of your own gets whole models",
+    "sample_fraction": "who is not drawn for one fragment would be waited for in the next",
 }
 """Settings that do not go with several fragments, and why."""
 
@@ -95,7 +96,8 @@ def _require_streaming(settings: Settings) -> None:
     if k == 1:
         return
     for name, why in _WHOLE_MODELS.items():
-        if value := getattr(settings, name):
+        value = getattr(settings, name)
+        if value != type(settings).model_fields[name].default:
             raise ConfigError(
                 f"{name} is {value!r}, and num_fragments is {k}: {why}.",
                 f"Leave {name} out, or set num_fragments to 1.",
