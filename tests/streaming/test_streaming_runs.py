@@ -207,8 +207,8 @@ def test_what_people_open_is_the_whole_model(tmp_path: Path) -> None:
                 optimizer.step()
             assert diloco.finished
             assert from_server(server.url, tmp_path / "served.safetensors") == 2
+            state = safetensors.torch.load_file(server.save_state(tmp_path / "state.safetensors"))
         result = copied(model)
-        state = safetensors.torch.load_file(server.save_state(tmp_path / "state.safetensors"))
         server.run()
     exports = server.exports
     assert from_directory(tmp_path / "state", tmp_path / "kept.safetensors") == 2
