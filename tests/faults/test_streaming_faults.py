@@ -231,7 +231,7 @@ def test_local_progress_of_a_fragment_is_carried_over_to_its_head(tmp_path: Path
                 optimizer.step()
                 seen.append((model.x.item(), model.y.item()))
         assert diloco.skipped == 1
-    # 1: x is taken, the answer is lost. 2: x is asked for again: its base is 8 − 1 = 7, its head 7½, so w = 6 becomes 6½.
+    # 1: x is taken, the answer is lost. 2: x is asked for again: its base is 8 − 1 = 7, its head 7½, so w = 6 → 6½.
     #    Its round 2 comes after round 1 of y, which is taken instead: w = 18, u = 2, θ1 = 19.
     # 3: x: w = 5½, u = 2, θ2 = 6½. 4: y: w = 18, u = 1, θ2 = 18½ … and the run is finished.
     assert seen == [(7.0, 19.0), (6.5, 19.0), (6.5, 18.0), (6.5, 18.0)]

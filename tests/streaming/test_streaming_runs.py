@@ -133,16 +133,19 @@ def test_two_fragments_of_a_worker_may_be_under_way(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L7")
 def test_that_training_waited_for_a_result_is_counted(tmp_path: Path) -> None:
-    """b makes its third step when a has begun to wait: its result of τ = 1 cannot be there before."""
-    server = serve(tmp_path, num_workers=2, num_fragments=2, sync_every=6, tau=1, rounds=1)
+    """b makes its third step when a has begun to wait: a trains τ = 2 steps while its update is under way."""
+    server = serve(tmp_path, num_workers=2, num_fragments=2, sync_every=6, tau=2, rounds=1)
+    steps_until_a_waited: list[int] = []
 
     def during(site: str, step: int) -> None:
         if site == "b" and step == 2:
             wait_until(lambda: "a" in workers.loops and workers.loops["a"].sync_metrics["merges_waited"], "a waits")
+            steps_until_a_waited.append(len(workers.traces["a"]))
 
     with server:
         workers = Sites(server.url, tmp_path, ["a", "b"], steps=50, during=during)
         workers.join()
+    assert steps_until_a_waited == [4], "taken after the third, merged within the fifth"
     metrics = workers.loops["a"].sync_metrics
     assert metrics["merges_waited"] >= 1
     assert metrics["merges_late"] == 0
