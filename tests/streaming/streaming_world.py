@@ -112,7 +112,8 @@ def expected(
     return traces
 
 
-def serve(folder: Path, model: nn.Module | None = None, **settings: Any) -> atoll.Server:
+def serving(folder: Path, **settings: Any) -> dict[str, Any]:
+    """Settings of a run of this model."""
     options: dict[str, Any] = {
         "algorithm": "diloco",
         "codec": "none",
@@ -123,7 +124,12 @@ def serve(folder: Path, model: nn.Module | None = None, **settings: Any) -> atol
         "heartbeat_interval_s": 1.0,
         "threads": 1,
     }
-    return atoll.Server(model or build(), **(options | settings))
+    return options | settings
+
+
+def serve(folder: Path, model: nn.Module | None = None, **settings: Any) -> atoll.Server:
+    """A server that is not started."""
+    return atoll.Server(model or build(), **serving(folder, **settings))
 
 
 class Sites:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +12,18 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from streaming_world import Sites, build, expected, inner, local_step, names_of, require_close, serve
+from streaming_world import Sites, build, expected, inner, local_step, names_of, require_close, serve, serving
 from torch import nn
 
 import atoll
 from atoll.cli.export import from_directory, from_server
 from atoll.errors import ConfigError
+from atoll.filters import Drop, Filter
+from atoll.filters.base import Outgoing
 from atoll.tensors.fragments import split
 from atoll.tensors.modules import schema_of
 from atoll.testing.processes import free_port, wait_until
+from atoll.testing.proxy import Fault, Proxy
 from atoll.worker.client import status
 from atoll.worker.connection import Connection
 
@@ -324,3 +328,124 @@ def test_a_worker_hears_how_the_model_is_cut(tmp_path: Path) -> None:
         info = connection.info
         assert (info.fragments, info.tau, info.alpha, info.max_inflight) == (3, 2, 0.5, 2)
         connection.http.close()
+
+
+@pytest.mark.covers("L7")
+@pytest.mark.parametrize("at_the_server", [False, True])
+def test_a_filter_sees_one_fragment_at_a_time_and_drop_knows_the_whole_model(
+    tmp_path: Path, at_the_server: bool
+) -> None:
+    seen: list[tuple[int, set[str]]] = []
+
+    class Look(Filter):
+        def begin(self, update: Outgoing) -> None:
+            seen.append((update.about.fragment, set(update.tensors)))
+
+    filters = [Look(), Drop("8.*")]  # the fifth layer, of fragment 2
+    server = atoll.Server(
+        build(),
+        filters=filters if at_the_server else [],
+        **serving(tmp_path, num_fragments=3, sync_every=3, rounds=1),
+    )
+    with server:
+        Sites(server.url, tmp_path, ["a"], steps=10, filters=[] if at_the_server else filters).join()
+        server.run()
+    assert seen == [(index, set(names)) for index, names in enumerate(names_of(3))]
+    start, result = copied(build()), safetensors.torch.load_file(server.exports / "model.safetensors")
+    assert {name for name in start if torch.equal(start[name], result[name])} == {"8.weight", "8.bias"}
+
+
+@pytest.mark.covers("L7")
+def test_where_nobody_waits_a_result_is_merged_when_it_comes(tmp_path: Path) -> None:
+    """τ = 1, and the answer stands still: training goes on, a turn without room is passed over."""
+    server = serve(tmp_path, num_fragments=2, sync_every=4, tau=1, mode="async")
+    model = build()
+    optimizer = inner(model)
+    with server, Proxy(server.port) as proxy:
+        stall = Fault("POST .*/complete ", "up", at=1, action="stall")
+        proxy.faults.append(stall)
+        with atoll.DiLoCo(model, optimizer, server=proxy.url, site="a", folder=tmp_path / "w") as diloco:
+            for _ in range(5):  # fragment 0 is taken after two steps, 1 would be after four
+                local_step(model, optimizer, "a")
+            assert stall.reached.wait(30)
+            assert diloco.rounds == 0
+            metrics = diloco.sync_metrics
+            assert (metrics["merges_late"], metrics["merges_waited"]) == (1, 0)
+            proxy.cut()
+            proxy.heal()
+            streaming = diloco._streaming
+            assert streaming is not None
+            wait_until(lambda: streaming._flights[0].done.is_set(), "the result")
+            local_step(model, optimizer, "a")  # the sixth: fragment 0 is merged, and fragment 1 has its turn
+            assert diloco.rounds == 1
+            assert [each.fragment.index for each in streaming._flights] == [1]
+    assert diloco.rounds == 2
+    assert diloco.sync_metrics["skipped"] == 0
+
+
+@pytest.mark.covers("L8")
+def test_a_persistor_gets_the_whole_model(tmp_path: Path) -> None:
+    (tmp_path / "my_store.py").write_text(
+        "import safetensors.torch\n"
+        "class Store:\n"
+        "    def __init__(self, folder):\n"
+        "        self.folder = folder\n"
+        "    def save(self, state, info):\n"
+        "        path = f'{self.folder}/{info[\"version\"]}.safetensors'\n"
+        "        safetensors.torch.save_file(state, path)\n"
+    )
+    server = serve(
+        tmp_path,
+        num_fragments=3,
+        sync_every=3,
+        rounds=2,
+        save_every=1,
+        persistor=f"{tmp_path}/my_store.py:Store",
+        persistor_options={"folder": str(tmp_path)},
+    )
+    with server:
+        workers = Sites(server.url, tmp_path, ["a"], steps=10)
+        workers.join()
+        server.run()
+    saved = [safetensors.torch.load_file(tmp_path / f"{version}.safetensors") for version in range(3)]
+    assert equal(saved[0], copied(build()))
+    assert equal(saved[2], safetensors.torch.load_file(server.exports / "model.safetensors"))
+    assert equal(saved[1], safetensors.torch.load_file(server.exports / "model-000001.safetensors"))
+
+
+@pytest.mark.covers("L11", "F12")
+def test_one_fragment_falls_back_alone_and_is_served_from_the_outboxes(tmp_path: Path) -> None:
+    """The head of fragment 1 is damaged while the server is down; the numbers go on as if nothing had been."""
+    options: dict[str, Any] = {"num_workers": 2, "num_fragments": 2, "sync_every": 4, "tau": 1, "alpha": 0.5}
+    right = expected(["a", "b"], fragments=2, sync_every=4, tau=1, alpha=0.5, rounds=3)
+    port = free_port()
+    server = serve(tmp_path, port=port, rounds=3, **options).start()
+    restarted, at_the_step = threading.Event(), threading.Barrier(3)
+
+    def during(site: str, step: int) -> None:
+        if step == 5:  # fragment 1 has just been merged, its second version is not yet begun
+            at_the_step.wait(30)
+            assert restarted.wait(30)
+
+    workers = Sites(server.url, tmp_path, ["a", "b"], steps=100, during=during)
+    at_the_step.wait(30)
+    assert [fragment.version for fragment in server.status().fragments] == [1, 1]
+    server.stop()
+    with sqlite3.connect(tmp_path / "state/journal.sqlite") as journal:
+        (slot,) = journal.execute("SELECT slot FROM versions WHERE fragment = 1 AND version = 1").fetchone()
+    path = tmp_path / f"state/slots/version-1-{slot}.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    server = serve(tmp_path, port=port, rounds=3, **options).start()
+    assert [fragment.version for fragment in server.status().fragments] == [1, 0]
+    restarted.set()
+    try:
+        workers.join()
+        server.run()
+    finally:
+        server.stop()
+    assert len(workers.traces["a"]) >= len(right["a"])
+    result = safetensors.torch.load_file(server.exports / "model.safetensors")
+    last = right["a"][-1]
+    assert max(float((result[name] - value).abs().max()) for name, value in last.items()) <= 1e-12

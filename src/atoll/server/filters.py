@@ -12,7 +12,7 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -186,9 +186,18 @@ class Filtering:
         try:
             planned = self._plan.fragments[row.fragment]
             left.fd = self._plan.new_file("filters", planned.update.nbytes)
-            about = About(row.site, number, row.base_version, row.weight, row.steps, dict(row.metrics))
+            about = About(
+                row.site,
+                number,
+                row.base_version,
+                row.weight,
+                row.steps,
+                dict(row.metrics),
+                fragment=row.fragment,
+            )
+            model = [spec.name for spec in self._plan.schema.tensors] if self._plan.streams else []
             left.norm = _Work(planned, self._plan.codecs, spool.fd, base.fd).write(
-                left.fd, self.filters.of(row.site), about
+                left.fd, self.filters.of(row.site), about, model
             )
             done = True
             return left
@@ -220,12 +229,12 @@ class _Work:
         self._spool_fd, self._base_fd, self._codecs = spool_fd, base_fd, codecs
         self._layout, self._version = plan.update, plan.version
 
-    def write(self, fd: int, filters: Sequence[Filter], about: About) -> float:
+    def write(self, fd: int, filters: Sequence[Filter], about: About, model: Collection[str]) -> float:
         """Write what the filters leave; returns the L2 norm of its `params`."""
         specs = {each.spec.name: each.spec for each in self._layout.segments if each.spec.group != CONTROL}
         squares = []
         with torch.no_grad(), alone():
-            chain = Chain(filters, specs, about, self._change)
+            chain = Chain(filters, specs, about, self._change, model=model)
             for part in self._layout.parts:
                 for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
                     run = self._layout.piece(piece.segment, start, stop)

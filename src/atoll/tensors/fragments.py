@@ -64,14 +64,13 @@ def split(schema: Schema, count: int) -> Split:
             f"num_fragments is {count}, but the model has {len(params)} parameters that could be fragments.",
             f"Set num_fragments to at most {max(1, len(params))}.",
         )
-    owner_of = _Neighbours(params)
-    others = [spec for spec in schema.tensors if spec not in set(params)]
-    follows = {spec.name: owner_of.index(spec.name) for spec in others}
-    sizes = [spec.nbytes for spec in params]
-    for spec in others:
-        sizes[follows[spec.name]] += spec.nbytes
+    neighbours = _Neighbours(params)
+    piece_of = {spec.name: index for index, spec in enumerate(params)}
+    sizes = [0] * len(params)
+    for spec in schema.tensors:
+        piece = piece_of.setdefault(spec.name, neighbours.index(spec.name))
+        sizes[piece] += spec.nbytes
     ends = cut(sizes, count)
-    piece_of = {spec.name: index for index, spec in enumerate(params)} | follows
     fragment_of = [next(f for f, end in enumerate(ends) if index < end) for index in range(len(params))]
     return Split(schema, tuple(fragment_of[piece_of[spec.name]] for spec in schema.tensors))
 

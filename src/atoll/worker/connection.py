@@ -115,6 +115,15 @@ class Connection:
         """Whether the run has more than whole rounds: fragments, or results that are merged later."""
         return self.info.fragments > 1 or self.info.tau > 0 or self.info.alpha > 0
 
+    def require_here(self) -> None:
+        """For threads that work on while the worker leaves: nothing of its files may be touched any more.
+
+        Raises:
+            ServerUnreachable: it has left.
+        """
+        if self._closing.is_set():
+            raise self._fatal or ServerUnreachable("This worker has left the run.", "Join again.")
+
     def tell(self, **changes: Any) -> None:
         """Have the next heartbeat say something else; from any thread."""
         with self._telling:

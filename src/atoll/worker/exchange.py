@@ -70,14 +70,10 @@ class Exchange:
         filters: Sequence[Filter],
         cleanup: ExitStack,
     ) -> None:
-        self.connection, self.site, self.parts, self.folder, self.schema = (
-            connection,
-            connection.site,
-            parts,
-            folder,
-            schema,
-        )
+        self.connection, self.site, self.parts = connection, connection.site, parts
+        self.folder, self.schema = folder, schema
         self.fragment = fragment or 0
+        self._named = "" if fragment is None else f" fragment {fragment}"
         self.refusals, self.resuming = 0, False
         info = connection.info
         self.layout = version_layout(schema, info.part_bytes)
@@ -135,7 +131,7 @@ class Exchange:
             self.send(max_retries)
             return formed
         self._tell_submitting(ticket.round)
-        with progress(f"{self.site}: submitting", self.outbox.layout.nbytes) as bar:
+        with progress(f"{self.site}: submitting{self._named}", self.outbox.layout.nbytes) as bar:
             with self.parts.pushing(
                 routes.parts_of(ticket.ticket),
                 self.outbox.fd,
@@ -159,8 +155,9 @@ class Exchange:
         on_part: Callable[[Part, bytes], None] | None = None,
     ) -> update.Formed:
         """Write the update of this ticket into the outbox; from here on it survives this process."""
-        about = About(self.site, ticket.round, ticket.base_version, weight, steps, metrics)
-        filtered = Filtered(self.filters, self.base, tensors, about) if self.filters else None
+        about = About(self.site, ticket.round, ticket.base_version, weight, steps, metrics, fragment=self.fragment)
+        model = [spec.name for spec in self.connection.schema.model.tensors] if self._named else ()
+        filtered = Filtered(self.filters, self.base, tensors, about, model) if self.filters else None
         if filtered is not None and control_difference is not None:
             # with filters a round takes no other
             control_difference = cast(update.Difference, control_difference).behind(filtered)
@@ -215,7 +212,7 @@ class Exchange:
         note = self.outbox.note
         assert note is not None
         self._tell_submitting(note.round)
-        with progress(f"{self.site}: submitting", self.outbox.layout.nbytes) as bar:
+        with progress(f"{self.site}: submitting{self._named}", self.outbox.layout.nbytes) as bar:
             return self._complete(bar, None if self.resuming else set(), None, max_retries)
 
     def _complete(
@@ -261,6 +258,7 @@ class Exchange:
         for conflicts in range(MAX_CONFLICTS + 1):
             try:
                 receipt = self.connection.patiently(submit, max_retries, "submit")
+                self.connection.require_here()
                 break
             except Conflict as error:  # by then `sent` is None: what the server lacks is asked and sent
                 if conflicts == MAX_CONFLICTS:
@@ -269,7 +267,13 @@ class Exchange:
         self.outbox.mark_sent()
         self.resuming = False
         failpoint("worker.acknowledged")
-        LOG.debug("%s: submitted %s for version %d", self.site, size(self.outbox.layout.nbytes), note.base_version)
+        LOG.debug(
+            "%s: submitted%s, %s for version %d",
+            self.site,
+            self._named,
+            size(self.outbox.layout.nbytes),
+            note.base_version,
+        )
         return receipt
 
     def _tell_submitting(self, number: int) -> None:
@@ -347,6 +351,7 @@ class Exchange:
         """
         while True:
             reply = self.connection.next_ticket(self.fragment, wait_s=wait_s, max_retries=max_retries)
+            self.connection.require_here()
             if reply.ticket is None or not self._resubmit(reply.ticket, reply.previous):
                 if reply.ticket is not None:
                     self._turns.settle()

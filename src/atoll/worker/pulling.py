@@ -68,7 +68,8 @@ def pull_version(
         parts.pull(path, digests, todo, [base], into=model, on_bytes=bar.add)
 
     worker.tell(state=f"pulling version {version}")
-    with progress(f"{worker.site}: pulling version {version}", sum(part.nbytes for part in wanted)) as bar:
+    of = f" of fragment {fragment}" if worker.info.fragments > 1 else ""
+    with progress(f"{worker.site}: pulling version {version}{of}", sum(part.nbytes for part in wanted)) as bar:
         worker.patiently(fetch, None, f"pull version {version}")
     failpoint("pull.done")
     base.finish()
