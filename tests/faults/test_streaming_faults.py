@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import signal
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,13 @@ from torch import nn
 
 import atoll
 from atoll.codecs.update import codecs_of, encoded_layout
+from atoll.errors import ServerUnreachable
 from atoll.tensors.fragments import split
+from atoll.tensors.layout import version_layout
 from atoll.tensors.modules import schema_of
-from atoll.testing.processes import Nursery
+from atoll.testing.processes import Nursery, Process
 from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
+from atoll.worker.connection import Connection
 from atoll.worker.session import Session
 
 
@@ -281,3 +287,126 @@ def test_an_earlier_process_left_updates_of_two_fragments(tmp_path: Path, server
     b.join()
     server.run()
     assert Left(tmp_path).counted == [each for each in EVERY_UPDATE if each != ("a", 2, 0, 1)]
+
+
+class StreamingSite:
+    """One site as a process of its own, running `stream_worker.py`."""
+
+    def __init__(self, nursery: Nursery, folder: Path, url: str, site: str) -> None:
+        self._nursery, self._folder = nursery, folder
+        self._env = {"ATOLL_SERVER": url, "ATOLL_SITE": site, "ATOLL_DIR": str(folder / "workers")}
+        self.starts = 0
+
+    def start(self, failpoints: str = "") -> Process:
+        self.starts += 1
+        return self._nursery.start(
+            str(Path(__file__).with_name("stream_worker.py")),
+            cwd=self._folder,
+            env=self._env,
+            failpoints=failpoints,
+            log=self._folder / f"worker-{self._env['ATOLL_SITE']}-{self.starts}.log",
+        )
+
+
+def lines(process: Process) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in process.output().splitlines() if line.startswith("{")]
+
+
+@pytest.mark.covers("L10", "F1")
+def test_killed_while_a_fragment_comes_down_it_resumes_at_the_part(
+    nursery: Nursery, tmp_path: Path, server: atoll.Server
+) -> None:
+    """Of the first result of fragment 0 three parts had come when it was killed; the bases of the others are whole."""
+    parts = [
+        version_layout(each, SETTINGS["part_bytes"]).parts for each in split(schema_of(build()), FRAGMENTS).schemas
+    ]
+    assert len(parts[0]) > 3
+    other = StreamingSites(server.url, tmp_path, names=["b"], steps=100)
+    site = StreamingSite(nursery, tmp_path, server.url, "a")
+    first = site.start(f"pull.part=kill@{sum(map(len, parts)) + 3}")
+    assert first.wait(60) == -signal.SIGKILL
+    again = site.start()
+    assert again.wait(90) == 0
+    other.join()
+    server.run()
+    assert lines(again)[0]["down"] == sum(part.nbytes for part in parts[0][3:])
+    assert all(times == 1 for *_, times in Left(tmp_path).counted)
+
+
+@pytest.mark.covers("L8", "F3")
+def test_killed_with_an_update_half_sent_its_next_process_sends_the_rest(
+    nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Left
+) -> None:
+    other = StreamingSites(server.url, tmp_path, names=["b"], steps=100)
+    with Proxy(server.port) as proxy:
+        stall = Fault("PUT .*/parts/1 ", "up", at=1000, action="stall")
+        proxy.faults.append(stall)
+        site = StreamingSite(nursery, tmp_path, proxy.url, "a")
+        first = site.start()
+        assert stall.reached.wait(60)
+        assert first.kill() == -signal.SIGKILL
+        before = len(proxy.requests)
+        again = site.start()
+        assert again.wait(90) == 0
+        ticket = next(line for line in proxy.requests[:before] if "/parts/1 " in line).split("/parts/")[0]
+        sent = [line.split("/parts/")[1].split()[0] for line in proxy.requests[before:] if line.startswith(ticket)]
+    other.join()
+    server.run()
+    assert "1" in sent
+    assert "0" not in sent
+    assert all(times == 1 for *_, times in Left(tmp_path).counted)
+
+
+@pytest.mark.covers("L7", "F3")
+def test_ctrl_c_ends_it_soon_though_what_is_under_way_stands_still(
+    nursery: Nursery, tmp_path: Path, server: atoll.Server
+) -> None:
+    other = StreamingSites(server.url, tmp_path, names=["b"], steps=100)
+    with Proxy(server.port) as proxy:
+        stall = Fault("PUT .*/parts/0 ", "up", at=1000, action="stall")
+        proxy.faults.append(stall)
+        site = StreamingSite(nursery, tmp_path, proxy.url, "a").start()
+        assert stall.reached.wait(60)
+        begin_s = time.monotonic()
+        site.send(signal.SIGINT)
+        assert site.wait(100.0) != 0
+        assert time.monotonic() - begin_s < 30.0  # idle_timeout_s is 60
+        assert "KeyboardInterrupt" in site.output()
+        proxy.cut()
+    StreamingSites(server.url, tmp_path, names=["a"], steps=100).join()
+    other.join()
+
+
+@pytest.mark.covers("L10")
+def test_while_the_server_is_away_the_first_turn_is_patient_and_the_others_try_once(
+    tmp_path: Path, server: atoll.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[int | None] = []
+    patiently = Connection.patiently
+
+    def counting(self: Connection, ask: Any, max_retries: int | None, what: str) -> Any:
+        try:
+            return patiently(self, ask, max_retries, what)
+        except ServerUnreachable:
+            attempts.append(max_retries)
+            raise
+
+    monkeypatch.setattr(Connection, "patiently", counting)
+    with Proxy(server.port) as proxy:
+
+        def during(site: str, step: int) -> None:
+            if site == "a" and step == 1:
+                proxy.cut()
+            if site == "a" and step == 9:
+                proxy.heal()
+
+        a = StreamingSites(proxy.url, tmp_path, during, names=["a"], steps=100, max_sync_retries=2)
+        b = StreamingSites(server.url, tmp_path, names=["b"], steps=100)
+        a.join()
+        b.join()
+    server.run()
+    assert attempts[0] == 2
+    assert attempts[1:] == [0] * (len(attempts) - 1)
+    assert a.loops["a"].sync_metrics["skipped"] == len(attempts) >= 2
+    assert Left(tmp_path).counted == EVERY_UPDATE
+    assert same(a.models["a"], b.models["b"])

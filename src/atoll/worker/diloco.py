@@ -173,9 +173,8 @@ class DiLoCo(WholeModel):
                 LOG.info("%s", ALONE_ENDED)
             return
         self._stopped = True
-        if self._streaming is not None and error is None:
-            self._streaming.drain()
-            self._take_over(self._streaming)
+        if self._streaming is not None:
+            self._end_streaming(self._streaming, session, error)
         if self.step == 0 and error is None:
             LOG.warning(
                 "%s: no optimizer step was seen. Call step() of the optimizer that DiLoCo was given.",
@@ -195,6 +194,18 @@ class DiLoCo(WholeModel):
             size(session.counters.bytes_down),
             self.seconds_waited,
         )
+
+    def _end_streaming(self, streaming: Streaming, session: Session, error: BaseException | None) -> None:
+        try:
+            if error is None:
+                streaming.drain()
+                self._take_over(streaming)
+            else:
+                streaming.abandon()
+        except BaseException as worse:
+            streaming.abandon()
+            session.leave(last_words(worse))
+            raise
 
     @border
     def follow(self, optimizer: torch.optim.Optimizer) -> None:

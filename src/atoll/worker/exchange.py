@@ -23,7 +23,7 @@ from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.connection import Connection
-from atoll.worker.files import BaseFile, Outbox, OutboxNote, name_of
+from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, name_of, read_note
 from atoll.worker.filtering import Filtered
 from atoll.worker.pulling import pull_version
 from atoll.worker.reporting import LOG, Progress, progress, size
@@ -80,6 +80,7 @@ class Exchange:
         self.codecs = codecs_of(info.codec, info.codec_options)
         self.base = BaseFile(folder, self.layout, name_of("base", fragment))
         cleanup.callback(self.base.close)
+        self._following = name_of("base-next", fragment)
         layout = encoded_layout(schema, info.codec, self.codecs, info.part_bytes)
         self.outbox = Outbox(folder, layout, name_of("outbox", fragment))
         cleanup.callback(self.outbox.close)
@@ -94,7 +95,12 @@ class Exchange:
 
     def following(self) -> BaseFile:
         """A file for a version that is to take the place of the base; the caller closes it."""
-        return BaseFile(self.folder, self.layout, self.base.name.replace("base", "base-next", 1))
+        return BaseFile(self.folder, self.layout, self._following)
+
+    def is_following(self, digest: str) -> bool:
+        """Whether a pull of this version into that file has begun, by whichever process."""
+        note: BaseNote | None = read_note(self.folder / f"{self._following}.json", BaseNote)
+        return note is not None and (note.run, note.digest) == (self.connection.info.run, digest)
 
     def pull(
         self,

@@ -59,6 +59,9 @@ class Streaming:
         self, session: Session, tensors: Callable[[], Tensors], said: Said, *, sync_every: int, max_retries: int
     ) -> None:
         self._session, self._tensors, self._said, self._max_retries = session, tensors, said, max_retries
+        self._lost = (
+            False  # the last turn was skipped for the network: the next ones try once, and do not hold up training
+        )
         info = session.info
         self._tau, self._alpha, self._max_inflight = info.tau, info.alpha, info.max_inflight
         self._waits = info.mode == "sync"
@@ -72,6 +75,10 @@ class Streaming:
     @property
     def under_way(self) -> int:
         return len(self._flights)
+
+    @property
+    def _retries(self) -> int:
+        return 0 if self._lost else self._max_retries
 
     # -- life
 
@@ -96,8 +103,14 @@ class Streaming:
                     flight.fragment.index,
                     DRAIN_S,
                 )
+                self.abandon()
                 return
             self._land(flight)
+
+    def abandon(self) -> None:
+        """Leave what is under way as it is: its threads move no byte any more, and end."""
+        if self._flights:
+            self._fragments[0].exchange.parts.break_off()
 
     # -- one step
 
@@ -133,6 +146,7 @@ class Streaming:
                 fragment = self._pick()
                 if fragment is None or not self._prepare(fragment):
                     break
+                self._lost = False
                 if fragment is self._pick():
                     self._take(fragment, step)
                     break
@@ -157,14 +171,14 @@ class Streaming:
         exchange, waited = fragment.exchange, False
         if fragment.under_way:
             self._settle(fragment)
-        elif fragment.ticket is not None and exchange.is_over(fragment.ticket, self._max_retries):
+        elif fragment.ticket is not None and exchange.is_over(fragment.ticket, self._retries):
             fragment.ticket = None
         reply: messages.TicketReply | None = None
         if fragment.ticket is None:
-            reply = exchange.next_round(wait_s=0.0, max_retries=self._max_retries)
+            reply = exchange.next_round(wait_s=0.0, max_retries=self._retries)
             if reply.status == "wait":
                 waited = True
-                reply = exchange.next_round(max_retries=self._max_retries)
+                reply = exchange.next_round(max_retries=self._retries)
             fragment.heard(reply)
         base = exchange.base.note
         assert base is not None
@@ -176,7 +190,7 @@ class Streaming:
         if ticket.base_digest == base.digest:
             return True
         if reply is None:
-            reply = exchange.next_round(wait_s=0.0, max_retries=self._max_retries)
+            reply = exchange.next_round(wait_s=0.0, max_retries=self._retries)
             fragment.heard(reply)
         if self._session.info.on_missed == "reset":
             self._reset(fragment, reply, self.newest_step)
@@ -196,7 +210,7 @@ class Streaming:
         fragment.ticket = None
         self._next = (fragment.index + 1) % len(self._fragments)
         self.newest_step = step
-        flight = Flight(fragment, step, self._max_retries)
+        flight = Flight(fragment, step, self._retries)
         self._flights.append(flight)
         if self._tau == 0:
             flight.run()
@@ -250,7 +264,7 @@ class Streaming:
         exchange = fragment.exchange
         note = exchange.outbox.note
         assert note is not None
-        outcome = self._session.outcome(note.ticket, self._max_retries)
+        outcome = self._session.outcome(note.ticket, self._retries)
         if outcome.state in ("accepted", "counted"):
             LOG.info("%s: the update of round %d is in after all", self._session.site, note.round)
             exchange.advance_base()
@@ -263,7 +277,7 @@ class Streaming:
     def _rebase(self, fragment: Fragment, reply: messages.TicketReply) -> None:
         """The head moved without us: carry local progress over to it."""
         exchange = fragment.exchange
-        reply, moved = pulled(exchange, reply, self._max_retries)
+        reply, moved = pulled(exchange, reply, self._retries)
         update.rebase_(self._own(fragment), exchange.base, moved)
         fragment.heard(reply)
         self._begins_from(fragment, moved, fragment.base_step)
@@ -278,16 +292,19 @@ class Streaming:
         self, fragment: Fragment, reply: messages.TicketReply, step: int, max_retries: int | None = None
     ) -> None:
         """The fragment becomes the head's."""
-        exchange = fragment.exchange
-        while True:
+        exchange, moved = fragment.exchange, None
+        if exchange.is_following(reply.head_digest):  # an earlier process was about to merge it
+            reply, moved = pulled(exchange, reply, max_retries or self._retries)
+            update.load_(self._own(fragment), moved)
+        while moved is None:
             try:
-                retries = max_retries or self._max_retries
+                retries = max_retries or self._retries
                 exchange.pull(reply.head_version, reply.head_digest, self._own(fragment), max_retries=retries)
                 break
             except Gone:
                 reply = self._session.next_ticket(fragment.index, wait_s=0.0)
         fragment.heard(reply)
-        self._begins_from(fragment, None, step)
+        self._begins_from(fragment, moved, step)
 
     def _begins_from(self, fragment: Fragment, moved: BaseFile | None, step: int) -> None:
         """The fragment's local progress is what comes after `step`, beyond `moved`, or beyond what the base holds."""
@@ -305,6 +322,7 @@ class Streaming:
     def _skip(self, fragment: Fragment, error: BaseException) -> None:
         self.skipped += 1
         fragment.ticket = None
+        self._lost = isinstance(error, NetworkLost)
         LOG.warning(
             "%s: synchronisation of fragment %d skipped; training goes on. %s",
             self._session.site,
