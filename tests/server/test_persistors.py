@@ -96,7 +96,7 @@ def test_it_gets_real_tensors_also_when_nothing_was_aggregated(tmp_path: Path) -
     server = server_of(tmp_path).start()
     persistor, run = server._run.behind.persistor, server._run  # type: ignore[union-attr]
     assert persistor is not None
-    persistor.save(run.plan, run.store, 0).result(30)
+    persistor.save(run.plan, run.store, (0,)).result(30)
     export = server.save_state(tmp_path / "version-0.safetensors")
     persistor.save_best(run.plan, Best(0, {"accuracy": 0.5}, {}, os.open(export, os.O_RDONLY)))
     persistor.handed().result(30)
@@ -118,7 +118,7 @@ def test_tied_tensors_come_under_each_name_and_scaffolds_controls_do_not(tmp_pat
         run = server._run
         assert run is not None
         assert run.behind.persistor is not None
-        run.behind.persistor.save(run.plan, run.store, 0).result(30)
+        run.behind.persistor.save(run.plan, run.store, (0,)).result(30)
     _, state, _ = Shelf.handed[-1]
     assert state.keys() == {"one.weight", "two.weight"}
     assert state["one.weight"] is state["two.weight"]

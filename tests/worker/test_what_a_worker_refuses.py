@@ -88,5 +88,5 @@ def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_mov
             )
         session.info = session.info.model_copy(update={"schema_digest": "0" * 64})
         with pytest.raises(VersionSkew, match="does not have the digest"):
-            Connection._fetch_schema(session)
+            Connection._fetch_split(session)
         session.leave()

@@ -65,6 +65,8 @@ def resolve(settings: Settings) -> ResolvedAlgorithm:
             f"algorithm = {settings.algorithm!r} is a {type(algorithm).__name__}, not an algorithm.",
             "It has to name a value of atoll.algorithms.base.Algorithm.",
         )
+    if not algorithm.steps_driven:
+        _require_whole(settings)
     outer = settings.outer_optimizer or algorithm.outer
     _require_known("outer", "outer_optimizer", outer)
     reducer = settings.reducer or algorithm.reduce["params"]
@@ -97,6 +99,17 @@ def resolve(settings: Settings) -> ResolvedAlgorithm:
         codec_options=dict(settings.codec_options),
         sync_every=settings.sync_every if algorithm.steps_driven else 0,
     )
+
+
+def _require_whole(settings: Settings) -> None:
+    """Refuse to stream where the worker's own script decides when a round ends: nobody could say what is due when."""
+    for name in ("num_fragments", "tau", "alpha"):
+        value = getattr(settings, name)
+        if value != type(settings).model_fields[name].default:
+            raise ConfigError(
+                f"{name} is {value}, but in {settings.algorithm!r} the worker's script decides when a round ends.",
+                f"Leave {name} out, or choose algorithm = 'diloco', which counts local steps.",
+            )
 
 
 def _outer_options(settings: Settings, algorithm: Algorithm, outer: str) -> dict[str, Any]:

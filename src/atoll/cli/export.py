@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from atoll.transport.client import Http
 
 READ_BYTES = 2**20
+Source = tuple["Layout", int, int | None]
+"""Of a fragment: the layout of its version, its file, and that of the masters where they lie beside it."""
+
 ATTEMPTS = 4
 """The head may move on while it is pulled; then the next one is."""
 
@@ -73,8 +76,8 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
     journal_of(state_dir)
     from atoll.store.slots import STATE, VERSION, FileShape, SlotPool
     from atoll.store.store import Store
+    from atoll.tensors.fragments import split_of
     from atoll.tensors.layout import version_header, version_layout
-    from atoll.tensors.schema import Schema
 
     try:
         store = Store.open(state_dir)
@@ -83,25 +86,32 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
     with store:
         if store.run is None:
             raise no_run(state_dir)
-        row = store.head(0) if version is None else store.version(0, version)
-        schema = Schema.from_json(json.loads(store.run.schema_json))
+        split = split_of(json.loads(store.run.schema_json))
         settings = json.loads(store.run.settings_json)
-        layout = version_layout(schema, int(settings["part_bytes"]))
-        shape = FileShape(layout.nbytes, version_header(schema), ())
-        path, state = (SlotPool(store.slots_directory, kind, 0, shape, store.lock).path for kind in (VERSION, STATE))
-        with path(row.slot).open("rb") as file:
-            _require_whole(file.fileno(), path(row.slot), layout, row.part_digests)
-            if settings["downlink_codec"] == "none" or not row.state_digests:
-                _write(file.fileno(), None, out, schema, layout)
-                return row.version
-            if row.state_slot is None:
-                raise Gone(f"The masters of version {row.version} are not kept.", "Export the newest version.")
-            with state(row.state_slot).open("rb") as masters:
+        rows = [store.head(f) if version is None else store.version(f, version) for f in range(split.count)]
+        sources: list[Source] = []
+        with contextlib.ExitStack() as stack:
+            for row, schema in zip(rows, split.schemas, strict=True):
+                layout = version_layout(schema, int(settings["part_bytes"]))
+                shape = FileShape(layout.nbytes, version_header(schema), ())
+                path, state = (
+                    SlotPool(store.slots_directory, kind, row.fragment, shape, store.lock).path
+                    for kind in (VERSION, STATE)
+                )
+                file = stack.enter_context(path(row.slot).open("rb"))
+                _require_whole(file.fileno(), path(row.slot), layout, row.part_digests)
+                if settings.get("downlink_codec", "none") == "none" or not row.state_digests:
+                    sources.append((layout, file.fileno(), None))
+                    continue
+                if row.state_slot is None:
+                    raise Gone(f"The masters of version {row.version} are not kept.", "Export the newest version.")
+                masters = stack.enter_context(state(row.state_slot).open("rb"))
                 in_chunks = settings["outer_optimizer"]["granularity"] == "chunk"
                 if not _is_whole(masters.fileno(), layout, row.state_digests, in_chunks):
                     raise _damaged(state(row.state_slot))
-                _write(file.fileno(), masters.fileno(), out, schema, layout)
-        return row.version
+                sources.append((layout, file.fileno(), masters.fileno()))
+            _write(sources, out, split.schema)
+        return min(row.version for row in rows)
 
 
 def best_of_directory(state_dir: Path, out: Path) -> int:
@@ -217,12 +227,12 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
     http = Http(server, token=token, ca=os.environ.get("ATOLL_TLS_CA"))
     try:
         for attempt in range(1, ATTEMPTS + 1):
-            number = version
-            if number is None:
-                number = http.get(routes.STATUS, status_messages.Status).fragments[0].version
+            heads = [each.version for each in http.get(routes.STATUS, status_messages.Status).fragments]
+            if version is not None:
+                heads = [version] * len(heads)
             try:
-                _pull(http, number, out)
-                return number
+                _pull(http, heads, out)
+                return min(heads)
             except Gone:
                 if version is not None or attempt == ATTEMPTS:
                     raise
@@ -231,49 +241,46 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
         http.close()
 
 
-def _pull(http: Http, version: int, out: Path) -> None:
-    """Fetch a version beside `out`, then write it in the order of a file for people."""
+def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
+    """Fetch a version of each fragment beside `out`, then write them in the order of a file for people."""
     from atoll.tensors.layout import version_layout
     from atoll.transport.parts import Parts
     from atoll.wire import messages, routes
 
     info = http.get(routes.RUN, messages.RunInfo)
-    if info.downlink_codec != "none" and version:
+    if info.downlink_codec != "none" and any(heads):
         raise UsageError(
             f"This run's versions go down as {info.downlink_codec}: what can be pulled is what workers hold, not the "
             "model.",
             "On the server's machine take model.safetensors, or atoll export --state-dir when it is stopped.",
         )
-    schema = http.get(routes.SCHEMA, messages.SchemaMessage).to_schema()
-    layout = version_layout(schema, info.part_bytes)
-    manifest = http.get(routes.MANIFEST.format(fragment=0, version=version), messages.Manifest)
-    path = routes.VERSION_DATA.format(fragment=0, version=version, digest=manifest.digest)
-    digests = [bytes.fromhex(digest) for digest in manifest.part_digests]
-    parts = Parts(http, info.connections, info.idle_timeout_s)
-    with contextlib.closing(parts), _beside(out) as (fd, _):
-        parts.pull(path, digests, layout.parts, [_File(fd)])
-        _write(fd, None, out, schema, layout)
+    split = http.get(routes.SCHEMA, messages.SchemaMessage).to_split()
+    sources: list[Source] = []
+    with contextlib.ExitStack() as stack:
+        parts = stack.enter_context(contextlib.closing(Parts(http, info.connections, info.idle_timeout_s)))
+        for fragment, (version, schema) in enumerate(zip(heads, split.schemas, strict=True)):
+            layout = version_layout(schema, info.part_bytes)
+            manifest = http.get(routes.MANIFEST.format(fragment=fragment, version=version), messages.Manifest)
+            path = routes.VERSION_DATA.format(fragment=fragment, version=version, digest=manifest.digest)
+            digests = [bytes.fromhex(digest) for digest in manifest.part_digests]
+            fd, _ = stack.enter_context(_beside(out))
+            parts.pull(path, digests, layout.parts, [_File(fd)])
+            sources.append((layout, fd, None))
+        _write(sources, out, split.schema)
 
 
-def _write(source: int, masters: int | None, out: Path, schema: Schema, layout: Layout) -> None:
-    """Copy a version's file into the order of a file for people, tied tensors again; `out` appears in one step.
-
-    Args:
-        masters: the outer state beside it, of which parameters are taken where it is given.
-    """
-    from atoll.server.exports import export_header
-    from atoll.server.model_file import ModelFile
+def _write(sources: Sequence[Source], out: Path, schema: Schema) -> None:
+    """Copy versions into the order of a file for people, tied tensors again; `out` appears in one step."""
+    from atoll.server.exports import export_header, model_runs
 
     header, owners = export_header(schema)
-    file = ModelFile(layout, source, masters)
     with _beside(out) as (fd, path):
         target = _File(fd)
         target.write(0, memoryview(header))
         at = len(header)
-        for spec in owners:
-            for run in file.runs(spec):
-                target.write(at, run)
-                at += len(run)
+        for run in model_runs(owners, sources):
+            target.write(at, run)
+            at += len(run)
         os.fsync(fd)
         os.rename(path, out)
 

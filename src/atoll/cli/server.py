@@ -122,7 +122,7 @@ def _announce(server: Server, settings: Settings) -> None:
         f"{status.rounds} rounds" if status.rounds else "until it is stopped",
         settings.save_dir or settings.state_dir / "exports",
     )
-    version = status.fragments[0].version
+    version = status.version
     if version:
         LOG.info("going on at version %d", version)
     if not status.finished:
@@ -174,9 +174,7 @@ def _summary(server: Server, seconds: float) -> str:
     status = server.status()
     last = status.history[-1].metrics if status.history else {}
     rounds = server.settings.workflow is None
-    at, refused = (
-        (f" at version {status.fragments[0].version}", f", {status.refused} updates refused") if rounds else ("", "")
-    )
+    at, refused = (f" at version {status.version}", f", {status.refused} updates refused") if rounds else ("", "")
     parts = [
         f"finished{at} after {duration(seconds)}",
         f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent",

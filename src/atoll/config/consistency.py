@@ -80,6 +80,15 @@ def _require_async(settings: Settings) -> None:
         )
 
 
+_WHOLE_MODELS = {
+    "workflow": "a workflow has no rounds",
+    "best_metric": "a metric is of a whole model, and no round of a fragment ends with one",
+    "aggregator": "an aggregator of your own gets whole models",
+    "sample_fraction": "who is not drawn for one fragment would be waited for in the next",
+}
+"""Settings that do not go with several fragments, and why."""
+
+
 def _require_streaming(settings: Settings) -> None:
     """H, K and τ fit each other (2501.18512, section 2)."""
     h, k = settings.sync_every, settings.num_fragments
@@ -102,6 +111,15 @@ def _require_streaming(settings: Settings) -> None:
             f"{settings.max_inflight} results have to be merged within {longest} steps.",
             f"Set tau to at most {longest}, or allow more fragments in flight.",
         )
+    if k == 1:
+        return
+    for name, why in _WHOLE_MODELS.items():
+        value = getattr(settings, name)
+        if value != type(settings).model_fields[name].default:
+            raise ConfigError(
+                f"{name} is {value!r}, and num_fragments is {k}: {why}.",
+                f"Leave {name} out, or set num_fragments to 1.",
+            )
 
 
 def _require_the_rest(settings: Settings) -> None:

@@ -8,7 +8,7 @@ answer, whose float tensors filters see as they are. Values are in fp32 or wider
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +31,7 @@ class About:
         steps: local optimizer steps; 0 where nobody said.
         metrics: that travel with it.
         task: name of the task; empty in rounds.
+        fragment: of the model that the update is of; 0 also where it is the whole model.
     """
 
     site: str
@@ -40,6 +41,7 @@ class About:
     steps: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     task: str = ""
+    fragment: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,14 @@ class Outgoing:
         changes: (name, start, stop) → those elements [stop − start], behind the filters before: of version − local, or
             of the payload.
         aliases: further name → name, of a payload's tensors that are in several places.
+        model: names of all tensors of the model, where the update is of one fragment of it.
     """
 
     about: About
     tensors: Mapping[str, TensorSpec]
     changes: Callable[[str, int, int], Tensor] = field(repr=False)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    model: Collection[str] = ()
 
     def runs(self) -> Iterator[tuple[str, int, Tensor]]:
         """(name, first element, values) of all float tensors, in file order, one run at a time."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -39,6 +39,7 @@ class Chain:
         raw: (name, start, stop) → those elements of version − local, or of the payload, before any filter, in new
             memory, in the dtype of accumulation.
         aliases: further name → name; a tensor is kept under all its names, or not at all.
+        model: names of all tensors of the model, where the update is of one fragment of it.
         finite: whether a filter that leaves NaN or Inf is refused here.
 
     Raises:
@@ -53,6 +54,7 @@ class Chain:
         raw: Callable[[str, int, int], Tensor],
         *,
         aliases: Mapping[str, str] | None = None,
+        model: Collection[str] = (),
         finite: bool = False,
     ) -> None:
         self._filters, self.specs, self._raw, self._kept = filters, specs, raw, set(specs)
@@ -65,7 +67,8 @@ class Chain:
                 return self._behind(name, start, raw(name, start, stop), index)
 
             further = {alias: name for alias, name in aliases.items() if name in kept}
-            _call(filter_, f"the begin of {whole}", partial(filter_.begin, Outgoing(about, kept, before, further)))
+            outgoing = Outgoing(about, kept, before, further, model)
+            _call(filter_, f"the begin of {whole}", partial(filter_.begin, outgoing))
             named = list(kept.items())
             named += [(name, replace(kept[name], name=alias)) for alias, name in further.items()]
             self._kept -= {

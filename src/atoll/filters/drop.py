@@ -37,7 +37,7 @@ class Drop(Filter):
         what, remedy = "model", "Print the names with `[name for name in model.state_dict()]`."
         if update.about.task:
             what, remedy = "payload", "A tensor is called by its path in the payload, as in 'model.w'."
-        names = [*update.tensors, *update.aliases]
+        names = [*update.tensors, *update.aliases, *update.model]
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise UsageError(

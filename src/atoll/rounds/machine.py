@@ -40,7 +40,7 @@ from atoll.rounds.events import (
     WorkerLeft,
     WorkerSeen,
 )
-from atoll.rounds.queries import may_submit, missing, next_deadline_s, staleness, why
+from atoll.rounds.queries import due, may_submit, missing, next_deadline_s, staleness, why
 from atoll.rounds.recovery import initial, restore, snapshot
 from atoll.rounds.settle import drop_ended, end_open, open_next, settle, still_good
 from atoll.rounds.state import (
@@ -63,6 +63,7 @@ __all__ = [
     "Snapshot",
     "State",
     "Ticket",
+    "due",
     "initial",
     "may_submit",
     "missing",

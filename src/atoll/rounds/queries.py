@@ -67,6 +67,17 @@ def staleness(state: State, ticket: Ticket) -> int:
     return round_.head + (round_.phase == "closing") + steps - ticket.base_version
 
 
+def due(state: State, site: str) -> int:
+    """The fragment that is next in the cycle, for a site that begins now: the first of those with the fewest rounds.
+
+    One whose open round has the site's update already is passed over, where another is left.
+    """
+    accepted = [
+        (ticket := round_.tickets.get(site)) is not None and ticket.state == "accepted" for round_ in state.rounds
+    ]
+    return min(range(len(state.rounds)), key=lambda f: (accepted[f], state.rounds[f].done, f))
+
+
 def next_deadline_s(state: State) -> float | None:
     """When `TimePassed` is due next; None where time alone changes nothing.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from torch import nn
 
@@ -14,12 +14,13 @@ from atoll.config import Settings
 from atoll.errors import ConfigError
 from atoll.server.model import initial_model, is_known, loaded_model, schema_for, write_version
 from atoll.server.persistor import Persistor
-from atoll.server.plan import Plan, cpu_capability, torch_build
+from atoll.server.plan import FragmentPlan, Plan, cpu_capability, torch_build
 from atoll.server.roster import now_text
 from atoll.store.rows import Recovered, RunRow
 from atoll.store.store import Store
+from atoll.tensors.fragments import split, split_of
 from atoll.tensors.modules import Tensors
-from atoll.tensors.schema import CONTROL, Schema
+from atoll.tensors.schema import CONTROL
 from atoll.wire.units import size
 
 LOG = logging.getLogger("atoll.server")
@@ -68,13 +69,13 @@ def open_run(
             given = loaded_model(settings, loaded)
         plan = _take_up(settings, given, store.run, store) if store.run else _create(settings, given, store)
         _tell_of_the_way_down(plan)
-        store.shape([plan.shapes()])
+        store.shape([fragment.shapes() for fragment in plan.fragments])
         recovered = store.recover()
-        if not recovered.heads:
+        if len(recovered.heads) < len(plan.fragments):
             # the run was begun, but killed before its first version
             if persistor is not None and given is None and (loaded := persistor.load()) is not None:
                 given = loaded_model(settings, loaded, plan.schema.model)
-            _write_first(plan, store, initial_model(settings, given))
+            _write_first(plan, store, initial_model(settings, given), recovered.heads)
             recovered = store.recover()
     except BaseException:
         store.close()
@@ -84,13 +85,15 @@ def open_run(
 
 def _tell_of_the_way_down(plan: Plan) -> None:
     """Say where differences are no less than versions: workers then pull these."""
-    if plan.downlink is not None and plan.downlink.layout.nbytes >= plan.version.nbytes:
+    downlinks = [fragment.downlink for fragment in plan.fragments]
+    down, whole = sum(each.layout.nbytes for each in downlinks if each), sum(each.nbytes for each in plan.versions)
+    if any(downlinks) and down >= whole:
         LOG.warning(
             "downlink_codec %r saves nothing: a difference would take %s, a version has %s, and is pulled whole. The "
             "model is of small tensors, or of a narrow dtype; leave downlink_codec out.",
             plan.settings.downlink_codec,
-            size(plan.downlink.layout.nbytes),
-            size(plan.version.nbytes),
+            size(down),
+            size(whole),
         )
 
 
@@ -98,12 +101,13 @@ def _create(settings: Settings, given: nn.Module | Tensors | None, store: Store)
     schema = schema_for(settings, initial_model(settings, given))
     if CONTROL in resolve(settings).algorithm.reduce:
         schema = schema.with_controls()
-    plan = Plan.make(settings, schema)
+    plan = Plan.make(settings, split(schema, settings.num_fragments))
+    places = {"fragments": list(plan.split.places)} if plan.streams else {}
     store.create_run(
         RunRow(
             run_id=uuid.uuid4().hex,
             settings_json=_frozen(settings, plan),
-            schema_json=json.dumps(schema.to_json()),
+            schema_json=json.dumps(schema.to_json() | places),
             schema_digest=schema.digest,
             torch_build=torch_build(),
             cpu_capability=cpu_capability(),
@@ -115,9 +119,10 @@ def _create(settings: Settings, given: nn.Module | Tensors | None, store: Store)
 
 def _take_up(settings: Settings, given: nn.Module | Tensors | None, row: RunRow, store: Store) -> Plan:
     """The plan of the run that is there; refused under settings or a model that it was not begun with."""
-    plan = Plan.make(settings, Schema.from_json(json.loads(row.schema_json)))
-    before: Mapping[str, object] = json.loads(row.settings_json)
-    now: Mapping[str, object] = json.loads(_frozen(settings, plan))
+    plan = Plan.make(settings, split_of(json.loads(row.schema_json)))
+    one = {"num_fragments": 1}  # which is not written down
+    before: Mapping[str, object] = one | json.loads(row.settings_json)
+    now: Mapping[str, object] = one | json.loads(_frozen(settings, plan))
     for key in before:
         if before[key] != now.get(key):
             raise ConfigError(
@@ -143,13 +148,25 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, row: RunRow,
 def _frozen(settings: Settings, plan: Plan) -> str:
     chosen: dict[str, object] = {key: getattr(settings, key) for key in FROZEN_SETTINGS}
     chosen["codec"], chosen["downlink_codec"] = plan.algorithm.codec, settings.downlink_codec or "none"
+    if settings.num_fragments > 1:
+        chosen |= {"num_fragments": settings.num_fragments}
     return json.dumps(chosen | {"outer_optimizer": plan.rule.describe()}, sort_keys=True, default=str)
 
 
-def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
-    """Version 0: the initial model, and zeros beside it."""
+def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors, there: Container[int]) -> None:
+    """Version 0: the initial model, and zeros beside it.
+
+    Args:
+        there: the fragments that have theirs already.
+    """
     schema_for(plan.settings, model).require_equal(plan.schema.model, mine="the initial model", theirs="the run")
-    draft = store.begin_version(0, 0)
+    for index, fragment in enumerate(plan.fragments):
+        if index not in there:
+            _write_fragment(index, fragment, store, model)
+
+
+def _write_fragment(index: int, plan: FragmentPlan, store: Store, model: nn.Module | Tensors) -> None:
+    draft = store.begin_version(index, 0)
     try:
         digests = write_version(draft.version_fd, plan.version, plan.header, model)
     except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import TypeVar
@@ -36,25 +36,38 @@ class Behind:
 
     def save_initial(self) -> None:
         """A run that has just begun: a persistor gets what it begins with."""
-        if self.persistor is not None and self._settings.save_every and self._store.head(0).version == 0:
-            self.persistor.save(self._plan, self._store, 0)
+        if self.persistor is not None and self._settings.save_every and max(heads := self._store.heads()) == 0:
+            self.persistor.save(self._plan, self._store, heads)
 
     def close(self) -> None:
         """The store is about to be closed."""
         if self.persistor is not None:
             self.persistor.close()
 
-    async def after_commit(self, row: VersionRow, summary: status_messages.RoundSummary, *, finished: bool) -> None:
-        """What may lag behind a commit: the metrics file, an export, the durable version."""
+    async def after_commit(
+        self,
+        row: VersionRow,
+        summary: status_messages.RoundSummary,
+        *,
+        heads: Sequence[int],
+        last: bool,
+        finished: bool,
+    ) -> None:
+        """What may lag behind a commit: the metrics file, an export, the durable version.
+
+        Args:
+            heads: the version of each fragment.
+            last: whether every other fragment has had this round, too.
+        """
         loop = asyncio.get_running_loop()
         every = self._settings.save_every
-        due = bool(every) and summary.round % every == 0
+        due = bool(every) and summary.round % every == 0 and last
         if due and self.persistor is not None and not finished:
-            self.persistor.save(self._plan, self._store, row.version)
+            self.persistor.save(self._plan, self._store, heads)
         try:
             await loop.run_in_executor(self._io, self.exports.append_metrics, summary, row.created_at)
             if due:
-                await loop.run_in_executor(self._io, self.exports.save, row.version)
+                await loop.run_in_executor(self._io, self.exports.save, heads)
             await loop.run_in_executor(self._io, self._store.write_durable, row.fragment)
         except Gone as error:
             LOG.debug("version %d was overtaken before it was saved: %s", row.version, error)
@@ -83,8 +96,8 @@ class Behind:
         """Write the head as the run's result."""
         path = await self._saved("the result", self.exports.save)
         if self.persistor is not None:
-            version = self._store.head(0).version
-            await asyncio.wrap_future(self.persistor.save(self._plan, self._store, version, final=True))
+            heads = self._store.heads()
+            await asyncio.wrap_future(self.persistor.save(self._plan, self._store, heads, final=True))
         return path
 
     async def handed(self) -> None:

@@ -48,7 +48,7 @@ class BestVersion:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         told = {"version": str(measured.version), "round": str(measured.round), self.metric: repr(measured.value)}
-        export_model(self._plan, self._store, self.path, measured.version, told)
+        export_model(self._plan, self._store, self.path, (measured.version,), told)
         self._write_note(measured)
         self.saved = measured
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from atoll.server.model_file import ModelFile
@@ -27,17 +27,20 @@ class Exports:
         self.folder: Path = plan.settings.save_dir or plan.settings.state_dir / "exports"
         self._lock = threading.Lock()
 
-    def save(self, version: int | None = None) -> Path:
+    def save(self, heads: Sequence[int] | None = None) -> Path:
         """Export a version (the head by default) as `model-<version>.safetensors`, and as `model.safetensors`.
 
         Tied tensors are written under each of their names, so that the file loads strictly.
+
+        Args:
+            heads: the version of each fragment; the model's number is the least of them.
         """
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
-            version = self._store.head(0).version if version is None else version
+            heads = self._store.heads() if heads is None else heads
             if self._plan.settings.save_every:
-                export_model(self._plan, self._store, self.folder / f"model-{version:06d}.safetensors", version)
-            return export_model(self._plan, self._store, self.folder / MODEL, version)
+                export_model(self._plan, self._store, self.folder / f"model-{min(heads):06d}.safetensors", heads)
+            return export_model(self._plan, self._store, self.folder / MODEL, heads)
 
     def append_metrics(self, summary: status_messages.RoundSummary, at: str) -> None:
         """Add the line of a round."""
@@ -57,37 +60,43 @@ class Exports:
 
 
 def export_model(
-    plan: Plan, store: Store, target: Path, version: int | None = None, told: Mapping[str, str] | None = None
+    plan: Plan,
+    store: Store,
+    target: Path,
+    heads: Sequence[int] | None = None,
+    told: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write the model of a version (the head by default) to `target`, replacing what is there in one step.
+    """Write a model to `target`, replacing what is there in one step.
 
     Args:
+        heads: the version of each fragment; by default the newest.
         told: further metadata of the header.
 
     Raises:
-        Gone: the version, or what is needed of it, is not kept.
+        Gone: a version, or what is needed of it, is not kept.
         DiskFull: nothing is left behind.
         SyncFailed: fsync failed; the server must end.
     """
-    if plan.downlink is None:
-        header, ranges = export_ranges(plan.schema, plan.version, told)
-        return store.export(target, version=version, header=header, ranges=ranges)
     header, owners = export_header(plan.schema, told)
+    heads = store.heads() if heads is None else heads
 
-    def contents(version_fd: int, state_fd: int | None) -> Iterator[memoryview]:
-        file = ModelFile(plan.version, version_fd, state_fd)
-        for spec in owners:
-            yield from file.runs(spec)
+    def contents(files: Sequence[tuple[int, int | None]]) -> Iterator[memoryview]:
+        return model_runs(owners, [(layout, *each) for layout, each in zip(plan.versions, files, strict=True)])
 
-    return store.export(target, version=version, header=header, contents=contents)
+    return store.export_model(target, heads, header, contents, with_state=plan.has_masters)
 
 
-def export_ranges(
-    schema: Schema, version: Layout, told: Mapping[str, str] | None = None
-) -> tuple[bytes, list[tuple[int, int]]]:
-    """As `export_header`, with the slot's ranges of the tensors."""
-    header, owners = export_header(schema, told)
-    return header, [(version.by_name[spec.name].offset, spec.nbytes) for spec in owners]
+def model_runs(owners: Sequence[TensorSpec], sources: Sequence[tuple[Layout, int, int | None]]) -> Iterator[memoryview]:
+    """The bytes behind the header of an export.
+
+    Args:
+        owners: the tensors, in order; some perhaps twice.
+        sources: of each fragment the layout of its version, its file, and that of the outer state with the masters.
+    """
+    files = [ModelFile(*source) for source in sources]
+    of = {name: file for (layout, *_), file in zip(sources, files, strict=True) for name in layout.by_name}
+    for spec in owners:
+        yield from of[spec.name].runs(spec)
 
 
 def export_header(schema: Schema, told: Mapping[str, str] | None = None) -> tuple[bytes, list[TensorSpec]]:
@@ -96,6 +105,7 @@ def export_header(schema: Schema, told: Mapping[str, str] | None = None) -> tupl
     Its metadata say which names are tied, and which are buffers.
 
     Args:
+        schema: of the whole model.
         told: further metadata of the header.
     """
     schema = schema.model

@@ -12,19 +12,20 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from atoll.codecs.base import Codec
 from atoll.errors import ConfigError, RunFailed, TicketClosed, UsageError
 from atoll.failpoints import failpoint
 from atoll.filters.base import About, Filter
 from atoll.filters.chain import BadFilter, Chain
 from atoll.posix import OwnedFile, read_at, write_at
 from atoll.server.aside import Aside
-from atoll.server.plan import Plan
+from atoll.server.plan import FragmentPlan, Plan
 from atoll.server.site_filters import SiteFilters
 from atoll.store.rows import TicketRow
 from atoll.store.slots import disk_error
@@ -183,9 +184,21 @@ class Filtering:
         spool.pool.hold(spool.slot, HOLDER)
         left, done = _Left(-1), False
         try:
-            left.fd = self._plan.new_file("filters", self._plan.update.nbytes)
-            about = About(row.site, number, row.base_version, row.weight, row.steps, dict(row.metrics))
-            left.norm = _Work(self._plan, spool.fd, base.fd).write(left.fd, self.filters.of(row.site), about)
+            planned = self._plan.fragments[row.fragment]
+            left.fd = self._plan.new_file("filters", planned.update.nbytes)
+            about = About(
+                row.site,
+                number,
+                row.base_version,
+                row.weight,
+                row.steps,
+                dict(row.metrics),
+                fragment=row.fragment,
+            )
+            model = [spec.name for spec in self._plan.schema.tensors] if self._plan.streams else []
+            left.norm = _Work(planned, self._plan.codecs, spool.fd, base.fd).write(
+                left.fd, self.filters.of(row.site), about, model
+            )
             done = True
             return left
         except BadFilter as error:
@@ -212,16 +225,16 @@ def _key(row: TicketRow) -> _Key:
 class _Work:
     """One update on its way through the filters, a run at a time."""
 
-    def __init__(self, plan: Plan, spool_fd: int, base_fd: int) -> None:
-        self._spool_fd, self._base_fd, self._codecs = spool_fd, base_fd, plan.codecs
+    def __init__(self, plan: FragmentPlan, codecs: Mapping[str, Codec], spool_fd: int, base_fd: int) -> None:
+        self._spool_fd, self._base_fd, self._codecs = spool_fd, base_fd, codecs
         self._layout, self._version = plan.update, plan.version
 
-    def write(self, fd: int, filters: Sequence[Filter], about: About) -> float:
+    def write(self, fd: int, filters: Sequence[Filter], about: About, model: Collection[str]) -> float:
         """Write what the filters leave; returns the L2 norm of its `params`."""
         specs = {each.spec.name: each.spec for each in self._layout.segments if each.spec.group != CONTROL}
         squares = []
         with torch.no_grad(), alone():
-            chain = Chain(filters, specs, about, self._change)
+            chain = Chain(filters, specs, about, self._change, model=model)
             for part in self._layout.parts:
                 for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
                     run = self._layout.piece(piece.segment, start, stop)

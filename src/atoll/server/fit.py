@@ -19,7 +19,7 @@ def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: S
 
     Raises:
         VersionSkew: it speaks another protocol. AuthError: the site is not its own. SchemaMismatch: another model.
-        ConfigError: another H; or it has lost the control that the run counts on.
+        ConfigError: another H, or another number of fragments; or it has lost the control that the run counts on.
     """
     if message.protocol != routes.PROTOCOL:
         older = f"worker {message.site}" if message.protocol < routes.PROTOCOL else "the server"
@@ -42,6 +42,12 @@ def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: S
         raise ConfigError(
             f"Worker {message.site} synchronises every {message.sync_every} steps, the run every {sync_every}.",
             f"Set sync_every={sync_every} at the worker, or leave it out.",
+        )
+    fragments = len(plan.fragments)
+    if message.num_fragments not in (None, fragments):
+        raise ConfigError(
+            f"Worker {message.site} has {message.num_fragments} fragments, the run has {fragments}.",
+            f"Set num_fragments={fragments} at the worker, or leave it out.",
         )
     if message.controls in ("missing", "new"):
         _require_controls(message, store)

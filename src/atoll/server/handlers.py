@@ -36,6 +36,7 @@ from atoll.server.tasks import TaskHandlers
 from atoll.server.uploads import Uploads
 from atoll.server.versions import VersionHandlers
 from atoll.store.rows import PartRow, TicketRow
+from atoll.tensors.layout import Layout
 from atoll.transport.host import parts_within
 from atoll.wire import messages, routes, status_messages
 
@@ -73,7 +74,10 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             mode=settings.mode,
             schema_digest=self.plan.schema.digest,
             schema_bytes=self.plan.schema.nbytes,
-            fragments=1,
+            fragments=len(self.plan.fragments),
+            tau=settings.tau,
+            alpha=settings.alpha,
+            max_inflight=settings.max_inflight,
             codec=algorithm.codec,
             codec_options=algorithm.codec_options,
             downlink_codec=settings.downlink_codec or "none",
@@ -86,7 +90,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         )
 
     async def get_schema(self) -> messages.SchemaMessage:
-        return messages.SchemaMessage.of(self.plan.schema)
+        return messages.SchemaMessage.of(self.plan.split)
 
     async def get_status(self) -> status_messages.Status:
         return status_of(self.run)
@@ -111,7 +115,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             joined_at=now_text(),
             labels=dict(message.labels),
             rounds=previous.rounds if previous else 0,
-            base_version=previous.base_version if previous else 0,
+            bases=previous.bases if previous else {},
             refused_in_a_row=previous.refused_in_a_row if previous else 0,
             bytes_up=previous.bytes_up if previous else 0,
             bytes_down=previous.bytes_down if previous else 0,
@@ -120,6 +124,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         granted = [e for e in self.run.apply(ev.WorkerJoined(message.site)) if isinstance(e, fx.LeaseGranted)]
         return messages.Joined(
             lease=str(Lease(message.site, granted[0].lease, message.process)),
+            due=machine.due(self.run.state, message.site),
         )
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:
@@ -138,7 +143,10 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
 
     async def request_ticket(self, lease: Lease, message: messages.TicketRequest) -> messages.TicketReply:
         if message.fragment >= len(self.run.state.rounds):
-            raise Gone(f"There is no fragment {message.fragment}.", "The run has one: 0.")
+            raise Gone(
+                f"There is no fragment {message.fragment}.",
+                f"The run has {len(self.plan.fragments)}, the first is 0.",
+            )
         self.run.desk.require_rounds()
         until_s = time.monotonic() + message.wait_s
         previous = self.store.last_ticket(lease.site, message.fragment)
@@ -162,7 +170,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         head = self.store.head(fragment)
         presence = self.run.roster.get(lease.site)
         if presence is not None:
-            presence.base_version = base_version
+            presence.bases[fragment] = base_version
         return messages.TicketReply(
             status="ticket",
             ticket=messages.Ticket(
@@ -171,13 +179,14 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
                 round=self.run.state.rounds[fragment].number,
                 base_version=base_version,
                 base_digest=head.digest,
-                layout_digest=self.plan.update.digest,
+                layout_digest=self.plan.fragments[fragment].update.digest,
                 local_steps=self.run.local_steps(lease.site),
             ),
             previous=self._previous(previous, ticket),
             head_version=head.version,
             head_digest=head.digest,
             durable_version=self.store.durable_version(fragment),
+            round=self.run.state.rounds[fragment].number,
         )
 
     def _wait_reply(self, fragment: int, reason: str, previous: TicketRow | None) -> messages.TicketReply:
@@ -193,6 +202,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             head_version=head.version,
             head_digest=head.digest,
             durable_version=self.store.durable_version(fragment),
+            round=self.run.state.rounds[fragment].number,
             waiting_for=[site for site, _ in machine.missing(state, fragment)],
             reason=told,
         )
@@ -214,7 +224,8 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
     # -- updates
 
     async def put_part(self, lease: Lease, ticket: int, part: int, request: web.Request) -> messages.PartReceipt:
-        layout = self.plan.update
+        fragment = self.store.ticket(ticket).fragment
+        layout = self.plan.fragments[fragment].update
         if part >= len(layout.parts):
             raise BadRequest(
                 f"There is no part {part}; the update has {len(layout.parts)}.",
@@ -226,7 +237,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         require_space(self.store, self.plan.settings)
         incoming = self._uploads.incoming(request, lease.site)
         for each in following[:count]:
-            async with self._uploads.received(incoming, lease.site, ticket, each) as (writer, stats):
+            async with self._uploads.received(incoming, lease.site, ticket, fragment, each) as (writer, stats):
                 self._require_open(lease, ticket)
                 if stats.bad is not None:
                     self._refuse(lease, ticket, stats.bad)
@@ -275,14 +286,14 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
                 f"The update for ticket {ticket} was trained from another version {row.base_version} than the run's.",
                 "The server's state was restored; ask for the next ticket.",
             )
-        parts = self.store.parts(ticket)
-        missing = [part.index for part in self.plan.update.parts if part.index not in parts]
+        parts, layout = self.store.parts(ticket), self.plan.fragments[row.fragment].update
+        missing = [part.index for part in layout.parts if part.index not in parts]
         if missing:
             raise Conflict(
-                f"Ticket {ticket} lacks {len(missing)} of {len(self.plan.update.parts)} parts, first {missing[0]}.",
+                f"Ticket {ticket} lacks {len(missing)} of {len(layout.parts)} parts, first {missing[0]}.",
                 "Send them, then complete it again.",
             )
-        digest = self._digest(parts)
+        digest = _digest(layout, parts)
         if digest != message.digest:
             raise Conflict(
                 f"The parts of ticket {ticket} do not make up the digest that completes it.",
@@ -296,7 +307,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             if self.store.ticket(ticket).state in ("accepted", "counted"):  # the word came twice, and was taken once
                 return await self.complete(lease, ticket, message)
             self._require_open(lease, ticket)
-            if self._digest(self.store.parts(ticket)) != digest:
+            if _digest(layout, self.store.parts(ticket)) != digest:
                 raise Conflict(f"A part of ticket {ticket} came anew meanwhile.", "Complete it again.")
             if reason:
                 self._refuse(lease, ticket, reason, "the filter is the server's.")
@@ -313,9 +324,6 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             self.run.roster[lease.site].refused_in_a_row = 0
         return self._receipt(accepted)
 
-    def _digest(self, parts: Mapping[int, PartRow]) -> str:
-        return self.plan.update.update_digest([parts[part.index].digest for part in self.plan.update.parts])
-
     def _require_plausible(self, lease: Lease, ticket: int, norm: float, message: messages.Complete) -> None:
         settings, weight = self.plan.settings, message.weight
         if self.plan.needs_steps and not message.steps:
@@ -330,3 +338,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         return messages.Receipt(
             ticket=row.ticket, digest=row.digest, fragment=row.fragment, base_version=row.base_version
         )
+
+
+def _digest(layout: Layout, parts: Mapping[int, PartRow]) -> str:
+    return layout.update_digest([parts[part.index].digest for part in layout.parts])

@@ -28,11 +28,11 @@ class _RunCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status = status_of(self._run)
-        yield GaugeMetricFamily("atoll_version", "Version at the head.", value=status.fragments[0].version)
+        yield GaugeMetricFamily("atoll_version", "Version at the head.", value=status.version)
         yield GaugeMetricFamily(
             "atoll_awaited_workers",
             "Workers the round waits for.",
-            value=len(status.fragments[0].waiting_for),
+            value=max(len(fragment.waiting_for) for fragment in status.fragments),
         )
         yield GaugeMetricFamily(
             "atoll_workers", "Workers alive.", value=sum(worker.state == "alive" for worker in status.workers)

@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,7 @@ from atoll.server.plan import Plan
 from atoll.store.store import Store
 from atoll.tensors.lazy import Handle, LazyState, resolve
 from atoll.tensors.modules import Tensors
+from atoll.tensors.schema import Schema
 
 LOG = logging.getLogger("atoll.server")
 
@@ -110,9 +111,13 @@ class Persistor:
             )
         return given
 
-    def save(self, plan: Plan, store: Store, version: int, *, final: bool = False) -> Future[None]:
-        """Hand it a version; the future is done afterwards, and never has an error."""
-        return self._thread.submit(self._hand, "save", plan, store, version, {"final": final})
+    def save(self, plan: Plan, store: Store, heads: Sequence[int], *, final: bool = False) -> Future[None]:
+        """Hand it a version; the future is done afterwards, and never has an error.
+
+        Args:
+            heads: the version of each fragment; the model's number is the least of them.
+        """
+        return self._thread.submit(self._hand, "save", plan, store, tuple(heads), {"final": final})
 
     def save_best(self, plan: Plan, best: Best) -> None:
         """Hand it the best version so far, soon; one that still waits for its turn is passed over."""
@@ -144,8 +149,8 @@ class Persistor:
         finally:
             os.close(best.fd)
 
-    def _hand(self, method: str, plan: Plan, store: Store, version: int, more: Mapping[str, object]) -> None:
-        self._call(method, plan, version, more, lambda: _tensors(plan, store, version))
+    def _hand(self, method: str, plan: Plan, store: Store, heads: tuple[int, ...], more: Mapping[str, object]) -> None:
+        self._call(method, plan, min(heads), more, lambda: _tensors(plan, store, heads))
 
     def _call(self, method: str, plan: Plan, version: int, more: Mapping[str, object], read: _Read) -> None:
         call = getattr(self._user, method, None)
@@ -175,22 +180,36 @@ class Persistor:
             )
 
 
-def _tensors(plan: Plan, store: Store, version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _tensors(plan: Plan, store: Store, heads: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The model of a version in memory, tied names sharing a tensor, and the summary of its round."""
-    model = plan.schema.model
-    if plan.downlink is not None:
-        with store.reading(0, version) as fds:
-            file, row = ModelFile(plan.version, *fds), store.version(0, version)
-            state = {spec.name: file.tensor(spec) for spec in model.tensors}
-        return state | {alias: state[owner] for alias, owner in model.aliases}, json.loads(row.summary_json or "{}")
-    pin = store.pin_version(0, version)
+    state: dict[str, Tensor] = {}
+    summary: dict[str, Any] = {}
+    for fragment, version in enumerate(heads):
+        found, summary = _fragment(plan, store, fragment, version)
+        state |= found
+    return {name: state[name] for name in _names(plan.schema.model)}, summary
+
+
+def _names(model: Schema) -> list[str]:
+    return [spec.name for spec in model.tensors] + [alias for alias, _ in model.aliases]
+
+
+def _fragment(plan: Plan, store: Store, fragment: int, version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    planned = plan.fragments[fragment]
+    model = planned.schema.model
+    if planned.downlink is not None:
+        with store.reading(fragment, version) as fds:
+            file, row = ModelFile(planned.version, *fds), store.version(fragment, version)
+            found = {spec.name: file.tensor(spec) for spec in model.tensors}
+        return found | {alias: found[owner] for alias, owner in model.aliases}, json.loads(row.summary_json or "{}")
+    pin = store.pin_version(fragment, version)
 
     def read(offset: int, memory: memoryview) -> None:
         read_at(pin.fd, memory, offset)
 
     handle = Handle(read, pin.release)
     try:
-        segments = {spec.name: plan.version.by_name[spec.name] for spec in model.tensors}
+        segments = {spec.name: planned.version.by_name[spec.name] for spec in model.tensors}
         state = resolve(LazyState(handle, segments, aliases=dict(model.aliases)))
         return state, json.loads(pin.row.summary_json or "{}")
     finally:

@@ -27,32 +27,64 @@ from atoll.reducers.per_step import NormalisedMean
 from atoll.reducers.share import Share
 from atoll.reducers.staleness import StalenessWeight, constant, staleness_weight
 from atoll.store.store import FileShape, FragmentShapes
+from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Layout, version_header, version_layout
 from atoll.tensors.schema import CONTROL, PARAMS, Schema
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The layouts and rules of a run with one fragment, the whole model."""
+class FragmentPlan:
+    """The layouts of one fragment's files."""
 
-    settings: Settings
-    algorithm: ResolvedAlgorithm
     schema: Schema
-    codecs: dict[str, Codec]
-    rule: OuterRule
-    reducers: dict[str, Reducer]
     header: bytes
     version: Layout
     update: Layout
     state: tuple[bytes, Layout] | None
     downlink: Downlink | None
     tables: Tables
+
+    def shapes(self) -> FragmentShapes:
+        """Sizes and digest regions of the fragment's files."""
+        state = None
+        if self.state:
+            header, layout = self.state
+            state = FileShape(layout.nbytes, header, tuple(r.ranges for r in state_regions(self.version, layout)))
+        delta = None
+        if self.downlink is not None:
+            ranges = tuple(((part.start, part.nbytes),) for part in self.downlink.parts)
+            delta = FileShape(self.downlink.layout.nbytes, b"", ranges)
+        return FragmentShapes(
+            version=FileShape(self.version.nbytes, self.header, tuple(r.ranges for r in version_regions(self.version))),
+            state=state,
+            update_bytes=self.update.nbytes,
+            update_parts=tuple((part.start, part.nbytes) for part in self.update.parts),
+            delta=delta,
+        )
+
+    @property
+    def state_layout(self) -> Layout | None:
+        """Of the outer state file; None where nothing is kept between rounds."""
+        return self.state[1] if self.state else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rules of a run, and the layouts of its fragments: one, the whole model, unless it streams."""
+
+    settings: Settings
+    algorithm: ResolvedAlgorithm
+    split: Split
+    codecs: dict[str, Codec]
+    rule: OuterRule
+    reducers: dict[str, Reducer]
+    fragments: tuple[FragmentPlan, ...]
     threads: int
     staleness_weight: StalenessWeight = constant
 
     @classmethod
-    def make(cls, settings: Settings, schema: Schema) -> Plan:
-        """The plan for a model with this schema.
+    def make(cls, settings: Settings, split: Split) -> Plan:
+        """The plan for a model that is cut in this way.
 
         Raises:
             ConfigError: algorithm, codec, reducer or outer optimizer cannot be used; the remedy says why.
@@ -69,25 +101,52 @@ class Plan:
                 "weights.",
                 "Leave staleness_weight out, or choose reducer = 'mean'.",
             )
-        version = version_layout(schema, settings.part_bytes)
-        downlink = Downlink.of(version, settings.downlink_codec or "none", settings.downlink_codec_options)
-        state = state_layout(schema.tensors, rule, settings.part_bytes, masters=downlink is not None)
+
+        def fragment(schema: Schema) -> FragmentPlan:
+            version = version_layout(schema, settings.part_bytes)
+            downlink = Downlink.of(version, settings.downlink_codec or "none", settings.downlink_codec_options)
+            state = state_layout(schema.tensors, rule, settings.part_bytes, masters=downlink is not None)
+            return FragmentPlan(
+                schema=schema,
+                header=version_header(schema),
+                version=version,
+                update=encoded_layout(schema, algorithm.codec, codecs, settings.part_bytes),
+                state=state,
+                downlink=downlink,
+                tables=Tables(rule.granularity, codecs, state[1] if state else None),
+            )
+
         return cls(
             settings=settings,
             algorithm=algorithm,
-            schema=schema,
+            split=split,
             codecs=codecs,
             rule=rule,
             reducers=reducers,
-            header=version_header(schema),
-            version=version,
-            update=encoded_layout(schema, algorithm.codec, codecs, settings.part_bytes),
-            state=state,
-            downlink=downlink,
-            tables=Tables(rule.granularity, codecs, state[1] if state else None),
+            fragments=tuple(map(fragment, split.schemas)),
             threads=settings.threads or min(os.cpu_count() or 1, 8),
             staleness_weight=staleness_weight(settings.staleness_weight),
         )
+
+    @property
+    def schema(self) -> Schema:
+        """Of the whole model."""
+        return self.split.schema
+
+    @property
+    def versions(self) -> tuple[Layout, ...]:
+        """The layout of each fragment's versions."""
+        return tuple(fragment.version for fragment in self.fragments)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether versions are what workers hold, and the model lies beside them."""
+        return any(fragment.downlink is not None for fragment in self.fragments)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the model is more than one fragment."""
+        return len(self.fragments) > 1
 
     def new_file(self, name: str, nbytes: int) -> int:
         """A file of zeros without a name: beside the run's other files, or in memory where the run has none on disk.
@@ -107,24 +166,6 @@ class Plan:
             raise
         return fd
 
-    def shapes(self) -> FragmentShapes:
-        """Sizes and digest regions of the run's files."""
-        state = None
-        if self.state:
-            header, layout = self.state
-            state = FileShape(layout.nbytes, header, tuple(r.ranges for r in state_regions(self.version, layout)))
-        delta = None
-        if self.downlink is not None:
-            ranges = tuple(((part.start, part.nbytes),) for part in self.downlink.parts)
-            delta = FileShape(self.downlink.layout.nbytes, b"", ranges)
-        return FragmentShapes(
-            version=FileShape(self.version.nbytes, self.header, tuple(r.ranges for r in version_regions(self.version))),
-            state=state,
-            update_bytes=self.update.nbytes,
-            update_parts=tuple((part.start, part.nbytes) for part in self.update.parts),
-            delta=delta,
-        )
-
     def reducers_of(self, population: int, steps: Sequence[int]) -> dict[str, Reducer]:
         """The reducers of a round.
 
@@ -142,11 +183,6 @@ class Plan:
     def needs_steps(self) -> bool:
         """Whether an update without its number of local steps cannot be reduced."""
         return any(isinstance(reducer, NormalisedMean) for reducer in self.reducers.values())
-
-    @property
-    def state_layout(self) -> Layout | None:
-        """Of the outer state file; None where nothing is kept between rounds."""
-        return self.state[1] if self.state else None
 
 
 def torch_build() -> str:

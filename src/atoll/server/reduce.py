@@ -49,6 +49,7 @@ def close_round(
     """
     begin = time.monotonic()
     rows = [store.ticket(ticket) for ticket in tickets]
+    planned = plan.fragments[fragment]
     base = store.pin_version(fragment, base_version)
     version = store.next_version(fragment)
     draft = store.begin_version(fragment, version)
@@ -61,17 +62,17 @@ def close_round(
         sources = [filtering.source(row) for row in rows]
         result = run_pass(
             PassInputs(
-                version_layout=plan.version,
+                version_layout=planned.version,
                 base_fd=base.fd,
                 updates=[
-                    UpdateSource(row.site, source.fd, plan.update, row.weight, source.norm, plan.staleness_weight(s))
+                    UpdateSource(row.site, source.fd, planned.update, row.weight, source.norm, plan.staleness_weight(s))
                     for row, source, s in zip(rows, sources, behind, strict=True)
                 ],
-                state_header=plan.state[0] if plan.state else b"",
-                state_layout=plan.state_layout,
+                state_header=planned.state[0] if planned.state else b"",
+                state_layout=planned.state_layout,
                 state_fd=store.state_file(fragment) if base.row.state_digests else None,
                 control_scale=before / population if population else 1.0,
-                downlink=plan.downlink,
+                downlink=planned.downlink,
                 reduced=aggregator.aggregate(store, rows, number, cancelled) if aggregator else None,
             ),
             PassOutputs(draft.version_fd, draft.state_fd, draft.delta_fd),
@@ -80,7 +81,7 @@ def close_round(
             codecs=plan.codecs,
             threads=plan.threads,
             cancelled=cancelled,
-            tables=plan.tables,
+            tables=planned.tables,
         )
         summary = _summary(fragment, number, version, rows, time.monotonic() - begin, result.grad_norm, population)
         summary = summary.model_copy(update={"staleness": behind})
@@ -89,7 +90,7 @@ def close_round(
             digest=result.digest,
             part_digests=result.part_digests,
             state_digests=result.state_digests,
-            delta_digest=plan.downlink.digest(result.delta_digests) if plan.downlink else "",
+            delta_digest=planned.downlink.digest(result.delta_digests) if planned.downlink else "",
             delta_digests=result.delta_digests,
             summary_json=summary.model_dump_json(),
             tickets=tickets,
@@ -148,13 +149,14 @@ def unequal_weights(summary: status_messages.RoundSummary) -> str:
     )
 
 
-def in_words(summary: status_messages.RoundSummary, row: VersionRow) -> str:
+def in_words(summary: status_messages.RoundSummary, row: VersionRow, *, streams: bool = False) -> str:
     """A round, for the log."""
+    of = f" of fragment {summary.fragment}" if streams else ""
     numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())
     behind = f", {', '.join(map(str, summary.staleness))} behind" if any(summary.staleness) else ""
     count = len(summary.workers)
     return (
-        f"round {summary.round}: version {row.version} from {count} update{'' if count == 1 else 's'} "
+        f"round {summary.round}{of}: version {row.version} from {count} update{'' if count == 1 else 's'} "
         f"({', '.join(summary.workers)}{behind}), {size(summary.bytes_up)}, reduced in {summary.seconds:.2f} s"
         f"{f'; {numbers}' if numbers else ''}"
     )

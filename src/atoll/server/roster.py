@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -20,7 +20,7 @@ class Presence:
     """One worker as it was last heard of.
 
     Attributes:
-        base_version: that of its newest ticket, whichever server gave it.
+        bases: fragment → the version of its newest ticket for it, whichever server gave it.
         heard: whether it gave a sign of life since this server started; `heard_s` is when.
     """
 
@@ -37,7 +37,7 @@ class Presence:
     rounds: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
-    base_version: int = 0
+    bases: dict[int, int] = field(default_factory=dict)
     refused_in_a_row: int = 0
 
 
@@ -67,11 +67,11 @@ class Lease:
         return cls(pieces[0], int(pieces[1]), pieces[2])
 
 
-def roster_of(members: Iterable[MemberRow], versions: Mapping[str, int]) -> dict[str, Presence]:
+def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]]) -> dict[str, Presence]:
     """Everybody who ever joined, by name, as the journal has them when a server starts.
 
     Args:
-        versions: site → the version that its newest ticket is for.
+        versions: of each fragment, site → the version that its newest ticket is for.
     """
     return {
         member.site: Presence(
@@ -83,7 +83,7 @@ def roster_of(members: Iterable[MemberRow], versions: Mapping[str, int]) -> dict
             state=member.state,
             error=member.detail,
             rounds=member.rounds_counted,
-            base_version=versions.get(member.site, 0),
+            bases={index: bases[member.site] for index, bases in enumerate(versions) if member.site in bases},
             heard=False,
         )
         for member in members

@@ -57,7 +57,9 @@ class Run:
         filters: SiteFilters,
     ) -> None:
         self.plan, self.store, self.settings = plan, store, plan.settings
-        self.roster = roster_of(recovered.members, store.newest_bases())
+        self.roster = roster_of(
+            recovered.members, [store.newest_bases(fragment) for fragment in range(len(plan.fragments))]
+        )
         self.pace = Pace(plan, self.roster)
         self.finished = asyncio.Event()
         self.failed: AtollError | None = None
@@ -87,7 +89,7 @@ class Run:
         self._tasks: set[asyncio.Task[None]] = set()
         self.state: machine.State
         self._saving_best: asyncio.Task[None] | None = None
-        self._rules = machine.Rules.from_settings(self.settings)
+        self._rules = machine.Rules.from_settings(self.settings, len(plan.fragments))
         tracking = self._rules.tracking
         history = store.history(None, 0) if tracking.metric else []
         self._recovered = snapshot_of(recovered, tracking.follow_all(measured_of(history, tracking.metric)))
@@ -320,7 +322,7 @@ class Run:
         for site in summary.workers:
             if site in self.roster:
                 self.roster[site].rounds += 1
-        LOG.info("%s", in_words(summary, row))
+        LOG.info("%s", in_words(summary, row, streams=self.plan.streams))
         self.pace.look_at(summary)
         if self._has_controls and not self._said_apart and (apart := unequal_weights(summary)):
             self._said_apart = True
@@ -330,7 +332,9 @@ class Run:
             self._said_missing = True
             LOG.warning("%s", missing(summary, tracking))
         self.apply(ev.VersionCommitted(fragment, row.version, value))
-        self._spawn(self.behind.after_commit(row, summary, finished=self.state.finished))
+        heads, done = self.store.heads(), min(round_.done for round_ in self.state.rounds)
+        last = summary.round == done
+        self._spawn(self.behind.after_commit(row, summary, heads=heads, last=last, finished=self.state.finished))
 
     def _fail_round(self, number: int, error: Exception) -> None:
         error = directory_gone(self.settings.state_dir) or error
@@ -348,7 +352,7 @@ class Run:
         await self._best_saved()
         await self.behind.handed()
         why = self._rules.tracking.why(self.state.progress)
-        number = self.store.head(0).version
+        number = min(self.store.heads())
         LOG.info("the run is finished at version %d%s: %s", number, f", {why}" if why else "", path)
         self.finished.set()
         self.wake()

@@ -23,7 +23,7 @@ def status_of(run: Run) -> status_messages.Status:
     """The status of a run."""
     now_s = time.monotonic()
     settings, algorithm = run.settings, run.plan.algorithm
-    lost = run.store.lost_versions() if run.state.rounds[0].lost else ()
+    lost = [run.store.lost_versions(f) if each.lost else () for f, each in enumerate(run.state.rounds)]
     assert run.store.run is not None
     history = [
         status_messages.RoundSummary.model_validate_json(row.summary_json)
@@ -59,7 +59,7 @@ def status_of(run: Run) -> status_messages.Status:
         tasks=run.desk.counts if run.desk.active else {},
         sent=run.desk.status(),
         durability=settings.durability,
-        durable_version=run.store.durable_version(0),
+        durable_version=min(durable) if (durable := _durable(run)) else None,
         warnings=[
             *run.trouble.values(),
             *run.pace.warnings,
@@ -121,9 +121,20 @@ def why(run: Run, index: int, now_s: float) -> str:
     return "; ".join(filter(None, [machine.why(run.state, index, now_s), silent]))
 
 
-def _worker(run: Run, presence: Presence, now_s: float, lost: Sequence[int]) -> status_messages.WorkerStatus:
+def _durable(run: Run) -> list[int]:
+    """The durable version of each fragment; nothing where one has none yet."""
+    found = [run.store.durable_version(fragment) for fragment in range(len(run.state.rounds))]
+    return [version for version in found if version is not None] if None not in found else []
+
+
+def _worker(run: Run, presence: Presence, now_s: float, lost: Sequence[Sequence[int]]) -> status_messages.WorkerStatus:
     beat = presence.beat
-    version = max(beat.version, presence.base_version)
+    bases = [presence.bases.get(fragment, 0) for fragment in range(len(run.state.rounds))]
+    version = max(beat.version, min(bases))
+    behind = (
+        staleness(round_.head, max(version, base), gone)
+        for round_, base, gone in zip(run.state.rounds, bases, lost, strict=True)
+    )
     return status_messages.WorkerStatus(
         site=presence.site,
         host=presence.host,
@@ -136,7 +147,7 @@ def _worker(run: Run, presence: Presence, now_s: float, lost: Sequence[int]) -> 
         steps_per_s=beat.steps_per_s,
         rounds=presence.rounds,
         version=version,
-        staleness=staleness(run.state.rounds[0].head, version, lost),
+        staleness=max(behind),
         bytes_up=presence.bytes_up,
         bytes_down=presence.bytes_down,
         retries=beat.retries,

@@ -26,7 +26,7 @@ class Uploads:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._inspection = Inspection(run.plan.update, run.plan.codecs)
+        self._inspections = [Inspection(fragment.update, run.plan.codecs) for fragment in run.plan.fragments]
         self._under_way: dict[tuple[int, int], tuple[str, web.Request]] = {}
 
     def incoming(self, request: web.Request, site: str) -> Incoming:
@@ -40,7 +40,7 @@ class Uploads:
 
     @asynccontextmanager
     async def received(
-        self, incoming: Incoming, site: str, ticket: int, part: Part
+        self, incoming: Incoming, site: str, ticket: int, fragment: int, part: Part
     ) -> AsyncIterator[tuple[PartWriter, PartStats]]:
         """A part, once all of it is there; on leaving, it is given up unless it was recorded.
 
@@ -63,7 +63,7 @@ class Uploads:
                 self._run.io, spool.begin_part, part.index
             )
             try:
-                yield writer, await self._receive(incoming, part, writer, spool.fd)
+                yield writer, await self._receive(incoming, self._inspections[fragment], part, writer, spool.fd)
             finally:
                 writer.abandon()
         finally:
@@ -78,11 +78,13 @@ class Uploads:
             busy.retry_after_s = 1.0
             raise busy
 
-    async def _receive(self, incoming: Incoming, part: Part, writer: PartWriter, fd: int) -> PartStats:
+    async def _receive(
+        self, incoming: Incoming, inspection: Inspection, part: Part, writer: PartWriter, fd: int
+    ) -> PartStats:
         def read(room: memoryview, offset: int) -> None:
             read_at(fd, room, offset)
 
-        with self._inspection.begin(part, writer.write, read) as inspector:
+        with inspection.begin(part, writer.write, read) as inspector:
             digest = await incoming.part(inspector)
             stats = inspector.stats()
         writer.close()

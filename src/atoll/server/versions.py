@@ -21,19 +21,19 @@ class VersionHandlers:
     plan: Plan
 
     async def get_manifest(self, fragment: int, version: int) -> messages.Manifest:
-        row = self.store.version(fragment, version)
+        row, layout = self.store.version(fragment, version), self.plan.fragments[fragment].version
         return messages.Manifest(
             fragment=fragment,
             version=version,
             digest=row.digest,
-            layout_digest=self.plan.version.digest,
-            nbytes=self.plan.version.nbytes,
+            layout_digest=layout.digest,
+            nbytes=layout.nbytes,
             part_digests=[digest.hex() for digest in row.part_digests],
             delta=self._delta(fragment, version),
         )
 
     def _delta(self, fragment: int, version: int) -> messages.Delta | None:
-        row, downlink = self.store.delta(fragment, version), self.plan.downlink
+        row, downlink = self.store.delta(fragment, version), self.plan.fragments[fragment].downlink
         if row is None or downlink is None:
             return None
         return messages.Delta(
@@ -47,11 +47,12 @@ class VersionHandlers:
 
     async def get_version(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
         pinned = self.store.pin_version(fragment, version)
-        return await self._serve(pinned, self.plan.version.nbytes, digest, request)
+        return await self._serve(pinned, self.plan.fragments[fragment].version.nbytes, digest, request)
 
     async def get_delta(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
         pinned = self.store.pin_delta(fragment, version)
-        nbytes = self.plan.downlink.layout.nbytes if self.plan.downlink else 0
+        downlink = self.plan.fragments[fragment].downlink
+        nbytes = downlink.layout.nbytes if downlink else 0
         return await self._serve(pinned, nbytes, digest, request)
 
     async def _serve(

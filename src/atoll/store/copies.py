@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -15,21 +15,24 @@ from atoll.posix import write_at
 from atoll.store.slots import READ_BYTES, Ranges, disk_error
 from atoll.store.versions import Versions
 
+Files = Sequence[tuple[int, int | None]]
+"""Of each fragment, the descriptors of a version and of the outer state beside it."""
+
 Held = AbstractContextManager[tuple[int, int | None]]
 """Within, a version and the outer state beside it stay as they are; their descriptors."""
 
-Contents = Callable[[int, int | None], Iterator[memoryview]]
-"""(descriptors of a version and of the outer state beside it) → what to write, in order."""
+Contents = Callable[[Files], Iterator[memoryview]]
+"""What to write, in order."""
 
 
 def contents_of(ranges: Ranges) -> Contents:
-    """Ranges (offset, nbytes) of the version."""
+    """Ranges (offset, nbytes) of the one version."""
 
-    def contents(version: int, _: int | None) -> Iterator[memoryview]:
+    def contents(files: Files) -> Iterator[memoryview]:
         buffer = memoryview(bytearray(READ_BYTES))
         for offset, nbytes in ranges:
             while nbytes:
-                count = os.preadv(version, [buffer[: min(READ_BYTES, nbytes)]], offset)
+                count = os.preadv(files[0][0], [buffer[: min(READ_BYTES, nbytes)]], offset)
                 if not count:
                     raise StoreError(
                         f"A version's file ends at byte {offset}.", "Restart the server; it verifies its files."
@@ -40,14 +43,15 @@ def contents_of(ranges: Ranges) -> Contents:
     return contents
 
 
-def write_copy(store: Versions, target: Path, held: Held, header: bytes, contents: Contents) -> None:
+def write_copy(store: Versions, target: Path, held: Sequence[Held], header: bytes, contents: Contents) -> None:
     """See `Store.export`."""
-    with held as fds:
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(each) for each in held]
         temp = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp").absolute()
         with store.transaction():  # so that a start after a kill can remove it
             store.journal.execute("INSERT INTO exports_under_way VALUES (?)", str(temp))
         try:
-            _copy(store, temp, header, contents(*fds))
+            _copy(store, temp, header, contents(files))
             os.rename(temp, target)
             store.sync_folder(temp.parent)
         except OSError as error:

@@ -121,7 +121,21 @@ class Store(Reading):
             held, contents = self.pinned(fragment, number), contents_of(tuple(ranges))
         else:
             held = self.reading(fragment, number)
-        write_copy(self, target, held, header or b"", contents)
+        write_copy(self, target, [held], header or b"", contents)
+        return target
+
+    def export_model(
+        self, target: Path, heads: Sequence[int], header: bytes, contents: Contents, *, with_state: bool = False
+    ) -> Path:
+        """As `export`, of several fragments together.
+
+        Args:
+            heads: the version of each fragment.
+            contents: what comes behind the header.
+            with_state: whether the outer state beside each is needed, too.
+        """
+        hold = self.reading if with_state else self.pinned
+        write_copy(self, target, [hold(f, version) for f, version in enumerate(heads)], header, contents)
         return target
 
     def close(self) -> None:

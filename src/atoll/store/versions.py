@@ -196,6 +196,11 @@ class Versions(Deltas):
             raise Gone(f"Fragment {fragment} has no version yet.", "Ask again when the run has begun.")
         return self.version(fragment, version)
 
+    def heads(self) -> tuple[int, ...]:
+        """The newest version of each fragment: what a model version is."""
+        found = self.journal.rows("SELECT version FROM heads WHERE version IS NOT NULL ORDER BY fragment")
+        return tuple(version for (version,) in found)
+
     def version(self, fragment: int, version: int) -> VersionRow:
         """A version that is kept.
 

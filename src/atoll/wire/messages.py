@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from atoll.errors import VersionSkew
+from atoll.tensors.fragments import Split
 from atoll.tensors.schema import Schema, TensorSpec
 
 Site = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -72,7 +74,10 @@ class RunInfo(Message):
     mode: Literal["sync", "async"] = Field("sync", description="Whether rounds wait for the workers they expect.")
     schema_digest: Hex32
     schema_bytes: Count = Field(description="Bytes of the model's tensors.")
-    fragments: int = Field(ge=1)
+    fragments: int = Field(ge=1, description="Parts of the model that are synchronised in turn.")
+    tau: Count = Field(0, description="Local steps between taking a fragment's update and merging its result.")
+    alpha: float = Field(0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps.")
+    max_inflight: int = Field(1, ge=1, description="Fragments of one worker that may be under way at a time.")
     codec: str = Field(description="How `params` are encoded in an update.")
     codec_options: dict[str, str | int | float] = Field(
         default_factory=dict, description="The codec's keyword arguments."
@@ -105,15 +110,20 @@ class SchemaMessage(Message):
 
     tensors: list[TensorEntry]
     aliases: list[Alias] = Field(description="Further names of tied tensors.")
+    fragments: list[Count] = Field(
+        default_factory=list, description="The fragment that each tensor is in; empty where there is one."
+    )
 
     @classmethod
-    def of(cls, schema: Schema) -> SchemaMessage:
-        """The message for a schema."""
+    def of(cls, split: Split) -> SchemaMessage:
+        """The message for a model as it is cut."""
+        schema = split.schema
         return cls(
             tensors=[
                 TensorEntry(name=s.name, dtype=s.dtype, shape=list(s.shape), group=s.group) for s in schema.tensors
             ],
             aliases=[Alias(name=name, owner=owner) for name, owner in schema.aliases],
+            fragments=list(split.places) if split.count > 1 else [],
         )
 
     def to_schema(self) -> Schema:
@@ -122,6 +132,21 @@ class SchemaMessage(Message):
             tuple(TensorSpec(entry.name, entry.dtype, tuple(entry.shape), entry.group) for entry in self.tensors),
             tuple((alias.name, alias.owner) for alias in self.aliases),
         )
+
+    def to_split(self) -> Split:
+        """How the model is cut.
+
+        Raises:
+            VersionSkew: not every tensor has a fragment.
+        """
+        schema = self.to_schema()
+        if not self.fragments:
+            return Split.whole(schema)
+        if len(self.fragments) != len(schema.tensors) or set(self.fragments) != set(range(max(self.fragments) + 1)):
+            raise VersionSkew(
+                "The server's schema does not say which fragment each tensor is in.", "Upgrade Atoll on both sides."
+            )
+        return Split(schema, tuple(self.fragments))
 
 
 class Join(Message):
@@ -137,6 +162,7 @@ class Join(Message):
         None, description="Of its model, or of the run's schema as it has read it; another one is refused."
     )
     sync_every: Count | None = Field(None, description="Its own H; must be the run's, where both have one.")
+    num_fragments: Count | None = Field(None, description="Its own number of fragments; must be the run's.")
     labels: Labels = Field(default_factory=dict, description="Anything to be shown in status.")
     controls: Literal["", "kept", "missing", "new"] = Field(
         "", description="What it has of its own control, where the run has controls; new: it begins at zero on purpose."
@@ -147,6 +173,7 @@ class Joined(Message):
     """The answer to `Join`: the lease fences every later request of this process."""
 
     lease: str
+    due: Count = Field(0, description="The fragment that is due next, for a worker that begins now.")
 
 
 class Leave(Message):
@@ -220,6 +247,7 @@ class TicketReply(Message):
     durable_version: Count | None = Field(
         None, description="The newest version that survives a power loss of the server; null: none yet."
     )
+    round: Count = Field(0, description="Number of the round that is open, or opens next.")
     waiting_for: list[str] = Field(default_factory=list, description="Sites that the round still waits for.")
     reason: str = ""
 

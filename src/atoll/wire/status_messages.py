@@ -127,3 +127,8 @@ class Status(Message):
     durability: str
     durable_version: Count | None = None
     warnings: list[str] = Field(default_factory=list)
+
+    @property
+    def version(self) -> int:
+        """Of the model: every fragment is at it, or beyond."""
+        return min(fragment.version for fragment in self.fragments)

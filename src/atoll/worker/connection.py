@@ -15,8 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from atoll.errors import (
     AtollError,
@@ -32,10 +31,10 @@ from atoll.errors import (
     VersionSkew,
 )
 from atoll.latch import Latch
-from atoll.tensors.schema import Schema
-from atoll.transport.client import Counters, Http
-from atoll.transport.tls import read_token
+from atoll.tensors.fragments import Split
+from atoll.transport.client import Counters
 from atoll.wire import messages, routes
+from atoll.worker.address import http_to as http_to
 from atoll.worker.reporting import LOG, told
 
 T = TypeVar("T")
@@ -75,9 +74,10 @@ class Connection:
         self.http = http_to(server)
         self.reconnections = 0
         self._heartbeat = messages.Heartbeat()
-        self._news = threading.Event()
+        self._news, self._telling = threading.Event(), threading.RLock()
+        self._warnings: dict[int, list[str]] = {}
         self.finished = False
-        self.durable_version: int | None = None  # the newest that survives a power loss, as the server said last
+        self.durable_versions: dict[int, int | None] = {}  # of each fragment, the newest that survives a power loss
         self._process = uuid.uuid4().hex[:16]
         self._labels = labels or {}
         self._closing = Latch()  # an interrupt within a wait must not hold up `leave`
@@ -91,7 +91,8 @@ class Connection:
                 f"This worker speaks protocol {routes.PROTOCOL}, {self.http.server} speaks {self.info.protocol}.",
                 f"Upgrade Atoll at {older}.",
             )
-        self.schema = self._fetch_schema()
+        self.split = self._fetch_split()
+        self.schema, self.due = self.split.schema, 0
 
     @property
     def counters(self) -> Counters:
@@ -109,22 +110,50 @@ class Connection:
         if changed:
             self._news.set()
 
-    def _fetch_schema(self) -> Schema:
+    @property
+    def streams(self) -> bool:
+        """Whether the run has more than whole rounds: fragments, or results that are merged later."""
+        return self.info.fragments > 1 or self.info.tau > 0 or self.info.alpha > 0
+
+    def require_here(self) -> None:
+        """For threads that work on while the worker leaves: nothing of its files may be touched any more.
+
+        Raises:
+            ServerUnreachable: it has left.
+        """
+        if self._closing.is_set():
+            raise self._fatal or ServerUnreachable("This worker has left the run.", "Join again.")
+
+    def tell(self, **changes: Any) -> None:
+        """Have the next heartbeat say something else; from any thread."""
+        with self._telling:
+            self.heartbeat = self._heartbeat.model_copy(update=changes)
+
+    def warn(self, fragment: int, warnings: list[str]) -> None:
+        """Have the next heartbeat carry these warnings about a fragment, in place of earlier ones."""
+        with self._telling:
+            self._warnings[fragment] = warnings
+            self.tell(warnings=[text for _, each in sorted(self._warnings.items()) for text in each])
+
+    def _fetch_split(self) -> Split:
         message = self.patiently(lambda: self.http.get(routes.SCHEMA, messages.SchemaMessage), None, "read the schema")
-        schema = message.to_schema()
-        if schema.digest != self.info.schema_digest:
+        split = message.to_split()
+        if split.count != self.info.fragments or split.schema.digest != self.info.schema_digest:
             raise VersionSkew(
                 "The server's schema does not have the digest that it names.", "Upgrade Atoll on both sides."
             )
-        return schema
+        return split
 
-    def join(self, max_retries: int | None = None, *, sync_every: int | None = None) -> None:
+    def join(
+        self, max_retries: int | None = None, *, sync_every: int | None = None, num_fragments: int | None = None
+    ) -> None:
         """Take part; heartbeats begin.
 
         Args:
             sync_every: the worker's own H, where it has one; the server refuses another than the run's.
+            num_fragments: likewise.
         """
-        self._sync_every = sync_every
+        self._sync_every, self._num_fragments = sync_every, num_fragments
         self._join(max_retries)
         if self.info.heartbeat_interval_s:
             self._beat = threading.Thread(target=self._heartbeats, name="atoll-heartbeat", daemon=True)
@@ -139,11 +168,12 @@ class Connection:
             process=self._process,
             schema_digest=self.schema.digest,
             sync_every=self._sync_every,
+            num_fragments=self._num_fragments,
             labels=self._labels,
             controls=self.controls_state,
         )
         joined = self.patiently(lambda: self.http.post(routes.WORKERS, message, messages.Joined), max_retries, "join")
-        self.http.lease = joined.lease
+        self.http.lease, self.due = joined.lease, joined.due
 
     @property
     def controls_state(self) -> Literal["", "kept", "missing", "new"]:
@@ -192,23 +222,26 @@ class Connection:
             LOG.debug("%s: heartbeat failed: %s", self.site, error)
         return False
 
-    def next_ticket(self, *, wait_s: float | None = None, max_retries: int | None = None) -> messages.TicketReply:
+    def next_ticket(
+        self, fragment: int = 0, *, wait_s: float | None = None, max_retries: int | None = None
+    ) -> messages.TicketReply:
         """The ticket of the open round, or the word that the run is finished.
 
         Args:
+            fragment: of which.
             wait_s: give up after so long and return the reply "wait"; None waits until a round opens.
         """
         begin = said = time.monotonic()
-        self.heartbeat = self.heartbeat.model_copy(update={"state": "waiting for the round"})
+        self.tell(state="waiting for the round")
         while True:
             left_s = routes.LONG_POLL_S if wait_s is None else max(0.0, begin + wait_s - time.monotonic())
-            request = messages.TicketRequest(wait_s=min(left_s, routes.LONG_POLL_S))
+            request = messages.TicketRequest(fragment=fragment, wait_s=min(left_s, routes.LONG_POLL_S))
             ask = functools.partial(
                 self.http.post, routes.TICKETS, request, messages.TicketReply, timeout_s=routes.LONG_POLL_S + 10.0
             )
             reply = self.patiently(ask, max_retries, "ask for the next round")
-            self.durable_version = reply.durable_version
-            if reply.status == "finished":
+            self.durable_versions[fragment] = reply.durable_version
+            if reply.status == "finished" and self.info.fragments == 1:
                 self.finished = True
             if reply.status != "wait" or (wait_s is not None and time.monotonic() - begin >= wait_s):
                 return reply
@@ -261,7 +294,7 @@ class Connection:
         timeout_s = min(most_s, max(1.0, self.info.heartbeat_interval_s / 2))
         reply = self.http.post(routes.HEARTBEAT, message, messages.HeartbeatReply, timeout_s=timeout_s)
         self.finished = self.finished or reply.finished
-        self.durable_version = reply.durable_versions[0]
+        self.durable_versions = dict(enumerate(reply.durable_versions))
 
     def leave(self, error: str | None = None) -> None:
         """Deregister and stop the heartbeats, after a last one; soon, whatever the server does. Idempotent."""
@@ -275,7 +308,7 @@ class Connection:
         try:
             if self._fatal is None and not silent:
                 if self._beat is not None:
-                    self.heartbeat = self.heartbeat.model_copy(update={"state": "failed" if error else "left"})
+                    self.tell(state="failed" if error else "left")
                     self._send_heartbeat(GOODBYE_S)
                 leave = messages.Leave(error=told(error) if error else None)
                 self.http.send(routes.LEAVE, leave, timeout_s=GOODBYE_S)
@@ -355,17 +388,3 @@ def require_site(site: str) -> str:
         raise ConfigError(
             f"{site!r} is not a site name.", "Use 1 to 64 letters, digits, dots, hyphens and underscores."
         ) from None
-
-
-def http_to(server: str) -> Http:
-    """Requests to a server, with the token and the authority that the environment names.
-
-    Raises:
-        ConfigError: one of them cannot be read, or `server` is no address.
-    """
-    return Http(server, token=read_token(_token_file()), ca=os.environ.get("ATOLL_TLS_CA"))
-
-
-def _token_file() -> Path | None:
-    path = os.environ.get("ATOLL_TOKEN_FILE")
-    return Path(path) if path else None

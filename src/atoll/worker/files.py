@@ -12,15 +12,14 @@ They lie in a folder for each run; `remove_earlier` removes those of runs that t
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import stat
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from blake3 import blake3
@@ -33,6 +32,9 @@ from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Layout, Part, Piece, Segment
 from atoll.transport.descriptor import Descriptor
+from atoll.worker.notes import name_of as name_of
+from atoll.worker.notes import read_note as read_note
+from atoll.worker.notes import write_note as write_note
 from atoll.worker.reporting import LOG, size
 
 
@@ -176,6 +178,7 @@ class BaseFile(PartsFile):
 
     def __init__(self, folder: Path, layout: Layout, name: str = "base") -> None:
         super().__init__(folder / f"{name}.safetensors", layout)
+        self.name = name
         self._note_path = folder / f"{name}.json"
         if self.is_new:
             self._note_path.unlink(missing_ok=True)
@@ -253,9 +256,9 @@ class BaseFile(PartsFile):
 class Outbox(PartsFile):
     """The update that a worker has formed and must be able to send until what it counts in is durable."""
 
-    def __init__(self, folder: Path, layout: Layout) -> None:
-        super().__init__(folder / "outbox.bin", layout)
-        self._note_path = folder / "outbox.json"
+    def __init__(self, folder: Path, layout: Layout, name: str = "outbox") -> None:
+        super().__init__(folder / f"{name}.bin", layout)
+        self._note_path = folder / f"{name}.json"
         self.note = read_note(self._note_path, OutboxNote)
         if self.note is not None and self.note.layout_digest != layout.digest:
             self.clear()
@@ -331,12 +334,11 @@ def _lock(folder: Path, site: str) -> int | None:
         ) from error
 
 
-_OURS = {
-    "lock",
-    *(f"{name}.{kind}" for name in ("base", "base-next") for kind in ("safetensors", "json", "tmp")),
-    *(f"{name}.{kind}" for name in ("outbox", "delta") for kind in ("bin", "json", "tmp")),
-    *(f"{name}{rest}" for name in ("control", "residual") for rest in ("-0.bin", "-1.bin", ".json", ".tmp")),
-}
+_OURS = re.compile(
+    r"lock|(base|base-next)(-f\d+)?\.(safetensors|json|tmp)|(outbox|delta)(-f\d+)?\.(bin|json|tmp)|"
+    r"(control|residual)(-f\d+)?(-[01]\.bin|\.json|\.tmp)"
+)
+"""Names of the files in a worker's folder."""
 
 
 def remove_earlier(current: Path, site: str) -> None:
@@ -360,14 +362,14 @@ def remove_earlier(current: Path, site: str) -> None:
 
 def _remove(folder: Path) -> int | None:
     """Remove a folder that is locked by the caller; returns its bytes, None where it has to stay."""
-    note: OutboxNote | None = read_note(folder / "outbox.json", OutboxNote)
-    if (folder / "outbox.json").exists() and not (note is not None and note.sent):
+    notes: list[OutboxNote | None] = [read_note(path, OutboxNote) for path in folder.glob("outbox*.json")]
+    if not all(note is not None and note.sent for note in notes):
         return None
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         with os.scandir(fd) as entries:
             found = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
-        if not found.keys() <= _OURS or not all(stat.S_ISREG(each.st_mode) for each in found.values()):
+        if not all(map(_OURS.fullmatch, found)) or not all(stat.S_ISREG(each.st_mode) for each in found.values()):
             return None
         for name in sorted(found, key="lock".__eq__):  # last: without it, another process may begin anew in here
             os.unlink(name, dir_fd=fd)
@@ -375,24 +377,3 @@ def _remove(folder: Path) -> int | None:
         os.close(fd)
     folder.rmdir()
     return sum(each.st_size for each in found.values())
-
-
-def read_note(path: Path, kind: Any) -> Any:
-    """What `write_note` wrote; None where nothing is, or something else."""
-    try:
-        return kind(**json.loads(path.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
-
-
-def write_note(path: Path, note: Any) -> None:
-    """Write a dataclass as JSON: all of it or nothing, whatever happens meanwhile."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        temporary.write_text(json.dumps(asdict(note)))
-        os.replace(temporary, path)
-    except OSError as error:
-        raise StoreError(
-            f"{path} cannot be written ({error.strerror}).",
-            "Look at the disk. A worker whose folder was removed has to be started again: it pulls anew.",
-        ) from error

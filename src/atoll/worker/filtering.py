@@ -5,7 +5,7 @@ through all of them, in their order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -34,15 +34,18 @@ class Filtered:
         base: the version that was trained from.
         tensors: the model's own, by name; not changed.
         about: the update's metadata.
+        model: names of all tensors of the model, where the update is of one fragment of it.
 
     Raises:
         UsageError: what a filter's `begin` raised, naming the filter.
     """
 
-    def __init__(self, filters: Sequence[Filter], base: BaseFile, tensors: Tensors, about: About) -> None:
+    def __init__(
+        self, filters: Sequence[Filter], base: BaseFile, tensors: Tensors, about: About, model: Collection[str] = ()
+    ) -> None:
         self._base, self._tensors = base, tensors
         specs = {each.spec.name: each.spec for each in base.layout.segments if each.spec.group != CONTROL}
-        self._chain = _told(lambda: Chain(filters, specs, about, self._raw))
+        self._chain = _told(lambda: Chain(filters, specs, about, self._raw, model=model))
 
     def sends(self, name: str) -> bool:
         """Whether every filter keeps this tensor."""

@@ -19,7 +19,7 @@ from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.connection import Connection
 from atoll.worker.deltas import DeltaFile, apply_
-from atoll.worker.files import BaseFile, BaseNote
+from atoll.worker.files import BaseFile, BaseNote, name_of
 from atoll.worker.reporting import LOG, progress
 
 
@@ -30,11 +30,15 @@ class Puller:
         parts: over which connections.
         folder: of the site in the run; locked by the caller.
         layout: of versions.
+        fragment: its number; None: the run has one.
     """
 
-    def __init__(self, worker: Connection, parts: Parts, folder: Path, layout: Layout, fragment: int = 0) -> None:
+    def __init__(
+        self, worker: Connection, parts: Parts, folder: Path, layout: Layout, fragment: int | None = None
+    ) -> None:
         self._worker, self._parts, self._folder, self._layout = worker, parts, folder, layout
-        self._fragment = fragment
+        self._fragment, self._delta_name = fragment or 0, name_of("delta", fragment)
+        self._named = "" if fragment is None else f" of fragment {fragment}"
         info = worker.info
         self._downlink = Downlink.of(layout, info.downlink_codec, info.downlink_codec_options, sent=True)
 
@@ -72,7 +76,7 @@ class Puller:
                 held.version,
                 version,
             )
-        worker.heartbeat = worker.heartbeat.model_copy(update={"state": f"pulling version {version}"})
+        worker.tell(state=f"pulling version {version}")
         wrong = self._go_down(manifest, base, source or base, into, max_retries)
         if wrong is None:
             self._pull_whole(manifest, base, into)
@@ -115,7 +119,8 @@ class Puller:
             bar.resume()
             self._parts.pull(path, digests, todo, [base], into=model, on_bytes=bar.add)
 
-        with progress(f"{worker.site}: pulling version {version}", sum(part.nbytes for part in wanted)) as bar:
+        of = f"{worker.site}: pulling version {version}{self._named}"
+        with progress(of, sum(part.nbytes for part in wanted)) as bar:
             worker.patiently(fetch, None, f"pull version {version}")
 
     def _note(self, manifest: messages.Manifest) -> BaseNote:
@@ -141,7 +146,7 @@ class Puller:
             return None
         site, wrong = self._worker.site, list[Part]()
         try:
-            file = DeltaFile(self._folder, self._downlink)
+            file = DeltaFile(self._folder, self._downlink, self._delta_name)
         except DiskFull as error:
             LOG.warning("%s: version %d is pulled whole: %s", site, manifest.version, error)
             return None
@@ -215,5 +220,6 @@ class Puller:
             self._parts.pull(path, digests, todo, [file], on_bytes=bar.add)
 
         what = f"pull version {manifest.version}"
-        with progress(f"{worker.site}: pulling version {manifest.version}", sum(part.nbytes for part in wanted)) as bar:
+        of = f"{worker.site}: pulling version {manifest.version}{self._named}"
+        with progress(of, sum(part.nbytes for part in wanted)) as bar:
             worker.patiently(fetch, None, what)

@@ -21,13 +21,14 @@ class Residuals(Turns):
 
     Args:
         folder: of the site in the run; locked by the caller.
-        schema: of the run.
+        schema: of what is trained together.
+        name: of the files.
     """
 
-    def __init__(self, folder: Path, schema: Schema) -> None:
+    def __init__(self, folder: Path, schema: Schema, name: str = "residual") -> None:
         super().__init__(
             folder,
-            "residual",
+            name,
             (
                 TensorSpec(spec.name, dtype_name(accumulate_dtype(spec.dtype)), spec.shape)
                 for spec in schema.tensors

@@ -238,6 +238,27 @@ def rebase_(tensors: Tensors, old: BaseFile, new: BaseFile) -> None:
                 assign_run_(tensors[spec.name], start, head)
 
 
+def merge_(tensors: Tensors, version: BaseFile, alpha: float) -> None:
+    """w ← (1−α)·b + α·w, in place, of what a version has: 0 takes it as it is, 1 leaves what is local as it is.
+
+    Integers and flags cannot be mixed: they take the version's values.
+    """
+    if alpha == 0:
+        load_(tensors, version)
+    if alpha in (0, 1):
+        return
+    scratch = bytearray(CHUNK_ELEMENTS * _WIDEST_BYTES)
+    with torch.no_grad(), alone():
+        for part in version.layout.parts:
+            for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
+                spec, dtype = piece.segment.spec, torch_dtype(piece.segment.spec.dtype)
+                values = version.elements(piece, start, stop, scratch, dtype)
+                if spec.is_float:
+                    wide, local = accumulate_dtype(spec.dtype), run_of(tensors[spec.name], start, stop)
+                    values = values.to(local.device, wide).mul(1 - alpha).add_(local.to(wide), alpha=alpha)
+                assign_run_(tensors[spec.name], start, values)
+
+
 def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -> None:
     """base ← base − dec(update), in the base file: what was submitted, as the server decodes it."""
     scratch = bytearray(CHUNK_ELEMENTS * _WIDEST_BYTES)

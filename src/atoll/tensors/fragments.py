@@ -1,0 +1,193 @@
+"""A model cut into fragments that are synchronised in turn, and when each of them is due.
+
+Streaming DiLoCo with overlapping communication (Douillard et al., arXiv 2501.18512), section 2.1: a fragment is a run
+of neighbouring layers. Here it is a run of neighbouring parameters, balanced by bytes. A tied tensor is one tensor, so
+it is in one fragment under all its names; a buffer goes where the parameters of its module are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from atoll.errors import ConfigError
+from atoll.tensors.schema import PARAMS, Schema, TensorSpec
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which fragment each tensor of a schema is in.
+
+    Attributes:
+        schema: of the whole model.
+        places: the fragment of each of its tensors, in their order.
+    """
+
+    schema: Schema
+    places: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, schema: Schema) -> Split:
+        """The model as one fragment."""
+        return cls(schema, (0,) * len(schema.tensors))
+
+    @property
+    def count(self) -> int:
+        return max(self.places, default=0) + 1
+
+    @property
+    def schemas(self) -> tuple[Schema, ...]:
+        """The schema of each fragment; of a model in one, its own."""
+        if self.count == 1:
+            return (self.schema,)
+        return tuple(self._part(fragment) for fragment in range(self.count))
+
+    def _part(self, fragment: int) -> Schema:
+        mine = tuple(spec for spec, place in zip(self.schema.tensors, self.places, strict=True) if place == fragment)
+        owners = {spec.name for spec in mine}
+        return Schema(mine, tuple(pair for pair in self.schema.aliases if pair[1] in owners))
+
+
+def split(schema: Schema, count: int) -> Split:
+    """Cut a model into so many fragments; the largest is as small as runs of neighbours allow.
+
+    Raises:
+        ConfigError: it has fewer parameters than that.
+    """
+    if count == 1:
+        return Split.whole(schema)
+    params = _in_order([spec for spec in schema.tensors if spec.group == PARAMS and spec.numel])
+    if count > len(params):
+        raise ConfigError(
+            f"num_fragments is {count}, but the model has {len(params)} parameters that could be fragments.",
+            f"Set num_fragments to at most {max(1, len(params))}.",
+        )
+    neighbours = _Neighbours(params)
+    piece_of = {spec.name: index for index, spec in enumerate(params)}
+    sizes = [0] * len(params)
+    for spec in schema.tensors:
+        piece = piece_of.setdefault(spec.name, neighbours.index(spec.name))
+        sizes[piece] += spec.nbytes
+    ends = cut(sizes, count)
+    fragment_of = [next(f for f, end in enumerate(ends) if index < end) for index in range(len(params))]
+    return Split(schema, tuple(fragment_of[piece_of[spec.name]] for spec in schema.tensors))
+
+
+def cut(sizes: Sequence[int], count: int) -> list[int]:
+    """Where each of `count` runs ends, so that the largest sum is the least possible, and the others near the mean.
+
+    Args:
+        sizes: at least `count`; no run is empty.
+    """
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_from_the_end(sizes, middle)) <= count else (middle + 1, high)
+    earliest = _from_the_end(sizes, low)  # a run that ended before would leave too much to those behind it
+    earliest = [0] * (count - len(earliest)) + earliest
+    before = [0, *itertools.accumulate(sizes)]
+    ends: list[int] = []
+    start = 0
+    for run in range(count - 1):
+        left = count - 1 - run
+        target = before[start] + (before[-1] - before[start]) / (left + 1)
+        choices = [
+            end
+            for end in range(max(start + 1, earliest[run]), len(sizes) - left + 1)
+            if before[end] - before[start] <= low
+        ]
+        start = min(choices, key=lambda end: abs(before[end] - target))
+        ends.append(start)
+    return [*ends, len(sizes)]
+
+
+def _from_the_end(sizes: Sequence[int], most: int) -> list[int]:
+    """The ends of as few runs as hold at most `most` each, every one as full as can be from the back."""
+    ends, held = [len(sizes)], 0
+    for index in range(len(sizes) - 1, -1, -1):
+        if held + sizes[index] > most:
+            ends.append(index + 1)
+            held = 0
+        held += sizes[index]
+    return ends[::-1]
+
+
+def _in_order(params: list[TensorSpec]) -> list[TensorSpec]:
+    """Parameters in the model's order, as far as a schema knows it: it lists the widest dtype first.
+
+    Those of another width than most of the bytes are placed behind the last that shares most of their path.
+    """
+    widths = {spec.item_bytes for spec in params}
+    if len(widths) < 2:
+        return params
+    main = max(widths, key=lambda width: (sum(spec.nbytes for spec in params if spec.item_bytes == width), width))
+    placed = [spec for spec in params if spec.item_bytes == main]
+    neighbours = _Neighbours(placed)
+    behind: dict[int, list[TensorSpec]] = {}
+    for spec in params:
+        if spec.item_bytes != main:
+            behind.setdefault(neighbours.last(spec.name), []).append(spec)
+    return [each for index, spec in enumerate(placed) for each in (spec, *behind.get(index, ()))]
+
+
+class _Neighbours:
+    """Finds the parameters that a tensor belongs to by its path."""
+
+    def __init__(self, params: Sequence[TensorSpec]) -> None:
+        self._first: dict[str, int] = {}
+        self._last: dict[str, int] = {}
+        for index, spec in enumerate(params):
+            prefixes = _prefixes(spec.name)
+            self._first.setdefault(prefixes[0], index)
+            for prefix in prefixes:
+                self._last[prefix] = index
+
+    def index(self, name: str) -> int:
+        """The first parameter of the tensor's own module, else the last that shares most of its path."""
+        return self._first.get(_prefixes(name)[0], self.last(name))
+
+    def last(self, name: str) -> int:
+        """The last parameter that shares most of the tensor's path."""
+        return next(self._last[prefix] for prefix in _prefixes(name) if prefix in self._last)
+
+
+def _prefixes(name: str) -> list[str]:
+    """The paths of the modules that a tensor is in, its own first: `a.b.weight` → `a.b`, `a`, ``."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+
+
+def split_of(value: Mapping[str, Any]) -> Split:
+    """The split of a schema as the journal has it: `Schema.to_json`, and `fragments` where there are several."""
+    schema = Schema.from_json(value)
+    return Split(schema, tuple(value["fragments"])) if "fragments" in value else Split.whole(schema)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When which fragment is due: every H/K local steps the next one, in the cycle 0 … K−1.
+
+    Attributes:
+        sync_every: H; a multiple of `fragments`.
+        fragments: K.
+    """
+
+    sync_every: int
+    fragments: int
+
+    @property
+    def every(self) -> int:
+        """Local steps from one fragment's turn to the next fragment's."""
+        return self.sync_every // self.fragments
+
+    def due(self, steps: int, first: int = 0) -> int | None:
+        """The fragment that is due after so many local steps; None where none is.
+
+        Args:
+            first: the fragment that was next when the steps began.
+        """
+        if steps <= 0 or steps % self.every:
+            return None
+        return (first + steps // self.every - 1) % self.fragments

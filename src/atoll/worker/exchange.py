@@ -1,0 +1,382 @@
+"""What a worker has of one fragment, the whole model unless it streams: base file, outbox, tickets.
+
+Everything here can be interrupted; what was formed is in the outbox, and is sent by this process or by the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from atoll.codecs.update import codecs_of, encoded_layout
+from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused
+from atoll.failpoints import failpoint
+from atoll.filters.base import About, Filter, require_filters
+from atoll.tensors.layout import Part, version_layout
+from atoll.tensors.modules import Tensors
+from atoll.tensors.schema import Schema
+from atoll.transport.parts import Parts
+from atoll.wire import messages, routes
+from atoll.worker import update
+from atoll.worker.again import sent_again
+from atoll.worker.connection import Connection
+from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, name_of, read_note
+from atoll.worker.filtering import Filtered
+from atoll.worker.losses import Losses
+from atoll.worker.pulling import Puller
+from atoll.worker.reporting import LOG, Progress, progress, size
+from atoll.worker.residuals import Residuals
+from atoll.worker.stretches import Stretches
+from atoll.worker.turns import Together
+
+if TYPE_CHECKING:
+    from atoll.worker.controls import Controls
+
+MAX_REFUSALS = 5
+"""In a row, after which a worker gives up: it would train and be refused for ever."""
+
+MAX_CONFLICTS = 3
+"""In one submission: an attempt at a part that was given up may arrive late, and undo the one that took its place."""
+
+
+class Exchange:
+    """The files and tickets of one fragment; by one thread at a time.
+
+    Args:
+        connection: of the worker.
+        parts: over which connections.
+        folder: of the site in the run; locked by the caller.
+        fragment: its number; None: the run has one.
+        schema: of the fragment.
+        filters: that its updates pass through before they leave.
+        cleanup: closes the files.
+
+    Attributes:
+        refusals: updates of this process that were refused in a row.
+        resuming: whether the outbox was filled by an earlier process, so that the server may hold parts of it already.
+    """
+
+    schema: Schema
+
+    def __init__(
+        self,
+        connection: Connection,
+        parts: Parts,
+        folder: Path,
+        fragment: int | None,
+        schema: Schema,
+        filters: Sequence[Filter],
+        cleanup: ExitStack,
+    ) -> None:
+        self.connection, self.site, self.parts = connection, connection.site, parts
+        self.folder, self.schema = folder, schema
+        self.fragment = fragment or 0
+        self._named = "" if fragment is None else f" fragment {fragment}"
+        self.refusals, self.resuming = 0, False
+        info = connection.info
+        self.layout = version_layout(schema, info.part_bytes)
+        self.codecs = codecs_of(info.codec, info.codec_options, sent=True)
+        self.base = BaseFile(folder, self.layout, name_of("base", fragment))
+        cleanup.callback(self.base.close)
+        self._following = name_of("base-next", fragment)
+        self._puller = Puller(connection, parts, folder, self.layout, fragment)
+        layout = encoded_layout(schema, info.codec, self.codecs, info.part_bytes)
+        self.outbox = Outbox(folder, layout, name_of("outbox", fragment))
+        cleanup.callback(self.outbox.close)
+        self._stretches = Stretches(self.outbox.layout, self.layout, self.codecs)
+        self._losses = Losses(self.site, self.codecs[info.codec], schema)
+        self._turns = Together(connection.outcome)
+        cleanup.callback(self._turns.close)
+        self.residuals: Residuals | None = None
+        if self.codecs[info.codec].feedback:
+            self.residuals = self._turns.add(Residuals(folder, schema, name_of("residual", fragment)))
+        self.controls: Controls | None = None
+        self.filters = require_filters(filters)
+
+    def following(self) -> BaseFile:
+        """A file for a version that is to take the place of the base; the caller closes it."""
+        return BaseFile(self.folder, self.layout, self._following)
+
+    def is_following(self, digest: str) -> bool:
+        """Whether a pull of this version into that file has begun, by whichever process."""
+        note: BaseNote | None = read_note(self.folder / f"{self._following}.json", BaseNote)
+        return note is not None and (note.run, note.digest) == (self.connection.info.run, digest)
+
+    def pull(
+        self,
+        version: int,
+        digest: str,
+        into: Tensors | None,
+        base: BaseFile | None = None,
+        *,
+        max_retries: int | None = None,
+    ) -> None:
+        """As `Puller.pull`, from the base file here, and by default into it."""
+        self._puller.pull(version, digest, into, base or self.base, self.base, max_retries)
+
+    def submit(
+        self,
+        ticket: messages.Ticket,
+        tensors: Tensors,
+        *,
+        weight: float,
+        steps: int,
+        metrics: dict[str, float],
+        control_difference: update.Runs | None = None,
+        max_retries: int | None = None,
+    ) -> update.Formed:
+        """Form the update of this ticket and send it; its parts are on their way while the later ones are formed.
+
+        Raises:
+            TicketClosed, UpdateRefused: as `send`.
+        """
+        how: dict[str, Any] = {"weight": weight, "steps": steps, "metrics": metrics}
+        how["control_difference"] = control_difference
+        if len(self.outbox.layout.parts) == 1:
+            formed = self.form(ticket, tensors, **how)
+            self.send(max_retries)
+            return formed
+        self._tell_submitting(ticket.round)
+        with progress(f"{self.site}: submitting{self._named}", self.outbox.layout.nbytes) as bar:
+            with self.parts.pushing(
+                routes.parts_of(ticket.ticket),
+                self.outbox.fd,
+                len(self.outbox.layout.parts),
+                partial(self.connection.parts_at_server, ticket.ticket),
+                on_bytes=bar.add,
+            ) as pushing:
+                formed = self.form(ticket, tensors, on_part=pushing.add, **how)
+            self._complete(bar, pushing.sent, pushing.error, max_retries)
+        return formed
+
+    def form(
+        self,
+        ticket: messages.Ticket,
+        tensors: Tensors,
+        *,
+        weight: float,
+        steps: int,
+        metrics: dict[str, float],
+        control_difference: update.Runs | None = None,
+        on_part: Callable[[Part, bytes], None] | None = None,
+    ) -> update.Formed:
+        """Write the update of this ticket into the outbox; from here on it survives this process."""
+        about = About(self.site, ticket.round, ticket.base_version, weight, steps, metrics, fragment=self.fragment)
+        model = [spec.name for spec in self.connection.schema.model.tensors] if self._named else ()
+        filtered = Filtered(self.filters, self.base, tensors, about, model) if self.filters else None
+        if filtered is not None and control_difference is not None:
+            # with filters a round takes no other
+            control_difference = cast(update.Difference, control_difference).behind(filtered)
+        self.outbox.begin(ticket.layout_digest)
+        self._turns.begin(ticket.ticket)
+        if self.residuals is not None:
+            self.residuals.follow(ticket.base_version, self.site)
+        formed = update.form_update(
+            self.outbox,
+            self.base,
+            tensors,
+            self.codecs,
+            on_part,
+            self._stretches,
+            control_difference,
+            filtered,
+            self.residuals,
+            self._losses,
+        )
+        self._turns.belongs_to(ticket.ticket, ticket.base_version)
+        self._losses.end(formed.is_zero, steps, bool(self.filters))
+        self.connection.warn(self.fragment, self._losses.warnings)
+        self.outbox.seal(
+            OutboxNote(
+                run=self.connection.info.run,
+                ticket=ticket.ticket,
+                fragment=ticket.fragment,
+                base_version=ticket.base_version,
+                base_digest=ticket.base_digest,
+                layout_digest=ticket.layout_digest,
+                digest=formed.digest,
+                part_digests=[digest.hex() for digest in formed.part_digests],
+                weight=weight,
+                steps=steps,
+                metrics=metrics,
+                round=ticket.round,
+            )
+        )
+        return formed
+
+    def send(self, max_retries: int | None = None) -> messages.Receipt:
+        """Send what is in the outbox: the parts that the server lacks, then the word that it is complete.
+
+        Raises:
+            TicketClosed: the round went on without this update.
+            UpdateRefused: the server looked at it, and it cannot count.
+        """
+        note = self.outbox.note
+        assert note is not None
+        self._tell_submitting(note.round)
+        with progress(f"{self.site}: submitting{self._named}", self.outbox.layout.nbytes) as bar:
+            return self._complete(bar, None if self.resuming else set(), None, max_retries)
+
+    def _complete(
+        self, bar: Progress, sent: Collection[int] | None, failure: BaseException | None, max_retries: int | None
+    ) -> messages.Receipt:
+        """Send the parts but for those `sent`, then the word.
+
+        Args:
+            sent: indices; None: ask the server which it has.
+            failure: what ended an attempt that has begun already.
+        """
+        note = self.outbox.note
+        assert note is not None
+        digests = {index: bytes.fromhex(text) for index, text in enumerate(note.part_digests)}
+        complete = messages.Complete(
+            digest=note.digest,
+            base_digest=note.base_digest,
+            weight=note.weight,
+            steps=note.steps,
+            metrics=note.metrics,
+        )
+
+        def submit() -> messages.Receipt:
+            nonlocal sent, failure
+            has, sent = sent, None
+            if failure is not None:
+                error, failure = failure, None
+                raise error
+            if has is None:
+                has = self.connection.parts_at_server(note.ticket, digests)
+            parts = [part for part in self.outbox.layout.parts if part.index not in has]
+            bar.resume()
+            self.parts.push(
+                routes.parts_of(note.ticket),
+                self.outbox.fd,
+                parts,
+                digests,
+                on_bytes=bar.add,
+                recorded=partial(self.connection.parts_at_server, note.ticket),
+            )
+            return self.connection.http.post(routes.COMPLETE.format(ticket=note.ticket), complete, messages.Receipt)
+
+        for conflicts in range(MAX_CONFLICTS + 1):
+            try:
+                receipt = self.connection.patiently(submit, max_retries, "submit")
+                self.connection.require_here()
+                break
+            except Conflict as error:  # by then `sent` is None: what the server lacks is asked and sent
+                if conflicts == MAX_CONFLICTS:
+                    raise
+                LOG.debug("%s: %s", self.site, error)
+        self.outbox.mark_sent()
+        self.resuming = False
+        failpoint("worker.acknowledged")
+        LOG.debug(
+            "%s: submitted%s, %s for version %d",
+            self.site,
+            self._named,
+            size(self.outbox.layout.nbytes),
+            note.base_version,
+        )
+        return receipt
+
+    def _tell_submitting(self, number: int) -> None:
+        self.connection.tell(state=f"submitting to round {number}")
+
+    def advance_base(self) -> None:
+        """What is in the outbox counts: the base becomes what was submitted, so that it is local progress only once.
+
+        What encoding has lost of it is then part of the local progress, and must not be added to it once more.
+        """
+        note, sent = self.base.note, self.outbox.note
+        assert note is not None
+        assert sent is not None
+        if self.residuals is not None:
+            self.residuals.take_back(sent.ticket)
+        self.base.begin_local(note)
+        update.advance_base_(self.base, self.outbox, self.codecs)
+
+    def refused(self, error: UpdateRefused) -> None:
+        """Say that an update was refused; one that is refused again and again ends this worker.
+
+        Raises:
+            UpdateRefused: the fifth in a row.
+        """
+        self.refusals += 1
+        LOG.warning("%s: %s", self.site, error)
+        if self.refusals >= MAX_REFUSALS:
+            raise error
+
+    def resume_outbox(self) -> messages.Receipt | None:
+        """Send what an earlier process of this worker left; None where there is nothing that can still count."""
+        note = self.outbox.note
+        if note is None or note.run != self.connection.info.run:
+            self.outbox.clear()
+            return None
+        if self.outbox.is_damaged():
+            LOG.warning(
+                "%s: %s is damaged: the update in it is not sent. Look at the disk.", self.site, self.outbox.path
+            )
+            self.outbox.clear()
+            return None
+        self.resuming = True
+        try:
+            receipt = self.send()
+            LOG.info("%s: the update of an earlier process is in: round %d", self.site, note.round)
+            return receipt
+        except (TicketClosed, Gone) as error:  # kept: after a fall back it may count under another ticket
+            LOG.info("%s: the update of an earlier process is too late: %s", self.site, error)
+            return None
+        except UpdateRefused as error:
+            LOG.info("%s: the update of an earlier process cannot count: %s", self.site, error)
+            self.outbox.clear()
+            return None
+        finally:
+            self.resuming = False
+
+    def is_over(self, ticket: messages.Ticket, max_retries: int | None = None) -> bool:
+        """Whether the outbox must not be rewritten for this ticket: the server fell back since it gave it.
+
+        What the outbox holds is then needed once more. Nothing is asked where it is not: it holds nothing, or a version
+        that came after its base is durable.
+        """
+        note = self.outbox.note
+        durable = self.connection.durable_versions.get(self.fragment)
+        if note is None or (durable is not None and durable > note.base_version):
+            return False
+        outcome = self.connection.outcome(ticket.ticket, max_retries)
+        return outcome.state == "expired" or outcome.base_version != ticket.base_version
+
+    def next_round(self, *, wait_s: float | None = None, max_retries: int | None = None) -> messages.TicketReply:
+        """As `next_ticket`; but a round that the outbox can still serve is served from it, and not trained again.
+
+        A server that lost power falls back to its durable version: what was acknowledged since has expired there or was
+        never heard of; it is sent again.
+        """
+        while True:
+            reply = self.connection.next_ticket(self.fragment, wait_s=wait_s, max_retries=max_retries)
+            self.connection.require_here()
+            if reply.ticket is None or not self._resubmit(reply.ticket, reply.previous):
+                if reply.ticket is not None:
+                    self._turns.settle()
+                return reply
+
+    def _resubmit(self, ticket: messages.Ticket, previous: messages.Outcome | None) -> bool:
+        """Send what was formed from the same base under this ticket; False where the outbox holds nothing for it.
+
+        The same bits alone are no reason: a round may have left them as they were.
+        """
+        note = self.outbox.note
+        again = sent_again(note, ticket, previous, self.connection.info, self.connection.outcome)
+        if note is None or again is None:
+            return False
+        LOG.info("%s: the server fell back to version %d; submitting again", self.site, ticket.base_version)
+        self._turns.moves_to(ticket.ticket, ticket.base_version, note.ticket)
+        self.outbox.seal(again)
+        try:
+            self.send()
+        except (TicketClosed, Gone, UpdateRefused) as error:
+            LOG.warning("%s: %s", self.site, error)
+            self.outbox.clear()
+        return True

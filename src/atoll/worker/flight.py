@@ -1,0 +1,101 @@
+"""An update of one fragment on its way, and what a worker knows of the fragment: everything that needs the network."""
+
+from __future__ import annotations
+
+import threading
+
+from atoll.errors import Gone, UpdateRefused
+from atoll.latch import Latch
+from atoll.wire import messages
+from atoll.worker.exchange import Exchange
+from atoll.worker.files import BaseFile
+
+
+class Fragment:
+    """Where a worker is with one fragment.
+
+    Attributes:
+        number: of the round that it takes part in next.
+        ticket: for that round, where there is one.
+        settled: the ticket of the outbox's update, once its fate is in the base.
+        base_step: the local step after which the last update that counts was taken.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange, self.index = exchange, exchange.fragment
+        self.number = 1
+        self.ticket: messages.Ticket | None = None
+        self.settled = self.base_step = self.version = 0
+        self.finished = False
+
+    def heard(self, reply: messages.TicketReply) -> None:
+        """Take over what the server said of the next round."""
+        self.ticket, self.finished = reply.ticket, reply.status == "finished"
+        self.number = reply.ticket.round if reply.ticket else reply.round
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the outbox holds what was formed from the base, and it is not known yet what became of it."""
+        note, base = self.exchange.outbox.note, self.exchange.base.note
+        assert base is not None
+        return note is not None and note.ticket != self.settled and note.base_digest == base.digest
+
+
+class Flight:
+    """An update on its way, and its result: everything that needs the network, in a thread or where `run` is called.
+
+    Attributes:
+        step: after which it was taken.
+        moved: the file with the result; None while there is none.
+    """
+
+    def __init__(self, fragment: Fragment, step: int, max_retries: int) -> None:
+        self.fragment, self.step, self._max_retries = fragment, step, max_retries
+        self.moved: BaseFile | None = None
+        self.reply: messages.TicketReply | None = None
+        self.error: BaseException | None = None
+        self.done = Latch()
+        self.late = False
+
+    def start(self) -> None:
+        name = f"atoll-fragment-{self.fragment.index}"
+        threading.Thread(target=self.run, name=name, daemon=True).start()
+
+    def run(self) -> None:
+        """Send, wait, pull; whatever happens is found in the attributes."""
+        try:
+            self.fragment.exchange.send(self._max_retries)
+            self.fragment.exchange.refusals = 0
+            self._fetch()
+        except UpdateRefused as error:
+            self.error = error
+            try:
+                self._fetch()
+            except BaseException as worse:
+                self.error = worse
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.done.set()
+
+    def _fetch(self) -> None:
+        exchange = self.fragment.exchange
+        self.reply = exchange.next_round(max_retries=self._max_retries)
+        self.reply, self.moved = pulled(exchange, self.reply, self._max_retries)
+
+
+def pulled(
+    exchange: Exchange, reply: messages.TicketReply, max_retries: int | None
+) -> tuple[messages.TicketReply, BaseFile]:
+    """The version that a reply names, in a file beside the base; and the reply, or a newer one where it is gone."""
+    moved = exchange.following()
+    try:
+        while True:
+            try:
+                exchange.pull(reply.head_version, reply.head_digest, None, moved, max_retries=max_retries)
+                return reply, moved
+            except Gone:
+                reply = exchange.connection.next_ticket(exchange.fragment, wait_s=0.0)
+    except BaseException:
+        moved.close()
+        raise

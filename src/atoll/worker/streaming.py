@@ -1,0 +1,348 @@
+"""Streaming DiLoCo at a worker: one fragment after the other is synchronised, while training goes on.
+
+Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch (Douillard et al., arXiv 2501.18512),
+Algorithm 2. Every H/K local steps one fragment p is due:
+
+    Δ_p ← b_p − w_p        taken at once, on the training thread, into the fragment's outbox
+    b_p ← outer step       a thread of its own sends Δ_p, waits for the result and pulls it to disk
+    w_p ← (1−α)·b_p + α·w_p     τ steps later, on the training thread
+
+Between taking and merging, local steps change w_p further; what α leaves of them is in the next Δ_p. Nothing but the
+fragment's own tensors changes; the inner optimizer keeps its state.
+
+Which fragment is due: in a run that waits for its workers, the one with the lowest (round, number) of those that this
+worker has not submitted. In the undisturbed run that is the cycle 0 … K−1. Where a synchronisation was skipped, or the
+worker came later, all still go by the same order; so nobody ever waits for somebody who waits for him.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from atoll.errors import Gone, TicketClosed, UpdateRefused
+from atoll.tensors.fragments import Schedule
+from atoll.tensors.modules import Tensors
+from atoll.wire import messages
+from atoll.worker import update
+from atoll.worker.connection import START_RETRIES, NetworkLost
+from atoll.worker.files import BaseFile
+from atoll.worker.flight import Flight, Fragment, pulled
+from atoll.worker.reporting import LOG
+from atoll.worker.session import Session
+
+DRAIN_S = 60.0
+"""At the end, how long what is under way is waited for."""
+
+Said = Callable[[], tuple[float, dict[str, float]]]
+
+
+class Streaming:
+    """The synchronisations of one worker, driven by its optimizer steps.
+
+    Args:
+        session: of the worker.
+        tensors: gives the model's own, by name.
+        said: gives weight and metrics of the update that is about to be formed.
+        sync_every: H.
+        max_retries: attempts before a synchronisation with a lost server is skipped.
+
+    Attributes:
+        rounds: results that were merged.
+        skipped: turns that broke off.
+        merges_waited: results that were not there when they were to be merged, so that training waited.
+        merges_late: those that were merged later instead, as in asynchronous runs.
+        newest_step: the last step after which something was taken.
+    """
+
+    def __init__(
+        self, session: Session, tensors: Callable[[], Tensors], said: Said, *, sync_every: int, max_retries: int
+    ) -> None:
+        self._session, self._tensors, self._said, self._max_retries = session, tensors, said, max_retries
+        self._lost = (
+            False  # the last turn was skipped for the network: the next ones try once, and do not hold up training
+        )
+        info = session.info
+        self._tau, self._alpha, self._max_inflight = info.tau, info.alpha, info.max_inflight
+        self._waits = info.mode == "sync"
+        self._schedule = Schedule(sync_every, info.fragments)
+        self._fragments = [Fragment(exchange) for exchange in session.fragments]
+        self._next = session.due
+        self._flights: list[Flight] = []  # oldest first
+        self.rounds = self.skipped = self.merges_waited = self.merges_late = self.newest_step = 0
+        self.finished = False
+
+    @property
+    def under_way(self) -> int:
+        return len(self._flights)
+
+    @property
+    def _retries(self) -> int:
+        return 0 if self._lost else self._max_retries
+
+    # -- life
+
+    def begin(self) -> None:
+        """Send what an earlier process left, and pull every fragment into the model."""
+        for fragment in self._fragments:
+            exchange = fragment.exchange
+            exchange.resume_outbox()
+            reply = exchange.next_round(wait_s=0.0, max_retries=START_RETRIES)
+            fragment.heard(reply)
+            self._reset(fragment, reply, 0, START_RETRIES)
+        self._look_whether_finished()
+
+    def drain(self) -> None:
+        """Finish what is under way, within `DRAIN_S`, and merge it."""
+        end_s = time.monotonic() + DRAIN_S
+        for flight in list(self._flights):
+            if not flight.done.wait(max(0.0, end_s - time.monotonic())):
+                LOG.warning(
+                    "%s: the result of fragment %d did not come in %g s; it is not in this model",
+                    self._session.site,
+                    flight.fragment.index,
+                    DRAIN_S,
+                )
+                self.abandon()
+                return
+            self._land(flight)
+
+    def abandon(self) -> None:
+        """Leave what is under way as it is: its threads move no byte any more, and end."""
+        if self._flights:
+            self._fragments[0].exchange.parts.break_off()
+
+    # -- one step
+
+    def after_step(self, step: int) -> bool:
+        """A local step was made: merge what is to be merged, and take what is due; returns whether anything was."""
+        ready = [flight for flight in self._flights if self._is_ready(flight, step)]
+        for flight in ready:
+            self._land(flight)
+        due = not self.finished and self._schedule.due(step) is not None
+        if due:
+            self._turn(step)
+        return due or bool(ready)
+
+    def _is_ready(self, flight: Flight, step: int) -> bool:
+        """Whether a result is to be merged now; where the run waits for its workers, it then is waited for."""
+        if step < flight.step + self._tau:
+            return False
+        if flight.done.is_set():
+            return True
+        if not self._waits and not flight.late:
+            flight.late = True
+            self.merges_late += 1
+        return self._waits
+
+    def _turn(self, step: int) -> None:
+        while len(self._flights) >= self._max_inflight:
+            if not self._waits:
+                return  # what is local stays, and is in the fragment's next update
+            self._land(self._flights[0])
+        fragment: Fragment | None = None
+        try:
+            for _ in range(2 * len(self._fragments)):  # a fragment may turn out to be further than was known
+                fragment = self._pick()
+                if fragment is None or not self._prepare(fragment):
+                    break
+                self._lost = False
+                if fragment is self._pick():
+                    self._take(fragment, step)
+                    break
+        except (*NetworkLost, TicketClosed, Gone) as error:
+            assert fragment is not None
+            self._skip(fragment, error)
+        self._look_whether_finished()
+
+    def _pick(self) -> Fragment | None:
+        """The fragment whose turn it is; None where each is finished or under way."""
+        busy = {flight.fragment.index for flight in self._flights}
+        free = [each for each in self._fragments if not each.finished and each.index not in busy]
+        if self._waits:
+            return min(free, key=lambda each: (each.number, each.index), default=None)
+        return min(free, key=lambda each: (each.index - self._next) % len(self._fragments), default=None)
+
+    def _prepare(self, fragment: Fragment) -> bool:
+        """Have a ticket against the base, in the order that all go by; False where there is nothing to submit now.
+
+        The head may have moved without this worker: what is local is carried over to it.
+        """
+        exchange, waited = fragment.exchange, False
+        if fragment.under_way:
+            self._settle(fragment)
+        elif fragment.ticket is not None and exchange.is_over(fragment.ticket, self._retries):
+            fragment.ticket = None
+        reply: messages.TicketReply | None = None
+        if fragment.ticket is None:
+            reply = exchange.next_round(wait_s=0.0, max_retries=self._retries)
+            if reply.status == "wait":
+                waited = True
+                reply = exchange.next_round(max_retries=self._retries)
+            fragment.heard(reply)
+        base = exchange.base.note
+        assert base is not None
+        if reply is not None and fragment.finished:
+            self._reset(fragment, reply, fragment.base_step)
+            return True
+        ticket = fragment.ticket
+        assert ticket is not None
+        if ticket.base_digest == base.digest:
+            return True
+        if reply is None:
+            reply = exchange.next_round(wait_s=0.0, max_retries=self._retries)
+            fragment.heard(reply)
+        if self._session.info.on_missed == "reset":
+            self._reset(fragment, reply, self.newest_step)
+            return False
+        self._rebase(fragment, reply)
+        return not waited  # the others had their turn with it while we waited
+
+    def _take(self, fragment: Fragment, step: int) -> None:
+        """Form the update, and send it on its way."""
+        if fragment.finished:
+            return
+        ticket, exchange = fragment.ticket, fragment.exchange
+        assert ticket is not None
+        weight, metrics = self._said()
+        steps = step - fragment.base_step
+        exchange.form(ticket, self._own(fragment), weight=weight, steps=steps, metrics=metrics)
+        fragment.ticket = None
+        self._next = (fragment.index + 1) % len(self._fragments)
+        self.newest_step = step
+        flight = Flight(fragment, step, self._retries)
+        self._flights.append(flight)
+        if self._tau == 0:
+            flight.run()
+            self._land(flight)
+        else:
+            flight.start()
+
+    def _land(self, flight: Flight) -> None:
+        """Merge a result, once it is there."""
+        fragment = flight.fragment
+        exchange = fragment.exchange
+        if not flight.done.is_set():
+            self.merges_waited += 1
+            self._session.tell(state="waiting for the others")
+            flight.done.wait()
+        self._flights.remove(flight)
+        reply, moved = flight.reply, flight.moved
+        if isinstance(flight.error, UpdateRefused):
+            # the server named what is wrong; the round goes on without us, and we go on from the global model
+            LOG.warning(
+                "%s: local steps of fragment %d since version %d are lost",
+                self._session.site,
+                fragment.index,
+                fragment.version,
+            )
+            exchange.outbox.clear()
+            exchange.refused(flight.error)
+        elif isinstance(flight.error, (*NetworkLost, TicketClosed, Gone)):
+            self._skip(fragment, flight.error)
+            return
+        elif flight.error is not None:
+            raise flight.error
+        assert reply is not None
+        assert moved is not None
+        alpha = 0.0 if flight.error is not None else self._alpha
+        update.merge_(self._own(fragment), moved, alpha)
+        if flight.error is None:
+            self.rounds += 1
+        fragment.heard(reply)
+        self._begins_from(fragment, moved, flight.step)
+        self._look_whether_finished()
+
+    # -- what else may come
+
+    def _settle(self, fragment: Fragment) -> None:
+        """A turn broke off after its update was formed: find out what became of it.
+
+        If it is in, only what was trained since is local progress: the base advances to what was submitted. If it is
+        not, the next update holds all of it.
+        """
+        exchange = fragment.exchange
+        note = exchange.outbox.note
+        assert note is not None
+        outcome = self._session.outcome(note.ticket, self._retries)
+        if outcome.state in ("accepted", "counted"):
+            LOG.info("%s: the update of round %d is in after all", self._session.site, note.round)
+            exchange.advance_base()
+            fragment.settled = note.ticket
+            fragment.base_step += note.steps
+        else:
+            exchange.outbox.clear()
+        fragment.ticket = None
+
+    def _rebase(self, fragment: Fragment, reply: messages.TicketReply) -> None:
+        """The head moved without us: carry local progress over to it."""
+        exchange = fragment.exchange
+        reply, moved = pulled(exchange, reply, self._retries)
+        update.rebase_(self._own(fragment), exchange.base, moved)
+        fragment.heard(reply)
+        self._begins_from(fragment, moved, fragment.base_step)
+        LOG.info(
+            "%s: fragment %d moved on to version %d; local steps were carried over",
+            self._session.site,
+            fragment.index,
+            fragment.version,
+        )
+
+    def _reset(
+        self, fragment: Fragment, reply: messages.TicketReply, step: int, max_retries: int | None = None
+    ) -> None:
+        """The fragment becomes the head's."""
+        exchange, moved = fragment.exchange, None
+        if exchange.is_following(reply.head_digest):  # an earlier process was about to merge it
+            reply, moved = pulled(exchange, reply, max_retries or self._retries)
+            update.load_(self._own(fragment), moved)
+        while moved is None:
+            try:
+                retries = max_retries or self._retries
+                exchange.pull(reply.head_version, reply.head_digest, self._own(fragment), max_retries=retries)
+                break
+            except Gone:
+                reply = self._session.next_ticket(fragment.index, wait_s=0.0)
+        fragment.heard(reply)
+        self._begins_from(fragment, moved, step)
+
+    def _begins_from(self, fragment: Fragment, moved: BaseFile | None, step: int) -> None:
+        """The fragment's local progress is what comes after `step`, beyond `moved`, or beyond what the base holds."""
+        exchange = fragment.exchange
+        if moved is not None:
+            exchange.base.replace_with(moved)
+        note = exchange.base.note
+        assert note is not None
+        if exchange.outbox.note is not None:  # kept: until it is durable the server may fall back, and need it again
+            fragment.settled = exchange.outbox.note.ticket
+        fragment.base_step, fragment.version = step, note.version
+        version = min(each.version for each in self._fragments)
+        self._session.tell(version=version, state="training")
+
+    def _skip(self, fragment: Fragment, error: BaseException) -> None:
+        self.skipped += 1
+        fragment.ticket = None
+        self._lost = isinstance(error, NetworkLost)
+        LOG.warning(
+            "%s: synchronisation of fragment %d skipped; training goes on. %s",
+            self._session.site,
+            fragment.index,
+            error,
+        )
+
+    def _look_whether_finished(self) -> None:
+        """Where the run is over: the model becomes the run's, with every fragment as the last round left it."""
+        if self.finished or self._flights or not all(fragment.finished for fragment in self._fragments):
+            return
+        self.finished = True
+        for fragment in self._fragments:
+            update.load_(self._own(fragment), fragment.exchange.base)
+        LOG.info(
+            "%s: the run is finished at version %d; further steps stay local",
+            self._session.site,
+            min(fragment.version for fragment in self._fragments),
+        )
+
+    def _own(self, fragment: Fragment) -> Tensors:
+        tensors = self._tensors()
+        return {spec.name: tensors[spec.name] for spec in fragment.exchange.schema.tensors}

@@ -1,0 +1,202 @@
+"""A model of six equal layers in fp64, sites with data of their own, and the numbers that streaming has to give.
+
+`expected` is the formula of 2501.18512, computed in one process with plain tensors; nothing of Atoll's is used.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import atoll
+
+LAYERS = 6
+WEIGHTS = {"a": 1.0, "b": 2.5, "c": 4.0}
+OUTER_LR, MOMENTUM = 0.6, 0.8
+
+Trace = list[dict[str, Tensor]]
+"""Every parameter after each local step."""
+
+
+def build() -> nn.Module:
+    torch.manual_seed(3)
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [nn.Linear(5, 5), nn.Tanh()]
+    return nn.Sequential(*layers).double()
+
+
+def inner(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-2, weight_decay=0.05)
+
+
+def data(site: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(ord(site))
+    return (
+        torch.randn(16, 5, dtype=torch.float64, generator=generator),
+        torch.randn(16, 5, dtype=torch.float64, generator=generator),
+    )
+
+
+def local_step(model: nn.Module, optimizer: torch.optim.Optimizer, site: str) -> None:
+    inputs, targets = data(site)
+    optimizer.zero_grad()
+    (model(inputs) - targets).square().mean().backward()
+    optimizer.step()
+
+
+def names_of(fragments: int) -> list[list[str]]:
+    """By hand: six layers of the same size, each with a weight and a bias; a layer is an even place of the sequence."""
+    each = LAYERS // fragments
+    return [
+        [
+            f"{2 * layer}.{kind}"
+            for layer in range(each * fragment, each * (fragment + 1))
+            for kind in ("weight", "bias")
+        ]
+        for fragment in range(fragments)
+    ]
+
+
+def expected(
+    sites: list[str], *, fragments: int, sync_every: int, tau: int, alpha: float, rounds: int
+) -> dict[str, Trace]:
+    """What each site's parameters are after every local step, until the run is finished."""
+    models = {site: build() for site in sites}
+    optimizers = {site: inner(models[site]) for site in sites}
+    parameters = {site: dict(models[site].named_parameters()) for site in sites}
+    theta = {name: value.detach().clone() for name, value in build().named_parameters()}
+    momentum = {name: torch.zeros_like(value) for name, value in theta.items()}
+    total = sum(WEIGHTS[site] for site in sites)
+    traces: dict[str, Trace] = {site: [] for site in sites}
+    results: dict[int, dict[str, Tensor]] = {}  # local step at which it is merged → fragment's parameters
+    taken, every = 0, sync_every // fragments
+    step = merged = 0
+    while merged < rounds * fragments:
+        step += 1
+        for site in sites:
+            local_step(models[site], optimizers[site], site)
+        with torch.no_grad():
+            arrivals = [results.pop(step)] if step in results else []
+            if step % every == 0 and taken < rounds * fragments:
+                for name in names_of(fragments)[taken % fragments]:
+                    before = arrivals[0].get(name) if arrivals else None
+                    assert before is None, "a fragment is not taken in the step in which it is merged, but for K = 1"
+                    gradient = torch.zeros_like(theta[name])
+                    for site in sites:
+                        gradient += (theta[name] - parameters[site][name]) * (WEIGHTS[site] / total)
+                    momentum[name] = MOMENTUM * momentum[name] + gradient
+                    theta[name] = theta[name] - OUTER_LR * (gradient + MOMENTUM * momentum[name])
+                now = {name: theta[name].clone() for name in names_of(fragments)[taken % fragments]}
+                taken += 1
+                if tau:
+                    results[step + tau] = now
+                else:
+                    arrivals.append(now)
+            for arrival in arrivals:
+                merged += 1
+                for site in sites:
+                    for name, value in arrival.items():
+                        parameters[site][name].copy_((1 - alpha) * value + alpha * parameters[site][name])
+            if merged == rounds * fragments:  # the run is finished: everybody has its model
+                for site in sites:
+                    for name, value in theta.items():
+                        parameters[site][name].copy_(value)
+        for site in sites:
+            traces[site].append({name: value.detach().clone() for name, value in parameters[site].items()})
+    return traces
+
+
+def serving(folder: Path, **settings: Any) -> dict[str, Any]:
+    """Settings of a run of this model."""
+    options: dict[str, Any] = {
+        "algorithm": "diloco",
+        "codec": "none",
+        "outer_lr": OUTER_LR,
+        "outer_momentum": MOMENTUM,
+        "port": 0,
+        "state_dir": folder / "state",
+        "heartbeat_interval_s": 1.0,
+        "threads": 1,
+    }
+    return options | settings
+
+
+def serve(folder: Path, model: nn.Module | None = None, **settings: Any) -> atoll.Server:
+    """A server that is not started."""
+    return atoll.Server(model or build(), **serving(folder, **settings))
+
+
+class Sites:
+    """Workers as threads of this process.
+
+    Attributes:
+        traces: site → its parameters after each local step.
+        loops: site → its part in the run.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        sites: list[str],
+        steps: int,
+        during: Callable[[str, int], None] | None = None,
+        **options: Any,
+    ) -> None:
+        """`during(site, step)` is called before every local step."""
+        self.traces: dict[str, Trace] = {site: [] for site in sites}
+        self.loops: dict[str, atoll.DiLoCo] = {}
+        self._url, self._folder, self._steps, self._during, self._options = url, folder, steps, during, options
+        self._errors: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._guarded, args=(site,), daemon=True) for site in sites]
+        for thread in self._threads:
+            thread.start()
+
+    def _guarded(self, site: str) -> None:
+        try:
+            self._work(site)
+        except BaseException as error:
+            self._errors.append(error)
+
+    def _work(self, site: str) -> None:
+        model = build()
+        optimizer = inner(model)
+        folder = self._folder / "workers"
+        with atoll.DiLoCo(
+            model, optimizer, server=self._url, site=site, weight=WEIGHTS[site], folder=folder, **self._options
+        ) as diloco:
+            self.loops[site] = diloco
+            for step in range(self._steps):
+                if diloco.finished:
+                    break
+                if self._during:
+                    self._during(site, step)
+                local_step(model, optimizer, site)
+                self.traces[site].append({name: p.detach().clone() for name, p in model.named_parameters()})
+
+    def join(self, timeout_s: float = 60.0) -> None:
+        """Wait for all of them; raise what the first of them raised."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+            if self._errors:
+                raise self._errors[0]
+            assert not thread.is_alive(), "a worker hangs"
+        if self._errors:
+            raise self._errors[0]
+
+
+def require_close(traces: dict[str, Trace], right: dict[str, Trace]) -> None:
+    """Every parameter of every site after every step is what it has to be, to 1e-12."""
+    assert traces.keys() == right.keys()
+    for site, trace in right.items():
+        assert len(traces[site]) == len(trace), site
+        for step, (mine, theirs) in enumerate(zip(traces[site], trace, strict=True), start=1):
+            for name, value in theirs.items():
+                error = float((mine[name] - value).abs().max())
+                assert error <= 1e-12, f"{site}, step {step}, {name}: {error}"

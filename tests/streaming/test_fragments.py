@@ -1,0 +1,138 @@
+"""How a model is cut into fragments, and when each is due."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from atoll.errors import ConfigError
+from atoll.tensors.fragments import Schedule, Split, cut, split, split_of
+from atoll.tensors.modules import schema_of
+from atoll.tensors.schema import PARAMS, Schema, TensorSpec
+from atoll.wire import messages
+
+SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=9)
+
+
+@pytest.mark.covers("L8")
+@given(SIZES, st.data())
+def test_the_largest_run_is_as_small_as_neighbours_allow(sizes: list[int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(sizes)))
+    ends = cut(sizes, count)
+    assert len(ends) == count
+    assert ends[-1] == len(sizes)
+    starts = [0, *ends[:-1]]
+    assert all(start < end for start, end in zip(starts, ends, strict=True)), "no run is empty"
+    largest = max(sum(sizes[start:end]) for start, end in zip(starts, ends, strict=True))
+
+    def of(inner: tuple[int, ...]) -> int:
+        borders = [0, *inner, len(sizes)]
+        return max(sum(sizes[low:high]) for low, high in itertools.pairwise(borders))
+
+    assert largest == min(of(inner) for inner in itertools.combinations(range(1, len(sizes)), count - 1))
+
+
+@pytest.mark.covers("L8")
+@given(SIZES, st.data())
+def test_every_tensor_is_in_one_fragment_and_neighbours_stay_together(sizes: list[int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(sizes)))
+    schema = Schema.build([TensorSpec(f"{index}.weight", "F32", (size,)) for index, size in enumerate(sizes)])
+    made = split(schema, count)
+    assert made == split(schema, count)
+    assert made.count == len(made.schemas) == count
+    assert list(made.places) == sorted(made.places)
+    together = [spec for each in made.schemas for spec in each.tensors]
+    assert together == list(schema.tensors)
+
+
+@pytest.mark.covers("L8")
+def test_equal_layers_are_shared_out_equally() -> None:
+    made = split(schema_of(nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))), 4)
+    assert [each.nbytes for each in made.schemas] == [3 * (8 * 8 + 8) * 4] * 4
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.covers("L8")
+def test_tied_tensors_and_the_buffers_of_a_module_stay_together() -> None:
+    made = split(schema_of(Tied()), 3)
+    place = dict(zip((spec.name for spec in made.schema.tensors), made.places, strict=True))
+    parts = made.schemas
+    assert [alias for part in parts for alias in part.aliases] == [("head.weight", "embedding.weight")]
+    assert ("head.weight", "embedding.weight") in parts[place["embedding.weight"]].aliases
+    for buffer in ("running_mean", "running_var", "num_batches_tracked"):
+        assert place[f"body.1.{buffer}"] == place["body.1.weight"]
+        assert place[f"body.3.{buffer}"] == place["body.2.bias"], "without parameters: with those before it"
+
+
+def test_layers_of_mixed_width_stay_with_their_neighbours() -> None:
+    """A schema lists fp32 before bf16: the norms would all come first."""
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8).bfloat16()) for _ in range(4)))
+    made = split(schema_of(model), 4)
+    assert [{spec.name.partition(".")[0] for spec in part.tensors} for part in made.schemas] == [
+        {"0"},
+        {"1"},
+        {"2"},
+        {"3"},
+    ]
+
+
+def test_every_fragment_has_something_to_train() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    for count in range(1, 7):
+        for part in split(schema_of(model), count).schemas:
+            assert any(spec.group == PARAMS and spec.numel for spec in part.tensors)
+
+
+def test_more_fragments_than_parameters_are_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match="num_fragments is 3, but the model has 2 parameters") as caught:
+        split(schema_of(nn.Linear(2, 2)), 3)
+    assert "at most 2" in caught.value.remedy
+
+
+@pytest.mark.covers("L8")
+def test_a_split_comes_back_from_the_journal_and_from_the_wire_as_it_was() -> None:
+    made = split(schema_of(Tied()), 3)
+    assert split_of(made.schema.to_json() | {"fragments": list(made.places)}) == made
+    assert messages.SchemaMessage.of(made).to_split() == made
+    whole = Split.whole(made.schema)
+    assert split_of(made.schema.to_json()) == messages.SchemaMessage.of(whole).to_split() == whole
+    assert whole.schemas[0] is whole.schema
+
+
+@pytest.mark.covers("L7")
+def test_six_hundred_steps_and_three_fragments() -> None:
+    schedule = Schedule(600, 3)
+    due = {step: fragment for step in range(1401) if (fragment := schedule.due(step)) is not None}
+    assert due == {200: 0, 400: 1, 600: 2, 800: 0, 1000: 1, 1200: 2, 1400: 0}
+    assert schedule.due(200, first=2) == 2
+
+
+@given(st.integers(1, 20), st.integers(1, 8), st.integers(0, 7))
+def test_in_h_steps_each_fragment_is_due_once(every: int, fragments: int, first: int) -> None:
+    schedule = Schedule(every * fragments, fragments)
+    due = [schedule.due(step, first % fragments) for step in range(1, every * fragments + 1)]
+    assert sorted(each for each in due if each is not None) == list(range(fragments))
+
+
+def test_the_dtype_does_not_matter_for_where_a_module_goes() -> None:
+    torch.manual_seed(0)
+    single, double = (
+        split(schema_of(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(dtype)), 2)
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert [[spec.name for spec in part.tensors if spec.group == PARAMS] for part in single.schemas] == [
+        [spec.name for spec in part.tensors if spec.group == PARAMS] for part in double.schemas
+    ]
