@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from round_story import closed
+from round_story import Story, closed
 
 from atoll.rounds import machine
 from atoll.rounds.effects import (
@@ -220,3 +220,15 @@ def test_500_deaths_at_once_change_the_round_once(story):
     state, effects = machine.step(state, TimePassed(), 120.0)
     assert sum(isinstance(effect, LeaseEnded) for effect in effects) == 500
     assert sum(isinstance(effect, ExpectedChanged) for effect in effects) == 1
+
+
+def test_who_begins_now_is_told_which_fragment_is_next():
+    """The first of those with the fewest rounds; but not one whose round has the site's update already."""
+    tell = Story(machine.Rules(num_workers=2, fragments=3))
+    tell.join("a", "b")
+    assert machine.due(tell.state, "c") == 0
+    tell.submit("a")
+    assert [machine.due(tell.state, site) for site in "abc"] == [1, 0, 0]
+    tell.submit("b")
+    tell.commit()
+    assert [machine.due(tell.state, site) for site in "abc"] == [1, 1, 1]
