@@ -17,6 +17,7 @@ class Fragment:
     Attributes:
         number: of the round that it takes part in next.
         ticket: for that round, where there is one.
+        local_steps: H_w, where the run has given this worker one (DyLU); else 0.
         settled: the ticket of the outbox's update, once its fate is in the base.
         base_step: the local step after which the last update that counts was taken.
     """
@@ -25,6 +26,7 @@ class Fragment:
         self.exchange, self.index = exchange, exchange.fragment
         self.number = 1
         self.ticket: messages.Ticket | None = None
+        self.local_steps = 0
         self.settled = self.base_step = self.version = 0
         self.finished = False
 
@@ -32,6 +34,7 @@ class Fragment:
         """Take over what the server said of the next round."""
         self.ticket, self.finished = reply.ticket, reply.status == "finished"
         self.number = reply.ticket.round if reply.ticket else reply.round
+        self.local_steps = reply.ticket.local_steps if reply.ticket else self.local_steps
 
     @property
     def under_way(self) -> bool:

@@ -59,15 +59,13 @@ class Streaming:
         self, session: Session, tensors: Callable[[], Tensors], said: Said, *, sync_every: int, max_retries: int
     ) -> None:
         self._session, self._tensors, self._said, self._max_retries = session, tensors, said, max_retries
-        self._lost = (
-            False  # the last turn was skipped for the network: the next ones try once, and do not hold up training
-        )
+        self._lost = False  # the last turn was skipped for the network: the next ones try once, and hold up nothing
         info = session.info
         self._tau, self._alpha, self._max_inflight = info.tau, info.alpha, info.max_inflight
         self._waits = info.mode == "sync"
         self._schedule = Schedule(sync_every, info.fragments)
         self._fragments = [Fragment(exchange) for exchange in session.fragments]
-        self._next = session.due
+        self._next, self._due_step = session.due, 0
         self._flights: list[Flight] = []  # oldest first
         self.rounds = self.skipped = self.merges_waited = self.merges_late = self.newest_step = 0
         self.finished = False
@@ -119,10 +117,18 @@ class Streaming:
         ready = [flight for flight in self._flights if self._is_ready(flight, step)]
         for flight in ready:
             self._land(flight)
-        due = not self.finished and self._schedule.due(step) is not None
+        due = not self.finished and self._is_due(step)
         if due:
+            self._due_step = step
             self._turn(step)
         return due or bool(ready)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a fragment's turn has come: every H/K steps, or H_w/K where this worker has an H_w of its own."""
+        own = min((each.local_steps for each in self._fragments if each.local_steps), default=0)
+        if not own:
+            return self._schedule.due(step) is not None
+        return step - self._due_step >= max(1, own // len(self._fragments))
 
     def _is_ready(self, flight: Flight, step: int) -> bool:
         """Whether a result is to be merged now; where the run waits for its workers, it then is waited for."""
@@ -319,7 +325,21 @@ class Streaming:
         version = min(each.version for each in self._fragments)
         self._session.tell(version=version, state="training")
 
+    def _ended_without_us(self, fragment: Fragment) -> bool:
+        """Whether a ticket was over because the run is: an asynchronous one ends while others still train."""
+        try:
+            reply = fragment.exchange.next_round(wait_s=0.0, max_retries=0)
+        except NetworkLost:
+            return False
+        if reply.status == "finished":
+            fragment.heard(reply)
+            self._reset(fragment, reply, fragment.base_step)
+            self._look_whether_finished()
+        return fragment.finished
+
     def _skip(self, fragment: Fragment, error: BaseException) -> None:
+        if isinstance(error, TicketClosed) and self._ended_without_us(fragment):
+            return
         self.skipped += 1
         fragment.ticket = None
         self._lost = isinstance(error, NetworkLost)

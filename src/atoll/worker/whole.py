@@ -46,10 +46,22 @@ class WholeModel:
                 session.refused(error)
                 self._pull_head()
         except (*NetworkLost, TicketClosed, Gone) as error:
+            if isinstance(error, TicketClosed) and self._ended_without_us(session):
+                return
             self.skipped += 1
             self._since_sync = 0
             self._ticket = None
             LOG.warning("%s: synchronisation skipped at step %d; training goes on. %s", session.site, self.step, error)
+
+    def _ended_without_us(self, session: Session) -> bool:
+        """Whether a ticket was over because the run is: an asynchronous one ends while others still train."""
+        try:
+            reply = session.next_ticket(wait_s=0.0, max_retries=0)
+        except NetworkLost:
+            return False
+        if reply.status == "finished":
+            self._finish(session, reply)
+        return self.finished
 
     def _round(self, session: Session) -> None:
         """One synchronisation: settle what is under way, submit, wait, pull."""

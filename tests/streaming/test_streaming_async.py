@@ -1,0 +1,132 @@
+"""Sync and async, Nesterov and delayed Nesterov, whole model and fragments: every combination; codecs both ways."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from streaming_world import Sites, build, data, inner, local_step, serve
+from torch import Tensor
+
+import atoll
+
+
+def loss_of(state: dict[str, Tensor]) -> float:
+    """Of a model, mean over the data of both sites."""
+    model = build()
+    model.load_state_dict(state)
+    with torch.no_grad():
+        return sum((model(x) - y).square().mean().item() for x, y in map(data, "ab")) / 2
+
+
+def train(folder: Path, **settings: Any) -> tuple[atoll.Server, Sites]:
+    server = serve(folder, num_workers=2, **settings)
+    pacer = threading.Event()  # where nobody waits, a turn is passed over while an exchange is under way
+    with server:
+        sites = Sites(server.url, folder, ["a", "b"], steps=20_000, during=lambda *_: pacer.wait(0.002) and None)
+        sites.join()
+        server.run()
+    return server, sites
+
+
+@pytest.mark.covers("L3", "L6")
+@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize("delayed", [0, 2])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_every_combination_trains(tmp_path: Path, mode: str, delayed: int, fragments: int) -> None:
+    """About 60 local steps each, on random data: the loss has to fall."""
+    streaming = {"num_fragments": fragments, "tau": 1, "alpha": 0.5} if fragments > 1 else {}
+    rounds = 10 if mode == "sync" else 20
+    server, sites = train(
+        tmp_path,
+        mode=mode,
+        dn_buffer_size=delayed,
+        sync_every=6,
+        rounds=rounds,
+        outer_lr=0.4,
+        outer_momentum=0.3,
+        **streaming,
+    )
+    result = safetensors.torch.load_file(server.exports / "model.safetensors")
+    start = {name: value.detach() for name, value in build().state_dict().items()}
+    assert loss_of(result) < 0.95 * loss_of(start)
+    status = server.status()
+    assert [each.version for each in status.fragments] == [rounds] * fragments
+    assert all(diloco.finished and diloco.skipped == 0 for diloco in sites.loops.values())
+    for site in "ab":  # everybody ends with the run's bits
+        assert all(torch.equal(sites.traces[site][-1][name], value) for name, value in result.items())
+    assert ("async" in status.policy) == (mode == "async")
+    assert status.outer.startswith("delayed_nesterov" if delayed else "sgd")
+
+
+@pytest.mark.covers("L3")
+def test_an_infinite_grace_streams_to_the_same_bits_as_a_barrier(tmp_path: Path) -> None:
+    results = []
+    for name, mode in (("sync", {"mode": "sync"}), ("async", {"mode": "async", "async_grace_s": math.inf})):
+        server, _ = train(tmp_path / name, num_fragments=2, sync_every=4, rounds=3, dn_buffer_size=2, **mode)
+        results.append(safetensors.torch.load_file(server.exports / "model.safetensors"))
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+@pytest.mark.covers("L3", "L16")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_fragments_with_codecs_both_ways(tmp_path: Path, mode: str) -> None:
+    """int4 up and int8 down: every worker ends with what workers hold; the export has the masters."""
+    rounds = 8 if mode == "sync" else 16
+    server, sites = train(
+        tmp_path,
+        mode=mode,
+        num_fragments=2,
+        sync_every=4,
+        tau=1,
+        rounds=rounds,
+        codec="int4",
+        downlink_codec="int8",
+        outer_momentum=0.0,
+        outer_lr=0.4,
+    )
+    ends = [sites.traces[site][-1] for site in "ab"]
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+    result = safetensors.torch.load_file(server.exports / "model.safetensors")
+    assert not all(torch.equal(value, ends[0][name]) for name, value in result.items())
+    assert all(torch.allclose(value, ends[0][name], atol=0.02) for name, value in result.items())
+    start = {name: value.detach() for name, value in build().state_dict().items()}
+    assert loss_of(result) < 0.95 * loss_of(start)
+
+
+@pytest.mark.covers("L18")
+def test_a_slow_site_s_steps_under_dylu_are_a_multiple_of_the_fragments(tmp_path: Path) -> None:
+    """A third of the speed: of H = 12 with K = 2 it is asked for 2·⌊6/3⌋ = 4 steps, give or take a measurement."""
+    server = serve(
+        tmp_path, mode="async", dylu=True, num_fragments=2, sync_every=12, num_workers=2, heartbeat_interval_s=0.1
+    )
+    asked: list[int] = []
+    enough, pacer = threading.Event(), threading.Event()
+
+    def work(site: str, pause_s: float) -> None:
+        model = build()
+        optimizer = inner(model)
+        with atoll.DiLoCo(model, optimizer, server=server.url, site=site, folder=tmp_path / "w") as diloco:
+            while not enough.is_set():
+                pacer.wait(pause_s)
+                local_step(model, optimizer, site[0])
+                if site == "slow":
+                    streaming = diloco._streaming
+                    assert streaming is not None
+                    asked[:] = [each.local_steps for each in streaming._fragments]
+                    if all(0 < steps < 12 for steps in asked) and diloco.rounds > 4:
+                        enough.set()
+
+    with server:
+        threads = [threading.Thread(target=work, args=args, daemon=True) for args in (("fast", 0.01), ("slow", 0.03))]
+        for thread in threads:
+            thread.start()
+        assert enough.wait(60), asked
+        for thread in threads:
+            thread.join(60)
+    assert all(steps % 2 == 0 and 2 <= steps <= 10 for steps in asked), asked
