@@ -75,6 +75,9 @@ WAYS: dict[str, Way] = {
     "streaming": Way("streaming, K = 4, τ = 1, α = 0.5", STREAMING),
     "streaming_int8": Way("the same, int8 both ways", {**STREAMING, "codec": "int8", "downlink_codec": "int8"}),
     "streaming_int4": Way("the same, int4 both ways", {**STREAMING, "codec": "int4", "downlink_codec": "int4"}),
+    "streaming_int4_a0": Way(
+        "int4 both ways, α = 0", {**STREAMING, "alpha": 0.0, "codec": "int4", "downlink_codec": "int4"}
+    ),
     "streaming_topk": Way("the same, top-k both ways, no momentum", {**STREAMING, **TOPK}),
     "slow_sync": Way("DiLoCo, H = 20, one worker slow", H20, slow=True),
     "slow_async": Way("async, one slow", {**H20, "mode": "async"}, slow=True),
@@ -346,10 +349,15 @@ def gates(mean: Callable[[str, str], float], there: set[str], base_bytes: float)
     def fewer(name: str) -> float:
         return base_bytes / (mean(name, "up") + mean(name, "down"))
 
-    for name, percent, times in (("diloco", 1.0, 20), ("streaming_int4", 2.0, 100)):
+    titles = {
+        "diloco": "DiLoCo, H = 20",
+        "streaming_int4": "streaming + int4 both ways, α = 0.5",
+        "streaming_int4_a0": "streaming + int4 both ways, α = 0",
+    }
+    for name, percent, times in (("diloco", 1.0, 20), ("streaming_int4", 2.0, 100), ("streaming_int4_a0", 2.0, 100)):
         if {name, "data_parallel"} <= there:
             loss, bytes_ = above(name, "data_parallel"), fewer(name)
-            title = WAYS[name].title if name == "diloco" else "streaming + int4 both ways"
+            title = titles[name]
             found.append(Gate(f"{title}: loss above data-parallel, %", loss, f"<= {percent:g}", loss <= percent))
             found.append(Gate(f"{title}: times fewer bytes", bytes_, f">= {times}", bytes_ >= times))
     if {"slow_delayed", "slow_sync"} <= there:
