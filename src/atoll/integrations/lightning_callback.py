@@ -24,7 +24,6 @@ import torch
 from atoll.errors import ConfigError, UsageError
 from atoll.filters.base import Filter, require_filters
 from atoll.integrations import fitting
-from atoll.integrations.ranks import Ranks
 from atoll.tensors.modules import named_tensors
 from atoll.wire import messages
 from atoll.worker.border import border
@@ -33,6 +32,7 @@ from atoll.worker.correction import Correction, Proximal, Shifted
 from atoll.worker.diloco import DiLoCo
 from atoll.worker.federated import Worker, join
 from atoll.worker.local import ALONE, Round
+from atoll.worker.ranks import Ranks
 from atoll.worker.reporting import LOG, ensure_lines
 
 NOTHING_LEFT = "The run is finished: this fit trains nothing."

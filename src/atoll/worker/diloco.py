@@ -27,6 +27,7 @@ from atoll.worker.border import border
 from atoll.worker.connection import START_RETRIES, default_site, require_site
 from atoll.worker.given import finite_metrics, last_words, positive, require_trains, sync_retries
 from atoll.worker.local import ALONE, ALONE_ENDED
+from atoll.worker.ranks import Ranks
 from atoll.worker.reporting import LOG, ensure_lines, size
 from atoll.worker.session import Session
 from atoll.worker.whole import WholeModel
@@ -77,7 +78,10 @@ class DiLoCo(WholeModel):
                 f"sync_every is {sync_every}.", "Give the number of local steps between two synchronisations."
             )
         super().__init__()
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
         self.model, self.optimizer = model, optimizer
+        self._ranks = Ranks.here(model)
         self._server = server or os.environ.get("ATOLL_SERVER")
         self._site = site
         self._given_sync_every, self._given_fragments = sync_every, num_fragments
@@ -92,6 +96,7 @@ class DiLoCo(WholeModel):
         self._stopped = False
         self.sync_every = sync_every or 0
         self._streaming: Streaming | None = None
+        self._told: Any = None  # what this rank has in common with the others; None before the start
         self._pending_metrics: dict[str, float] = {}
         self._pace = (0, time.monotonic())
 
@@ -118,7 +123,14 @@ class DiLoCo(WholeModel):
             LOG.info("%s", ALONE)
             return self
         require_trains(self.optimizer, self.model.parameters())
-        site = require_site(self._site or default_site())
+        self._tensors = named_tensors(self.model)[0]
+        self._told = self._ranks.agree(lambda: self._join(require_site(self._site or default_site())))
+        self._learn()
+        self._hook(self.optimizer)
+        return self
+
+    def _join(self, site: str) -> dict[str, Any]:
+        assert self._server
         session = Session(
             self._server,
             site,
@@ -134,7 +146,6 @@ class DiLoCo(WholeModel):
         self._session = session
         try:
             self.sync_every = self._given_sync_every or session.info.sync_every or 500
-            self._tensors = named_tensors(self.model)[0]
             if session.streams:
                 self._stream(session)
             else:
@@ -144,8 +155,27 @@ class DiLoCo(WholeModel):
             session.leave(str(error))
             raise
         LOG.info("%s: joined run %s at %s; H = %d", site, session.info.name, session.http.server, self.sync_every)
-        self._hook(self.optimizer)
-        return self
+        return self._now()
+
+    def _now(self) -> dict[str, Any]:
+        """What the other ranks have to know of this one."""
+        assert self._session is not None
+        info = self._session.info
+        return {
+            "sync_every": self.sync_every,
+            "local_steps": self._local_steps,
+            "finished": self.finished,
+            "acts": {"every": self.sync_every // info.fragments, "tau": info.tau, "waits": info.mode == "sync"}
+            if self._streaming is not None
+            else None,
+        }
+
+    def _learn(self) -> None:
+        """Be where rank 0 is: its model, and when something is to be done next."""
+        if self._ranks.together:
+            self.sync_every, self.finished = self._told["sync_every"], self._told["finished"]
+            self._local_steps = self._told["local_steps"]
+            self._ranks.spread_(self._tensors.values())
 
     def _stream(self, session: Session) -> None:
         from atoll.worker.streaming import Streaming
@@ -167,9 +197,10 @@ class DiLoCo(WholeModel):
         if self._stopped:
             return
         if session is None:
-            self._stopped = not self._server
-            if self._stopped and error is None:
+            self._stopped = not self._server or self._told is not None
+            if not self._server and error is None:
                 LOG.info("%s", ALONE_ENDED)
+            self._spread_the_end(error)
             return
         self._stopped = True
         if self._streaming is not None:
@@ -181,6 +212,7 @@ class DiLoCo(WholeModel):
             )
         elif self._since_sync and not self.finished:
             LOG.info("%s: %d steps after the last synchronisation stay local", session.site, self._since_sync)
+        self._spread_the_end(error)
         said = last_words(error)
         session.leave(said)
         LOG.info(
@@ -195,6 +227,11 @@ class DiLoCo(WholeModel):
             size(session.counters.bytes_down),
             self.seconds_waited,
         )
+
+    def _spread_the_end(self, error: BaseException | None) -> None:
+        """What was merged while the loop ended is every rank's."""
+        if error is None and self._told is not None and self._told["acts"] is not None:
+            self._ranks.spread_(self._tensors.values())
 
     def _end_streaming(self, streaming: Streaming, session: Session, error: BaseException | None) -> None:
         try:
@@ -263,23 +300,41 @@ class DiLoCo(WholeModel):
         self._begun = False
         self.step += 1
         self._since_sync += 1
-        session = self._session
-        if session is None or self._stopped:
+        if self._told is None or self._stopped:
             return
-        self._beat(session)
-        if self.finished:
+        if self._session is not None:
+            self._beat(self._session)
+        if self.finished or not self._may_act():
             return
         begin = time.monotonic()
-        if self._streaming is not None:
-            if not self._streaming.after_step(self.step):
-                return
-            self._take_over(self._streaming)
-        elif self._since_sync >= (self._local_steps or self.sync_every):
-            self._synchronise(session)
-        else:
+        told = self._ranks.agree(self._act)
+        if told is None:
             return
+        self._told = told
+        self._learn()
+        if self._session is None:
+            self._since_sync = 0
         self.seconds_waited += time.monotonic() - begin
         self._pace = (self.step, time.monotonic())
+
+    def _may_act(self) -> bool:
+        """Whether something may be due after this step; every rank comes to the same answer."""
+        acts = self._told["acts"]
+        if acts is None:
+            return self._since_sync >= (self._local_steps or self.sync_every)
+        waits, every = acts["waits"] and self._ranks.together, acts["every"]
+        return not waits or self.step % every == 0 or (self.step - acts["tau"]) % every == 0
+
+    def _act(self) -> dict[str, Any] | None:
+        """Do what is due; None where nothing was."""
+        assert self._session is not None
+        if self._streaming is None:
+            self._synchronise(self._session)
+        elif self._streaming.after_step(self.step):
+            self._take_over(self._streaming)
+        else:
+            return None
+        return self._now()
 
     def _take_over(self, streaming: Streaming) -> None:
         self.rounds, self.skipped, self.finished = streaming.rounds, streaming.skipped, streaming.finished

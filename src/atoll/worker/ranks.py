@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from atoll.errors import AtollError, RunFailed
+from atoll.errors import AtollError, RunFailed, UsageError
 
 
 class Ranks:
@@ -27,6 +27,24 @@ class Ranks:
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
         self.talks, self._device = rank == 0, device
         self.together = world > 1 and dist.is_available() and dist.is_initialized()
+
+    @classmethod
+    def here(cls, model: nn.Module) -> Ranks:
+        """The ranks that this process is one of: those of torchrun, where its process group has begun.
+
+        Raises:
+            UsageError: the model is sharded over the ranks.
+        """
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return cls(0, 1, torch.device("cpu"))
+        for name, parameter in model.named_parameters():
+            if hasattr(parameter, "placements"):
+                raise UsageError(
+                    f"{name} is sharded over the ranks of this worker (FSDP), which is not there yet.",
+                    "Train with DistributedDataParallel, whose ranks have the whole model each.",
+                )
+        device = next(model.parameters()).device if dist.get_backend() == "nccl" else torch.device("cpu")
+        return cls(dist.get_rank(), dist.get_world_size(), device)
 
     def agree(self, ask: Callable[[], Any]) -> Any:
         """What `ask` gives at rank 0, at every rank; as JSON has it where there are several.
