@@ -340,10 +340,10 @@ def mean_of(runs: Runs, name: str, key: str) -> float:
 
 
 TRIED = {
-    "streaming_int4": "On seed 100 (DiLoCo +0.5 %): streaming as it is +4.1 %, int4 both ways +4.0 %: int4 costs nothing; "
-    "outer_lr 0.4: +5.0 %, 1.0: +4.0 %; α = 0: +1.5 %.",
-    "slow_delayed": "With outer_momentum 0.9 +15 % (seed 0). On seed 100 with 10 synchronous rounds first: 0.7 +5.4 %, 0.5 "
-    "+5.6 %, 0.5 with outer_lr 1 +9.9 %, 0.7 with DyLU +5.9 %; 0.7 with 30 synchronous rounds +5.1 %, 0.3 with 25 +7.9 %.",
+    "streaming_int4": "On seed 100 (DiLoCo +0.5 %): streaming as it is +4.1 %, int4 both ways +4.0 %: int4 costs "
+    "nothing; outer_lr 0.4: +5.0 %, 1.0: +4.0 %; α = 0: +1.5 %.",
+    "slow_delayed": "With outer_momentum 0.9 +15 % (seed 0). On seed 100 with 10 synchronous rounds first: 0.7 +5.4 %, "
+    "0.5 +5.6 %, 0.5 with outer_lr 1 +9.9 %, 0.7 with DyLU +5.9 %; with 30 of them 0.7 +5.1 %; with 25 0.3 +7.9 %.",
 }
 """Of a gate that is missed: what was tried."""
 
