@@ -72,6 +72,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             rounds=settings.rounds,
             sync_every=algorithm.sync_every,
             mode=settings.mode,
+            sync_rounds_first=settings.sync_rounds_first,
             schema_digest=self.plan.schema.digest,
             schema_bytes=self.plan.schema.nbytes,
             fragments=len(self.plan.fragments),
