@@ -144,6 +144,10 @@ def test_a_wrong_value_names_its_source_and_itself(
         ("max_staleness = 0", "max_staleness is 0, but mode is 'sync'"),
         ("sample_fraction = 0.5\nmode = 'async'", "sample_fraction is 0.5, but mode is 'async'"),
         (
+            "mode = 'async'\nnum_workers = 2\nmin_workers = 2\nasync_buffer = 2\nnum_fragments = 2\nsync_every = 4",
+            "mode is 'async', min_workers is 2, and num_fragments is 2",
+        ),
+        (
             "sync_every = 500\nnum_fragments = 3",
             "sync_every is 500, and num_fragments is 3: one fragment is due every sync_every/num_fragments steps, "
             "which has to be a whole number. Set sync_every to 501 or 498.",

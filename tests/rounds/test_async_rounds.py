@@ -141,6 +141,24 @@ def test_an_infinite_grace_is_a_barrier(story):
     assert closed(run.accept(tickets["a"])) == [(tickets["a"], tickets["b"])]
 
 
+@pytest.mark.covers("L3")
+@pytest.mark.parametrize("policy", [Async(buffer=2), Async(grace_s=math.inf)], ids=["buffer", "grace"])
+def test_sites_that_wait_in_two_fragments_do_not_wait_for_each_other(story, policy):
+    run, tickets = begin(story, "a", "b", policy=policy, fragments=2)
+    assert not closed(run.accept(tickets["a"]))
+    mine = run.ticket("b", 1)
+    # b waits in fragment 1: nobody is left for fragment 0; a then goes on, and may yet submit to fragment 1
+    assert closed(run.accept(mine)) == [(tickets["a"],)]
+    assert run.state.rounds[1].phase == "open"
+
+
+def test_who_may_have_another_fragment_under_way_is_waited_for(story):
+    run, tickets = begin(story, "a", "b", policy=Async(buffer=2), fragments=2, max_inflight=2)
+    run.accept(tickets["a"])
+    assert not closed(run.accept(run.ticket("b", 1)))
+    assert closed(run.accept(tickets["b"])) == [(tickets["a"], tickets["b"])]
+
+
 def test_the_first_rounds_may_be_barriers(story):
     run, tickets = begin(story, "a", "b", policy=Async(sync_rounds_first=1))
     assert not closed(run.accept(tickets["a"]))

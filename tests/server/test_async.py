@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -17,8 +18,11 @@ from test_fall_back import damage_head, slow_disk, wait_until_durable
 from torch import Tensor, nn
 
 import atoll
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, Gone
 from atoll.reducers.staleness import staleness_weight
+from atoll.rounds.events import TicketRequested, VersionCommitted
+from atoll.server.exports import Exports
+from atoll.server.run import Run
 from atoll.testing.processes import free_port, wait_until
 
 SITES = ("a", "b", "c")
@@ -266,6 +270,72 @@ def test_synchronous_rounds_first(world: Callable[..., Clients]) -> None:
     assert "1 synchronous rounds first" in run.server.status().policy
 
 
+def test_the_first_rounds_cannot_be_changed_at_the_next_start(tmp_path: Path) -> None:
+    """What waits for its turn against an earlier version has no place in a synchronous round."""
+    with ExitStack() as stack:
+        run = Clients(tmp_path, stack)
+        run.server.stop()
+        with pytest.raises(ConfigError, match="sync_rounds_first = 0, this start says 9"):
+            atoll.Server(run.model, **run.options | {"sync_rounds_first": 9}).start()
+
+
+@pytest.mark.covers("L3")
+def test_a_version_that_the_end_of_the_run_took_away_is_no_error(world: Callable[..., Clients]) -> None:
+    """a was promised version 0; before it pulls, the run ends with b's update, and keeps its result alone."""
+    run = world(rounds=1, keep_versions=1)
+    assert run.clients["a"].next_round() is not None
+    run.pull("b")
+    run.submit("b", gradient(0))
+    wait_until_durable(run.server, 1)
+    pulled = run.clients["a"].pull()["weight"]
+    assert torch.equal(pulled, run.weight())
+    run.clients["a"].submit({"weight": pulled - gradient(1)})  # in vain, and no error
+    assert run.clients["a"].next_round() is None
+    assert run.behind() == [("b", 0)]
+
+
+def test_a_ticket_asked_for_at_a_commit_is_of_the_version_that_its_digest_names(
+    world: Callable[..., Clients], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """b's step is in the journal, and the machine hears of it only after a has asked."""
+    run = world()
+    run.pull("a", "b")
+    apply, committed, held = Run.apply, threading.Event(), list[Any]()
+
+    def late(self: Run, event: Any) -> Any:
+        if isinstance(event, VersionCommitted):
+            held.append(event)
+            committed.set()
+            return ()
+        effects = apply(self, event)
+        if held and isinstance(event, TicketRequested):
+            asyncio.get_running_loop().call_soon(apply, self, held.pop())
+        return effects
+
+    monkeypatch.setattr(Run, "apply", late)
+    run.submit("b", gradient(0))
+    assert committed.wait(30)
+    session = run.clients["a"]._session
+    assert session is not None
+    reply = session.next_ticket(wait_s=0.0)
+    assert reply.ticket is not None
+    assert (reply.ticket.base_version, reply.ticket.base_digest) == (1, reply.head_digest)
+    assert reply.head_version == 1
+
+
+def test_an_export_that_is_overtaken_does_not_keep_a_version_from_becoming_durable(
+    world: Callable[..., Clients], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overtaken(*_: Any) -> None:
+        raise Gone("Version 1 is not kept.")
+
+    monkeypatch.setattr(Exports, "save", overtaken)
+    run = world(save_every=1)
+    run.pull("a")
+    run.submit("a", gradient(0))
+    wait_until_durable(run.server, 1)
+
+
 @pytest.mark.covers("L3", "F41")
 def test_a_lost_version_loses_no_update(tmp_path: Path) -> None:
     """a is at version 1 when version 2, of b's update, is lost; b has gone on from it, and sends it again."""
@@ -330,6 +400,7 @@ def test_diloco_loops_with_a_slow_site_and_dylu(tmp_path: Path) -> None:
         ({"best_metric": "loss"}, "best_metric is 'loss', but mode is 'async'"),
         ({"min_workers": 2, "num_workers": 2}, "min_workers is 2, but async_buffer is 1"),
         ({"quorum": 1, "round_deadline_s": 3}, "quorum is 1, but mode is 'async'"),
+        ({"algorithm": "fedavg", "dylu": True}, "dylu is set, but in 'fedavg'"),
         ({"staleness_weight": "inverse"}, "staleness_weight = 'inverse' is not one of constant, inverse_sqrt"),
         ({"staleness_weight": "inverse_sqrt", "reducer": "median"}, "the reducer 'median' has no weights"),
     ],

@@ -99,6 +99,28 @@ def test_fragments_with_codecs_both_ways(tmp_path: Path, mode: str) -> None:
     assert loss_of(result) < 0.95 * loss_of(start)
 
 
+@pytest.mark.covers("L3", "L6")
+def test_who_skips_a_turn_in_the_first_synchronous_rounds_takes_it_next(tmp_path: Path) -> None:
+    """a is behind by a turn, as after a lost answer. Going on in its cycle, it would wait for b, and b for it."""
+    server = serve(tmp_path, num_workers=2, mode="async", sync_rounds_first=4, num_fragments=2, sync_every=4, rounds=4)
+    skipped, pacer = threading.Event(), threading.Event()
+
+    def during(site: str, step: int) -> None:
+        pacer.wait(0.002)
+        if site == "a" and step == 1:  # fragment 0 is due after the next step
+            streaming = sites.loops["a"]._streaming
+            assert streaming is not None
+            streaming._next = 1
+            skipped.set()
+
+    with server:
+        sites = Sites(server.url, tmp_path, ["a", "b"], steps=20_000, during=during)
+        sites.join()
+        assert [each.version for each in server.status().fragments] == [4, 4]
+    assert skipped.is_set()
+    assert all(diloco.finished for diloco in sites.loops.values())
+
+
 @pytest.mark.covers("L18")
 def test_a_slow_site_s_steps_under_dylu_are_a_multiple_of_the_fragments(tmp_path: Path) -> None:
     """A third of the speed: of H = 12 with K = 2 it is asked for 2·⌊6/3⌋ = 4 steps, give or take a measurement."""

@@ -67,6 +67,11 @@ def resolve(settings: Settings) -> ResolvedAlgorithm:
         )
     if not algorithm.steps_driven:
         _require_whole(settings)
+        if settings.dylu:
+            raise ConfigError(
+                f"dylu is set, but in {settings.algorithm!r} the worker's script decides when a round ends.",
+                "Leave dylu out, or choose algorithm = 'diloco', which counts local steps.",
+            )
     outer = settings.outer_optimizer or algorithm.outer
     _require_known("outer", "outer_optimizer", outer)
     reducer = settings.reducer or algorithm.reduce["params"]

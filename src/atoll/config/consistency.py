@@ -68,6 +68,12 @@ def _require_async(settings: Settings) -> None:
             "no step would ever have enough updates.",
             f"Set async_buffer to at least {settings.min_workers}, or min_workers to {settings.async_buffer}.",
         )
+    if settings.mode == "async" and settings.min_workers > 1 and settings.num_fragments > 1:
+        raise ConfigError(
+            f"mode is 'async', min_workers is {settings.min_workers}, and num_fragments is {settings.num_fragments}: a "
+            "step could wait for sites that wait for a step of another fragment.",
+            "Leave min_workers out, or set num_fragments to 1.",
+        )
     for name, why in _SYNC_SO_FAR.items():
         if settings.mode == "async" and getattr(settings, name):
             raise ConfigError(

@@ -34,6 +34,7 @@ class RoundView:
         opened_s: when the round opened, on the clock of `now_s`.
         number: of the round; the first is 1.
         first_s: since when an update waits to be applied; None where none does.
+        elsewhere: sites that wait for a step of another fragment, and submit nothing here before it.
     """
 
     fragment: int
@@ -45,6 +46,7 @@ class RoundView:
     floor_name: str
     number: int = 1
     first_s: float | None = None
+    elsewhere: tuple[str, ...] = ()
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -155,7 +157,8 @@ class Async:
     """Applies updates in the order in which they were accepted, `buffer` at a time; nobody waits for who trains.
 
     With a buffer: FedBuff (Nguyen et al., arXiv 2106.06639), but that a site waits for the step that its update is part
-    of. A step does not wait for sites that are not there: once everybody alive has an update in, it is taken.
+    of. A step does not wait for sites that are not there: once everybody alive has an update in, it is taken. Nor for
+    those that wait in another fragment: two sites would wait for each other.
 
     Args:
         buffer: K, updates of one step.
@@ -181,8 +184,9 @@ class Async:
         return number > self.sync_rounds_first
 
     def awaited(self, view: RoundView) -> tuple[str, ...]:
-        waits = not self.is_async(view.number) or (view.accepted and (self.buffer > 1 or self.grace_s))
-        return view.missing if waits else ()
+        if not self.is_async(view.number):
+            return view.missing
+        return _free(view) if view.accepted and (self.buffer > 1 or self.grace_s) else ()
 
     def steps_before(self, waiting: int) -> int:
         return 0 if self.grace_s else waiting // self.buffer
@@ -194,16 +198,21 @@ class Async:
             return Wait(f"{len(view.expected)} of {view.floor_name} {view.floor} alive: waits for another")
         if len(view.accepted) < view.floor:
             return Wait("waits for an update")
-        if view.missing:
+        if missing := _free(view):
             if len(view.accepted) < self.buffer:
                 return Wait(f"waits for {self.buffer - len(view.accepted)} more updates of {self.buffer}")
             until_s = (now_s if view.first_s is None else view.first_s) + self.grace_s
             if self.grace_s and now_s < until_s:
                 at_most = f", {self.grace_s:g} s at most" if math.isfinite(self.grace_s) else ""
-                return Wait(f"waits for {listed(view.missing)}{at_most}", until_s)
+                return Wait(f"waits for {listed(missing)}{at_most}", until_s)
         waiting = sorted(view.accepted, key=lambda update: update.order)
         taken = waiting if self.grace_s else waiting[: self.buffer]
         return Close(tuple(update.ticket for update in sorted(taken, key=lambda update: update.site)))
+
+
+def _free(view: RoundView) -> tuple[str, ...]:
+    """Of the sites whose update is not in, those that may submit one."""
+    return tuple(site for site in view.missing if site not in view.elsewhere)
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

@@ -6,6 +6,7 @@ snapshot, since no clock survives a restart.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -30,6 +31,7 @@ class Rules:
         fragments: how many parts of the model have rounds of their own.
         tracking: which version is the best, and when that ends the run.
         max_staleness: versions between the base of an update and the one that it is applied to; None: no limit.
+        max_inflight: fragments of one worker that may be under way at a time.
     """
 
     num_workers: int
@@ -41,6 +43,7 @@ class Rules:
     fragments: int = 1
     tracking: Tracking = field(default_factory=Tracking)
     max_staleness: int | None = None
+    max_inflight: int = 1
 
     @classmethod
     def from_settings(cls, settings: Settings, fragments: int = 1) -> Rules:
@@ -60,6 +63,7 @@ class Rules:
                 settings.early_stop_min_delta,
             ),
             max_staleness=settings.max_staleness,
+            max_inflight=settings.max_inflight,
         )
 
     @property
@@ -228,7 +232,20 @@ def view(state: State, fragment: int) -> RoundView:
         floor_name=state.rules.floor_name,
         number=round_.number,
         first_s=round_.first_s,
+        elsewhere=_elsewhere(state, fragment) if len(state.rounds) > 1 else (),
     )
+
+
+def _elsewhere(state: State, fragment: int) -> tuple[str, ...]:
+    """Sites with as many updates in open rounds of other fragments as they may have under way."""
+    waiting = Counter(
+        ticket.site
+        for index, round_ in enumerate(state.rounds)
+        if index != fragment and round_.phase == "open"
+        for ticket in round_.tickets.values()
+        if ticket.state == "accepted"
+    )
+    return tuple(sorted(site for site, count in waiting.items() if count >= state.rules.max_inflight))
 
 
 def ticket_by_id(state: State, number: int) -> Ticket | None:

@@ -32,10 +32,12 @@ FROZEN_SETTINGS = (
     "downlink_codec",
     "downlink_codec_options",
     "mode",
+    "sync_rounds_first",
     "part_bytes",
     "download_to_disk",
 )
-"""What cannot change between two starts of one run, beside the outer optimizer: files on disk hang on it."""
+"""What cannot change between two starts of one run, beside the outer optimizer: files on disk hang on it, or updates
+that wait to be applied."""
 
 
 def open_run(

@@ -67,10 +67,11 @@ class Behind:
         try:
             await loop.run_in_executor(self._io, self.exports.append_metrics, summary, row.created_at)
             if due:
-                await loop.run_in_executor(self._io, self.exports.save, heads)
+                try:
+                    await loop.run_in_executor(self._io, self.exports.save, heads)
+                except Gone as error:
+                    LOG.debug("version %d was overtaken before it was exported: %s", row.version, error)
             await loop.run_in_executor(self._io, self._store.write_durable, row.fragment)
-        except Gone as error:
-            LOG.debug("version %d was overtaken before it was saved: %s", row.version, error)
         except (AtollError, OSError) as error:
             reason = passing(error)
             if reason is None:

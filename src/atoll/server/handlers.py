@@ -42,6 +42,9 @@ from atoll.wire import messages, routes, status_messages
 
 LOG = logging.getLogger("atoll.server")
 
+COMMIT_S = 1.0
+"""How long a ticket waits for a commit that is under way, whatever its worker has asked for."""
+
 REFUSALS = 5
 """In a row, after which a site is sent away: it would train and be refused for ever."""
 LOOK = "look at the learning rate, the data and the loss at this site."
@@ -72,6 +75,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             rounds=settings.rounds,
             sync_every=algorithm.sync_every,
             mode=settings.mode,
+            sync_rounds_first=settings.sync_rounds_first,
             schema_digest=self.plan.schema.digest,
             schema_bytes=self.plan.schema.nbytes,
             fragments=len(self.plan.fragments),
@@ -157,7 +161,10 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
                     case fx.LeaseRefused():
                         self.run.refuse_lease(lease, effect)
                     case fx.TicketIssued(_, ticket, fragment, base_version, _):
-                        return self._ticket_reply(lease, ticket, fragment, base_version, previous)
+                        if base_version == self.store.head(fragment).version:
+                            return self._ticket_reply(lease, ticket, fragment, base_version, previous)
+                        # an asynchronous step is in the journal, and the machine is about to hear of it
+                        until_s = max(until_s, time.monotonic() + COMMIT_S)
                     case fx.TicketWithheld(_, fragment, reason):
                         # a finished run answers at once; its result is the head
                         if reason == fx.FINISHED or time.monotonic() >= until_s:

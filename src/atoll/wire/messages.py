@@ -72,6 +72,7 @@ class RunInfo(Message):
     rounds: Count = Field(description="Rounds of the run; 0: until it is stopped.")
     sync_every: Count = Field(description="Local steps between two synchronisations; 0: the worker decides.")
     mode: Literal["sync", "async"] = Field("sync", description="Whether rounds wait for the workers they expect.")
+    sync_rounds_first: Count = Field(0, description="Rounds of an asynchronous run that wait for them nevertheless.")
     schema_digest: Hex32
     schema_bytes: Count = Field(description="Bytes of the model's tensors.")
     fragments: int = Field(ge=1, description="Parts of the model that are synchronised in turn.")

@@ -173,9 +173,9 @@ class FederatedRound:
                 if self._session.info.mode == "sync":
                     raise
                 reply = self._session.next_round()
-                if reply.ticket is None:
-                    raise
-                self._ticket = reply.ticket
+                # a run that has ended meanwhile gives no ticket any more: training goes on from its result, in vain
+                result = {"base_version": reply.head_version, "base_digest": reply.head_digest}
+                self._ticket = reply.ticket or self._ticket.model_copy(update=result)
 
     @border
     def correct(self, model: nn.Module, optimizer: Optimizer) -> Correction:

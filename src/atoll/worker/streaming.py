@@ -10,7 +10,7 @@ Algorithm 2. Every H/K local steps one fragment p is due:
 Between taking and merging, local steps change w_p further; what α leaves of them is in the next Δ_p. Nothing but the
 fragment's own tensors changes; the inner optimizer keeps its state.
 
-Which fragment is due: in a run that waits for its workers, the one with the lowest (round, number) of those that this
+Which fragment is due: in rounds that wait for their workers, the one with the lowest (round, number) of those that this
 worker has not submitted. In the undisturbed run that is the cycle 0 … K−1. Where a synchronisation was skipped, or the
 worker came later, all still go by the same order; so nobody ever waits for somebody who waits for him.
 """
@@ -165,8 +165,9 @@ class Streaming:
         """The fragment whose turn it is; None where each is finished or under way."""
         busy = {flight.fragment.index for flight in self._flights}
         free = [each for each in self._fragments if not each.finished and each.index not in busy]
-        if self._waits:
-            return min(free, key=lambda each: (each.number, each.index), default=None)
+        waits = [each for each in free if self._waits or each.number <= self._session.info.sync_rounds_first]
+        if waits:
+            return min(waits, key=lambda each: (each.number, each.index))
         return min(free, key=lambda each: (each.index - self._next) % len(self._fragments), default=None)
 
     def _prepare(self, fragment: Fragment) -> bool:
@@ -206,10 +207,9 @@ class Streaming:
 
     def _take(self, fragment: Fragment, step: int) -> None:
         """Form the update, and send it on its way."""
-        if fragment.finished:
-            return
         ticket, exchange = fragment.ticket, fragment.exchange
-        assert ticket is not None
+        if fragment.finished or ticket is None:  # none where the head moved while it was pulled, and moves again
+            return
         weight, metrics = self._said()
         steps = step - fragment.base_step
         exchange.form(ticket, self._own(fragment), weight=weight, steps=steps, metrics=metrics)
