@@ -322,7 +322,7 @@ def report(runs: Runs, settings: dict[str, Any], folder: Path) -> None:
             "s waited",
         ],
         rows=rows,
-        text=TEXT,
+        text=TEXT + lacking(runs),
         folder=folder,
     )
 
@@ -332,6 +332,13 @@ together, as they went over the socket; "fewer bytes" counts both directions, ag
 Seconds are those of a run by the clock, on a machine that did other work, too; "s waited" is what a worker stood still.
 Where one worker is slow, a step takes {FAST_S * 1000:.0f} ms at least, the slow worker's {SLOW_S * 1000:.0f} ms; the
 others are not paced, and their seconds are not to be compared with those."""
+
+
+def lacking(runs: Runs) -> str:
+    """Which ways were not run, or not with every seed."""
+    most = max(map(len, runs.values()))
+    short = [way.title for name, way in WAYS.items() if len(runs[name]) < most]
+    return f"\n\nNot run yet, or not with every seed: {'; '.join(short)}. The option more adds runs." if short else ""
 
 
 def mean_of(runs: Runs, name: str, key: str) -> float:
