@@ -294,6 +294,36 @@ def test_a_version_that_the_end_of_the_run_took_away_is_no_error(world: Callable
     assert run.behind() == [("b", 0)]
 
 
+@pytest.mark.covers("L3")
+def test_a_look_at_the_newest_model_leaves_the_round_as_it_is(tmp_path: Path) -> None:
+    """a looks while it trains from version 0, when b has brought the run to version 1: its update counts, 1 behind."""
+    models = {site: nn.Linear(3, 2, bias=False, dtype=torch.float64) for site in ("a", "b", "newest")}
+    with ExitStack() as stack:
+        server = atoll.Server(
+            nn.Linear(3, 2, bias=False, dtype=torch.float64),
+            algorithm="fedavg",
+            mode="async",
+            codec="none",
+            num_workers=2,
+            port=0,
+            state_dir=tmp_path / "state",
+        ).start()
+        stack.callback(server.stop)
+        workers = {s: stack.enter_context(atoll.join(server.url, site=s, folder=tmp_path / "w")) for s in ("a", "b")}
+        rounds = {site: next(iter(worker)) for site, worker in workers.items()}
+        for site, round_ in rounds.items():
+            round_.load_into(models[site])
+        with torch.no_grad():
+            models["b"].weight += 1
+        rounds["b"].submit(models["b"])
+        wait_until(lambda: server.status().fragments[0].version == 1, "version 1")
+        workers["a"].load_into(models["newest"])
+        assert torch.allclose(models["newest"].weight, models["b"].weight, rtol=0, atol=1e-12)
+        rounds["a"].submit(models["a"])
+        wait_until(lambda: server.status().fragments[0].version == 2, "version 2")
+        assert server.status().history[-1].staleness == [1]
+
+
 def test_a_ticket_asked_for_at_a_commit_is_of_the_version_that_its_digest_names(
     world: Callable[..., Clients], monkeypatch: pytest.MonkeyPatch
 ) -> None:

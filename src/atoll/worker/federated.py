@@ -30,6 +30,7 @@ from atoll.worker.connection import START_RETRIES, default_site, require_site
 from atoll.worker.correction import Correction, correction_for
 from atoll.worker.given import counted, finite_metrics, last_words, positive
 from atoll.worker.local import ALONE, LocalWorker, Model, Round
+from atoll.worker.looking import load_beside
 from atoll.worker.matching import matching
 from atoll.worker.reporting import LOG, ensure_lines, size
 from atoll.worker.session import Session
@@ -42,6 +43,7 @@ class Worker:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._left = False
+        self._round: FederatedRound | None = None
 
     @property
     def site(self) -> str:
@@ -87,6 +89,9 @@ class Worker:
             SchemaMismatch: it is not the model of the run.
         """
         tensors = matching(self._session, model)
+        if self._session.info.mode == "async" and self._round is not None and not self._round.done:
+            load_beside(self._session, tensors)
+            return model
         while True:
             reply = self._session.next_ticket(wait_s=0.0)
             try:
@@ -113,7 +118,7 @@ class Worker:
                 told = f" ({reply.reason})" if reply.reason != "finished" else ""
                 LOG.info("%s: the run is finished at version %d%s", self.site, reply.head_version, told)
                 return
-            round_ = FederatedRound(self._session, reply.ticket)
+            round_ = self._round = FederatedRound(self._session, reply.ticket)
             yield round_
             if not round_.done:
                 raise UsageError(
