@@ -330,9 +330,9 @@ def report(runs: Runs, settings: dict[str, Any], folder: Path) -> None:
 TEXT = f"""Loss in nats per byte of the global model on text that no worker has, against data-parallel training on the
 same seeds. Bytes are those of all four workers together, as they went over the socket; "fewer bytes" counts both
 directions, against a ring all-reduce at every step. Seconds are those of a run by the clock, on a machine that did
-other work, too; "s waited" is what a worker stood still. Where one worker is slow, a step takes {FAST_S * 1000:.0f} ms at
-least, the slow worker's {SLOW_S * 1000:.0f} ms; the others are not paced, and their seconds are not to be compared with
-those. Seed 100, on which settings were tried, is not among those of the table."""
+other work, too; "s waited" is what a worker stood still. Where one worker is slow, a step takes
+{FAST_S * 1000:.0f} ms at least, the slow worker's {SLOW_S * 1000:.0f} ms; the others are not paced, and their seconds
+are not to be compared with those. Seed 100, on which settings were tried, is not among those of the table."""
 
 
 def lacking(runs: Runs) -> str:
