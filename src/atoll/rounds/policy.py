@@ -95,14 +95,10 @@ class Policy(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Barrier:
-    """Closes when the update of every expected worker is in."""
+class Waiting:
+    """What the policies have in common whose rounds wait for workers, and whose tickets end with them."""
 
-    quorum: ClassVar[int] = 0
-
-    def __str__(self) -> str:
-        return "barrier"
+    __slots__ = ()
 
     def is_async(self, number: int) -> bool:
         return False
@@ -112,6 +108,16 @@ class Barrier:
 
     def steps_before(self, waiting: int) -> int:
         return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier(Waiting):
+    """Closes when the update of every expected worker is in."""
+
+    quorum: ClassVar[int] = 0
+
+    def __str__(self) -> str:
+        return "barrier"
 
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
         if len(view.expected) < view.floor:
@@ -122,7 +128,7 @@ class Barrier:
 
 
 @dataclass(frozen=True, slots=True)
-class QuorumDeadline:
+class QuorumDeadline(Waiting):
     """A barrier until `deadline_s` seconds after the opening; from then on `quorum` updates suffice."""
 
     quorum: int
@@ -130,15 +136,6 @@ class QuorumDeadline:
 
     def __str__(self) -> str:
         return f"quorum {self.quorum} after {self.deadline_s:g} s"
-
-    def is_async(self, number: int) -> bool:
-        return False
-
-    def awaited(self, view: RoundView) -> tuple[str, ...]:
-        return view.missing
-
-    def steps_before(self, waiting: int) -> int:
-        return 0
 
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
         decision = Barrier().decide(view, now_s)
