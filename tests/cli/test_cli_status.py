@@ -132,6 +132,8 @@ def test_an_asynchronous_run_says_how_far_behind_updates_were(known) -> None:
         update={
             "policy": "async, 2 updates a step",
             "outer": outer,
+            "tau": 20,
+            "alpha": 0.5,
             "staleness": {"0": 2, "1": 1, "4": 1},  # (0 + 0 + 1 + 4) / 4 = 1.25
             "workers": [worker],
             "history": [last],
@@ -139,6 +141,7 @@ def test_an_asynchronous_run_says_how_far_behind_updates_were(known) -> None:
     )
     lines = status.plain(asynchronous, "http://there")
     assert "async, 2 updates a step" in lines[0]
+    assert "streaming: 1 fragment, tau 20, alpha 0.5" in lines
     assert f"outer optimizer {outer}; staleness 1.2 on average, at most 4" in lines
     assert "4.50 (H 166)" in "\n".join(lines)
     assert "from clinic-a, clinic-b (0, 4 behind);" in lines[-1]

@@ -157,6 +157,9 @@ def headline(status: status_messages.Status, address: str) -> list[str]:
     ]
     if compared := against_data_parallel(status):
         lines.append(compared)
+    if len(status.fragments) > 1 or status.tau or status.alpha:
+        count = len(status.fragments)
+        lines.append(f"streaming: {count} fragment{'s' * (count > 1)}, tau {status.tau}, alpha {status.alpha:g}")
     if status.outer:
         behind = staleness(status.staleness)
         lines.append(f"outer optimizer {status.outer}{'; ' + behind if behind else ''}")

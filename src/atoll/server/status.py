@@ -45,6 +45,8 @@ def status_of(run: Run) -> status_messages.Status:
         model_bytes=run.plan.schema.model.nbytes,
         codec=algorithm.codec,
         outer=_outer(algorithm),
+        tau=settings.tau,
+        alpha=settings.alpha,
         dylu=settings.dylu,
         downlink_codec=settings.downlink_codec or "none",
         sync_every=algorithm.sync_every,

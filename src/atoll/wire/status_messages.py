@@ -108,6 +108,8 @@ class Status(Message):
     outer: str = Field("", description="The outer optimizer and its options, in words.")
     downlink_codec: str = Field("none", description="How versions go down; none: whole.")
     sync_every: Count
+    tau: Count = Field(0, description="Local steps between taking a fragment's update and merging its result.")
+    alpha: float = Field(0.0, description="Share of the local parameters that a merge keeps.")
     dylu: bool = Field(False, description="Whether slower workers take fewer local steps.")
     fragments: list[FragmentStatus]
     workers: list[WorkerStatus]
