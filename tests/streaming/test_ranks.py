@@ -7,11 +7,12 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 from streaming_world import Trace, expected, require_close, serve
-from torch import nn
+from torch import Tensor, nn
 
 from atoll.testing.processes import free_port
 from atoll.worker.ranks import Ranks
@@ -37,11 +38,11 @@ def start(url: str, site: str, steps: int, out: Path) -> list[subprocess.Popen[s
 
 
 def trace_of(path: Path) -> Trace:
-    steps: defaultdict[int, dict[str, object]] = defaultdict(dict)
+    steps: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
     for key, value in safetensors.torch.load_file(path).items():
         step, _, name = key.partition("/")
         steps[int(step)][name] = value
-    return [steps[step] for step in sorted(steps)]  # type: ignore[misc]
+    return [steps[step] for step in sorted(steps)]
 
 
 @pytest.mark.slow
@@ -50,7 +51,7 @@ def trace_of(path: Path) -> Trace:
     [{"fragments": 1, "tau": 0, "alpha": 0.0}, {"fragments": 2, "tau": 1, "alpha": 0.25}],
     ids=["whole", "streams"],
 )
-def test_ranks_together_are_one_worker(tmp_path: Path, how: dict[str, float]) -> None:
+def test_ranks_together_are_one_worker(tmp_path: Path, how: dict[str, Any]) -> None:
     """Each rank has half of its site's data, so that the mean of the gradients is that of the site."""
     settings = {"num_fragments": how["fragments"], "tau": how["tau"], "alpha": how["alpha"]}
     server = serve(tmp_path, sync_every=4, rounds=3, num_workers=2, **settings)
@@ -64,7 +65,7 @@ def test_ranks_together_are_one_worker(tmp_path: Path, how: dict[str, float]) ->
             for each in ranks:
                 each.kill()
         server.run()
-    right = expected(["a", "b"], sync_every=4, rounds=3, **how)  # type: ignore[arg-type]
+    right = expected(["a", "b"], sync_every=4, rounds=3, **how)
     for rank in (0, 1):
         require_close({site: trace_of(tmp_path / f"{site}-{rank}.safetensors") for site in "ab"}, right)
     assert [worker.site for worker in server.status().workers] == ["a", "b"]

@@ -49,8 +49,8 @@ def may_submit(state: State, site: str, lease: int, ticket: int) -> LeaseRefused
         return f"Ticket {ticket} was not issued to {site!r}."
     if known.state != "open":
         return f"Ticket {ticket} is {known.state}{': ' if known.reason else ''}{known.reason}."
-    behind, limit = staleness(state, known), state.rules.max_staleness
-    if limit is not None and behind > limit:
+    limit = state.rules.max_staleness  # asked for every part: nothing is worked out where there is none
+    if limit is not None and (behind := staleness(state, known)) > limit:
         return f"Ticket {ticket} is too late: its update would be {behind} versions behind; max_staleness is {limit}."
     return None
 

@@ -99,7 +99,6 @@ class Store(Reading):
         version: int | None = None,
         header: bytes | None = None,
         ranges: Sequence[tuple[int, int]] | None = None,
-        contents: Contents | None = None,
     ) -> Path:
         """Write a version to `target`, replacing what is there in one step.
 
@@ -107,7 +106,6 @@ class Store(Reading):
             version: by default the head.
             header: written first, in place of the slot's own bytes; then come `ranges` (offset, nbytes) of the slot, in
                 that order, some of them perhaps twice (tied tensors). By default the slot as it is.
-            contents: what comes behind the header, where it is no ranges of the slot alone.
 
         Raises:
             Gone: the version is not kept.
@@ -117,11 +115,7 @@ class Store(Reading):
         number = self.head(fragment).version if version is None else version
         if ranges is None:
             ranges = [(0, self.shapes_of(fragment).version.nbytes)]
-        if contents is None:
-            held, contents = self.pinned(fragment, number), contents_of(tuple(ranges))
-        else:
-            held = self.reading(fragment, number)
-        write_copy(self, target, [held], header or b"", contents)
+        write_copy(self, target, [self.pinned(fragment, number)], header or b"", contents_of(tuple(ranges)))
         return target
 
     def export_model(

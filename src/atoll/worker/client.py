@@ -20,8 +20,9 @@ from atoll.errors import UsageError
 from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays
 from atoll.wire import routes, status_messages
+from atoll.worker.address import http_to
 from atoll.worker.border import border
-from atoll.worker.connection import START_RETRIES, default_site, http_to, require_site
+from atoll.worker.connection import START_RETRIES, default_site, require_site
 from atoll.worker.correction import Correction
 from atoll.worker.federated import FederatedRound
 from atoll.worker.session import Session

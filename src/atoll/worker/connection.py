@@ -34,7 +34,7 @@ from atoll.latch import Latch
 from atoll.tensors.fragments import Split
 from atoll.transport.client import Counters
 from atoll.wire import messages, routes
-from atoll.worker.address import http_to as http_to
+from atoll.worker.address import http_to
 from atoll.worker.reporting import LOG, told
 
 T = TypeVar("T")

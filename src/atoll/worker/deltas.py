@@ -24,7 +24,8 @@ from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES, Part, Piece
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
-from atoll.worker.files import BaseFile, BaseNote, ScratchFile, read_note, write_note
+from atoll.worker.files import BaseFile, BaseNote, ScratchFile
+from atoll.worker.notes import read_note, write_note
 
 _WIDEST_BYTES = 8
 

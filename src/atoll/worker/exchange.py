@@ -23,9 +23,10 @@ from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.again import sent_again
 from atoll.worker.connection import Connection
-from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, name_of, read_note
+from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote
 from atoll.worker.filtering import Filtered
 from atoll.worker.losses import Losses
+from atoll.worker.notes import name_of, read_note
 from atoll.worker.pulling import Puller
 from atoll.worker.reporting import LOG, Progress, progress, size
 from atoll.worker.residuals import Residuals

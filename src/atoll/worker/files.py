@@ -32,9 +32,7 @@ from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Layout, Part, Piece, Segment
 from atoll.transport.descriptor import Descriptor
-from atoll.worker.notes import name_of as name_of
-from atoll.worker.notes import read_note as read_note
-from atoll.worker.notes import write_note as write_note
+from atoll.worker.notes import read_note, write_note
 from atoll.worker.reporting import LOG, size
 
 

@@ -29,8 +29,8 @@ from atoll.transport.client import Http
 from atoll.transport.parts import Parts
 from atoll.transport.publisher import LONGEST_S, Draft, ObjectHost, written
 from atoll.wire import messages, routes
+from atoll.worker.address import http_to
 from atoll.worker.border import border
-from atoll.worker.connection import http_to
 from atoll.worker.reporting import LOG
 from atoll.worker.transfer import Abort, chunk_sizes, idle_timeout, object_http, watched
 

@@ -19,7 +19,8 @@ from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.connection import Connection
 from atoll.worker.deltas import DeltaFile, apply_
-from atoll.worker.files import BaseFile, BaseNote, name_of
+from atoll.worker.files import BaseFile, BaseNote
+from atoll.worker.notes import name_of
 from atoll.worker.reporting import LOG, progress
 
 

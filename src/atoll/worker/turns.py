@@ -17,7 +17,8 @@ from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.layout import file_layout
 from atoll.tensors.schema import TensorSpec
 from atoll.wire import messages
-from atoll.worker.files import ScratchFile, read_note, write_note
+from atoll.worker.files import ScratchFile
+from atoll.worker.notes import read_note, write_note
 
 T = TypeVar("T", bound="Turns")
 

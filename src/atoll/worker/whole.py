@@ -5,6 +5,8 @@ What becomes of a synchronisation that breaks off: docs/decisions/0005.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from atoll.errors import Gone, TicketClosed, UpdateRefused
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
@@ -14,7 +16,7 @@ from atoll.worker.reporting import LOG
 from atoll.worker.session import Session
 
 
-class WholeModel:
+class WholeModel(ABC):
     """Part of `DiLoCo`."""
 
     step: int
@@ -31,9 +33,9 @@ class WholeModel:
         self._local_steps = self._staleness = 0
         self._settled = 0  # the ticket of the outbox's update, once its fate is in the base
 
+    @abstractmethod
     def _said(self) -> tuple[float, dict[str, float]]:
         """Weight and metrics of the update that is about to be formed."""
-        raise NotImplementedError
 
     def _synchronise(self, session: Session) -> None:
         try:
