@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import random
 import statistics
@@ -24,17 +23,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import aiohttp
-import torch
-from blake3 import blake3
 
 sys.path.insert(0, str(Path(__file__).parent / "quality"))
 from results import FOLDER, Gate, write
 
 from atoll.cli.processes import anonymous_kb
-from atoll.codecs.update import codecs_of, encoded_layout
+from atoll.testing.crowd import Crowd
 from atoll.testing.processes import free_port
 from atoll.wire import messages, routes
 
@@ -43,7 +39,6 @@ def build():
     torch.manual_seed(0)
     return torch.nn.Sequential(*[torch.nn.Linear({width}, {width}) for _ in range(4)])
 """
-HEADERS = {"Content-Type": "application/octet-stream"}
 
 
 @dataclass
@@ -53,65 +48,6 @@ class Told:
     errors: Counter[str] = field(default_factory=Counter)
     anonymous_mb: list[float] = field(default_factory=list)
     rounds_s: list[float] = field(default_factory=list)
-
-
-class Workers:
-    """All workers of the run, in this process."""
-
-    def __init__(self, url: str, info: messages.RunInfo, schema: messages.SchemaMessage, train_s: float) -> None:
-        self._url, self._info, self._train_s = url, info, train_s
-        codecs = codecs_of(info.codec, info.codec_options)
-        self._layout = encoded_layout(schema.to_schema(), info.codec, codecs, info.part_bytes)
-        content = memoryview(bytearray(self._layout.nbytes)).cast("B")
-        values = torch.full((self._layout.nbytes // 4,), 1e-3)
-        content[: 4 * len(values)] = memoryview(values.numpy()).cast("B")
-        self._parts = [bytes(content[part.start : part.stop]) for part in self._layout.parts]
-        self._digests = [blake3(part).digest() for part in self._parts]
-        self.told = Told()
-
-    async def one(self, session: aiohttp.ClientSession, site: str, leases: Connection) -> None:
-        """One worker, until the run is finished."""
-        join = messages.Join(protocol=routes.PROTOCOL, site=site, process=site.replace("-", ""))
-        lease = (await self._post(session, routes.WORKERS, join, {}))["lease"]
-        leases.send(lease)
-        headers = {routes.LEASE_HEADER: lease}
-        while True:
-            asked = messages.TicketRequest(wait_s=routes.LONG_POLL_S)
-            reply = await self._post(session, routes.TICKETS, asked, headers)
-            if reply["status"] == "finished":
-                return
-            if reply["status"] == "ticket":
-                await self._round(session, reply["ticket"], headers)
-
-    async def _round(self, session: aiohttp.ClientSession, ticket: dict[str, Any], headers: dict[str, str]) -> None:
-        version, digest = ticket["base_version"], ticket["base_digest"]
-        path = routes.VERSION_DATA.format(fragment=0, version=version, digest=digest)
-        async with session.get(self._url + path, headers=headers) as response:
-            body = await response.read()
-            if response.status != 200 or len(body) < self._info.schema_bytes:
-                self.told.errors[f"pull: {response.status}, {len(body)} bytes"] += 1
-        await asyncio.sleep(self._train_s * random.uniform(0.8, 1.2))
-        for part, data, check in zip(self._layout.parts, self._parts, self._digests, strict=True):
-            url = self._url + routes.PART.format(ticket=ticket["ticket"], part=part.index)
-            async with session.put(url, data=data + check, headers=headers | HEADERS) as response:
-                if response.status != 200:
-                    self.told.errors[f"part: {response.status} {(await response.text())[:200]}"] += 1
-        complete = messages.Complete(
-            digest=self._layout.update_digest(self._digests), base_digest=digest, weight=1.0, steps=1, metrics={}
-        )
-        await self._post(session, routes.COMPLETE.format(ticket=ticket["ticket"]), complete, headers)
-
-    async def _post(
-        self, session: aiohttp.ClientSession, path: str, message: messages.Message, headers: dict[str, str]
-    ) -> dict[str, Any]:
-        sent = {"Content-Type": "application/json"} | headers
-        async with session.post(self._url + path, data=message.model_dump_json(), headers=sent) as response:
-            text = await response.text()
-            if response.status != 200:
-                self.told.errors[f"{path}: {response.status} {text[:200]}"] += 1
-                raise RuntimeError(f"{path}: {response.status} {text[:500]}")
-            answer: dict[str, Any] = json.loads(text)
-            return answer
 
 
 def beat(url: str, leases: Connection, interval_s: float, answer: Connection) -> None:
@@ -153,11 +89,7 @@ async def drive(url: str, options: argparse.Namespace, leases: Connection, serve
     """Run all workers to the end, and look at the server whenever the version moves."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
-        async with session.get(url + routes.RUN) as response:
-            info = messages.RunInfo.model_validate_json(await response.text())
-        async with session.get(url + routes.SCHEMA) as response:
-            schema = messages.SchemaMessage.model_validate_json(await response.text())
-        workers = Workers(url, info, schema, options.train_s)
+        crowd, told = await Crowd.at(url, session, options.train_s), Told()
 
         async def look() -> None:
             version, since = 0, time.monotonic()
@@ -167,15 +99,16 @@ async def drive(url: str, options: argparse.Namespace, leases: Connection, serve
                     head = (await response.json())["fragments"][0]["version"]
                 if head != version:
                     now = time.monotonic()
-                    workers.told.rounds_s.append(now - since)
-                    workers.told.anonymous_mb.append(anonymous_kb(server_pid) * 1024 / 1e6)
+                    told.rounds_s.append(now - since)
+                    told.anonymous_mb.append(anonymous_kb(server_pid) * 1024 / 1e6)
                     version, since = head, now
 
         looking = asyncio.create_task(look())
         sites = [f"w-{number:03}" for number in range(options.workers)]
-        await asyncio.gather(*(workers.one(session, site, leases) for site in sites))
+        await asyncio.gather(*(crowd.one(session, site, leases.send) for site in sites))
         looking.cancel()
-    return workers.told
+    told.errors.update(crowd.errors)
+    return told
 
 
 def main() -> None:

@@ -124,11 +124,13 @@ def test_what_is_removed_of_a_state_directory_is_named(
 
     def during(site: str, at: int) -> None:
         if (site, at) == ("a", 1):
-            shutil.rmtree(tmp_path / "state" / "slots")
             if what == "journal.sqlite":
                 for path in (tmp_path / "state").glob("journal.sqlite*"):
                     path.unlink()
-                (tmp_path / "state" / "slots").mkdir()
+                for path in (tmp_path / "state" / "slots").iterdir():  # else it goes on with the open journal
+                    path.unlink()
+            else:
+                shutil.rmtree(tmp_path / "state" / "slots")
 
     with serving(tmp_path, save_every=1) as server:
         Sites(server.url, tmp_path, during)

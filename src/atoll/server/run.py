@@ -33,6 +33,7 @@ from atoll.server.restore import snapshot_of
 from atoll.server.roster import Lease, Presence, lease_refused, roster_of
 from atoll.server.site_filters import SiteFilters
 from atoll.server.space import RETRY_S
+from atoll.server.turnstile import Turnstile
 from atoll.store.objects import ObjectStore
 from atoll.store.rows import Recovered, TicketRow
 from atoll.store.store import Store
@@ -81,7 +82,7 @@ class Run:
         self.aside = Aside()
         self.filtering = Filtering(filters, plan, store, self.aside)
         self.aggregator: Aggregator | None = None
-        self._changed, self._ending = asyncio.Event(), False
+        self._changed, self._ending = Turnstile(), False
         self._cancelled = threading.Event()
         self._said_missing = self._said_apart = False
         self._has_controls = any(spec.group == CONTROL for spec in plan.schema.tensors)
@@ -235,8 +236,7 @@ class Run:
 
     def wake(self) -> None:
         """Let whoever waits in `changed` look again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.open()
 
     def _alive(self) -> list[str]:
         return sorted(site for site, member in self.state.members.items() if member.alive)
@@ -247,10 +247,7 @@ class Run:
         Raises:
             Busy: the server ends.
         """
-        event = self._changed
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0 if self._ending else timeout_s):
-                await event.wait()
+        await self._changed.wait(0 if self._ending else timeout_s)
         if self._ending:
             raise Busy("The server is ending.", "Ask again when it was started again.")
 

@@ -329,19 +329,18 @@ class Streaming:
         """Whether a ticket was over because the run is: an asynchronous one ends while others still train."""
         try:
             reply = fragment.exchange.next_round(wait_s=0.0, max_retries=0)
+            if reply.status == "finished":
+                self._reset(fragment, reply, fragment.base_step)
         except NetworkLost:
             return False
-        if reply.status == "finished":
-            fragment.heard(reply)
-            self._reset(fragment, reply, fragment.base_step)
-            self._look_whether_finished()
+        self._look_whether_finished()
         return fragment.finished
 
     def _skip(self, fragment: Fragment, error: BaseException) -> None:
         if isinstance(error, TicketClosed) and self._ended_without_us(fragment):
             return
         self.skipped += 1
-        fragment.ticket = None
+        fragment.ticket, fragment.finished = None, False  # its last version is not here yet
         self._lost = isinstance(error, NetworkLost)
         LOG.warning(
             "%s: synchronisation of fragment %d skipped; training goes on. %s",

@@ -59,10 +59,10 @@ class WholeModel(ABC):
         """Whether a ticket was over because the run is: an asynchronous one ends while others still train."""
         try:
             reply = session.next_ticket(wait_s=0.0, max_retries=0)
+            if reply.status == "finished":
+                self._finish(session, reply)
         except NetworkLost:
             return False
-        if reply.status == "finished":
-            self._finish(session, reply)
         return self.finished
 
     def _round(self, session: Session) -> None:

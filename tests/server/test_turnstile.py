@@ -1,0 +1,70 @@
+"""Those who wait for a change go on one at a time, and the event loop looks at others in between."""
+
+from __future__ import annotations
+
+import asyncio
+
+from atoll.server.turnstile import Turnstile
+
+
+def test_between_two_who_waited_the_loop_serves_others() -> None:
+    """A heartbeat that comes while 100 wait is not behind all of them."""
+
+    async def main() -> list[str]:
+        turnstile, seen = Turnstile(), list[str]()
+
+        async def waits(name: str) -> None:
+            await turnstile.wait(60)
+            seen.append(name)
+
+        async def beats() -> None:
+            while len(seen) < 200:
+                seen.append("beat")
+                await asyncio.sleep(0)
+
+        waiting = [asyncio.create_task(waits(f"w{number:03}")) for number in range(100)]
+        await asyncio.sleep(0)
+        turnstile.open()
+        await beats()
+        await asyncio.gather(*waiting)
+        return seen
+
+    seen = asyncio.run(main())
+    workers = [name for name in seen if name != "beat"]
+    assert workers == sorted(workers) and len(workers) == 100
+    assert not any(a != "beat" != b for a, b in zip(seen, seen[1:], strict=False)), "two went on at once"
+
+
+def test_opened_again_while_some_are_due_nobody_is_forgotten_or_let_on_twice() -> None:
+    async def main() -> list[int]:
+        turnstile, seen = Turnstile(), list[int]()
+
+        async def waits(number: int) -> None:
+            await turnstile.wait(60)
+            seen.append(number)
+
+        tasks = [asyncio.create_task(waits(number)) for number in range(3)]
+        await asyncio.sleep(0)
+        turnstile.open()
+        tasks.append(asyncio.create_task(waits(3)))
+        await asyncio.sleep(0)
+        turnstile.open()
+        await asyncio.gather(*tasks)
+        return seen
+
+    assert asyncio.run(main()) == [0, 1, 2, 3]
+
+
+def test_who_has_given_up_holds_nobody_up() -> None:
+    async def main() -> None:
+        turnstile = Turnstile()
+        gone = asyncio.create_task(turnstile.wait(60))
+        stays = asyncio.create_task(turnstile.wait(60))
+        await turnstile.wait(0)  # the time is over at once: it returns
+        turnstile.open()  # both are due
+        gone.cancel()
+        async with asyncio.timeout(10):
+            await stays
+        assert gone.cancelled() or gone.done()
+
+    asyncio.run(main())
