@@ -52,7 +52,11 @@ class Crowd:
         return cls(url, info, schema, train_s)
 
     async def one(self, session: aiohttp.ClientSession, site: str, joined: Callable[[str], None] | None = None) -> None:
-        """One worker, until the run is finished; `joined` is told its lease."""
+        """One worker, until the run is finished.
+
+        Args:
+            joined: told its lease; who takes it speaks for the worker then, and lets it leave. Else it leaves itself.
+        """
         join = messages.Join(protocol=routes.PROTOCOL, site=site, process=site.replace("-", ""))
         lease = (await self._post(session, routes.WORKERS, join, {}))["lease"]
         if joined is not None:
@@ -62,8 +66,9 @@ class Crowd:
             asked = messages.TicketRequest(wait_s=routes.LONG_POLL_S)
             reply = await self._post(session, routes.TICKETS, asked, headers)
             if reply["status"] == "finished":
-                async with session.post(self._url + routes.LEAVE, json={}, headers=headers):
-                    return
+                if joined is None:
+                    await self._post(session, routes.LEAVE, messages.Leave(), headers)
+                return
             if reply["status"] == "ticket":
                 await self._round(session, reply["ticket"], headers)
 
@@ -91,6 +96,8 @@ class Crowd:
         sent = {"Content-Type": "application/json"} | headers
         async with session.post(self._url + path, data=message.model_dump_json(), headers=sent) as response:
             text = await response.text()
+            if response.status == 204:
+                return {}
             if response.status != 200:
                 self.errors[f"{path}: {response.status} {text[:200]}"] += 1
                 raise RuntimeError(f"{path}: {response.status} {text[:500]}")
