@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import os
@@ -89,6 +90,7 @@ def run_until_finished(settings: Settings) -> None:
         so_far = (
             f"; the model so far: atoll export model.safetensors --state-dir {shlex.quote(str(settings.state_dir))}"
         )
+        gc.freeze()  # a full collection would look at all that torch has imported, and hold everybody up for 0.2 s
         _announce(server, settings)
         _watch(server)
         LOG.info("%s", _summary(server, time.monotonic() - begin))
