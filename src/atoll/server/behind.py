@@ -33,6 +33,7 @@ class Behind:
         self._plan, self._settings, self._store, self._io, self.persistor = plan, plan.settings, store, io, persistor
         self.exports = Exports(plan, store)
         self.best = BestVersion(plan, store, self.exports.folder)
+        self._metrics_in_turn = asyncio.Lock()
 
     def save_initial(self) -> None:
         """A run that has just begun: a persistor gets what it begins with."""
@@ -65,7 +66,8 @@ class Behind:
         if due and self.persistor is not None and not finished:
             self.persistor.save(self._plan, self._store, heads)
         try:
-            await loop.run_in_executor(self._io, self.exports.append_metrics, summary, row.created_at)
+            async with self._metrics_in_turn:  # asynchronous commits may come faster than lines are written
+                await loop.run_in_executor(self._io, self.exports.append_metrics, summary, row.created_at)
             if due:
                 try:
                     await loop.run_in_executor(self._io, self.exports.save, heads)
