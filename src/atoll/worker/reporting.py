@@ -19,17 +19,20 @@ from atoll.wire.units import size as size
 LOG = logging.getLogger("atoll")
 _EVERY_S = 5.0
 WINDOW_S = 30.0
+_LINES = threading.Lock()
 
 
 def ensure_lines() -> None:
-    """Print Atoll's lines on standard error, unless the program has set up logging."""
-    if LOG.handlers or logging.getLogger().handlers:
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s atoll: %(message)s", datefmt="%H:%M:%S"))
-    LOG.addHandler(handler)
-    LOG.setLevel(logging.INFO)
-    LOG.propagate = False
+    """Print Atoll's lines on standard error, unless the program has set up logging; a level that it has set stays."""
+    with _LINES:  # loops may begin in several threads at once
+        if LOG.handlers or logging.getLogger().handlers:
+            return
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s atoll: %(message)s", datefmt="%H:%M:%S"))
+        LOG.addHandler(handler)
+        LOG.propagate = False
+        if LOG.level == logging.NOTSET:
+            LOG.setLevel(logging.INFO)
 
 
 def told(error: BaseException | str, most_chars: int = 2000) -> str:

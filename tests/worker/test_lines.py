@@ -1,0 +1,42 @@
+"""Atoll's lines on a terminal: once each, and as much as the program wants."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+EIGHT_LOOPS = """
+import logging, threading, time
+from atoll.worker.reporting import LOG, ensure_lines
+{before}
+class Slow(logging.StreamHandler):
+    def __init__(self, *stream):
+        time.sleep(0.1)  # the others come in, if they can
+        super().__init__(*stream)
+logging.StreamHandler = Slow
+together = threading.Barrier(8)
+def begins():
+    together.wait()
+    ensure_lines()
+threads = [threading.Thread(target=begins) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+LOG.info("a line")
+LOG.warning("a warning")
+"""
+
+
+def said(before: str = "") -> list[str]:
+    """What a program prints in whose threads eight loops begin at once."""
+    done = subprocess.run(
+        [sys.executable, "-c", EIGHT_LOOPS.format(before=before)], capture_output=True, text=True, check=True
+    )
+    return [line.partition(" atoll: ")[2] for line in done.stderr.splitlines()]
+
+
+def test_loops_that_begin_in_several_threads_print_every_line_once() -> None:
+    assert said() == ["a line", "a warning"]
+
+
+def test_a_level_that_the_program_has_set_stays() -> None:
+    assert said("logging.getLogger('atoll').setLevel(logging.WARNING)") == ["a warning"]
