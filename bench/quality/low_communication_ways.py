@@ -1,0 +1,57 @@
+"""The ways to train that `low_communication.py` compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+NAME = "low_communication"
+WORKERS, STEPS, BATCH, WINDOW = 4, 1500, 8, 64
+RATE, WARMUP, CLIP = 3e-3, 100, 1.0
+FAST_S, SLOW_S = 0.025, 0.075
+"""What a step takes at least where one worker has a third of the speed: more than four threads on two cores need."""
+MARKS = 10
+"""How often the global model is measured on its way."""
+
+H20 = {"algorithm": "diloco", "codec": "none", "sync_every": 20}
+STREAMING = {**H20, "num_fragments": 4, "tau": 1, "alpha": 0.5}
+TOPK = {"codec": "topk", "downlink_codec": "topk", "outer_lr": 1.0, "outer_momentum": 0.0}
+BUFFERED = {"mode": "async", "async_buffer": WORKERS - 1, "sync_rounds_first": 10, "outer_momentum": 0.8}
+DELAYED = {"mode": "async", "dn_buffer_size": WORKERS, "sync_rounds_first": 10, "outer_momentum": 0.7}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train.
+
+    Attributes:
+        settings: of the run; empty: data-parallel.
+        slow: whether the last worker has a third of the speed, and every step its least duration.
+    """
+
+    title: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    slow: bool = False
+
+
+WAYS: dict[str, Way] = {
+    "data_parallel": Way("data-parallel"),
+    "diloco": Way("DiLoCo, H = 20", H20),
+    "diloco_50": Way("DiLoCo, H = 50", {**H20, "sync_every": 50}),
+    "averaging": Way("plain averaging, H = 20", {**H20, "outer_lr": 1.0, "outer_momentum": 0.0}),
+    "streaming": Way("streaming, K = 4, τ = 1, α = 0.5", STREAMING),
+    "streaming_int8": Way("the same, int8 both ways", {**STREAMING, "codec": "int8", "downlink_codec": "int8"}),
+    "streaming_int4": Way("the same, int4 both ways", {**STREAMING, "codec": "int4", "downlink_codec": "int4"}),
+    "streaming_int4_a0": Way(
+        "int4 both ways, α = 0", {**STREAMING, "alpha": 0.0, "codec": "int4", "downlink_codec": "int4"}
+    ),
+    "streaming_int4_a25": Way(
+        "int4 both ways, α = 0.25", {**STREAMING, "alpha": 0.25, "codec": "int4", "downlink_codec": "int4"}
+    ),
+    "streaming_topk": Way("the same, top-k both ways, no momentum", {**STREAMING, **TOPK}),
+    "slow_sync": Way("DiLoCo, H = 20, one worker slow", H20, slow=True),
+    "slow_async": Way("async, one slow", {**H20, "mode": "async"}, slow=True),
+    "slow_delayed": Way("async, delayed Nesterov, sync first, one slow", {**H20, **DELAYED}, slow=True),
+    "slow_buffered": Way("async, a step for 3 updates, sync first, one slow", {**H20, **BUFFERED}, slow=True),
+    "slow_dylu": Way("the same with DyLU", {**H20, **DELAYED, "dylu": True}, slow=True),
+}
