@@ -16,6 +16,7 @@ MARKS = 10
 H20 = {"algorithm": "diloco", "codec": "none", "sync_every": 20}
 STREAMING = {**H20, "num_fragments": 4, "tau": 1, "alpha": 0.5}
 TOPK = {"codec": "topk", "downlink_codec": "topk", "outer_lr": 1.0, "outer_momentum": 0.0}
+DENSER = {**TOPK, "codec_options": {"density": 1 / 16}, "downlink_codec": "int8"}
 BUFFERED = {"mode": "async", "async_buffer": WORKERS - 1, "sync_rounds_first": 10, "outer_momentum": 0.8}
 DELAYED = {"mode": "async", "dn_buffer_size": WORKERS, "sync_rounds_first": 10, "outer_momentum": 0.7}
 
@@ -48,7 +49,8 @@ WAYS: dict[str, Way] = {
     "streaming_int4_a25": Way(
         "int4 both ways, α = 0.25", {**STREAMING, "alpha": 0.25, "codec": "int4", "downlink_codec": "int4"}
     ),
-    "streaming_topk": Way("the same, top-k both ways, no momentum", {**STREAMING, **TOPK}),
+    "streaming_topk": Way("top-k of 1/64 both ways, no momentum", {**STREAMING, **TOPK}),
+    "streaming_topk_16": Way("top-k of 1/16 up, int8 down, no momentum", {**STREAMING, **DENSER}),
     "slow_sync": Way("DiLoCo, H = 20, one worker slow", H20, slow=True),
     "slow_async": Way("async, one slow", {**H20, "mode": "async"}, slow=True),
     "slow_delayed": Way("async, delayed Nesterov, sync first, one slow", {**H20, **DELAYED}, slow=True),
