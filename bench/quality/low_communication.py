@@ -214,9 +214,9 @@ def main() -> None:
     path = options.folder / f"{NAME}.json"
     if options.more and path.exists():
         document = json.loads(path.read_text())
-        before, ways = document["settings"], document["settings"].pop("ways")
+        before, ways = document["settings"], document["settings"]["ways"]
         had = {name: each for name, each in document["figures"]["runs"].items() if each}
-        same = before == {key: value for key, value in settings.items() if key != "ways"}
+        same = all(before[key] == value for key, value in settings.items() if key != "ways")
         if not same or any(ways[name] != settings["ways"].get(name) for name in had):
             raise SystemExit(f"{path} has runs of other settings; leave --more out.")
         runs |= had
