@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers_world import MOMENTUM, MU, ROUNDS, STEPS, TARGETS, One, rate, trainer_for
+from site_threads import together
+from transformers_world import MOMENTUM, MU, ROUNDS, STEPS, TARGETS, One, rate, serving, trainer_for
 
 import atoll
 from atoll.errors import UsageError
@@ -21,18 +21,8 @@ from atoll.integrations.transformers import AtollCallback, _metrics_in
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., atoll.Server]]:
-    started: list[atoll.Server] = []
-
-    def start(algorithm: str, **options: Any) -> atoll.Server:
-        common: dict[str, Any] = {"num_workers": 1, "rounds": ROUNDS, "min_free_bytes": 0}
-        started.append(
-            atoll.Server(One(), port=0, state_dir=tmp_path / "state", algorithm=algorithm, **common | options).start()
-        )
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.stop()
+    with serving(tmp_path) as start:
+        yield start
 
 
 def reference(algorithm: str) -> float:
@@ -71,11 +61,7 @@ def test_one_train_spans_the_run_and_keeps_momentum_and_schedule(
     for site, target in TARGETS.items():
         callback = AtollCallback(server.url, site, sync_every=STEPS, folder=tmp_path / site)
         trainers[site] = trainer_for(models[site], target, callback, tmp_path / "out" / site)
-    threads = [threading.Thread(target=trainer.train) for trainer in trainers.values()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
+    together(*(trainer.train for trainer in trainers.values()), timeout_s=100)
     assert server.wait(30)
     for site, model in models.items():
         assert model.w.item() == pytest.approx(reference(algorithm), rel=1e-5)  # the result, at both

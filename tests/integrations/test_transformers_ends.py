@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers_world import STEPS, One, trainer_for
+from transformers_world import STEPS, One, serving, trainer_for
 
 import atoll
 from atoll.errors import SchemaMismatch, UsageError
 from atoll.integrations.transformers import AtollCallback
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., atoll.Server]]:
+    with serving(tmp_path) as start:
+        yield start
 
 
 def test_a_weight_of_zero_is_refused(serve: Any, tmp_path: Path) -> None:

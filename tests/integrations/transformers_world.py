@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 
+import atoll
 from atoll.integrations.transformers import AtollCallback
 
 TARGETS = {"a": 1.0, "b": -3.0}  # each site's loss is (w − target)²/2, so its gradient is w − target
@@ -58,3 +61,17 @@ def trainer_for(
         optimizers=(optimizer, schedule),
         callbacks=[callback],
     )
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Callable[..., atoll.Server]]:
+    """Starts servers of runs of this model, and stops them at the end."""
+    with ExitStack() as stack:
+
+        def start(algorithm: str, **options: Any) -> atoll.Server:
+            common: dict[str, Any] = {"num_workers": 1, "rounds": ROUNDS, "min_free_bytes": 0}
+            server = atoll.Server(One(), port=0, state_dir=folder / "state", algorithm=algorithm, **common | options)
+            stack.callback(server.stop)
+            return server.start()
+
+        yield start
