@@ -61,6 +61,24 @@ def test_what_is_not_due_does_not_change_by_a_bit(tmp_path: Path, tau: int) -> N
         assert not diloco.finished
 
 
+@pytest.mark.covers("L7")
+def test_each_fragment_has_its_turn_once_in_h_steps(tmp_path: Path) -> None:
+    """Of H = 60 with K = 3, fragments 0, 1 and 2 are due after 20, 40 and 60 steps, and so on."""
+    server = serve(tmp_path, num_fragments=3, sync_every=60)
+    model = build()
+    optimizer = inner(model)
+    due: dict[int, list[int]] = {}
+    with server, atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
+        for step in range(1, 141):
+            rounds = diloco.rounds
+            local_step(model, optimizer, "a")
+            if diloco.rounds > rounds:
+                due[step] = [fragment.version for fragment in server.status().fragments]
+    assert due == {
+        20: [1, 0, 0], 40: [1, 1, 0], 60: [1, 1, 1], 80: [2, 1, 1], 100: [2, 2, 1], 120: [2, 2, 2], 140: [3, 2, 2]
+    }  # fmt: skip
+
+
 @pytest.mark.covers("L7", "L2")
 def test_what_is_under_way_at_stop_is_finished_merged_and_counted(tmp_path: Path) -> None:
     """Six steps of H/K = 3 and τ = 3: fragment 1 is under way when the loop ends."""
