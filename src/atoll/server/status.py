@@ -79,7 +79,7 @@ def _outer(algorithm: ResolvedAlgorithm) -> str:
     """`sgd(lr=0.7, momentum=0.9)`; delayed Nesterov's N and first steps by these names."""
     names = {"delay": "N"}
     options = [f"{names.get(key, key)}={value}" for key, value in algorithm.outer_options.items()]
-    return f"{algorithm.outer}({', '.join(options)})"
+    return f"{algorithm.outer_name}({', '.join(options)})"
 
 
 def _best(run: Run) -> status_messages.BestStatus | None:
