@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from site_threads import Threads
+from small_run import SITES, build, train_
 from torch import nn
 
 import atoll
@@ -28,8 +28,6 @@ from atoll.testing.processes import Kept, Nursery, Process, free_port, wait_unti
 KILLED = -signal.SIGKILL
 ROUNDS = 3
 PART_BYTES = 2**16
-SITES = {"a": 1.0, "b": 2.5}
-"""Site → weight of its updates."""
 
 SETTINGS: dict[str, Any] = {
     "algorithm": "fedavg",
@@ -44,23 +42,6 @@ SETTINGS: dict[str, Any] = {
     "heartbeat_timeout_s": 60.0,
     "threads": 1,
 }
-
-
-def build() -> nn.Module:
-    """About 340 kB of tensors, an integer one among them."""
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(128, 512), nn.BatchNorm1d(512), nn.Linear(512, 32))
-
-
-def train_(model: nn.Module, site: str, number: int) -> None:
-    """Change every tensor in a way that depends on its value, on the site and on the round."""
-    generator = torch.Generator().manual_seed(1000 * number + ord(site[0]))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.0 - 0.01 * number)
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-        for name, buffer in model.named_buffers():
-            buffer.add_(ord(site[0]) if name.endswith("num_batches_tracked") else 0.5 * number)
 
 
 class Sites(Threads):
@@ -134,7 +115,7 @@ class ServerProcess:
 def write_run_file(folder: Path, **settings: Any) -> Path:
     """`run.toml`, and `fault_model.py` that it names, in `folder`."""
     (folder / "fault_model.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom fault_world import build\n"
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom small_run import build\n"
     )
     values = SETTINGS | {"model": "fault_model:build", "state_dir": "state"} | settings
     path = folder / "run.toml"

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fault_world import PART_BYTES, SITES, build
+from fault_world import PART_BYTES
 from site_threads import DiLoCoSites
+from small_run import SITES, build, local_step
 from torch import nn
 
 ROUNDS = 2
@@ -32,16 +33,6 @@ SETTINGS: dict[str, Any] = {
 STEPS = ROUNDS * 6 + 1
 EVERY_UPDATE = sorted((site, fragment, base, 1) for site in SITES for fragment in range(3) for base in range(ROUNDS))
 """(site, fragment, base version, how often it counted)."""
-
-
-def local_step(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, step: int) -> None:
-    """A gradient that depends on site and step, and on the parameters."""
-    generator = torch.Generator().manual_seed(1000 * step + ord(site[0]))
-    for parameter in model.parameters():
-        parameter.grad = parameter.detach() * 0.01 + torch.randn(parameter.shape, generator=generator)
-    for name, buffer in model.named_buffers():
-        buffer.add_(ord(site[0]) if name.endswith("num_batches_tracked") else 0.25)
-    optimizer.step()
 
 
 class StreamingSites(DiLoCoSites):

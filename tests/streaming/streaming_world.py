@@ -1,4 +1,4 @@
-"""A model of six equal layers in fp64, sites with data of their own, and the numbers that streaming has to give.
+"""Runs of the six layers, and the numbers that streaming has to give.
 
 `expected` is the formula of 2501.18512, computed in one process with plain tensors; nothing of Atoll's is used.
 """
@@ -11,43 +11,15 @@ from typing import Any
 
 import torch
 from site_threads import DiLoCoSites
+from six_layers import LAYERS, WEIGHTS, build, inner, local_step
 from torch import Tensor, nn
 
 import atoll
 
-LAYERS = 6
-WEIGHTS = {"a": 1.0, "b": 2.5, "c": 4.0}
 OUTER_LR, MOMENTUM = 0.6, 0.8
 
 Trace = list[dict[str, Tensor]]
 """Every parameter after each local step."""
-
-
-def build() -> nn.Module:
-    torch.manual_seed(3)
-    layers: list[nn.Module] = []
-    for _ in range(LAYERS):
-        layers += [nn.Linear(5, 5), nn.Tanh()]
-    return nn.Sequential(*layers).double()
-
-
-def inner(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-2, weight_decay=0.05)
-
-
-def data(site: str) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(ord(site))
-    return (
-        torch.randn(16, 5, dtype=torch.float64, generator=generator),
-        torch.randn(16, 5, dtype=torch.float64, generator=generator),
-    )
-
-
-def local_step(model: nn.Module, optimizer: torch.optim.Optimizer, site: str) -> None:
-    inputs, targets = data(site)
-    optimizer.zero_grad()
-    (model(inputs) - targets).square().mean().backward()
-    optimizer.step()
 
 
 def names_of(fragments: int) -> list[list[str]]:

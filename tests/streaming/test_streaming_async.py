@@ -12,7 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 from site_threads import together
-from streaming_world import Sites, build, data, inner, local_step, serve
+from six_layers import data
+from streaming_world import Sites, build, inner, local_step, serve
 from torch import Tensor
 
 import atoll
