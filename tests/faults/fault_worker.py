@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from fault_world import SITES, build, train_
+from small_run import SITES, build, train_
 
 import atoll
 

@@ -9,23 +9,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import signal
 import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from site_threads import Threads
+from small_run import SITES, build, train_
 from torch import nn
 
 import atoll
-from atoll.testing.processes import Kept, Nursery, Process, free_port
+from atoll.testing.processes import Kept, Nursery, Process, free_port, wait_until
 
+KILLED = -signal.SIGKILL
 ROUNDS = 3
 PART_BYTES = 2**16
-SITES = {"a": 1.0, "b": 2.5}
-"""Site → weight of its updates."""
 
 SETTINGS: dict[str, Any] = {
     "algorithm": "fedavg",
@@ -42,25 +44,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def build() -> nn.Module:
-    """About 340 kB of tensors, an integer one among them."""
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(128, 512), nn.BatchNorm1d(512), nn.Linear(512, 32))
-
-
-def train_(model: nn.Module, site: str, number: int) -> None:
-    """Change every tensor in a way that depends on its value, on the site and on the round."""
-    generator = torch.Generator().manual_seed(1000 * number + ord(site[0]))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.0 - 0.01 * number)
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-        for name, buffer in model.named_buffers():
-            buffer.add_(ord(site[0]) if name.endswith("num_batches_tracked") else 0.5 * number)
-
-
-class Sites:
-    """Workers as threads of this process; they survive whatever happens to the server.
+class Sites(Threads):
+    """Workers as threads of this process.
 
     Attributes:
         trained: (site, round) → how often it was trained.
@@ -73,16 +58,7 @@ class Sites:
         self.trained: Counter[tuple[str, int]] = Counter()
         self._url, self._folder, self._during = url, folder, during
         self._lock = threading.Lock()
-        self._errors: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._guarded, args=(site,), daemon=True) for site in names]
-        for thread in self._threads:
-            thread.start()
-
-    def _guarded(self, site: str) -> None:
-        try:
-            self._work(site)
-        except BaseException as error:
-            self._errors.append(error)
+        super().__init__(*(partial(self._work, site) for site in names))
 
     def _work(self, site: str) -> None:
         model = build()
@@ -95,14 +71,6 @@ class Sites:
                     self._during(site, round_.number)
                 train_(model, site, round_.number)
                 round_.submit(model, weight=SITES[site], metrics={"loss": 1.0 / round_.number})
-
-    def join(self, timeout_s: float = 60.0) -> None:
-        """Wait for all of them; raise what the first of them raised."""
-        for thread in self._threads:
-            thread.join(timeout_s)
-            assert not thread.is_alive(), "a worker hangs"
-        if self._errors:
-            raise self._errors[0]
 
 
 @contextlib.contextmanager
@@ -147,7 +115,7 @@ class ServerProcess:
 def write_run_file(folder: Path, **settings: Any) -> Path:
     """`run.toml`, and `fault_model.py` that it names, in `folder`."""
     (folder / "fault_model.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom fault_world import build\n"
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom small_run import build\n"
     )
     values = SETTINGS | {"model": "fault_model:build", "state_dir": "state"} | settings
     path = folder / "run.toml"
@@ -187,6 +155,21 @@ class Result:
         """(site, round) of every counted update, each as often as it counted."""
         return [(site, base + 1) for site, base, state, n in self.tickets if state == "counted" for _ in range(n)]
 
+    def require_same(self, undisturbed: Result, sites: Sites | None = None) -> None:
+        """The bits are those of the undisturbed run, and every update counted once; `sites` trained each round once."""
+        assert self.bits == undisturbed.bits
+        assert self.counted() == EVERY_SITE_AND_ROUND
+        if sites is not None:
+            assert sites.trained == dict.fromkeys(EVERY_SITE_AND_ROUND, 1)
+
+
+def left_undisturbed(folder: Path, **settings: Any) -> Result:
+    """What the run leaves where nothing happens to anybody."""
+    with serving(folder, **settings) as server:
+        Sites(server.url, folder).join()
+        server.run()
+    return Result(folder)
+
 
 class SiteProcess:
     """One site as a process of its own, running `fault_worker.py`."""
@@ -207,6 +190,23 @@ class SiteProcess:
             log=self._folder / f"worker-{self._env['ATOLL_SITE']}-{self.starts}.log",
         )
 
+    def killed_and_again(self, failpoints: str) -> Process:
+        """Killed where the failpoints say, and started again; returns the second process, which came to its end."""
+        assert self.start(failpoints).wait(60) == KILLED
+        return self._again()
+
+    def killed_in_training_and_again(self, number: int) -> Process:
+        """Likewise, in the middle of the training of a round."""
+        first = self.start(hold=f"{number}:{self._folder}/never")
+        wait_until(lambda: said(first, "trains", number), f"the training of round {number}")
+        assert first.kill() == KILLED
+        return self._again()
+
+    def _again(self) -> Process:
+        process = self.start()
+        assert process.wait(60) == 0
+        return process
+
 
 def said(process: Process, what: str, number: int | None = None) -> dict[str, Any] | None:
     """The first line of this kind (and round) that a `SiteProcess` has written; None where there is none yet."""
@@ -216,6 +216,13 @@ def said(process: Process, what: str, number: int | None = None) -> dict[str, An
             if told["what"] == what and number in (None, told.get("round")):
                 return told
     return None
+
+
+def told(process: Process, what: str, number: int | None = None) -> dict[str, Any]:
+    """As `said`, of a process that has said it."""
+    line = said(process, what, number)
+    assert line is not None, process.output()
+    return line
 
 
 EVERY_SITE_AND_ROUND = [(site, number) for site in SITES for number in range(1, ROUNDS + 1)]

@@ -6,8 +6,7 @@ import json
 import os
 
 import torch
-from fault_world import SITES, build
-from stream_world import local_step
+from small_run import SITES, build, local_step
 
 import atoll
 

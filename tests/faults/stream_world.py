@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
+import contextlib
+import hashlib
+import sqlite3
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
-from fault_world import PART_BYTES, SITES, build
+from fault_world import PART_BYTES
+from site_threads import DiLoCoSites
+from small_run import SITES, build, local_step
 from torch import nn
-
-import atoll
 
 ROUNDS = 2
 FRAGMENTS = 3
@@ -33,69 +35,56 @@ EVERY_UPDATE = sorted((site, fragment, base, 1) for site in SITES for fragment i
 """(site, fragment, base version, how often it counted)."""
 
 
-def local_step(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, step: int) -> None:
-    """A gradient that depends on site and step, and on the parameters."""
-    generator = torch.Generator().manual_seed(1000 * step + ord(site[0]))
-    for parameter in model.parameters():
-        parameter.grad = parameter.detach() * 0.01 + torch.randn(parameter.shape, generator=generator)
-    for name, buffer in model.named_buffers():
-        buffer.add_(ord(site[0]) if name.endswith("num_batches_tracked") else 0.25)
-    optimizer.step()
+class StreamingSites(DiLoCoSites):
+    """Workers as threads of this process."""
 
-
-class StreamingSites:
-    """Workers as threads of this process; they survive whatever happens to the server.
-
-    Attributes:
-        models: site → its model.
-        loops: site → its part in the run.
-    """
+    weights = SITES
 
     def __init__(
         self,
         url: str,
         folder: Path,
         during: Callable[[str, int], None] | None = None,
-        names: Iterable[str] = SITES,
+        names: Collection[str] = SITES,
         steps: int = STEPS,
         **options: Any,
     ) -> None:
-        """`during(site, step)` is called before each local step; the first is 0."""
-        self.models: dict[str, nn.Module] = {}
-        self.loops: dict[str, atoll.DiLoCo] = {}
-        self._url, self._folder, self._during, self._steps, self._options = url, folder, during, steps, options
-        self._errors: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._guarded, args=(site,), daemon=True) for site in names]
-        for thread in self._threads:
-            thread.start()
+        super().__init__(url, folder, names, steps, during, **options)
 
-    def _guarded(self, site: str) -> None:
-        try:
-            self._work(site)
-        except BaseException as error:
-            self._errors.append(error)
+    def build(self) -> nn.Module:
+        return build()
 
-    def _work(self, site: str) -> None:
-        model = self.models[site] = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
-        folder = self._folder / "workers"
-        with atoll.DiLoCo(
-            model, optimizer, server=self._url, site=site, weight=SITES[site], folder=folder, **self._options
-        ) as diloco:
-            self.loops[site] = diloco
-            for step in range(self._steps):
-                if diloco.finished:
-                    break
-                if self._during:
-                    self._during(site, step)
-                local_step(model, optimizer, site, step)
+    def inner(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
 
-    def join(self, timeout_s: float = 90.0) -> None:
-        """Wait for all of them; raise what the first of them raised."""
-        for thread in self._threads:
-            thread.join(timeout_s)
-            if self._errors:
-                raise self._errors[0]
-            assert not thread.is_alive(), "a worker hangs"
-        if self._errors:
-            raise self._errors[0]
+    def local_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, site: str, step: int) -> None:
+        local_step(model, optimizer, site, step)
+
+
+class Left:
+    """What a finished run has left on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = hashlib.sha256((folder / "state/exports/model.safetensors").read_bytes()).hexdigest()
+        with contextlib.closing(sqlite3.connect(folder / "state/journal.sqlite")) as journal:
+            self.versions = journal.execute(
+                "SELECT fragment, version, digest FROM history WHERE NOT lost ORDER BY fragment, version"
+            ).fetchall()
+            self.states = journal.execute(
+                "SELECT fragment, hex(state_digests) FROM versions WHERE version = 2 ORDER BY fragment"
+            ).fetchall()
+            self.counted = journal.execute(
+                "SELECT site, fragment, base_version, count(*) FROM tickets WHERE state = 'counted' "
+                "GROUP BY 1, 2, 3 ORDER BY 1, 2, 3"
+            ).fetchall()
+
+    @property
+    def bits(self) -> tuple[Any, ...]:
+        """The exported model, every version's digest, and the outer states at the end."""
+        return self.model, self.versions, self.states
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two models have the same bits."""
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(name == again and torch.equal(mine, theirs) for (name, mine), (again, theirs) in pairs)

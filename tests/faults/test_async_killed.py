@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from fault_world import ServerProcess, build
+from site_threads import together
 from torch import Tensor
 
 import atoll
@@ -71,13 +71,7 @@ def train(url: str, folder: Path, site: str, trained: Counter[str]) -> Callable[
 def test_every_acknowledged_update_counts_once(nursery: Nursery, tmp_path: Path, lives: tuple[str, ...]) -> None:
     trained: Counter[str] = Counter()
     with ServerProcess(nursery, tmp_path, lives, **SETTINGS) as server:
-        jobs = [train(server.url, tmp_path, site, trained) for site in "abc"]
-        threads = [threading.Thread(target=job, daemon=True) for job in jobs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive(), "a worker hangs"
+        together(*(train(server.url, tmp_path, site, trained) for site in "abc"))
         assert server.kept.wait() == 0
         assert server.kept.deaths == len(lives)
     with contextlib.closing(sqlite3.connect(tmp_path / "state/journal.sqlite")) as journal:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, SiteProcess, Sites, serving
+from fault_world import Result, ServerProcess, SiteProcess, Sites, left_undisturbed, serving
 
 from atoll import failpoints
 from atoll.errors import StoreError
@@ -22,24 +22,13 @@ from atoll.testing.processes import Nursery, wait_until
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with serving(folder) as server:
-        Sites(server.url, folder).join()
-        server.run()
-    return Result(folder)
+    return left_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 def arm(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Switch failpoints on in this process."""
     monkeypatch.setattr(failpoints, "_actions", failpoints._parse(text))
     monkeypatch.setattr(failpoints, "_reached", {})
-
-
-def require_same(folder: Path, sites: Sites, undisturbed: Result) -> None:
-    result = Result(folder)
-    assert result.bits == undisturbed.bits
-    assert result.counted() == EVERY_SITE_AND_ROUND
-    assert sites.trained == dict.fromkeys(EVERY_SITE_AND_ROUND, 1)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +59,7 @@ def test_a_full_disk_is_waited_for(
         name, _, nth = point.partition("=enospc@")
         assert failpoints._reached[name.removesuffix("=enospc")] >= int(nth or 1)
     assert said in caplog.text
-    require_same(tmp_path, sites, undisturbed)
+    Result(tmp_path).require_same(undisturbed, sites)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +85,7 @@ def test_a_file_that_cannot_be_opened_is_waited_for(
         sites.join()
         server.run()
     assert said in caplog.text
-    require_same(tmp_path, sites, undisturbed)
+    Result(tmp_path).require_same(undisturbed, sites)
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -170,7 +159,7 @@ def test_less_space_than_min_free_bytes_is_507_before_a_byte_is_taken(
         server.run()
     assert asked[:2] == [0, 0]
     assert "The server has 0 MB of disk left, and keeps 1 MB free. It goes on when there is space" in caplog.text
-    require_same(tmp_path, sites, undisturbed)
+    Result(tmp_path).require_same(undisturbed, sites)
 
 
 @contextlib.contextmanager
@@ -217,7 +206,7 @@ def test_a_disk_that_really_is_full(
         full[0].unlink()
         sites.join()
         server.run()
-        require_same(tmp_path, sites, undisturbed)
+        Result(tmp_path).require_same(undisturbed, sites)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +226,7 @@ def test_a_failed_fsync_ends_the_server_with_the_reason(
     with ServerProcess(nursery, tmp_path, durability=durability, port=server.port) as again:
         sites.join()
         assert again.kept.wait() == 0
-    require_same(tmp_path, sites, undisturbed)
+    Result(tmp_path).require_same(undisturbed, sites)
 
 
 def flip(path: Path, at: int) -> None:

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 from fault_world import (
-    EVERY_SITE_AND_ROUND,
     PART_BYTES,
     Result,
     ServerProcess,
     SiteProcess,
     Sites,
     build,
-    said,
+    left_undisturbed,
     serving,
+    told,
 )
 
 import atoll
 from atoll.codecs.downlink import Downlink
 from atoll.tensors.layout import version_layout
 from atoll.tensors.modules import schema_of
-from atoll.testing.processes import Nursery, wait_until
+from atoll.testing.processes import Nursery
 
 CODECS = {"codec": "int8", "downlink_codec": "int8"}
 WHOLE = version_layout(schema_of(build()), PART_BYTES)
@@ -36,11 +36,7 @@ def down() -> Downlink:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with serving(folder, **CODECS) as server:
-        Sites(server.url, folder).join()
-        server.run()
-    return Result(folder)
+    return left_undisturbed(tmp_path_factory.mktemp("undisturbed"), **CODECS)
 
 
 LIVES = [
@@ -59,10 +55,7 @@ def test_the_server_is_killed(nursery: Nursery, tmp_path: Path, undisturbed: Res
         sites.join()
         assert server.kept.wait() == 0
         assert server.kept.deaths == len(lives), "a failpoint did not fire"
-    result = Result(tmp_path)
-    assert result.bits == undisturbed.bits
-    assert result.counted() == EVERY_SITE_AND_ROUND
-    assert sites.trained == dict.fromkeys(EVERY_SITE_AND_ROUND, 1)
+    Result(tmp_path).require_same(undisturbed, sites)
 
 
 @pytest.fixture
@@ -71,28 +64,18 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
         yield server
 
 
-def require_same(folder: Path, server: atoll.Server, undisturbed: Result) -> None:
-    server.run()
-    result = Result(folder)
-    assert result.bits == undisturbed.bits
-    assert result.counted() == EVERY_SITE_AND_ROUND
-
-
 def test_a_worker_is_killed_while_it_adds_to_its_base(
     nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
 ) -> None:
     """Three of the six parts are those of the next version: the base is neither, and the other three are pulled."""
     other = Sites(server.url, tmp_path, names=["b"])
     site = SiteProcess(nursery, tmp_path, server.url, "a")
-    assert site.start("delta.part=kill@3").wait() == -9
-    again = site.start()
-    assert again.wait(60) == 0
+    again = site.killed_and_again("delta.part=kill@3")
     other.join()
-    trains = said(again, "trains", 2)
-    assert trains is not None
     assert len(WHOLE.parts) == 6
-    assert trains["down"] == sum(part.nbytes for part in WHOLE.parts[3:])
-    require_same(tmp_path, server, undisturbed)
+    assert told(again, "trains", 2)["down"] == sum(part.nbytes for part in WHOLE.parts[3:])
+    server.run()
+    Result(tmp_path).require_same(undisturbed)
 
 
 def test_a_worker_is_killed_while_a_difference_comes(
@@ -101,15 +84,11 @@ def test_a_worker_is_killed_while_a_difference_comes(
     """The base is as it was, and what came of the difference is kept: the rest of it is asked for."""
     other = Sites(server.url, tmp_path, names=["b"])
     site = SiteProcess(nursery, tmp_path, server.url, "a")
-    first = site.start("pull.part=kill@8")  # six parts of version 0, then two of the difference
-    assert first.wait(60) == -9
-    again = site.start()
-    assert again.wait(60) == 0
+    again = site.killed_and_again("pull.part=kill@8")  # six parts of version 0, then two of the difference
     other.join()
-    trains = said(again, "trains", 2)
-    assert trains is not None
-    assert trains["down"] == sum(part.nbytes for part in down().parts[2:])
-    require_same(tmp_path, server, undisturbed)
+    assert told(again, "trains", 2)["down"] == sum(part.nbytes for part in down().parts[2:])
+    server.run()
+    Result(tmp_path).require_same(undisturbed)
 
 
 def test_a_worker_that_missed_its_answer_goes_on(
@@ -118,13 +97,8 @@ def test_a_worker_that_missed_its_answer_goes_on(
     """Killed while it trains from a base that was added to: that is believed, and nothing is pulled."""
     other = Sites(server.url, tmp_path, names=["b"])
     site = SiteProcess(nursery, tmp_path, server.url, "a")
-    first = site.start(hold=f"2:{tmp_path}/never")
-    wait_until(lambda: said(first, "trains", 2), "the second round")
-    assert first.kill() == -9
-    again = site.start()
-    assert again.wait(60) == 0
+    again = site.killed_in_training_and_again(2)
     other.join()
-    trains = said(again, "trains", 2)
-    assert trains is not None
-    assert trains["down"] == 0
-    require_same(tmp_path, server, undisturbed)
+    assert told(again, "trains", 2)["down"] == 0
+    server.run()
+    Result(tmp_path).require_same(undisturbed)

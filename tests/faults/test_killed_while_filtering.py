@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, Sites, serving
+from fault_world import Result, ServerProcess, Sites, serving
 
 from atoll.testing.processes import Nursery
 
@@ -43,8 +43,5 @@ def test_killed_around_the_filters(
         sites.join()
         assert server.kept.wait() == 0
         assert server.kept.deaths == deaths
-    result = Result(tmp_path)
-    assert result.bits == undisturbed.bits
-    assert result.counted() == EVERY_SITE_AND_ROUND
-    assert sites.trained == dict.fromkeys(EVERY_SITE_AND_ROUND, 1)
+    Result(tmp_path).require_same(undisturbed, sites)
     assert sorted(path.name for path in (tmp_path / "state").iterdir() if path.is_file()) == ["journal.sqlite", "lock"]

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
-from fault_world import EVERY_SITE_AND_ROUND, Result, SiteProcess, Sites, serving
+from fault_world import Result, SiteProcess, Sites, left_undisturbed, serving
 
 from atoll.testing.processes import Nursery
-
-KILLED = -signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    folder = tmp_path_factory.mktemp("undisturbed-int4")
-    with serving(folder, codec="int4") as server:
-        Sites(server.url, folder).join()
-        server.run()
-    return Result(folder)
+    return left_undisturbed(tmp_path_factory.mktemp("undisturbed-int4"), codec="int4")
 
 
 @pytest.mark.slow
@@ -30,10 +23,7 @@ def test_what_was_left_over_is_added_once(nursery: Nursery, tmp_path: Path, undi
     with serving(tmp_path, codec="int4") as server:
         other = Sites(server.url, tmp_path, names=["b"])
         site = SiteProcess(nursery, tmp_path, server.url, "a")
-        assert site.start(place).wait(60) == KILLED
-        assert site.start().wait(60) == 0
+        site.killed_and_again(place)
         other.join()
         server.run()
-    result = Result(tmp_path)
-    assert result.counted() == EVERY_SITE_AND_ROUND
-    assert result.bits == undisturbed.bits
+    Result(tmp_path).require_same(undisturbed)

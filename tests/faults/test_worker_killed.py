@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 from fault_world import (
     EVERY_SITE_AND_ROUND,
+    KILLED,
     PART_BYTES,
     Result,
     SiteProcess,
     Sites,
     build,
+    left_undisturbed,
     said,
     serving,
+    told,
 )
 
 import atoll
@@ -26,8 +29,6 @@ from atoll.tensors.layout import update_layout, version_layout
 from atoll.tensors.modules import schema_of
 from atoll.testing.processes import Nursery, wait_until
 from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
-
-KILLED = -signal.SIGKILL
 
 
 def version_bytes() -> list[int]:
@@ -41,11 +42,7 @@ def update_bytes() -> list[int]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with serving(folder) as server:
-        Sites(server.url, folder).join()
-        server.run()
-    return Result(folder)
+    return left_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture
@@ -57,8 +54,7 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 def require_same(folder: Path, server: atoll.Server, undisturbed: Result) -> None:
     server.run()
     result = Result(folder)
-    assert result.bits == undisturbed.bits
-    assert result.counted() == EVERY_SITE_AND_ROUND
+    result.require_same(undisturbed)
     assert len(result.tickets) == len(EVERY_SITE_AND_ROUND), "an open ticket is given again, not another one"
 
 
@@ -68,14 +64,10 @@ def test_killed_while_pulling_it_resumes_at_the_part(
 ) -> None:
     other = Sites(server.url, tmp_path, names=["b"])
     site = SiteProcess(nursery, tmp_path, server.url, "a")
-    assert site.start("pull.part=kill@3").wait() == KILLED
-    again = site.start()
-    assert again.wait(60) == 0
+    again = site.killed_and_again("pull.part=kill@3")
     other.join()
-    trains = said(again, "trains", 1)
-    assert trains is not None
     # three of the six parts were there
-    assert trains["down"] == sum(version_bytes()[3:])
+    assert told(again, "trains", 1)["down"] == sum(version_bytes()[3:])
     require_same(tmp_path, server, undisturbed)
 
 
@@ -85,15 +77,9 @@ def test_killed_while_training_it_goes_on_under_its_open_ticket(
 ) -> None:
     other = Sites(server.url, tmp_path, names=["b"])
     site = SiteProcess(nursery, tmp_path, server.url, "a")
-    first = site.start(hold=f"2:{tmp_path}/never")
-    wait_until(lambda: said(first, "trains", 2), "the second round")
-    assert first.kill() == KILLED
-    again = site.start()
-    assert again.wait(60) == 0
+    again = site.killed_in_training_and_again(2)
     other.join()
-    trains = said(again, "trains", 2)
-    assert trains is not None
-    assert trains["down"] == 0  # the base was whole
+    assert told(again, "trains", 2)["down"] == 0  # the base was whole
     require_same(tmp_path, server, undisturbed)
 
 
@@ -113,8 +99,7 @@ def test_killed_while_submitting_it_resumes_at_the_part(
         again = site.start()
         assert again.wait(60) == 0
     other.join()
-    begins = said(again, "begins")
-    assert begins is not None
+    begins = told(again, "begins")
     # its update was formed: it is not trained again, and the three parts of its first request are not sent again
     assert begins["round"] == 2
     assert begins["up"] == sum(update_bytes()[3:])
@@ -147,12 +132,9 @@ def test_killed_before_its_update_is_whole_it_trains_the_round_again(
 ) -> None:
     other = Sites(server.url, tmp_path, names=["b"])
     site = SiteProcess(nursery, tmp_path, server.url, "a")
-    assert site.start("outbox.seal=kill@2").wait() == KILLED
-    again = site.start()
-    assert again.wait(60) == 0
+    again = site.killed_and_again("outbox.seal=kill@2")
     other.join()
-    begins = said(again, "begins")
-    assert begins is not None
+    begins = told(again, "begins")
     assert (begins["round"], begins["up"]) == (2, 0)
     require_same(tmp_path, server, undisturbed)
 
@@ -163,12 +145,9 @@ def test_killed_after_the_acknowledgement_its_update_counts_once(
 ) -> None:
     other = Sites(server.url, tmp_path, names=["b"])
     site = SiteProcess(nursery, tmp_path, server.url, "a")
-    assert site.start("worker.acknowledged=kill@2").wait() == KILLED
-    again = site.start()
-    assert again.wait(60) == 0
+    again = site.killed_and_again("worker.acknowledged=kill@2")
     other.join()
-    begins = said(again, "begins")
-    assert begins is not None
+    begins = told(again, "begins")
     assert (begins["round"], begins["up"]) == (3, 0)
     require_same(tmp_path, server, undisturbed)
 

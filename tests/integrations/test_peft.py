@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-import threading
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from site_threads import together
 from torch import nn
 
 import atoll
@@ -50,11 +51,7 @@ NAMES = {"base_model.model.first.lora_A.weight", "base_model.model.first.lora_B.
 
 def both(server: atoll.Server, work: Any) -> None:
     """Two sites at once."""
-    threads = [threading.Thread(target=work, args=(server.url, site)) for site in ("a", "b")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
+    together(*(partial(work, server.url, site) for site in ("a", "b")), timeout_s=100)
     assert server.wait(30)
 
 

@@ -2,113 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
-from test_end_to_end import together
-from test_fall_back import damage_head, slow_disk, wait_until_durable
-from torch import Tensor, nn
+from async_world import LR, MOMENTUM, SITES, START, Clients, gradient, nesterov
+from site_threads import together
+from torch import nn
 
 import atoll
-from atoll.errors import ConfigError, Gone
+from atoll.errors import ConfigError
 from atoll.reducers.staleness import staleness_weight
-from atoll.rounds.events import TicketRequested, VersionCommitted
-from atoll.server.exports import Exports
-from atoll.server.run import Run
-from atoll.testing.processes import free_port, wait_until
-
-SITES = ("a", "b", "c")
-START = torch.arange(1.0, 7.0, dtype=torch.float64).reshape(2, 3)
-LR, MOMENTUM = 0.5, 0.5
-
-
-class Clients:
-    """A run with an fp64 weight, and three sites that a test moves one by one."""
-
-    def __init__(self, folder: Path, stack: ExitStack, **settings: Any) -> None:
-        self.folder = folder
-        self.model = nn.Linear(3, 2, bias=False, dtype=torch.float64)
-        with torch.no_grad():
-            self.model.weight.copy_(START)
-        self.options: dict[str, Any] = {
-            "algorithm": "diloco",
-            "codec": "none",
-            "mode": "async",
-            "num_workers": 3,
-            "outer_lr": LR,
-            "outer_momentum": MOMENTUM,
-            "port": free_port(),
-            "state_dir": folder / "state",
-            **settings,
-        }
-        self.server = atoll.Server(self.model, **self.options).start()
-        stack.callback(lambda: self.server.stop())
-        self.clients = {
-            site: stack.enter_context(atoll.Client(self.server.url, site=site, folder=folder / "w")) for site in SITES
-        }
-        for client in self.clients.values():
-            client.register()
-        self.base: dict[str, Tensor] = {}
-
-    def pull(self, *sites: str) -> None:
-        for site in sites:
-            assert self.clients[site].next_round() is not None
-            self.base[site] = self.clients[site].pull()["weight"]
-
-    def submit(self, site: str, u: Tensor, **about: Any) -> None:
-        """Submit the pseudo-gradient `u` against what the site pulled last."""
-        self.clients[site].submit({"weight": self.base[site] - u}, **about)
-
-    def wait(self, version: int) -> None:
-        wait_until(lambda: self.server.status().fragments[0].version == version, f"version {version}")
-
-    def weight(self) -> Tensor:
-        return safetensors.torch.load_file(self.server.save_state(self.folder / "now.safetensors"))["weight"]
-
-    def behind(self) -> list[tuple[str, int]]:
-        """(site, staleness) of every update that counted, in order."""
-        return [
-            (site, s)
-            for line in self.server.status().history
-            for site, s in zip(line.workers, line.staleness, strict=True)
-        ]
-
-    def one_by_one(self) -> None:
-        """All pull version 0; b, c, and a come in, then b, which is at version 1: 0, 1, 2 and 2 versions behind."""
-        self.pull("a", "b", "c")
-        for number, site in enumerate(("b", "c", "a")):
-            self.submit(site, gradient(number))
-            self.wait(number + 1)
-            if site == "b":
-                self.pull("b")
-        self.submit("b", gradient(3))
-        self.wait(4)
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[Callable[..., Clients]]:
-    with ExitStack() as stack:
-        yield lambda **settings: Clients(tmp_path, stack, **settings)
-
-
-def gradient(seed: int) -> Tensor:
-    return torch.randn(2, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def nesterov(gradients: list[Tensor]) -> Tensor:
-    theta, m = START.clone(), torch.zeros_like(START)
-    for g in gradients:
-        m = MOMENTUM * m + g
-        theta = theta - LR * (g + MOMENTUM * m)
-    return theta
 
 
 @pytest.mark.covers("L3", "L5", "D10")
@@ -208,34 +117,6 @@ def test_an_update_more_than_five_behind_is_told_of(world: Callable[..., Clients
     assert "dylu = true" in told
 
 
-@pytest.mark.covers("L5")
-def test_a_version_that_somebody_is_to_pull_is_kept(world: Callable[..., Clients]) -> None:
-    """Two versions are kept for everybody; a has a ticket of version 0, and pulls it when the head is at 4."""
-    run = world()
-    assert run.clients["a"].next_round() == 1
-    run.pull("b")
-    for number in range(4):
-        run.submit("b", gradient(number))
-        run.pull("b")
-    assert torch.equal(run.clients["a"].pull()["weight"], START)
-    run.wait(4)
-
-
-def test_who_comes_too_late_for_a_version_gets_a_newer_one(world: Callable[..., Clients]) -> None:
-    run = world(max_pins=1, keep_versions=1)
-    assert run.clients["a"].next_round() == 1
-    assert run.clients["c"].next_round() == 1
-    run.pull("b")
-    for number in range(3):
-        run.submit("b", gradient(number))
-        run.pull("b")
-    run.clients["c"].next_round()  # of version 3, so that version 0 is no longer among the newest that are wanted
-    run.submit("b", gradient(3))
-    run.pull("b")
-    pulled = run.clients["a"].pull()["weight"]
-    assert torch.allclose(pulled, nesterov([gradient(n) for n in range(4)]), rtol=0, atol=1e-12)
-
-
 @pytest.mark.covers("L3")
 @pytest.mark.parametrize("delayed", [0, 2])
 def test_an_infinite_grace_has_the_bits_of_a_synchronous_run(tmp_path: Path, delayed: int) -> None:
@@ -277,116 +158,6 @@ def test_the_first_rounds_cannot_be_changed_at_the_next_start(tmp_path: Path) ->
         run.server.stop()
         with pytest.raises(ConfigError, match="sync_rounds_first = 0, this start says 9"):
             atoll.Server(run.model, **run.options | {"sync_rounds_first": 9}).start()
-
-
-@pytest.mark.covers("L3")
-def test_a_version_that_the_end_of_the_run_took_away_is_no_error(world: Callable[..., Clients]) -> None:
-    """a was promised version 0; before it pulls, the run ends with b's update, and keeps its result alone."""
-    run = world(rounds=1, keep_versions=1)
-    assert run.clients["a"].next_round() is not None
-    run.pull("b")
-    run.submit("b", gradient(0))
-    wait_until_durable(run.server, 1)
-    pulled = run.clients["a"].pull()["weight"]
-    assert torch.equal(pulled, run.weight())
-    run.clients["a"].submit({"weight": pulled - gradient(1)})  # in vain, and no error
-    assert run.clients["a"].next_round() is None
-    assert run.behind() == [("b", 0)]
-
-
-@pytest.mark.covers("L3")
-def test_a_look_at_the_newest_model_leaves_the_round_as_it_is(tmp_path: Path) -> None:
-    """a looks while it trains from version 0, when b has brought the run to version 1: its update counts, 1 behind."""
-    models = {site: nn.Linear(3, 2, bias=False, dtype=torch.float64) for site in ("a", "b", "newest")}
-    with ExitStack() as stack:
-        server = atoll.Server(
-            nn.Linear(3, 2, bias=False, dtype=torch.float64),
-            algorithm="fedavg",
-            mode="async",
-            codec="none",
-            num_workers=2,
-            port=0,
-            state_dir=tmp_path / "state",
-        ).start()
-        stack.callback(server.stop)
-        workers = {s: stack.enter_context(atoll.join(server.url, site=s, folder=tmp_path / "w")) for s in ("a", "b")}
-        rounds = {site: next(iter(worker)) for site, worker in workers.items()}
-        for site, round_ in rounds.items():
-            round_.load_into(models[site])
-        with torch.no_grad():
-            models["b"].weight += 1
-        rounds["b"].submit(models["b"])
-        wait_until(lambda: server.status().fragments[0].version == 1, "version 1")
-        workers["a"].load_into(models["newest"])
-        assert torch.allclose(models["newest"].weight, models["b"].weight, rtol=0, atol=1e-12)
-        rounds["a"].submit(models["a"])
-        wait_until(lambda: server.status().fragments[0].version == 2, "version 2")
-        assert server.status().history[-1].staleness == [1]
-
-
-def test_a_ticket_asked_for_at_a_commit_is_of_the_version_that_its_digest_names(
-    world: Callable[..., Clients], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """b's step is in the journal, and the machine hears of it only after a has asked."""
-    run = world()
-    run.pull("a", "b")
-    apply, committed, held = Run.apply, threading.Event(), list[Any]()
-
-    def late(self: Run, event: Any) -> Any:
-        if isinstance(event, VersionCommitted):
-            held.append(event)
-            committed.set()
-            return ()
-        effects = apply(self, event)
-        if held and isinstance(event, TicketRequested):
-            asyncio.get_running_loop().call_soon(apply, self, held.pop())
-        return effects
-
-    monkeypatch.setattr(Run, "apply", late)
-    run.submit("b", gradient(0))
-    assert committed.wait(30)
-    session = run.clients["a"]._session
-    assert session is not None
-    reply = session.next_ticket(wait_s=0.0)
-    assert reply.ticket is not None
-    assert (reply.ticket.base_version, reply.ticket.base_digest) == (1, reply.head_digest)
-    assert reply.head_version == 1
-
-
-def test_an_export_that_is_overtaken_does_not_keep_a_version_from_becoming_durable(
-    world: Callable[..., Clients], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def overtaken(*_: Any) -> None:
-        raise Gone("Version 1 is not kept.")
-
-    monkeypatch.setattr(Exports, "save", overtaken)
-    run = world(save_every=1)
-    run.pull("a")
-    run.submit("a", gradient(0))
-    wait_until_durable(run.server, 1)
-
-
-@pytest.mark.covers("L3", "F41")
-def test_a_lost_version_loses_no_update(tmp_path: Path) -> None:
-    """a is at version 1 when version 2, of b's update, is lost; b has gone on from it, and sends it again."""
-    with slow_disk(newest=1), ExitStack() as stack:
-        run = Clients(tmp_path, stack, outer_lr=1.0, outer_momentum=0.0)
-        run.pull("a", "b")
-        run.submit("a", gradient(0))
-        wait_until_durable(run.server, 1)
-        run.pull("a")
-        run.submit("b", gradient(1))
-        run.pull("b")
-        run.server.stop()
-        damage_head(tmp_path / "state")
-        run.server = atoll.Server(run.model, **run.options).start()
-        assert run.server.status().fragments[0].version == 1
-        run.pull("b")  # sends again first
-        run.pull("a")  # its ticket was of a version that may have been lost, too
-        run.submit("a", gradient(2))
-        wait_until(lambda: len(run.server.status().history) == 3, "three updates")
-        expected = START - gradient(0) - gradient(1) - gradient(2)
-        assert torch.allclose(run.weight(), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.covers("L2", "L3", "L6")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_world import MEAN, write
 from safetensors.torch import load_file
 
 import atoll
@@ -17,12 +18,6 @@ from atoll.testing.processes import wait_until
 START = {"w": torch.zeros(2, 3), "v": torch.zeros(4), "bn.running_mean": torch.zeros(1)}
 SITES = {"a": 1.0, "b": 3.0}
 """Site → weight of its updates."""
-
-
-def write(folder: Path, text: str, name: str = "mine.py") -> Path:
-    path = folder / name
-    path.write_text(f"import json, os, torch\nHERE = {str(folder)!r}\n{text}")
-    return path
 
 
 def serve(folder: Path, name: str, start: dict[str, torch.Tensor] = START, **options: Any) -> atoll.Server:
@@ -67,21 +62,6 @@ def play(server: atoll.Server, folder: Path, rounds: int, order: str = "ab", hol
         client.close()
     assert server.wait(60)
     server.run()
-
-
-MEAN = """
-def mean(updates):
-    total = sum(update.weight for update in updates)
-    for name in updates[0].tensors:
-        result = None
-        for update in updates:
-            tensor = update.tensors[name].float()
-            if result is None:
-                result = tensor * (update.weight / total)
-            else:
-                result.add_(tensor, alpha=update.weight / total)
-        yield name, result
-"""
 
 
 @pytest.mark.covers("D7")

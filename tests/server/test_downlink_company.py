@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from down_world import Reference, clients, down_bytes, play, require_equal, serve, start, through, trained
+from own_world import MEAN, write
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -56,24 +57,8 @@ def test_who_goes_over_differences_and_who_pulls_whole_hold_the_same(tmp_path: P
             client.close()
 
 
-AGGREGATOR = """
-def mean(updates):
-    total = sum(update.weight for update in updates)
-    for name in updates[0].tensors:
-        result = None
-        for update in updates:
-            tensor = update.tensors[name].float()
-            if result is None:
-                result = tensor * (update.weight / total)
-            else:
-                result.add_(tensor, alpha=update.weight / total)
-        yield name, result
-"""
-
-
 def test_what_an_aggregator_of_ones_own_makes_steps_the_master(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(AGGREGATOR)
-    with serve(tmp_path, aggregator=f"{tmp_path / 'mine.py'}:mean", rounds=3) as server:
+    with serve(tmp_path, aggregator=f"{write(tmp_path, MEAN)}:mean", rounds=3) as server:
         sites = clients(server, tmp_path)
         reference = Reference(start())
         for number in (1, 2, 3):

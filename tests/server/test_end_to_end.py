@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from site_threads import together
 from torch import nn
 
 import atoll
@@ -32,26 +32,6 @@ def serve(folder: Path, model: nn.Module, **settings: Any) -> atoll.Server:
         "heartbeat_interval_s": 1.0,
     }
     return atoll.Server(model, **(options | settings)).start()
-
-
-def together(*jobs: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Run jobs in threads; raise what the first of them raised."""
-    errors: list[BaseException] = []
-
-    def work(job: Callable[[], object]) -> None:
-        try:
-            job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(job,), daemon=True) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout_s)
-        assert not thread.is_alive(), "a worker hangs"
-    if errors:
-        raise errors[0]
 
 
 def add(model: nn.Module, amount: float) -> None:

@@ -9,12 +9,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
+from atoll.store.copies import Files
 from atoll.store.rows import RunRow, TicketRow, VersionRow
 from atoll.store.store import FileShape, FragmentShapes, Recovered, Store
 
@@ -126,6 +127,16 @@ def first(directory: Path, **options: Any) -> Store:
 def read(fd: int | None) -> bytes:
     assert fd is not None
     return os.pread(fd, 1000, 0)
+
+
+def export(store: Store, target: Path) -> Path:
+    """The newest version as it is, as a file for people."""
+
+    def contents(files: Files) -> Iterator[memoryview]:
+        ((fd, _),) = files
+        yield memoryview(read(fd))
+
+    return store.export(target, store.heads(), b"", contents)
 
 
 def flip(path: Path, offset: int) -> None:

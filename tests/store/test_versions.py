@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from store_world import (
     begin,
     content,
     digests,
+    export,
     first,
     killed,
     play_round,
@@ -25,6 +27,7 @@ from store_world import (
 
 from atoll import failpoints
 from atoll.errors import DiskFull, Gone, StoreError, SyncFailed, UsageError
+from atoll.store.copies import Files
 from atoll.store.store import Store
 
 
@@ -306,7 +309,7 @@ def test_an_export_is_a_file_of_its_own(store: Store, tmp_path: Path) -> None:
     play_round(store, 0)
     target = tmp_path / "out" / "model.safetensors"
     target.parent.mkdir()
-    assert store.export(target) == target
+    assert export(store, target) == target
     for base in range(1, 5):
         play_round(store, base)
     assert target.read_bytes() == content(1)
@@ -314,7 +317,7 @@ def test_an_export_is_a_file_of_its_own(store: Store, tmp_path: Path) -> None:
     assert target.stat().st_ino not in slot_inodes
     with target.open("rb") as reader:
         before = target.stat().st_ino
-        store.export(target)
+        export(store, target)
         assert target.stat().st_ino != before
         assert reader.read() == content(1)  # who had it open keeps what it had
     assert target.read_bytes() == content(5)
@@ -327,16 +330,25 @@ def test_an_export_is_on_disk_before_it_has_its_name(
     target = tmp_path / "model"
     seen: list[tuple[str, bool]] = []
     monkeypatch.setattr(Store, "sync", lambda self, fd, what: seen.append((Path(what).name, target.exists())))
-    store.export(target)
+    export(store, target)
     (file, named), folder = seen
     assert (file.startswith(".model."), named) == (True, False)
     assert folder == (tmp_path.name, True)
 
 
-def test_an_export_may_have_a_header_of_its_own_and_ranges_twice(store: Store, tmp_path: Path) -> None:
+def test_an_export_is_its_header_and_what_is_made_of_the_files(store: Store, tmp_path: Path) -> None:
+    """Of version 1, which is not the newest, and of the outer state beside it; a run may come twice."""
+
+    def contents(files: Files) -> Iterator[memoryview]:
+        ((version, state),) = files
+        assert state is not None
+        for fd, offset, nbytes in ((version, 8, 4), (version, 0, 8), (state, 6, 2), (version, 8, 4)):
+            yield memoryview(os.pread(fd, nbytes, offset))
+
     play_round(store, 0)
-    target = store.export(tmp_path / "tied", version=1, header=b"tied:", ranges=[(8, 4), (0, 8), (8, 4)])
-    assert target.read_bytes() == b"tied:" + b"BBBB" + HEADER + b"BBBB"
+    play_round(store, 1)
+    target = store.export(tmp_path / "tied", (1,), b"tied:", contents, with_state=True)
+    assert target.read_bytes() == b"tied:" + b"BBBB" + HEADER + b"bb" + b"BBBB"
 
 
 @pytest.mark.covers("D4", "F25")
@@ -348,7 +360,7 @@ def test_a_failed_export_leaves_the_old_file_and_nothing_else(
     target.write_bytes(b"before")
     fail(monkeypatch, "export.write", "enospc")
     with pytest.raises(DiskFull):
-        store.export(target)
+        export(store, target)
     assert list(target.parent.iterdir()) == [target]
     assert target.read_bytes() == b"before"
 
@@ -357,7 +369,7 @@ def test_a_failed_export_leaves_the_old_file_and_nothing_else(
 def test_what_a_killed_export_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
     first(tmp_path / "state").close()
     (tmp_path / "out").mkdir()
-    killed(tmp_path / "state", "export.write=kill", "begin(directory)[0].export(directory.parent / 'out' / 'model')")
+    killed(tmp_path / "state", "export.write=kill", "export(begin(directory)[0], directory.parent / 'out' / 'model')")
     assert len(list((tmp_path / "out").iterdir())) == 1
     begin(tmp_path / "state")[0].close()
     assert list((tmp_path / "out").iterdir()) == []

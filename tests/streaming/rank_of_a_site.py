@@ -10,7 +10,7 @@ from pathlib import Path
 
 import safetensors.torch
 import torch.distributed as dist
-from streaming_world import WEIGHTS, build, data, inner
+from six_layers import WEIGHTS, build, data, inner
 from torch.nn.parallel import DistributedDataParallel
 
 import atoll

@@ -1,53 +1,25 @@
-"""A model of six equal layers in fp64, sites with data of their own, and the numbers that streaming has to give.
+"""Runs of the six layers, and the numbers that streaming has to give.
 
 `expected` is the formula of 2501.18512, computed in one process with plain tensors; nothing of Atoll's is used.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from site_threads import DiLoCoSites
+from six_layers import LAYERS, WEIGHTS, build, inner, local_step
 from torch import Tensor, nn
 
 import atoll
 
-LAYERS = 6
-WEIGHTS = {"a": 1.0, "b": 2.5, "c": 4.0}
 OUTER_LR, MOMENTUM = 0.6, 0.8
 
 Trace = list[dict[str, Tensor]]
 """Every parameter after each local step."""
-
-
-def build() -> nn.Module:
-    torch.manual_seed(3)
-    layers: list[nn.Module] = []
-    for _ in range(LAYERS):
-        layers += [nn.Linear(5, 5), nn.Tanh()]
-    return nn.Sequential(*layers).double()
-
-
-def inner(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-2, weight_decay=0.05)
-
-
-def data(site: str) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(ord(site))
-    return (
-        torch.randn(16, 5, dtype=torch.float64, generator=generator),
-        torch.randn(16, 5, dtype=torch.float64, generator=generator),
-    )
-
-
-def local_step(model: nn.Module, optimizer: torch.optim.Optimizer, site: str) -> None:
-    inputs, targets = data(site)
-    optimizer.zero_grad()
-    (model(inputs) - targets).square().mean().backward()
-    optimizer.step()
 
 
 def names_of(fragments: int) -> list[list[str]]:
@@ -132,13 +104,14 @@ def serve(folder: Path, model: nn.Module | None = None, **settings: Any) -> atol
     return atoll.Server(model or build(), **serving(folder, **settings))
 
 
-class Sites:
+class Sites(DiLoCoSites):
     """Workers as threads of this process.
 
     Attributes:
         traces: site → its parameters after each local step.
-        loops: site → its part in the run.
     """
+
+    weights = WEIGHTS
 
     def __init__(
         self,
@@ -149,46 +122,28 @@ class Sites:
         during: Callable[[str, int], None] | None = None,
         **options: Any,
     ) -> None:
-        """`during(site, step)` is called before every local step."""
         self.traces: dict[str, Trace] = {site: [] for site in sites}
-        self.loops: dict[str, atoll.DiLoCo] = {}
-        self._url, self._folder, self._steps, self._during, self._options = url, folder, steps, during, options
-        self._errors: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._guarded, args=(site,), daemon=True) for site in sites]
-        for thread in self._threads:
-            thread.start()
+        super().__init__(url, folder, sites, steps, during, **options)
 
-    def _guarded(self, site: str) -> None:
-        try:
-            self._work(site)
-        except BaseException as error:
-            self._errors.append(error)
+    def build(self) -> nn.Module:
+        return build()
 
-    def _work(self, site: str) -> None:
-        model = build()
-        optimizer = inner(model)
-        folder = self._folder / "workers"
-        with atoll.DiLoCo(
-            model, optimizer, server=self._url, site=site, weight=WEIGHTS[site], folder=folder, **self._options
-        ) as diloco:
-            self.loops[site] = diloco
-            for step in range(self._steps):
-                if diloco.finished:
-                    break
-                if self._during:
-                    self._during(site, step)
-                local_step(model, optimizer, site)
-                self.traces[site].append({name: p.detach().clone() for name, p in model.named_parameters()})
+    def inner(self, model: nn.Module) -> torch.optim.Optimizer:
+        return inner(model)
 
-    def join(self, timeout_s: float = 60.0) -> None:
-        """Wait for all of them; raise what the first of them raised."""
-        for thread in self._threads:
-            thread.join(timeout_s)
-            if self._errors:
-                raise self._errors[0]
-            assert not thread.is_alive(), "a worker hangs"
-        if self._errors:
-            raise self._errors[0]
+    def local_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, site: str, step: int) -> None:
+        local_step(model, optimizer, site)
+        self.traces[site].append({name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two states have the same names and bits."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    """The state of a model, apart from it."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def require_close(traces: dict[str, Trace], right: dict[str, Trace]) -> None:

@@ -1,4 +1,4 @@
-"""How a model is cut into fragments, and when each is due."""
+"""How a model is cut into fragments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from atoll.errors import ConfigError
-from atoll.tensors.fragments import Schedule, Split, cut, split, split_of
+from atoll.tensors.fragments import Split, cut, split, split_of
 from atoll.tensors.modules import schema_of
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 from atoll.wire import messages
@@ -110,21 +110,6 @@ def test_a_split_comes_back_from_the_journal_and_from_the_wire_as_it_was() -> No
     whole = Split.whole(made.schema)
     assert split_of(made.schema.to_json()) == messages.SchemaMessage.of(whole).to_split() == whole
     assert whole.schemas[0] is whole.schema
-
-
-@pytest.mark.covers("L7")
-def test_six_hundred_steps_and_three_fragments() -> None:
-    schedule = Schedule(600, 3)
-    due = {step: fragment for step in range(1401) if (fragment := schedule.due(step)) is not None}
-    assert due == {200: 0, 400: 1, 600: 2, 800: 0, 1000: 1, 1200: 2, 1400: 0}
-    assert schedule.due(200, first=2) == 2
-
-
-@given(st.integers(1, 20), st.integers(1, 8), st.integers(0, 7))
-def test_in_h_steps_each_fragment_is_due_once(every: int, fragments: int, first: int) -> None:
-    schedule = Schedule(every * fragments, fragments)
-    due = [schedule.due(step, first % fragments) for step in range(1, every * fragments + 1)]
-    assert sorted(each for each in due if each is not None) == list(range(fragments))
 
 
 def test_the_dtype_does_not_matter_for_where_a_module_goes() -> None:

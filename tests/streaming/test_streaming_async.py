@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from streaming_world import Sites, build, data, inner, local_step, serve
+from site_threads import together
+from six_layers import data
+from streaming_world import Sites, build, inner, local_step, serve
 from torch import Tensor
 
 import atoll
@@ -145,10 +148,5 @@ def test_a_slow_site_s_steps_under_dylu_are_a_multiple_of_the_fragments(tmp_path
                         enough.set()
 
     with server:
-        threads = [threading.Thread(target=work, args=args, daemon=True) for args in (("fast", 0.01), ("slow", 0.03))]
-        for thread in threads:
-            thread.start()
-        assert enough.wait(60), asked
-        for thread in threads:
-            thread.join(60)
+        together(partial(work, "fast", 0.01), partial(work, "slow", 0.03))
     assert all(steps % 2 == 0 and 2 <= steps <= 10 for steps in asked), asked

@@ -4,6 +4,7 @@ arguments are checked where it is built (`atoll.outer`)."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ class ResolvedAlgorithm:
 
     Attributes:
         algorithm: what does not change by settings: groups, and what becomes of missed rounds.
-        outer: name or `module:attribute` of the outer optimizer.
+        outer: name or `module:attribute` of the outer optimizer; or itself, where a program has given it.
         outer_options: its keyword arguments.
         reducer: name or `module:attribute` of what reduces `params`.
         reducer_options: its keyword arguments.
@@ -38,7 +39,7 @@ class ResolvedAlgorithm:
     """
 
     algorithm: Algorithm
-    outer: str
+    outer: str | Callable[..., Any]
     outer_options: dict[str, Any]
     reducer: str
     reducer_options: dict[str, Any]
@@ -51,9 +52,17 @@ class ResolvedAlgorithm:
     def name(self) -> str:
         return self.algorithm.name
 
+    @property
+    def outer_name(self) -> str:
+        """What people call the outer optimizer."""
+        return self.outer if isinstance(self.outer, str) else name_of(self.outer)
 
-def resolve(settings: Settings) -> ResolvedAlgorithm:
+
+def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -> ResolvedAlgorithm:
     """What a run with these settings does.
+
+    Args:
+        outer_given: the outer optimizer, in place of the setting's.
 
     Raises:
         ConfigError: an unknown algorithm, optimizer or codec (the nearest name is offered), an option given twice, or
@@ -72,8 +81,9 @@ def resolve(settings: Settings) -> ResolvedAlgorithm:
                 f"dylu is set, but in {settings.algorithm!r} the worker's script decides when a round ends.",
                 "Leave dylu out, or choose algorithm = 'diloco', which counts local steps.",
             )
-    outer = settings.outer_optimizer or algorithm.outer
-    _require_known("outer", "outer_optimizer", outer)
+    outer = outer_given or settings.outer_optimizer or algorithm.outer
+    if isinstance(outer, str):
+        _require_known("outer", "outer_optimizer", outer)
     reducer = settings.reducer or algorithm.reduce["params"]
     _require_known("reducers", "reducer", reducer)
     own = algorithm.reduce["params"]
@@ -117,7 +127,7 @@ def _require_whole(settings: Settings) -> None:
             )
 
 
-def _outer_options(settings: Settings, algorithm: Algorithm, outer: str) -> dict[str, Any]:
+def _outer_options(settings: Settings, algorithm: Algorithm, outer: str | Callable[..., Any]) -> dict[str, Any]:
     """Defaults belong to the algorithm's own optimizer; another one starts from its own."""
     given = dict(settings.outer_options)
     for option, setting in (("lr", "outer_lr"), ("momentum", "outer_momentum")):
@@ -126,7 +136,7 @@ def _outer_options(settings: Settings, algorithm: Algorithm, outer: str) -> dict
             continue
         if option in given:
             raise ConfigError(f"{setting} is {value:g}, and outer_options has {option!r} as well.", "Give one of them.")
-        if option == "momentum" and outer in _INSTEAD_OF_MOMENTUM:
+        if option == "momentum" and isinstance(outer, str) and outer in _INSTEAD_OF_MOMENTUM:
             raise ConfigError(
                 f"outer_momentum is {value:g}, but {outer} has no momentum.",
                 f"Leave it out, or {_INSTEAD_OF_MOMENTUM[outer]}.",
@@ -138,11 +148,12 @@ def _outer_options(settings: Settings, algorithm: Algorithm, outer: str) -> dict
     return defaults | given
 
 
-def _delayed(settings: Settings, outer: str, options: dict[str, Any]) -> dict[str, Any]:
+def _delayed(settings: Settings, outer: str | Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     """The options of SGD as those of delayed Nesterov."""
     if outer != "sgd":
+        name = outer if isinstance(outer, str) else name_of(outer)
         raise ConfigError(
-            f"dn_buffer_size is {settings.dn_buffer_size}, but the outer optimizer is {outer!r}: what delayed Nesterov "
+            f"dn_buffer_size is {settings.dn_buffer_size}, but the outer optimizer is {name!r}: what delayed Nesterov "
             "applies between two steps of momentum is a share of SGD's step, and has no counterpart there.",
             "Leave dn_buffer_size out, or outer_optimizer.",
         )
@@ -168,6 +179,11 @@ def _local(settings: Settings, algorithm: Algorithm) -> dict[str, Any]:
         if type(value) not in (int, float) or not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"local_options: {key} = {value!r}.", "It is a number, at least 0.")
     return dict(algorithm.local) | settings.local_options
+
+
+def name_of(given: Callable[..., Any]) -> str:
+    """What people call code that a program has given."""
+    return str(getattr(given, "__qualname__", repr(given)))
 
 
 def _require_known(kind: str, setting: str, name: str) -> None:

@@ -26,8 +26,7 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
     tickets: list[dict[str, Ticket]] = [{} for _ in journal.fragments]
     for ticket in sorted(journal.tickets, key=lambda ticket: ticket.id):
         at = journal.fragments[ticket.fragment]
-        is_async = rules.policy.is_async(at.head - at.lost + 1)
-        if ticket.state in ("open", "accepted") if is_async else ticket.base_version == at.head:
+        if ticket.is_live if rules.policy.is_async(at.done + 1) else ticket.base_version == at.head:
             tickets[ticket.fragment][ticket.site] = ticket
     stopped = rules.tracking.stops(journal.progress)
     rounds = tuple(
@@ -62,7 +61,7 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
 
 def _restored(rules: Rules, journal: FragmentSnapshot, tickets: dict[str, Ticket], now_s: float) -> Round:
     head, lost = journal.head, journal.lost
-    if rules.rounds and head - lost >= rules.rounds:
+    if rules.rounds and journal.done >= rules.rounds:
         return Round("finished", head, tickets=tickets, lost=lost)
     if journal.frozen and journal.frozen.base_version == head:
         return Round("closing", head, now_s, tickets=tickets, frozen=journal.frozen.tickets, lost=lost)

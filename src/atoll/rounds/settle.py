@@ -105,19 +105,15 @@ def _judge(draft: Draft, fragment: int) -> None:
 def still_good(round_: Round) -> dict[str, Ticket]:
     """Tickets of an asynchronous round that outlive it: open ones, and accepted ones that are not being reduced."""
     return {
-        site: ticket
-        for site, ticket in round_.tickets.items()
-        if ticket.state in ("open", "accepted") and ticket.id not in round_.frozen
+        site: ticket for site, ticket in round_.tickets.items() if ticket.is_live and ticket.id not in round_.frozen
     }
 
 
 def drop_ended(draft: Draft, fragment: int) -> None:
     """Forget what has ended of an asynchronous round: nothing there hangs on it."""
     if draft.state.is_async(fragment):
-        draft.change_round(
-            fragment,
-            tickets={s: t for s, t in draft.round(fragment).tickets.items() if t.state in ("open", "accepted")},
-        )
+        tickets = draft.round(fragment).tickets
+        draft.change_round(fragment, tickets={site: ticket for site, ticket in tickets.items() if ticket.is_live})
 
 
 def expire(draft: Draft, fragment: int) -> None:

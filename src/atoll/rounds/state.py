@@ -99,6 +99,11 @@ class Ticket:
     reason: str = ""
     order: int = 0
 
+    @property
+    def is_live(self) -> bool:
+        """Whether an update may still come under it, or waits to be reduced or committed."""
+        return self.state in ("open", "accepted")
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -192,6 +197,11 @@ class FragmentSnapshot:
     frozen: FrozenRound | None = None
     started: bool = False
     lost: int = 0
+
+    @property
+    def done(self) -> int:
+        """As in `Round`."""
+        return self.head - self.lost
 
 
 @dataclass(frozen=True, slots=True)

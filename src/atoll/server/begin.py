@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 
 from torch import nn
+from torch.optim import Optimizer
 
 from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
@@ -25,6 +26,9 @@ from atoll.wire.units import size
 
 LOG = logging.getLogger("atoll.server")
 
+Outer = Callable[..., Optimizer] | None
+"""The outer optimizer that a program gives: a class, or a function (parameters, **options) → optimizer."""
+
 FROZEN_SETTINGS = (
     "algorithm",
     "codec",
@@ -41,13 +45,17 @@ that wait to be applied."""
 
 
 def open_run(
-    settings: Settings, given: nn.Module | Tensors | None, persistor: Persistor | None = None
+    settings: Settings,
+    given: nn.Module | Tensors | None,
+    persistor: Persistor | None = None,
+    outer: Outer = None,
 ) -> tuple[Plan, Store, Recovered]:
     """Begin a run in its state directory, or find the one that is there as its journal has it.
 
     Args:
         given: the initial model; else that of the persistor, else that of the settings.
         persistor: asked for the initial model where the run begins.
+        outer: the outer optimizer, in place of the setting's.
 
     Raises:
         ConfigError: the model or a setting cannot be used, or is not the one that the run was begun with.
@@ -69,7 +77,7 @@ def open_run(
             )
         if persistor is not None and given is None and not store.run and (loaded := persistor.load()) is not None:
             given = loaded_model(settings, loaded)
-        plan = _take_up(settings, given, store.run, store) if store.run else _create(settings, given, store)
+        plan = _take_up(settings, given, outer, store.run) if store.run else _create(settings, given, outer, store)
         _tell_of_the_way_down(plan)
         store.shape([fragment.shapes() for fragment in plan.fragments])
         recovered = store.recover()
@@ -99,11 +107,11 @@ def _tell_of_the_way_down(plan: Plan) -> None:
         )
 
 
-def _create(settings: Settings, given: nn.Module | Tensors | None, store: Store) -> Plan:
+def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, store: Store) -> Plan:
     schema = schema_for(settings, initial_model(settings, given))
     if CONTROL in resolve(settings).algorithm.reduce:
         schema = schema.with_controls()
-    plan = Plan.make(settings, split(schema, settings.num_fragments))
+    plan = Plan.make(settings, split(schema, settings.num_fragments), outer)
     places = {"fragments": list(plan.split.places)} if plan.streams else {}
     store.create_run(
         RunRow(
@@ -119,9 +127,9 @@ def _create(settings: Settings, given: nn.Module | Tensors | None, store: Store)
     return plan
 
 
-def _take_up(settings: Settings, given: nn.Module | Tensors | None, row: RunRow, store: Store) -> Plan:
+def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, row: RunRow) -> Plan:
     """The plan of the run that is there; refused under settings or a model that it was not begun with."""
-    plan = Plan.make(settings, split_of(json.loads(row.schema_json)))
+    plan = Plan.make(settings, split_of(json.loads(row.schema_json)), outer)
     one = {"num_fragments": 1}  # which is not written down
     before: Mapping[str, object] = one | json.loads(row.settings_json)
     now: Mapping[str, object] = one | json.loads(_frozen(settings, plan))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from atoll._version import VERSION
 from atoll.config import DEFAULT_PORT, Settings
@@ -57,6 +58,10 @@ class Server:
         model: the initial model: a module, a mapping name → tensor, or what the setting `model` may be. Read once, when
             the run begins. None where the settings name it, or the state directory has the run already.
         workflow: a function of a `controller`, in place of the setting `workflow`.
+        outer_optimizer: a class of `torch.optim`, or a function (parameters, **outer_options) → optimizer; or what the
+            setting may be. A function is called more than once, with parameters of its own making each time: it may
+            not depend on them. What it makes is tried before the run, and refused where a step is not that of each
+            tensor by itself.
         filters: that updates, or answers to tasks, pass through at the server, for all sites or by a site's name; for
             answers also `{site: {task: filters}}`. In place of the setting `task_result_filters`.
         data_filters: that payloads of tasks pass through before they are sent, in the same forms; in place of the
@@ -73,16 +78,22 @@ class Server:
         settings: Settings | None = None,
         *,
         workflow: Function | None = None,
+        outer_optimizer: Callable[..., Optimizer] | str | None = None,
         filters: Given = (),
         data_filters: Given = (),
         **options: Any,
     ) -> None:
-        if settings is not None and options:
-            raise UsageError("Server got both settings and keywords.", "Give one of them.")
         if isinstance(model, str):
             options["model"], model = model, None
         if isinstance(workflow, str):
             options["workflow"], workflow = workflow, None
+        if isinstance(outer_optimizer, str):
+            options["outer_optimizer"], outer_optimizer = outer_optimizer, None
+        if settings is not None and options:
+            raise UsageError(
+                f"Server got settings, and beside them {', '.join(sorted(options))}.", "Give it among the settings."
+            )
+        self._outer = outer_optimizer
         self.settings = settings or Settings.build(options)
         self._model = model
         self._function = workflow
@@ -248,7 +259,8 @@ class Server:
         try:
             workflow = Workflow(self.settings, self._function, self._filters) if self._has_workflow else None
             persistor = Persistor(self.settings) if self.settings.persistor else None
-            run = Run(*open_run(self.settings, self._model, persistor), persistor, self._filters.results)
+            opened = open_run(self.settings, self._model, persistor, self._outer)
+            run = Run(*opened, persistor, self._filters.results)
         except BaseException:
             listener.close()
             raise

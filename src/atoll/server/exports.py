@@ -83,7 +83,7 @@ def export_model(
     def contents(files: Sequence[tuple[int, int | None]]) -> Iterator[memoryview]:
         return model_runs(owners, [(layout, *each) for layout, each in zip(plan.versions, files, strict=True)])
 
-    return store.export_model(target, heads, header, contents, with_state=plan.has_masters)
+    return store.export(target, heads, header, contents, with_state=plan.has_masters)
 
 
 def model_runs(owners: Sequence[TensorSpec], sources: Sequence[tuple[Layout, int, int | None]]) -> Iterator[memoryview]:

@@ -163,7 +163,7 @@ class Filtering:
     def sweep(self) -> None:
         """Let go of what no round can use any more."""
         for key in [*self._going, *self._kept]:
-            if self._store.ticket(key[0]).state not in ("open", "accepted"):
+            if not self._store.ticket(key[0]).is_live:
                 self._forget(key)
 
     def _forget(self, key: _Key) -> None:

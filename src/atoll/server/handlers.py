@@ -221,7 +221,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
 
     async def get_ticket(self, ticket: int) -> messages.TicketState:
         row = self.store.ticket(ticket)
-        parts = self.store.parts(ticket) if row.state in ("open", "accepted") else {}
+        parts = self.store.parts(ticket) if row.is_live else {}
         return messages.TicketState(
             outcome=outcome_of(self.store, row),
             parts=list(parts),
@@ -281,7 +281,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         row = self.store.ticket(ticket)
         if row.site != lease.site:
             raise TicketClosed(f"Ticket {ticket} was not issued to {lease.site!r}.", "Ask for a ticket.")
-        if row.state in ("accepted", "counted"):
+        if row.is_in:
             return self._receipt(
                 self.store.accept(
                     ticket, message.digest, message.weight, message.steps, dict(message.metrics), row.norm
@@ -311,7 +311,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         if self.run.filtering.has(lease.site):
             said = replace(row, digest=digest, weight=message.weight, steps=message.steps, metrics=message.metrics)
             reason = await self.run.filtering.refusal(said, self.run.state.rounds[row.fragment].number)
-            if self.store.ticket(ticket).state in ("accepted", "counted"):  # the word came twice, and was taken once
+            if self.store.ticket(ticket).is_in:  # the word came twice, and was taken once
                 return await self.complete(lease, ticket, message)
             self._require_open(lease, ticket)
             if _digest(layout, self.store.parts(ticket)) != digest:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.optim import Optimizer
 
 from atoll.aggregation.custom.result import Accumulated
 from atoll.aggregation.state import state_layout, state_regions, version_regions
@@ -83,13 +84,16 @@ class Plan:
     staleness_weight: StalenessWeight = constant
 
     @classmethod
-    def make(cls, settings: Settings, split: Split) -> Plan:
+    def make(cls, settings: Settings, split: Split, outer: Callable[..., Optimizer] | None = None) -> Plan:
         """The plan for a model that is cut in this way.
+
+        Args:
+            outer: the outer optimizer, in place of the setting's.
 
         Raises:
             ConfigError: algorithm, codec, reducer or outer optimizer cannot be used; the remedy says why.
         """
-        algorithm = resolve(settings)
+        algorithm = resolve(settings, outer)
         codecs = codecs_of(algorithm.codec, algorithm.codec_options)
         if settings.aggregator:
             codecs[Accumulated.name] = Accumulated()

@@ -1,4 +1,7 @@
-"""What the server knows of each worker beyond the round machine: to be shown, never to decide."""
+"""What the server knows of each worker beyond the round machine: to be shown, and for its pace (`pace.py`).
+
+Nothing of it decides about a round: it is what a worker said last, and may be wrong.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from atoll.server.best import measured_of, missing, value_of
 from atoll.server.desk import Desk
 from atoll.server.filters import Filtering
 from atoll.server.journalled import write
-from atoll.server.pace import Pace, advice
+from atoll.server.pace import Pace
 from atoll.server.passing import directory_gone, passing
 from atoll.server.persistor import Persistor
 from atoll.server.plan import Plan
@@ -33,6 +33,7 @@ from atoll.server.restore import snapshot_of
 from atoll.server.roster import Lease, Presence, lease_refused, roster_of
 from atoll.server.site_filters import SiteFilters
 from atoll.server.space import RETRY_S
+from atoll.server.stale import Stale, advice
 from atoll.server.turnstile import Turnstile
 from atoll.store.objects import ObjectStore
 from atoll.store.rows import Recovered, TicketRow
@@ -61,7 +62,7 @@ class Run:
         self.roster = roster_of(
             recovered.members, [store.newest_bases(fragment) for fragment in range(len(plan.fragments))]
         )
-        self.pace = Pace(plan, self.roster)
+        self.pace, self.stale = Pace(plan, self.roster), Stale(plan)
         self.finished = asyncio.Event()
         self.failed: AtollError | None = None
         self.ended = asyncio.Event()
@@ -320,7 +321,7 @@ class Run:
             if site in self.roster:
                 self.roster[site].rounds += 1
         LOG.info("%s", in_words(summary, row, streams=self.plan.streams))
-        self.pace.look_at(summary)
+        self.stale.look_at(summary)
         if self._has_controls and not self._said_apart and (apart := unequal_weights(summary)):
             self._said_apart = True
             LOG.warning("%s", apart)

@@ -57,14 +57,14 @@ def status_of(run: Run) -> status_messages.Status:
         bytes_down=run.bytes_down,
         deaths=run.deaths,
         refused=run.refused,
-        staleness={str(behind): count for behind, count in sorted(run.pace.counts.items())},
+        staleness={str(behind): count for behind, count in sorted(run.stale.counts.items())},
         tasks=run.desk.counts if run.desk.active else {},
         sent=run.desk.status(),
         durability=settings.durability,
         durable_version=min(durable) if (durable := _durable(run)) else None,
         warnings=[
             *run.trouble.values(),
-            *run.pace.warnings,
+            *run.stale.warnings,
             *run.desk.warnings.values(),
             *(
                 f"{presence.site}: {text}"
@@ -79,7 +79,7 @@ def _outer(algorithm: ResolvedAlgorithm) -> str:
     """`sgd(lr=0.7, momentum=0.9)`; delayed Nesterov's N and first steps by these names."""
     names = {"delay": "N"}
     options = [f"{names.get(key, key)}={value}" for key, value in algorithm.outer_options.items()]
-    return f"{algorithm.outer}({', '.join(options)})"
+    return f"{algorithm.outer_name}({', '.join(options)})"
 
 
 def _best(run: Run) -> status_messages.BestStatus | None:

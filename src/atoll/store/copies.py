@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from atoll.errors import DiskFull, StoreError
+from atoll.errors import DiskFull
 from atoll.failpoints import failpoint
 from atoll.posix import write_at
-from atoll.store.slots import READ_BYTES, Ranges, disk_error
+from atoll.store.slots import disk_error
 from atoll.store.versions import Versions
 
 Files = Sequence[tuple[int, int | None]]
@@ -23,24 +23,6 @@ Held = AbstractContextManager[tuple[int, int | None]]
 
 Contents = Callable[[Files], Iterator[memoryview]]
 """What to write, in order."""
-
-
-def contents_of(ranges: Ranges) -> Contents:
-    """Ranges (offset, nbytes) of the one version."""
-
-    def contents(files: Files) -> Iterator[memoryview]:
-        buffer = memoryview(bytearray(READ_BYTES))
-        for offset, nbytes in ranges:
-            while nbytes:
-                count = os.preadv(files[0][0], [buffer[: min(READ_BYTES, nbytes)]], offset)
-                if not count:
-                    raise StoreError(
-                        f"A version's file ends at byte {offset}.", "Restart the server; it verifies its files."
-                    )
-                yield buffer[:count]
-                offset, nbytes = offset + count, nbytes - count
-
-    return contents
 
 
 def write_copy(store: Versions, target: Path, held: Sequence[Held], header: bytes, contents: Contents) -> None:

@@ -85,6 +85,16 @@ class TicketRow:
     bytes: int = 0
     accepted_order: int = 0
 
+    @property
+    def is_live(self) -> bool:
+        """Whether an update may still come under it, or waits to be reduced."""
+        return self.state in ("open", "accepted")
+
+    @property
+    def is_in(self) -> bool:
+        """Whether its update was acknowledged."""
+        return self.state in ("accepted", "counted")
+
 
 @dataclass(frozen=True, slots=True)
 class PartRow:

@@ -18,7 +18,7 @@ from typing import Self
 from atoll.errors import StateLocked, StoreError
 from atoll.posix import Held, take_lock
 from atoll.store import recovery
-from atoll.store.copies import Contents, contents_of, write_copy
+from atoll.store.copies import Contents, write_copy
 from atoll.store.journal import Durability, Journal
 from atoll.store.reading import Reading
 from atoll.store.rows import Recovered
@@ -92,41 +92,19 @@ class Store(Reading):
         return recovery.recover(self)
 
     def export(
-        self,
-        target: Path,
-        *,
-        fragment: int = 0,
-        version: int | None = None,
-        header: bytes | None = None,
-        ranges: Sequence[tuple[int, int]] | None = None,
-    ) -> Path:
-        """Write a version to `target`, replacing what is there in one step.
-
-        Args:
-            version: by default the head.
-            header: written first, in place of the slot's own bytes; then come `ranges` (offset, nbytes) of the slot, in
-                that order, some of them perhaps twice (tied tensors). By default the slot as it is.
-
-        Raises:
-            Gone: the version is not kept.
-            DiskFull: nothing is left behind.
-            SyncFailed: fsync failed; the server must end.
-        """
-        number = self.head(fragment).version if version is None else version
-        if ranges is None:
-            ranges = [(0, self.shapes_of(fragment).version.nbytes)]
-        write_copy(self, target, [self.pinned(fragment, number)], header or b"", contents_of(tuple(ranges)))
-        return target
-
-    def export_model(
         self, target: Path, heads: Sequence[int], header: bytes, contents: Contents, *, with_state: bool = False
     ) -> Path:
-        """As `export`, of several fragments together.
+        """Write a model to `target`, replacing what is there in one step.
 
         Args:
             heads: the version of each fragment.
             contents: what comes behind the header.
             with_state: whether the outer state beside each is needed, too.
+
+        Raises:
+            Gone: a version, or the outer state beside it, is not kept.
+            DiskFull: nothing is left behind.
+            SyncFailed: fsync failed; the server must end.
         """
         hold = self.reading if with_state else self.pinned
         write_copy(self, target, [hold(f, version) for f, version in enumerate(heads)], header, contents)

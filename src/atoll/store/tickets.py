@@ -180,9 +180,9 @@ class Tickets(Members):
                 self.sync_folder(spool.slot.path.parent)  # the file may be new
         with self.transaction():
             row = self.ticket(ticket)
-            if row.state in ("accepted", "counted") and row.digest == digest:
+            if row.is_in and row.digest == digest:
                 return row
-            if row.state in ("accepted", "counted"):
+            if row.is_in:
                 raise Conflict(
                     f"Ticket {ticket} of {row.site} holds the update {str(row.digest)[:12]}, not {digest[:12]}.",
                     "One ticket takes one update; ask for the next ticket.",
@@ -248,7 +248,7 @@ class Tickets(Members):
         with self.transaction():
             rows = [self.ticket(ticket) for ticket in tickets]
             for row in rows:
-                if row.state in ("accepted", "counted"):
+                if row.is_in:
                     raise StoreError(f"Ticket {row.ticket} of {row.site} is {row.state}; it cannot be {state}.")
             ended = [row for row in rows if row.state == "open"]
             self.end_tickets(ended, state, reason)
@@ -289,7 +289,7 @@ class Tickets(Members):
             Gone, TicketClosed: as `spool`.
         """
         row = self.ticket(ticket)
-        if row.state not in ("open", "accepted"):
+        if not row.is_live:
             raise _closed(row)
         return row
 

@@ -1,4 +1,4 @@
-"""A model cut into fragments that are synchronised in turn, and when each of them is due.
+"""A model cut into fragments that are synchronised in turn.
 
 Streaming DiLoCo with overlapping communication (Douillard et al., arXiv 2501.18512), section 2.1: a fragment is a run
 of neighbouring layers. Here it is a run of neighbouring parameters, balanced by bytes. A tied tensor is one tensor, so
@@ -163,31 +163,3 @@ def split_of(value: Mapping[str, Any]) -> Split:
     """The split of a schema as the journal has it: `Schema.to_json`, and `fragments` where there are several."""
     schema = Schema.from_json(value)
     return Split(schema, tuple(value["fragments"])) if "fragments" in value else Split.whole(schema)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When which fragment is due: every H/K local steps the next one, in the cycle 0 … K−1.
-
-    Attributes:
-        sync_every: H; a multiple of `fragments`.
-        fragments: K.
-    """
-
-    sync_every: int
-    fragments: int
-
-    @property
-    def every(self) -> int:
-        """Local steps from one fragment's turn to the next fragment's."""
-        return self.sync_every // self.fragments
-
-    def due(self, steps: int, first: int = 0) -> int | None:
-        """The fragment that is due after so many local steps; None where none is.
-
-        Args:
-            first: the fragment that was next when the steps began.
-        """
-        if steps <= 0 or steps % self.every:
-            return None
-        return (first + steps // self.every - 1) % self.fragments

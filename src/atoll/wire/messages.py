@@ -224,6 +224,11 @@ class Outcome(Message):
     staleness: Count = Field(0, description="Versions between the base of an update that counts and its version.")
     reason: str = ""
 
+    @property
+    def is_in(self) -> bool:
+        """Whether its update was acknowledged."""
+        return self.state in ("accepted", "counted")
+
 
 class Ticket(Message):
     """The right to submit one update for one round of one fragment."""

@@ -273,7 +273,7 @@ class Connection:
         state = self.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState)
         if state.outcome.state == "expired":
             raise TicketClosed(f"The round of ticket {ticket} is over: {state.outcome.reason}.")
-        if state.outcome.state in ("accepted", "counted"):
+        if state.outcome.is_in:
             return digests.keys()
         return {
             index

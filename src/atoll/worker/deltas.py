@@ -24,7 +24,7 @@ from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES, Part, Piece
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
-from atoll.worker.files import BaseFile, BaseNote, ScratchFile
+from atoll.worker.files import BaseFile, BaseNote, PartsFile
 from atoll.worker.notes import read_note, write_note
 
 _WIDEST_BYTES = 8
@@ -37,7 +37,7 @@ class DeltaNote:
     version: str
 
 
-class DeltaFile(ScratchFile):
+class DeltaFile(PartsFile):
     """The delta that was received last.
 
     Args:
@@ -47,7 +47,7 @@ class DeltaFile(ScratchFile):
     """
 
     def __init__(self, folder: Path, downlink: Downlink, name: str = "delta") -> None:
-        super().__init__(folder / f"{name}.bin", downlink.layout.nbytes)
+        super().__init__(folder / f"{name}.bin", downlink.layout.nbytes, downlink.parts)
         self.downlink = downlink
         self._note_path = folder / f"{name}.json"
 
@@ -56,14 +56,10 @@ class DeltaFile(ScratchFile):
         parts = [part for part in self.downlink.parts if part.nbytes]
         note: DeltaNote | None = read_note(self._note_path, DeltaNote)
         if note is not None and note.version == version and not self.is_new:
-            return self.differing(delta, parts)
+            return self.differing(delta.part_digests, parts)
         self._note_path.unlink(missing_ok=True)
         write_note(self._note_path, DeltaNote(version))
         return parts
-
-    def differing(self, delta: messages.Delta, among: list[Part]) -> list[Part]:
-        """Those whose bytes do not have their digest."""
-        return [part for part in among if self.digest(part).hex() != delta.part_digests[part.index]]
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ class Exchange:
     Attributes:
         refusals: updates of this process that were refused in a row.
         resuming: whether the outbox was filled by an earlier process, so that the server may hold parts of it already.
+        settled: the ticket of the outbox's update, once nothing of it is local progress any more (`settling.py`).
     """
 
     schema: Schema
@@ -76,7 +77,7 @@ class Exchange:
         self.folder, self.schema = folder, schema
         self.fragment = fragment or 0
         self._named = "" if fragment is None else f" fragment {fragment}"
-        self.refusals, self.resuming = 0, False
+        self.refusals, self.resuming, self.settled = 0, False, 0
         info = connection.info
         self.layout = version_layout(schema, info.part_bytes)
         self.codecs = codecs_of(info.codec, info.codec_options, sent=True)

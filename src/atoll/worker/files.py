@@ -152,21 +152,21 @@ class ScratchFile:
 
 
 class PartsFile(ScratchFile):
-    """One that is cut into the parts of a layout."""
+    """One that is cut into parts."""
 
-    def __init__(self, path: Path, layout: Layout) -> None:
-        super().__init__(path, layout.nbytes)
-        self.layout = layout
+    def __init__(self, path: Path, nbytes: int, parts: Sequence[Part]) -> None:
+        super().__init__(path, nbytes)
+        self._parts = parts
 
     def differing(self, digests: Sequence[str], among: Collection[Part] | None = None) -> list[Part]:
         """The parts whose bytes do not have their digest.
 
         Args:
-            digests: in hex, of every part of the layout in order, whichever are looked at.
+            digests: in hex, of every part in order, whichever are looked at.
             among: the parts to look at; by default all.
         """
-        looked_at = self.layout.parts if among is None else among
-        if len(digests) != len(self.layout.parts):  # of another cut: none can be told to be right
+        looked_at = self._parts if among is None else among
+        if len(digests) != len(self._parts):  # of another cut: none can be told to be right
             return list(looked_at)
         return [part for part in looked_at if self.digest(part).hex() != digests[part.index]]
 
@@ -175,8 +175,8 @@ class BaseFile(PartsFile):
     """The version that a worker trains from, byte for byte as the server has it."""
 
     def __init__(self, folder: Path, layout: Layout, name: str = "base") -> None:
-        super().__init__(folder / f"{name}.safetensors", layout)
-        self.name = name
+        super().__init__(folder / f"{name}.safetensors", layout.nbytes, layout.parts)
+        self.layout, self.name = layout, name
         self._note_path = folder / f"{name}.json"
         if self.is_new:
             self._note_path.unlink(missing_ok=True)
@@ -255,7 +255,8 @@ class Outbox(PartsFile):
     """The update that a worker has formed and must be able to send until what it counts in is durable."""
 
     def __init__(self, folder: Path, layout: Layout, name: str = "outbox") -> None:
-        super().__init__(folder / f"{name}.bin", layout)
+        super().__init__(folder / f"{name}.bin", layout.nbytes, layout.parts)
+        self.layout = layout
         self._note_path = folder / f"{name}.json"
         self.note = read_note(self._note_path, OutboxNote)
         if self.note is not None and self.note.layout_digest != layout.digest:

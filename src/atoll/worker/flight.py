@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 
-from atoll.errors import Gone, UpdateRefused
+from atoll.errors import UpdateRefused
 from atoll.latch import Latch
 from atoll.wire import messages
 from atoll.worker.exchange import Exchange
 from atoll.worker.files import BaseFile
+from atoll.worker.settling import pull_newest
 
 
 class Fragment:
@@ -18,7 +19,6 @@ class Fragment:
         number: of the round that it takes part in next.
         ticket: for that round, where there is one.
         local_steps: H_w, where the run has given this worker one (DyLU); else 0.
-        settled: the ticket of the outbox's update, once its fate is in the base.
         base_step: the local step after which the last update that counts was taken.
     """
 
@@ -27,7 +27,7 @@ class Fragment:
         self.number = 1
         self.ticket: messages.Ticket | None = None
         self.local_steps = 0
-        self.settled = self.base_step = self.version = 0
+        self.base_step = self.version = 0
         self.finished = False
 
     def heard(self, reply: messages.TicketReply) -> None:
@@ -35,13 +35,6 @@ class Fragment:
         self.ticket, self.finished = reply.ticket, reply.status == "finished"
         self.number = reply.ticket.round if reply.ticket else reply.round
         self.local_steps = reply.ticket.local_steps if reply.ticket else self.local_steps
-
-    @property
-    def under_way(self) -> bool:
-        """Whether the outbox holds what was formed from the base, and it is not known yet what became of it."""
-        note, base = self.exchange.outbox.note, self.exchange.base.note
-        assert base is not None
-        return note is not None and note.ticket != self.settled and note.base_digest == base.digest
 
 
 class Flight:
@@ -93,12 +86,8 @@ def pulled(
     """The version that a reply names, in a file beside the base; and the reply, or a newer one where it is gone."""
     moved = exchange.following()
     try:
-        while True:
-            try:
-                exchange.pull(reply.head_version, reply.head_digest, None, moved, max_retries=max_retries)
-                return reply, moved
-            except Gone:
-                reply = exchange.connection.next_ticket(exchange.fragment, wait_s=0.0)
+        newer = pull_newest(exchange, reply.head_version, reply.head_digest, None, moved, max_retries=max_retries)
+        return newer or reply, moved
     except BaseException:
         moved.close()
         raise

@@ -19,7 +19,7 @@ from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.connection import Connection
 from atoll.worker.deltas import DeltaFile, apply_
-from atoll.worker.files import BaseFile, BaseNote
+from atoll.worker.files import BaseFile, BaseNote, PartsFile
 from atoll.worker.notes import name_of
 from atoll.worker.reporting import LOG, progress
 
@@ -108,17 +108,35 @@ class Puller:
     def _pull_parts(
         self, manifest: messages.Manifest, base: BaseFile, wanted: Sequence[Part], model: Scatter | None
     ) -> None:
-        worker, version = self._worker, manifest.version
-        path = routes.VERSION_DATA.format(fragment=self._fragment, version=version, digest=manifest.digest)
-        digests = [bytes.fromhex(text) for text in manifest.part_digests]
+        path = routes.VERSION_DATA.format(fragment=self._fragment, version=manifest.version, digest=manifest.digest)
+        self._bring(path, manifest.version, manifest.part_digests, base, wanted, model)
+
+    def _bring(
+        self,
+        path: str,
+        version: int,
+        digests: Sequence[str],
+        file: PartsFile,
+        wanted: Sequence[Part],
+        model: Scatter | None = None,
+    ) -> None:
+        """Pull parts into a file. Where the connection breaks, only what is not there yet is asked for again.
+
+        Args:
+            path: where they are.
+            version: that they make, for people.
+            digests: of all parts of the file.
+            model: gets them on the way.
+        """
+        worker, expected = self._worker, [bytes.fromhex(text) for text in digests]
         again = False
 
         def fetch() -> None:
             nonlocal again
-            todo = base.differing(manifest.part_digests, wanted) if again else wanted
+            todo = file.differing(digests, wanted) if again else wanted
             again = True
             bar.resume()
-            self._parts.pull(path, digests, todo, [base], into=model, on_bytes=bar.add)
+            self._parts.pull(path, expected, todo, [file], into=model, on_bytes=bar.add)
 
         of = f"{worker.site}: pulling version {version}{self._named}"
         with progress(of, sum(part.nbytes for part in wanted)) as bar:
@@ -207,20 +225,7 @@ class Puller:
         Raises:
             Gone: the server no longer keeps it. PartCorrupt: its disk damaged it.
         """
-        worker, delta = self._worker, manifest.delta
-        assert delta is not None
+        delta = manifest.delta
+        assert delta is not None  # `_steps` gives none without
         path = routes.DELTA_DATA.format(fragment=self._fragment, version=manifest.version, digest=delta.digest)
-        digests = [bytes.fromhex(text) for text in delta.part_digests]
-        wanted, again = file.begin(delta, manifest.digest), False
-
-        def fetch() -> None:
-            nonlocal again
-            todo = file.differing(delta, wanted) if again else wanted
-            again = True
-            bar.resume()
-            self._parts.pull(path, digests, todo, [file], on_bytes=bar.add)
-
-        what = f"pull version {manifest.version}"
-        of = f"{worker.site}: pulling version {manifest.version}{self._named}"
-        with progress(of, sum(part.nbytes for part in wanted)) as bar:
-            worker.patiently(fetch, None, what)
+        self._bring(path, manifest.version, delta.part_digests, file, file.begin(delta, manifest.digest))

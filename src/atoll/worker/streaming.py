@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 
 from atoll.errors import Gone, TicketClosed, UpdateRefused
-from atoll.tensors.fragments import Schedule
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
 from atoll.worker import update
@@ -30,6 +31,7 @@ from atoll.worker.files import BaseFile
 from atoll.worker.flight import Flight, Fragment, pulled
 from atoll.worker.reporting import LOG
 from atoll.worker.session import Session
+from atoll.worker.settling import begin_from_base, ended_without_us, pull_newest, settle, unsettled
 
 DRAIN_S = 60.0
 """At the end, how long what is under way is waited for."""
@@ -63,9 +65,10 @@ class Streaming:
         info = session.info
         self._tau, self._alpha, self._max_inflight = info.tau, info.alpha, info.max_inflight
         self._waits = info.mode == "sync"
-        self._schedule = Schedule(sync_every, info.fragments)
+        self._sync_every = sync_every
         self._fragments = [Fragment(exchange) for exchange in session.fragments]
-        self._next, self._due_step = session.due, 0
+        self._next = session.due  # fragment, where nobody waits
+        self._due_step = 0  # the last one after which a fragment had its turn
         self._flights: list[Flight] = []  # oldest first
         self.rounds = self.skipped = self.merges_waited = self.merges_late = self.newest_step = 0
         self.finished = False
@@ -125,10 +128,8 @@ class Streaming:
 
     def _is_due(self, step: int) -> bool:
         """Whether a fragment's turn has come: every H/K steps, or H_w/K where this worker has an H_w of its own."""
-        own = min((each.local_steps for each in self._fragments if each.local_steps), default=0)
-        if not own:
-            return self._schedule.due(step) is not None
-        return step - self._due_step >= max(1, own // len(self._fragments))
+        h = min((each.local_steps for each in self._fragments if each.local_steps), default=self._sync_every)
+        return step - self._due_step >= max(1, h // len(self._fragments))
 
     def _is_ready(self, flight: Flight, step: int) -> bool:
         """Whether a result is to be merged now; where the run waits for its workers, it then is waited for."""
@@ -171,39 +172,43 @@ class Streaming:
         return min(free, key=lambda each: (each.index - self._next) % len(self._fragments), default=None)
 
     def _prepare(self, fragment: Fragment) -> bool:
-        """Have a ticket against the base, in the order that all go by; False where there is nothing to submit now.
+        """Have a ticket against the base, in the order that all go by.
 
-        The head may have moved without this worker: what is local is carried over to it.
+        Returns:
+            Whether the turn goes on, with whichever fragment it then is. Else what is local comes in a later one.
         """
-        exchange, waited = fragment.exchange, False
-        if fragment.under_way:
-            self._settle(fragment)
+        exchange = fragment.exchange
+        if (note := unsettled(exchange)) is not None:
+            fragment.base_step += settle(exchange, note, self._retries)
+            fragment.ticket = None
         elif fragment.ticket is not None and exchange.is_over(fragment.ticket, self._retries):
             fragment.ticket = None
         reply: messages.TicketReply | None = None
+        waited = False
         if fragment.ticket is None:
             reply = exchange.next_round(wait_s=0.0, max_retries=self._retries)
-            if reply.status == "wait":
-                waited = True
+            waited = reply.status == "wait"
+            if waited:
                 reply = exchange.next_round(max_retries=self._retries)
             fragment.heard(reply)
-        base = exchange.base.note
-        assert base is not None
-        if reply is not None and fragment.finished:
-            self._reset(fragment, reply, fragment.base_step)
-            return True
-        ticket = fragment.ticket
-        assert ticket is not None
-        if ticket.base_digest == base.digest:
+            if fragment.finished:
+                self._reset(fragment, reply, fragment.base_step)
+                return True
+        ticket, base = fragment.ticket, exchange.base.note
+        if ticket is not None and base is not None and ticket.base_digest == base.digest:
             return True
         if reply is None:
             reply = exchange.next_round(wait_s=0.0, max_retries=self._retries)
             fragment.heard(reply)
+        return self._catch_up(fragment, reply) and not waited  # the others had their turn with it while we waited
+
+    def _catch_up(self, fragment: Fragment, reply: messages.TicketReply) -> bool:
+        """The head moved without us; returns whether what is local was carried over to it."""
         if self._session.info.on_missed == "reset":
             self._reset(fragment, reply, self.newest_step)
             return False
         self._rebase(fragment, reply)
-        return not waited  # the others had their turn with it while we waited
+        return True
 
     def _take(self, fragment: Fragment, step: int) -> None:
         """Form the update, and send it on its way."""
@@ -261,32 +266,13 @@ class Streaming:
 
     # -- what else may come
 
-    def _settle(self, fragment: Fragment) -> None:
-        """A turn broke off after its update was formed: find out what became of it.
-
-        If it is in, only what was trained since is local progress: the base advances to what was submitted. If it is
-        not, the next update holds all of it.
-        """
-        exchange = fragment.exchange
-        note = exchange.outbox.note
-        assert note is not None
-        outcome = self._session.outcome(note.ticket, self._retries)
-        if outcome.state in ("accepted", "counted"):
-            LOG.info("%s: the update of round %d is in after all", self._session.site, note.round)
-            exchange.advance_base()
-            fragment.settled = note.ticket
-            fragment.base_step += note.steps
-        else:
-            exchange.outbox.clear()
-        fragment.ticket = None
-
     def _rebase(self, fragment: Fragment, reply: messages.TicketReply) -> None:
         """The head moved without us: carry local progress over to it."""
-        exchange = fragment.exchange
-        reply, moved = pulled(exchange, reply, self._retries)
-        update.rebase_(self._own(fragment), exchange.base, moved)
-        fragment.heard(reply)
-        self._begins_from(fragment, moved, fragment.base_step)
+        reply, moved = pulled(fragment.exchange, reply, self._retries)
+        with closing(moved):
+            update.rebase_(self._own(fragment), fragment.exchange.base, moved)
+            fragment.heard(reply)
+            self._begins_from(fragment, moved, fragment.base_step)
         LOG.info(
             "%s: fragment %d moved on to version %d; local steps were carried over",
             self._session.site,
@@ -299,16 +285,13 @@ class Streaming:
     ) -> None:
         """The fragment becomes the head's."""
         exchange, moved = fragment.exchange, None
+        own, retries = self._own(fragment), max_retries or self._retries
         if exchange.is_following(reply.head_digest):  # an earlier process was about to merge it
-            reply, moved = pulled(exchange, reply, max_retries or self._retries)
-            update.load_(self._own(fragment), moved)
-        while moved is None:
-            try:
-                retries = max_retries or self._retries
-                exchange.pull(reply.head_version, reply.head_digest, self._own(fragment), max_retries=retries)
-                break
-            except Gone:
-                reply = self._session.next_ticket(fragment.index, wait_s=0.0)
+            reply, moved = pulled(exchange, reply, retries)
+            update.load_(own, moved)
+        else:
+            newer = pull_newest(exchange, reply.head_version, reply.head_digest, own, max_retries=retries)
+            reply = newer or reply
         fragment.heard(reply)
         self._begins_from(fragment, moved, step)
 
@@ -319,25 +302,16 @@ class Streaming:
             exchange.base.replace_with(moved)
         note = exchange.base.note
         assert note is not None
-        if exchange.outbox.note is not None:  # kept: until it is durable the server may fall back, and need it again
-            fragment.settled = exchange.outbox.note.ticket
+        begin_from_base(exchange)
         fragment.base_step, fragment.version = step, note.version
         version = min(each.version for each in self._fragments)
         self._session.tell(version=version, state="training")
 
-    def _ended_without_us(self, fragment: Fragment) -> bool:
-        """Whether a ticket was over because the run is: an asynchronous one ends while others still train."""
-        try:
-            reply = fragment.exchange.next_round(wait_s=0.0, max_retries=0)
-            if reply.status == "finished":
-                self._reset(fragment, reply, fragment.base_step)
-        except NetworkLost:
-            return False
-        self._look_whether_finished()
-        return fragment.finished
-
     def _skip(self, fragment: Fragment, error: BaseException) -> None:
-        if isinstance(error, TicketClosed) and self._ended_without_us(fragment):
+        """A turn broke off: training goes on, and the next update of the fragment holds it all."""
+        take = partial(self._reset, fragment, step=fragment.base_step)
+        if isinstance(error, TicketClosed) and ended_without_us(fragment.exchange, take):
+            self._look_whether_finished()
             return
         self.skipped += 1
         fragment.ticket, fragment.finished = None, False  # its last version is not here yet

@@ -6,6 +6,7 @@ What becomes of a synchronisation that breaks off: docs/decisions/0005.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 
 from atoll.errors import Gone, TicketClosed, UpdateRefused
 from atoll.tensors.modules import Tensors
@@ -14,6 +15,7 @@ from atoll.worker import update
 from atoll.worker.connection import START_RETRIES, NetworkLost
 from atoll.worker.reporting import LOG
 from atoll.worker.session import Session
+from atoll.worker.settling import begin_from_base, ended_without_us, pull_newest, settle, unsettled
 
 
 class WholeModel(ABC):
@@ -31,7 +33,6 @@ class WholeModel(ABC):
         self.finished = False
         self._since_sync = self._base_step = self._version = 0
         self._local_steps = self._staleness = 0
-        self._settled = 0  # the ticket of the outbox's update, once its fate is in the base
 
     @abstractmethod
     def _said(self) -> tuple[float, dict[str, float]]:
@@ -48,29 +49,19 @@ class WholeModel(ABC):
                 session.refused(error)
                 self._pull_head()
         except (*NetworkLost, TicketClosed, Gone) as error:
-            if isinstance(error, TicketClosed) and self._ended_without_us(session):
+            if isinstance(error, TicketClosed) and ended_without_us(session, partial(self._finish, session)):
                 return
             self.skipped += 1
             self._since_sync = 0
             self._ticket = None
             LOG.warning("%s: synchronisation skipped at step %d; training goes on. %s", session.site, self.step, error)
 
-    def _ended_without_us(self, session: Session) -> bool:
-        """Whether a ticket was over because the run is: an asynchronous one ends while others still train."""
-        try:
-            reply = session.next_ticket(wait_s=0.0, max_retries=0)
-            if reply.status == "finished":
-                self._finish(session, reply)
-        except NetworkLost:
-            return False
-        return self.finished
-
     def _round(self, session: Session) -> None:
         """One synchronisation: settle what is under way, submit, wait, pull."""
         ticket = self._ticket
-        if self._under_way(session):
-            self._settle(session)
-            ticket = None
+        if (note := unsettled(session)) is not None:
+            self._base_step += settle(session, note, self._max_retries)
+            ticket = self._ticket = None
         elif ticket is not None and session.is_over(ticket, self._max_retries):
             ticket = None
         if ticket is None:
@@ -111,44 +102,12 @@ class WholeModel(ABC):
         self._ticket = reply.ticket
         self._take(session, reply.ticket.base_version, reply.ticket.base_digest)
 
-    def _under_way(self, session: Session) -> bool:
-        """Whether the outbox holds what was formed from the base, and it is not known yet what became of it."""
-        note, base = session.outbox.note, session.base.note
-        assert base is not None
-        return note is not None and note.ticket != self._settled and note.base_digest == base.digest
-
-    def _settle(self, session: Session) -> None:
-        """A synchronisation broke off after its update was formed: find out what became of it.
-
-        If it is in, only what was trained since is local progress: the base advances to what was submitted. If it is
-        not, the next update holds all of it.
-        """
-        note = session.outbox.note
-        assert note is not None
-        outcome = session.outcome(note.ticket, self._max_retries)
-        if outcome.state in ("accepted", "counted"):
-            LOG.info("%s: the update of round %d is in after all", session.site, note.round)
-            session.advance_base()
-            self._settled = note.ticket
-            self._base_step += note.steps
-        else:
-            session.outbox.clear()
-        self._ticket = None
-
     def _take(self, session: Session, version: int, digest: str) -> None:
-        """The global model becomes ours; nothing local has happened since it was asked for.
-
-        A pull that has begun is brought to its end, with a newer version if it must be: nobody trains on half of one.
-        """
-        while True:
-            try:
-                session.pull(version, digest, self._tensors, max_retries=self._max_retries)
-                break
-            except Gone:
-                reply = session.next_ticket(wait_s=0.0)
-                self._ticket, version, digest = reply.ticket, reply.head_version, reply.head_digest
-        if session.outbox.note is not None:  # kept: until it is durable the server may fall back, and need it again
-            self._settled = session.outbox.note.ticket
+        """The global model becomes ours; nothing local has happened since it was asked for."""
+        newer = pull_newest(session, version, digest, self._tensors, max_retries=self._max_retries)
+        if newer is not None:
+            self._ticket, version = newer.ticket, newer.head_version
+        begin_from_base(session)
         session.tell(version=version, state="training")
         self._since_sync, self._base_step, self._version = 0, self.step, version
         self._local_steps = self._ticket.local_steps if self._ticket is not None else 0

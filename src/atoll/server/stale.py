@@ -1,0 +1,60 @@
+"""How far behind the updates of an asynchronous run are: counted, shown, and told where it does harm."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from atoll.server.plan import Plan
+from atoll.wire import status_messages
+
+LOG = logging.getLogger("atoll.server")
+
+FAR_BEHIND = 5
+"""Versions behind the head from which on an update is worth a word."""
+
+
+class Stale:
+    """What the updates of one run were like, since this server started.
+
+    Attributes:
+        counts: versions behind → updates.
+        warnings: what the user should know at this moment; status shows it.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._is_async = plan.settings.mode == "async"
+        self._worst = FAR_BEHIND
+        self.warnings: list[str] = []
+        self.counts: Counter[int] = Counter()
+
+    def look_at(self, summary: status_messages.RoundSummary) -> None:
+        """Count how far behind updates were, and warn of one that is further behind than any before it."""
+        if self._is_async:
+            self.counts.update(summary.staleness)
+        worst = max(summary.staleness, default=0)
+        if worst <= self._worst:
+            return
+        self._worst = worst
+        site = summary.workers[summary.staleness.index(worst)]
+        told = (
+            f"an update of {site} was {worst} versions behind: stale updates slow training down, or undo it. Set "
+            "dylu = true so that slow sites take fewer steps, staleness_weight = 'inverse_sqrt', dn_buffer_size to the "
+            "number of sites, or max_staleness to refuse such updates"
+        )
+        self.warnings = [told]
+        LOG.warning("%s", told)
+
+
+def advice(plan: Plan) -> str:
+    """What to say of the settings of an asynchronous run before it begins; empty where there is nothing."""
+    settings, options = plan.settings, plan.algorithm.outer_options
+    if settings.mode == "sync" or settings.dn_buffer_size or settings.async_buffer > 1 or settings.async_grace_s:
+        return ""
+    if not options.get("momentum") or settings.num_workers == 1:
+        return ""
+    return (
+        f"every update makes a step of its own with outer momentum {options['momentum']:g}, {settings.num_workers} of "
+        "them where a synchronous round makes one: this may diverge. Set dn_buffer_size = "
+        f"{settings.num_workers} (delayed Nesterov)"
+    )

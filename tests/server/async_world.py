@@ -1,0 +1,93 @@
+"""An asynchronous run with an fp64 weight, and three sites that a test moves one by one."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import atoll
+from atoll.testing.processes import free_port, wait_until
+
+SITES = ("a", "b", "c")
+START = torch.arange(1.0, 7.0, dtype=torch.float64).reshape(2, 3)
+LR, MOMENTUM = 0.5, 0.5
+
+
+class Clients:
+    """A run with an fp64 weight, and three sites that a test moves one by one."""
+
+    def __init__(self, folder: Path, stack: ExitStack, **settings: Any) -> None:
+        self.folder = folder
+        self.model = nn.Linear(3, 2, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            self.model.weight.copy_(START)
+        self.options: dict[str, Any] = {
+            "algorithm": "diloco",
+            "codec": "none",
+            "mode": "async",
+            "num_workers": 3,
+            "outer_lr": LR,
+            "outer_momentum": MOMENTUM,
+            "port": free_port(),
+            "state_dir": folder / "state",
+            **settings,
+        }
+        self.server = atoll.Server(self.model, **self.options).start()
+        stack.callback(lambda: self.server.stop())
+        self.clients = {
+            site: stack.enter_context(atoll.Client(self.server.url, site=site, folder=folder / "w")) for site in SITES
+        }
+        for client in self.clients.values():
+            client.register()
+        self.base: dict[str, Tensor] = {}
+
+    def pull(self, *sites: str) -> None:
+        for site in sites:
+            assert self.clients[site].next_round() is not None
+            self.base[site] = self.clients[site].pull()["weight"]
+
+    def submit(self, site: str, u: Tensor, **about: Any) -> None:
+        """Submit the pseudo-gradient `u` against what the site pulled last."""
+        self.clients[site].submit({"weight": self.base[site] - u}, **about)
+
+    def wait(self, version: int) -> None:
+        wait_until(lambda: self.server.status().fragments[0].version == version, f"version {version}")
+
+    def weight(self) -> Tensor:
+        return safetensors.torch.load_file(self.server.save_state(self.folder / "now.safetensors"))["weight"]
+
+    def behind(self) -> list[tuple[str, int]]:
+        """(site, staleness) of every update that counted, in order."""
+        return [
+            (site, s)
+            for line in self.server.status().history
+            for site, s in zip(line.workers, line.staleness, strict=True)
+        ]
+
+    def one_by_one(self) -> None:
+        """All pull version 0; b, c, and a come in, then b, which is at version 1: 0, 1, 2 and 2 versions behind."""
+        self.pull("a", "b", "c")
+        for number, site in enumerate(("b", "c", "a")):
+            self.submit(site, gradient(number))
+            self.wait(number + 1)
+            if site == "b":
+                self.pull("b")
+        self.submit("b", gradient(3))
+        self.wait(4)
+
+
+def gradient(seed: int) -> Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def nesterov(gradients: list[Tensor]) -> Tensor:
+    theta, m = START.clone(), torch.zeros_like(START)
+    for g in gradients:
+        m = MOMENTUM * m + g
+        theta = theta - LR * (g + MOMENTUM * m)
+    return theta

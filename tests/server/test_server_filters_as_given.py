@@ -1,0 +1,77 @@
+"""How filters at the server may be given: in a run file, a variable, a flag or a program; what is wrong is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filter_world import START, Halved
+
+import atoll
+from atoll.config import Settings
+from atoll.errors import ConfigError, UsageError
+from atoll.filters import NormClip
+
+
+def test_every_site_has_a_filter_of_its_own(tmp_path: Path) -> None:
+    """Filters keep state between `begin` and `apply`: one for both would give the second site the first one's."""
+    from atoll.server.site_filters import SiteFilters
+
+    filters = SiteFilters(Settings(), [NormClip(1.0)])
+    (a,), (b,) = filters.of("a"), filters.of("b")
+    assert a is not b
+    assert filters.of("a") == (a,)
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"path": "norm_clip", "args": {"norm": 1.0}}, "norm_clip.*with args"),
+        ({"path": "nrom_clip"}, "not one of the filters.*Did you mean 'norm_clip'"),
+        ({"name": "drop"}, "not understood"),
+        ({"path": "drop", "args": ["w"], "site": "a"}, "not understood"),
+        ({"path": "drop", "args": ["w"], "sites": "a"}, "not understood"),
+        ({"path": "math:sqrt", "args": [4.0]}, "makes a float"),
+    ],
+)
+def test_an_entry_that_is_wrong_is_refused_at_the_start(entry: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        atoll.Server(START, task_result_filters=[entry])
+
+
+def test_what_a_program_gives_wrongly_is_refused() -> None:
+    with pytest.raises(UsageError, match="is not a filter"):
+        atoll.Server(START, filters=["drop"])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="Give one of them"):
+        atoll.Server(START, filters=[Halved()], task_result_filters=[{"path": "cast", "args": ["bf16"]}])
+    with pytest.raises(UsageError, match="Server got data_filters, and its settings have task_data_filters"):
+        atoll.Server(START, data_filters=[Halved()], task_data_filters=[{"path": "cast", "args": ["bf16"]}])
+
+
+@pytest.mark.covers("T8", "X3")
+def test_rounds_refuse_filters_that_only_tasks_can_have() -> None:
+    for options in ({"data_filters": [Halved()]}, {"task_data_filters": [{"path": "cast", "args": ["bf16"]}]}):
+        told = r"task_data_filters are set \(.* of every site\), and the run has rounds.*one file.*Leave them out"
+        with pytest.raises(ConfigError, match=told):
+            atoll.Server(START, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"name the tasks train, and a run of rounds has none.*Leave tasks out"):
+        atoll.Server(START, filters={"a": {"train": [Halved()]}})
+
+
+def test_a_filter_in_a_file_beside_the_run_file_and_in_a_variable(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("from atoll.filters import Filter\nclass Mine(Filter): ...\n")
+    (tmp_path / "run.toml").write_text('task_result_filters = [{path = "own.py:Mine"}]\n')
+    (filter_,) = atoll.Server(START, Settings.read(tmp_path / "run.toml", environ={}))._filters.results.of("a")
+    assert repr(filter_) == "Mine()"
+    text = '[{path = "cast", args = ["bf16"]}]'
+    settings = Settings.read(environ={"ATOLL_TASK_RESULT_FILTERS": text})
+    assert settings.task_result_filters == ({"path": "cast", "args": ["bf16"]},)
+
+
+def test_a_flag_has_tables() -> None:
+    from atoll.cli.server import _parsed
+
+    assert _parsed("task_result_filters", '[{path = "drop", args = ["w"]}]') == [{"path": "drop", "args": ["w"]}]
+    with pytest.raises(ConfigError, match="or a list of such tables"):
+        _parsed("task_result_filters", "drop")

@@ -1,0 +1,73 @@
+"""What does not go with fragments is refused, in settings and when joining."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from streaming_world import build, inner, names_of, serve
+
+import atoll
+from atoll.errors import ConfigError
+from atoll.tensors.fragments import split
+from atoll.tensors.modules import schema_of
+from atoll.worker.connection import Connection
+
+THREE: dict[str, Any] = {"num_fragments": 3, "sync_every": 9}
+PLAIN: dict[str, Any] = {"outer_lr": None, "outer_momentum": None}
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"num_fragments": 3, "sync_every": 10}, "sync_every is 10, and num_fragments is 3", "9 or 12"),
+    (THREE | {"best_metric": "loss"}, "best_metric is 'loss', and num_fragments is 3", "to 1"),
+    (THREE | {"aggregator": "a:b"}, "aggregator is 'a:b', and num_fragments is 3", "to 1"),
+    (THREE | {"sample_fraction": 0.5}, "sample_fraction is 0.5, and num_fragments is 3", "to 1"),
+    (THREE | {"workflow": "a:b"}, "workflow is 'a:b', and num_fragments is 3", "to 1"),
+    ({"num_fragments": 2, "sync_every": 8, "tau": 5}, "tau is 5", "at most 4"),
+    ({"num_fragments": 13, "sync_every": 13}, "num_fragments is 13, but the model has 12", "at most 12"),
+    (PLAIN | {"algorithm": "fedavg", "num_fragments": 2}, "num_fragments is 2, but in 'fedavg'", "diloco"),
+    (PLAIN | {"algorithm": "scaffold", "tau": 2}, "tau is 2, but in 'scaffold'", "diloco"),
+]
+
+
+@pytest.mark.covers("L7")
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_what_does_not_go_with_fragments_is_refused_with_the_remedy(tmp_path: Path, case: int) -> None:
+    settings, told, remedy = REFUSED[case]
+    with pytest.raises(ConfigError) as caught:
+        serve(tmp_path, **settings).start()
+    assert told in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.covers("L7")
+def test_who_cannot_stream_or_does_it_in_another_way_is_refused_when_joining(tmp_path: Path) -> None:
+    server = serve(tmp_path, num_fragments=3, sync_every=9)
+    model = build()
+
+    def diloco(**options: Any) -> Callable[[], object]:
+        return lambda: atoll.DiLoCo(
+            model, inner(model), server=server.url, site="a", folder=tmp_path / "w", **options
+        ).start()
+
+    with server:
+        with pytest.raises(ConfigError, match="a has 2 fragments, the run has 3"):
+            diloco(num_fragments=2)()
+        with pytest.raises(ConfigError, match="every 6 steps, the run every 9"):
+            diloco(sync_every=6)()
+        with pytest.raises(ConfigError, match=r"streams .*, and this worker takes whole rounds"):
+            atoll.join(server.url, site="a", folder=tmp_path / "w")
+        with pytest.raises(ConfigError, match="takes whole rounds"), atoll.Client(server.url, site="a") as client:
+            client.next_round()
+
+
+@pytest.mark.covers("L8")
+def test_a_worker_hears_how_the_model_is_cut(tmp_path: Path) -> None:
+    server = serve(tmp_path, num_fragments=3, sync_every=9, tau=2, alpha=0.5, max_inflight=2)
+    with server:
+        connection = Connection(server.url, "a", labels=None, max_retries=1)
+        assert connection.split == split(schema_of(build()), 3)
+        assert [[spec.name for spec in part.tensors] for part in connection.split.schemas] == names_of(3)
+        info = connection.info
+        assert (info.fragments, info.tau, info.alpha, info.max_inflight) == (3, 2, 0.5, 2)
+        connection.http.close()
