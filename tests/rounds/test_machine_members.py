@@ -7,6 +7,7 @@ from round_story import Story, closed
 
 from atoll.rounds import machine
 from atoll.rounds.effects import (
+    ENDS,
     ExpectedChanged,
     LeaseEnded,
     LeaseGranted,
@@ -15,7 +16,7 @@ from atoll.rounds.effects import (
     TicketIssued,
     Woken,
 )
-from atoll.rounds.events import TicketRequested, TimePassed, WorkerJoined, WorkerLeft, WorkerSeen
+from atoll.rounds.events import TicketRequested, TimePassed, WorkerEnds, WorkerJoined, WorkerLeft, WorkerSeen
 from atoll.rounds.membership import Member
 
 
@@ -232,3 +233,29 @@ def test_who_begins_now_is_told_which_fragment_is_next():
     tell.submit("b")
     tell.commit()
     assert [machine.due(tell.state, site) for site in "abc"] == [1, 1, 1]
+
+
+@pytest.mark.covers("L7")
+def test_who_submits_nothing_more_is_awaited_in_no_round_and_stays_for_its_results(story):
+    """Of two fragments a's update of the second is in; the first goes on with b alone, and the second counts a's."""
+    run = story(num_workers=2, fragments=2)
+    run.join("a", "b")
+    run.submit("a", "b")
+    run.commit()
+    run.submit("a", fragment=1)
+    run.ticket("a")  # of round 2, which it will not use
+    run.send(WorkerEnds("a", run.lease("a")))
+    assert run.missing() == ("b",)
+    assert run.withheld("a") == ENDS
+    assert closed(run.submit("b")) == [(run.state.rounds[0].tickets["b"].id,)]
+    run.commit()
+    assert run.state.rounds[0].head == 2
+    run.submit("b", fragment=1)
+    assert len(run.state.rounds[1].frozen) == 2
+    run.commit(1)
+    assert run.state.members["a"].alive
+    assert run.expected() == run.expected(1) == ("b",)
+    run.join("a")  # a next process of it takes part as ever
+    run.submit("b")
+    run.commit()
+    assert run.expected() == ("a", "b")

@@ -75,9 +75,13 @@ FINISHED = "finished"
 """The reason of a `TicketWithheld` when there will be no further round."""
 
 
+ENDS = "it submits nothing more"
+"""The reason of a `TicketWithheld` to a site that has said so."""
+
+
 @dataclass(frozen=True, slots=True)
 class TicketWithheld:
-    """`site` has to wait: its update is in, no round is open, it counts from the next one; or `FINISHED`."""
+    """`site` has to wait: its update is in, no round is open, it counts from the next one; or `FINISHED`, or `ENDS`."""
 
     site: str
     fragment: int

@@ -22,6 +22,14 @@ class WorkerLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerEnds:
+    """The holder of `lease` submits nothing more, and stays for the results of what it has submitted."""
+
+    site: str
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSeen:
     """The holder of `lease` gave a sign of life: a heartbeat, or bytes of a part."""
 
@@ -79,6 +87,7 @@ class TimePassed:
 Event = (
     WorkerJoined
     | WorkerLeft
+    | WorkerEnds
     | WorkerSeen
     | TicketRequested
     | UpdateAccepted

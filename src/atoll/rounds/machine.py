@@ -21,6 +21,7 @@ from atoll.rounds import membership
 from atoll.rounds.best import Measured
 from atoll.rounds.draft import Draft, Result
 from atoll.rounds.effects import (
+    ENDS,
     FINISHED,
     BestFound,
     LeaseEnded,
@@ -36,6 +37,7 @@ from atoll.rounds.events import (
     UpdateAccepted,
     UpdateRefused,
     VersionCommitted,
+    WorkerEnds,
     WorkerJoined,
     WorkerLeft,
     WorkerSeen,
@@ -94,6 +96,9 @@ def step(state: State, event: Event, now_s: float) -> Result:
         case WorkerLeft(site, lease, error):
             if draft.hears(site, lease):
                 _end(draft, [site], "fails" if error else "leaves", error)
+        case WorkerEnds(site, lease):
+            if draft.hears(site, lease):
+                _submits_no_more(draft, site)
         case TicketRequested(site, lease, fragment):
             if draft.hears(site, lease):
                 _request(draft, site, fragment)
@@ -115,7 +120,7 @@ def step(state: State, event: Event, now_s: float) -> Result:
 def _join(draft: Draft, site: str) -> None:
     lease = draft.state.next_lease
     members = membership.changed(draft.state.members, site, "joins", lease)
-    draft.change(members=members, next_lease=lease + 1)
+    draft.change(members=members, next_lease=lease + 1, ending=draft.state.ending - {site})
     draft.see(site)
     draft.emit(LeaseGranted(site, lease))
     settle(draft)
@@ -126,14 +131,26 @@ def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
     for site in sites:
         members = membership.changed(draft.state.members, site, event)
         seen_s = {other: last_s for other, last_s in draft.state.seen_s.items() if other != site}
-        draft.change(members=members, seen_s=seen_s)
+        draft.change(members=members, seen_s=seen_s, ending=draft.state.ending - {site})
         draft.emit(LeaseEnded(site, members[site].lease, members[site].why, detail))
         draft.wake.update(range(len(draft.state.rounds)))
     settle(draft)
 
 
+def _submits_no_more(draft: Draft, site: str) -> None:
+    """No round waits for the site any more; what it has in counts."""
+    draft.change(ending=draft.state.ending | {site})
+    for fragment in range(len(draft.state.rounds)):
+        end_open(draft, fragment, "its site ends", ENDS, lambda ticket: ticket.site == site)
+        draft.wake.add(fragment)
+    settle(draft)
+
+
 def _request(draft: Draft, site: str, fragment: int) -> None:
     round_ = draft.round(fragment)
+    if site in draft.state.ending and round_.phase != "finished":
+        draft.emit(TicketWithheld(site, fragment, ENDS))
+        return
     if round_.phase in ("open", "closing") and draft.state.is_async(fragment):
         _request_async(draft, site, fragment)
         return

@@ -34,7 +34,7 @@ def open_next(draft: Draft, fragment: int, event: str) -> None:
     """
     round_ = draft.round(fragment)
     phase = advance(f"Fragment {fragment}", ROUND, round_.phase, event)
-    rules, alive = draft.state.rules, draft.state.seen_s
+    rules, alive = draft.state.rules, draft.state.active_s
     drawn = rules.sampling.draw(alive, fragment, round_.head, at_least=rules.floor)
     expected = dict.fromkeys(drawn, draft.now_s)
     opened = Round(phase, round_.head, opened_s=draft.now_s, expected=expected, lost=round_.lost)
@@ -50,12 +50,12 @@ def open_next(draft: Draft, fragment: int, event: str) -> None:
 def _revise(draft: Draft, fragment: int) -> None:
     """Whom an open round expects.
 
-    Who has an accepted update, alive or not. Of the others: who is alive, was expected or holds an open
-    ticket, and was not refused. Where they are too few to close it, late joiners and those who were not drawn
+    Who has an accepted update, alive or not. Of the others: who is alive and submits more, was expected or holds an
+    open ticket, and was not refused. Where they are too few to close it, late joiners and those who were not drawn
     help, in order of their leases.
     """
     round_, members, floor = draft.round(fragment), draft.state.members, draft.state.rules.floor
-    alive = draft.state.seen_s.keys()
+    alive = draft.state.active_s.keys()
     state_of = {site: ticket.state for site, ticket in round_.tickets.items()}
     if draft.state.is_async(fragment):
         _expect(draft, fragment, {*alive, *(site for site, state in state_of.items() if state == "accepted")})
@@ -65,7 +65,11 @@ def _revise(draft: Draft, fragment: int) -> None:
         site for site, state in state_of.items() if state == "accepted" or (state == "open" and site in alive)
     )
     if len(wanted) < floor:
-        spare = [m.site for m in membership.alive(members) if m.site not in wanted and m.site not in state_of]
+        spare = [
+            m.site
+            for m in membership.alive(members)
+            if m.site in alive and m.site not in wanted and m.site not in state_of
+        ]
         wanted.update(spare[: floor - len(wanted)])
     _expect(draft, fragment, wanted)
 

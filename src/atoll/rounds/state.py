@@ -148,6 +148,7 @@ class State:
         seen_s: site → when it last gave a sign of life; of members alive only.
         rounds: one per fragment.
         progress: of the metric that is tracked.
+        ending: sites that are alive, and submit nothing more. A restart does not know them; they say it again.
     """
 
     rules: Rules
@@ -157,6 +158,12 @@ class State:
     next_ticket: int = 1
     next_lease: int = 1
     progress: Progress = field(default_factory=Progress)
+    ending: frozenset[str] = frozenset()
+
+    @property
+    def active_s(self) -> dict[str, float]:
+        """As `seen_s`, of members who may submit something."""
+        return {site: last_s for site, last_s in self.seen_s.items() if site not in self.ending}
 
     @property
     def finished(self) -> bool:

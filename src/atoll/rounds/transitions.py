@@ -42,6 +42,7 @@ TICKET: Table = {
     ("open", "round closed without it"): "expired",
     ("open", "replaced by a newer one"): "expired",
     ("open", "too far behind"): "expired",
+    ("open", "its site ends"): "expired",
     ("open", "run finished"): "expired",
     ("accepted", "update accepted"): "accepted",
     ("accepted", "version committed"): "counted",

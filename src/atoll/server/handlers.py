@@ -138,6 +138,8 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         presence = self.run.roster.get(lease.site)
         if presence is not None:
             presence.beat = message
+        if message.ends and lease.site not in self.run.state.ending:
+            self.run.apply(ev.WorkerEnds(lease.site, lease.number))
         return messages.HeartbeatReply(
             durable_versions=[self.store.durable_version(index) for index in range(len(self.run.state.rounds))],
             finished=self.run.state.finished,
@@ -166,9 +168,11 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
                         # an asynchronous step is in the journal, and the machine is about to hear of it
                         until_s = max(until_s, time.monotonic() + COMMIT_S)
                     case fx.TicketWithheld(_, fragment, reason):
-                        # a finished run answers at once; its result is the head
-                        if reason == fx.FINISHED or time.monotonic() >= until_s:
-                            return self._wait_reply(fragment, reason, previous)
+                        # a finished run answers at once; its result is the head; so does a step for who ends with it
+                        moved = previous is None or self.store.head(fragment).version > previous.base_version
+                        ended = reason == fx.ENDS and moved
+                        if reason == fx.FINISHED or ended or time.monotonic() >= until_s:
+                            return self._wait_reply(fragment, reason, previous, ended=ended)
             await self.run.changed(until_s - time.monotonic())
 
     def _ticket_reply(
@@ -196,7 +200,9 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             round=self.run.state.rounds[fragment].number,
         )
 
-    def _wait_reply(self, fragment: int, reason: str, previous: TicketRow | None) -> messages.TicketReply:
+    def _wait_reply(
+        self, fragment: int, reason: str, previous: TicketRow | None, *, ended: bool = False
+    ) -> messages.TicketReply:
         head = self.store.head(fragment)
         state = self.run.state
         if reason == fx.FINISHED:
@@ -204,7 +210,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         else:
             told = f"{reason}; the round {why(self.run, fragment, time.monotonic())}"
         return messages.TicketReply(
-            status="finished" if reason == fx.FINISHED else "wait",
+            status="finished" if reason == fx.FINISHED else "ended" if ended else "wait",
             previous=self._previous(previous, None),
             head_version=head.version,
             head_digest=head.digest,

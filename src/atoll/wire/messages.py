@@ -194,6 +194,7 @@ class Heartbeat(Message):
     bytes_up: Count = 0
     bytes_down: Count = 0
     state: str = Field("", max_length=64, description="What it is doing, in a word.")
+    ends: bool = Field(False, description="It submits nothing more; it stays for the results of what it has submitted.")
     metrics: Metrics = Field(default_factory=dict)
     warnings: list[Text] = Field(
         default_factory=list, max_length=8, description="What its user should know, and who asks."
@@ -243,9 +244,9 @@ class Ticket(Message):
 
 
 class TicketReply(Message):
-    """A ticket; or whom the round waits for; or that the run is over."""
+    """A ticket; or whom the round waits for; or that the run is over; or, to a worker that ends, its last result."""
 
-    status: Literal["ticket", "wait", "finished"]
+    status: Literal["ticket", "wait", "finished", "ended"]
     ticket: Ticket | None = None
     previous: Outcome | None = Field(None, description="What became of this worker's ticket before.")
     head_version: Count

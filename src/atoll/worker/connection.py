@@ -48,6 +48,9 @@ HEARTBEAT_GAP_S = 1.0
 NetworkLost = (ServerUnreachable, TransferStalled, Busy, DiskFull)
 """What may pass by itself: asked again, after a pause."""
 
+LOOK_S = 1.0
+"""Who waits for a round, and for something besides, looks for that so often."""
+
 GOODBYE_S = 5.0
 """A server that does not answer for so long is left without a word: it learns of it by the silence."""
 
@@ -222,20 +225,32 @@ class Connection:
             LOG.debug("%s: heartbeat failed: %s", self.site, error)
         return False
 
+    def end(self) -> None:
+        """Say that this worker submits nothing more: no round waits for it, and it stays for the results."""
+        self.tell(ends=True, state="waiting for the last results")
+        self.beat()
+
     def next_ticket(
-        self, fragment: int = 0, *, wait_s: float | None = None, max_retries: int | None = None
+        self,
+        fragment: int = 0,
+        *,
+        wait_s: float | None = None,
+        max_retries: int | None = None,
+        unless: Callable[[], bool] | None = None,
     ) -> messages.TicketReply:
         """The ticket of the open round, or the word that the run is finished.
 
         Args:
             fragment: of which.
             wait_s: give up after so long and return the reply "wait"; None waits until a round opens.
+            unless: asked now and then; where it is true, likewise.
         """
         begin = said = time.monotonic()
         self.tell(state="waiting for the round")
         while True:
             left_s = routes.LONG_POLL_S if wait_s is None else max(0.0, begin + wait_s - time.monotonic())
-            request = messages.TicketRequest(fragment=fragment, wait_s=min(left_s, routes.LONG_POLL_S))
+            poll_s = routes.LONG_POLL_S if unless is None else LOOK_S
+            request = messages.TicketRequest(fragment=fragment, wait_s=min(left_s, poll_s))
             ask = functools.partial(
                 self.http.post, routes.TICKETS, request, messages.TicketReply, timeout_s=routes.LONG_POLL_S + 10.0
             )
@@ -243,7 +258,8 @@ class Connection:
             self.durable_versions[fragment] = reply.durable_version
             if reply.status == "finished" and self.info.fragments == 1:
                 self.finished = True
-            if reply.status != "wait" or (wait_s is not None and time.monotonic() - begin >= wait_s):
+            late = wait_s is not None and time.monotonic() - begin >= wait_s
+            if reply.status != "wait" or late or (unless is not None and unless()):
                 return reply
             if time.monotonic() - said >= 15.0:
                 said = time.monotonic()

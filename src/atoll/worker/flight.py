@@ -42,6 +42,7 @@ class Flight:
 
     Attributes:
         step: after which it was taken.
+        sent: set once the server has the update, or all is over.
         moved: the file with the result; None while there is none.
     """
 
@@ -50,7 +51,7 @@ class Flight:
         self.moved: BaseFile | None = None
         self.reply: messages.TicketReply | None = None
         self.error: BaseException | None = None
-        self.done = Latch()
+        self.sent, self.done = Latch(), Latch()
         self.late = False
 
     def start(self) -> None:
@@ -62,6 +63,7 @@ class Flight:
         try:
             self.fragment.exchange.send(self._max_retries)
             self.fragment.exchange.refusals = 0
+            self.sent.set()
             self._fetch()
         except UpdateRefused as error:
             self.error = error
@@ -72,7 +74,13 @@ class Flight:
         except BaseException as error:
             self.error = error
         finally:
+            self.sent.set()
             self.done.set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has come down without a result."""
+        return self.done.is_set() and self.error is not None
 
     def _fetch(self) -> None:
         exchange = self.fragment.exchange

@@ -82,7 +82,7 @@ def pull_newest(
 
 
 def ended_without_us(exchange: Exchange, take: Callable[[messages.TicketReply], None]) -> bool:
-    """Whether a ticket was over because the run is, and its result is here: an asynchronous one ends while others train.
+    """Whether a ticket was over because the run is, and its result is here: an asynchronous one ends without some.
 
     It is no skipped synchronisation then. Where the network is lost on the way, a later turn finds out.
 

@@ -26,7 +26,7 @@ from atoll.errors import Gone, TicketClosed, UpdateRefused
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
 from atoll.worker import update
-from atoll.worker.connection import START_RETRIES, NetworkLost
+from atoll.worker.connection import LOOK_S, START_RETRIES, NetworkLost
 from atoll.worker.files import BaseFile
 from atoll.worker.flight import Flight, Fragment, pulled
 from atoll.worker.reporting import LOG
@@ -68,7 +68,7 @@ class Streaming:
         self._sync_every = sync_every
         self._fragments = [Fragment(exchange) for exchange in session.fragments]
         self._next = session.due  # fragment, where nobody waits
-        self._due_step = 0  # the last one after which a fragment had its turn
+        self._step = self._due_step = 0  # now, and the last one after which a fragment had its turn
         self._flights: list[Flight] = []  # oldest first
         self.rounds = self.skipped = self.merges_waited = self.merges_late = self.newest_step = 0
         self.finished = False
@@ -94,8 +94,15 @@ class Streaming:
         self._look_whether_finished()
 
     def drain(self) -> None:
-        """Finish what is under way, within `DRAIN_S`, and merge it."""
+        """Finish what is under way, within `DRAIN_S`, and merge it.
+
+        Nobody may wait for a next update of this worker meanwhile: it would wait for them in turn.
+        """
         end_s = time.monotonic() + DRAIN_S
+        for flight in self._flights:
+            flight.sent.wait(max(0.0, end_s - time.monotonic()))
+        if not all(flight.done.is_set() for flight in self._flights):
+            self._session.end()
         for flight in list(self._flights):
             if not flight.done.wait(max(0.0, end_s - time.monotonic())):
                 LOG.warning(
@@ -117,9 +124,11 @@ class Streaming:
 
     def after_step(self, step: int) -> bool:
         """A local step was made: merge what is to be merged, and take what is due; returns whether anything was."""
+        self._step = step
         ready = [flight for flight in self._flights if self._is_ready(flight, step)]
         for flight in ready:
-            self._land(flight)
+            if flight in self._flights:  # else it failed while another was waited for
+                self._land(flight)
         due = not self.finished and self._is_due(step)
         if due:
             self._due_step = step
@@ -133,6 +142,8 @@ class Streaming:
 
     def _is_ready(self, flight: Flight, step: int) -> bool:
         """Whether a result is to be merged now; where the run waits for its workers, it then is waited for."""
+        if flight.failed:  # its turn comes again, before those that come later in the order
+            return True
         if step < flight.step + self._tau:
             return False
         if flight.done.is_set():
@@ -189,7 +200,9 @@ class Streaming:
             reply = exchange.next_round(wait_s=0.0, max_retries=self._retries)
             waited = reply.status == "wait"
             if waited:
-                reply = exchange.next_round(max_retries=self._retries)
+                reply = exchange.next_round(max_retries=self._retries, unless=self._has_failed)
+            if reply.status == "wait":  # one that failed comes first: others may wait for it, and hold this round up
+                return False
             fragment.heard(reply)
             if fragment.finished:
                 self._reset(fragment, reply, fragment.base_step)
@@ -201,6 +214,9 @@ class Streaming:
             reply = exchange.next_round(wait_s=0.0, max_retries=self._retries)
             fragment.heard(reply)
         return self._catch_up(fragment, reply) and not waited  # the others had their turn with it while we waited
+
+    def _has_failed(self) -> bool:
+        return any(flight.failed for flight in self._flights)
 
     def _catch_up(self, fragment: Fragment, reply: messages.TicketReply) -> bool:
         """The head moved without us; returns whether what is local was carried over to it."""
@@ -236,7 +252,7 @@ class Streaming:
         if not flight.done.is_set():
             self.merges_waited += 1
             self._session.tell(state="waiting for the others")
-            flight.done.wait()
+            self._wait_for(flight)
         self._flights.remove(flight)
         reply, moved = flight.reply, flight.moved
         if isinstance(flight.error, UpdateRefused):
@@ -263,6 +279,13 @@ class Streaming:
         fragment.heard(reply)
         self._begins_from(fragment, moved, flight.step)
         self._look_whether_finished()
+
+    def _wait_for(self, flight: Flight) -> None:
+        """Wait until it is down. Another that fails meanwhile is sent again first: others may wait for it."""
+        while not flight.done.wait(LOOK_S if len(self._flights) > 1 else None):
+            if failed := next((each for each in self._flights if each.failed), None):
+                self._land(failed)
+                self._turn(self._step)
 
     # -- what else may come
 

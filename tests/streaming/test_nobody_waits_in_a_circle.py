@@ -1,0 +1,94 @@
+"""Fragments have rounds of their own: where a worker waits for one, nobody may need it in another before.
+
+Site b is a hand that submits what a test says, and when.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from streaming_world import Sites, build, serve
+
+import atoll
+from atoll.testing.processes import wait_until
+from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
+from atoll.worker.session import Session
+
+OPTIONS = {"num_workers": 2, "num_fragments": 2, "sync_every": 4, "rounds": 3}
+
+
+class Hand:
+    """A site that takes part in the rounds of a fragment when it is told to."""
+
+    def __init__(self, url: str, folder: Path, site: str = "b") -> None:
+        self.session = Session(url, site, folder=folder, streams=True)
+
+    def submits(self, fragment: int) -> None:
+        """To the round that is open, or opens next; what is submitted is a change of zero."""
+        exchange = self.session.fragments[fragment]
+        ticket = exchange.next_round(wait_s=30.0).ticket
+        assert ticket is not None
+        exchange.pull(ticket.base_version, ticket.base_digest, None)
+        exchange.form(ticket, dict(build().state_dict()), weight=1.0, steps=2, metrics={})
+        exchange.send()
+
+
+def versions(server: atoll.Server) -> list[int]:
+    return [fragment.version for fragment in server.status().fragments]
+
+
+def doing(server: atoll.Server, site: str) -> tuple[str, int] | None:
+    return next(((each.doing, each.step) for each in server.status().workers if each.site == site), None)
+
+
+@pytest.fixture
+def held() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.mark.covers("L10", "L7")
+def test_who_ends_holds_up_no_round_that_the_others_have_first(tmp_path: Path) -> None:
+    """a ends after 4 steps with fragment 1 under way; b closes round 2 of fragment 0 before it submits fragment 1."""
+    with serve(tmp_path, **OPTIONS, tau=1) as server:
+        b = Hand(server.url, tmp_path / "b")
+        a = Sites(server.url, tmp_path, ["a"], 4)
+        b.submits(0)
+        wait_until(lambda: versions(server) == [1, 0], "round 1 of fragment 0, of both")
+        wait_until(lambda: [each.site for each in server.status().fragments[1].waiting_for] == ["b"], "a's update")
+        b.submits(0)
+        wait_until(lambda: versions(server) == [2, 0], "round 2 of fragment 0, without a")
+        b.submits(1)
+        a.join()
+        assert a.loops["a"].rounds == 2, "the result that it stayed for is in its model"
+        b.session.leave()
+
+
+@pytest.mark.covers("L10", "L7")
+def test_a_failed_update_is_sent_again_before_a_later_round_is_waited_for(
+    tmp_path: Path, held: threading.Event
+) -> None:
+    """a is expected in fragment 0 alone, and waits for fragment 1, when its update of fragment 0 breaks off.
+
+    b submits fragment 1 only when round 1 of fragment 0 is over.
+    """
+    with serve(tmp_path, **OPTIONS, tau=3, max_inflight=2) as server, Proxy(server.port) as proxy:
+        before = Session(server.url, "a", folder=tmp_path / "before", streams=True)
+        b = Hand(server.url, tmp_path / "b")
+        assert before.fragments[0].next_round(wait_s=30.0).ticket is not None
+        before.leave()
+        proxy.faults.append(Fault("POST .*/complete ", "up", at=BEFORE_HEADER, action="reset", wait=held.wait))
+        a = Sites(proxy.url, tmp_path, ["a"], 1000, max_sync_retries=0)
+        wait_until(lambda: doing(server, "a") == ("waiting for the round", 4), "a, which waits for fragment 1")
+        held.set()
+        b.submits(0)
+        wait_until(lambda: versions(server) == [1, 0], "round 1 of fragment 0, with a's update sent again")
+        for fragment in (1, 0, 1, 0, 1):
+            b.submits(fragment)
+        a.join()
+        assert versions(server) == [3, 3]
+        b.session.leave()
