@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from atoll.errors import TicketClosed
+from atoll.wire import messages
 from atoll.wire.units import size as size
 
 LOG = logging.getLogger("atoll")
@@ -36,6 +38,27 @@ def told(error: BaseException | str, most_chars: int = 2000) -> str:
     """An error as a message carries it; what is no UTF-8, as in names of files, is escaped."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     return text[:most_chars].encode(errors="backslashreplace").decode()[:most_chars]
+
+
+def in_words(info: messages.RunInfo, sync_every: int) -> str:
+    """What a DiLoCo worker does in a run: "H = 60, asynchronous, codec int4 up, int8 down, 2 fragments, tau 1, ..."."""
+    first = f" after {info.sync_rounds_first} synchronous rounds" if info.sync_rounds_first else ""
+    down = f" up, {info.downlink_codec} down" if info.downlink_codec != "none" else ""
+    parts = [
+        f"H = {sync_every}",
+        f"asynchronous{first}" if info.mode == "async" else "",
+        f"codec {info.codec}{down}",
+        f"{info.fragments} fragments" if info.fragments > 1 else "",
+        f"tau {info.tau}, alpha {info.alpha:g}" if info.fragments > 1 or info.tau or info.alpha else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
+    """Why a synchronisation was skipped, and what becomes of what was trained where the server is there."""
+    if not isinstance(error, TicketClosed):
+        return str(error)
+    return f"{error.message} {'The next update holds these steps, too.' if info.on_missed == 'rebase' else ''}".rstrip()
 
 
 class Progress:

@@ -12,7 +12,7 @@ from atoll.tensors.modules import Tensors
 from atoll.wire import messages
 from atoll.worker import update
 from atoll.worker.connection import START_RETRIES, NetworkLost
-from atoll.worker.reporting import LOG
+from atoll.worker.reporting import LOG, why_skipped
 from atoll.worker.session import Session
 
 
@@ -31,6 +31,7 @@ class WholeModel(ABC):
         self.finished = False
         self._since_sync = self._base_step = self._version = 0
         self._local_steps = self._staleness = 0
+        self._lost = False  # the last synchronisation was skipped for the network
         self._settled = 0  # the ticket of the outbox's update, once its fate is in the base
 
     @abstractmethod
@@ -53,7 +54,13 @@ class WholeModel(ABC):
             self.skipped += 1
             self._since_sync = 0
             self._ticket = None
-            LOG.warning("%s: synchronisation skipped at step %d; training goes on. %s", session.site, self.step, error)
+            self._lost = isinstance(error, NetworkLost)
+            why = why_skipped(error, session.info)
+            LOG.warning("%s: synchronisation skipped at step %d; training goes on. %s", session.site, self.step, why)
+        else:
+            if self._lost:
+                LOG.info("%s: the server is back; synchronised at step %d", session.site, self.step)
+            self._lost = False
 
     def _ended_without_us(self, session: Session) -> bool:
         """Whether a ticket was over because the run is: an asynchronous one ends while others still train."""
