@@ -24,7 +24,7 @@ from atoll.server.best import measured_of, missing, value_of
 from atoll.server.desk import Desk
 from atoll.server.filters import Filtering
 from atoll.server.journalled import write
-from atoll.server.pace import Pace, advice
+from atoll.server.pace import Pace
 from atoll.server.passing import directory_gone, passing
 from atoll.server.persistor import Persistor
 from atoll.server.plan import Plan
@@ -69,6 +69,7 @@ class Run:
         self.deaths, self.refused = totals.deaths, totals.refused
         self.bytes_up = self.bytes_down = 0
         self.started_s = time.monotonic()
+        self.watched_s: float | None = None  # when its status was asked for last, over the network
         self.io = ThreadPoolExecutor(max(8, 2 * plan.threads), thread_name_prefix="atoll-io", initializer=stay_alone)
         self.objects = ObjectStore(
             self.settings.state_dir / "objects",
@@ -116,7 +117,7 @@ class Run:
             LOG.info("what sites send passes through filters: %s", self.filtering.filters)
         self.state, effects = machine.restore(self._rules, self._recovered, time.monotonic())
         self.store.wanted = lambda fragment: self.pace.wanted(fragment, self.state)
-        if told := advice(self.plan):
+        for told in self.pace.advice:
             LOG.warning("%s", told)
         if self._recovered.finished and not self.state.finished:
             self.store.finish(False)  # more rounds were asked for
