@@ -86,13 +86,30 @@ def ring_bytes(model_bytes: int, workers: int, steps: int) -> float:
     return 2 * (workers - 1) / workers * model_bytes * steps
 
 
+def codecs(status: status_messages.Status) -> str:
+    """`codec bf16`, or `codec int4 up, int8 down`."""
+    return f"codec {status.codec}" + (f" up, {status.downlink_codec} down" if status.downlink_codec != "none" else "")
+
+
+def streaming(status: status_messages.Status) -> str:
+    """`streaming: 2 fragments, tau 1, alpha 0.5`; empty for whole models that are exchanged at a stop."""
+    count = len(status.fragments)
+    if count == 1 and not status.tau and not status.alpha:
+        return ""
+    return f"streaming: {count} fragment{'s' * (count > 1)}, tau {status.tau}, alpha {status.alpha:g}"
+
+
 def against_data_parallel(status: status_messages.Status) -> str:
-    """Bytes both ways against a ring all-reduce for the same steps; empty for one worker, or without steps."""
-    trained = [worker for worker in status.workers if worker.step]
+    """Bytes both ways against a ring all-reduce for the same steps; empty for one worker, or without steps.
+
+    Both are of the time since the server was started, and of updates that it has: a worker's own count of steps goes
+    back further, and ahead of what was sent.
+    """
+    trained = [worker for worker in status.workers if worker.gradient_bytes]
     sent, received = (sum(getattr(worker, key) for worker in trained) for key in ("bytes_up", "bytes_down"))
     if len(trained) < 2 or not sent or not received:
         return ""
-    ring = sum(ring_bytes(status.model_bytes, len(trained), worker.step) for worker in trained)
+    ring = sum(ring_bytes(worker.gradient_bytes, len(trained), steps=1) for worker in trained)
     return (
         f"data-parallel training would have moved {size(ring)} each way for the same steps: "
         f"{_times(ring / sent)} what went up, {_times(ring / received)} what came down"

@@ -152,6 +152,7 @@ def _worker(run: Run, presence: Presence, now_s: float, lost: Sequence[Sequence[
         staleness=max(behind),
         bytes_up=presence.bytes_up,
         bytes_down=presence.bytes_down,
+        gradient_bytes=presence.gradient_bytes,
         retries=beat.retries,
         reconnections=beat.reconnections,
         metrics=dict(beat.metrics),
