@@ -208,7 +208,7 @@ def test_a_run_without_workers_says_so(known) -> None:
 def test_an_asynchronous_run_says_how_far_behind_updates_were(known) -> None:
     worker = known.workers[0].model_copy(update={"staleness": 3, "local_steps": 166})
     last = known.history[-1].model_copy(update={"staleness": [0, 4]})
-    outer = "delayed_nesterov(lr=0.7, momentum=0.9, N=4, undelayed=0)"
+    outer = "delayed_nesterov(lr=0.7, momentum=0.9, N=4)"
     asynchronous = known.model_copy(
         update={
             "policy": "async, 2 updates a step",

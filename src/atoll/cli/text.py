@@ -41,7 +41,7 @@ def staleness(counts: Mapping[str, int]) -> str:
 def awaited(fragment: status_messages.FragmentStatus) -> str:
     """Who a round waits for, for how long and why; empty where it waits for nobody."""
     sites = ", ".join(f"{missing.site} ({duration(missing.for_s)})" for missing in fragment.waiting_for)
-    reason = fragment.reason
+    reason = fragment.reason.removeprefix("is finished").removeprefix("; ")  # the phase says that
     if sites and reason.startswith("waits for "):  # which says the same without the times
         reason = reason.partition("; ")[2]
     return "; ".join(filter(None, [f"waiting for {sites}" if sites else "", reason]))

@@ -76,9 +76,11 @@ def status_of(run: Run) -> status_messages.Status:
 
 
 def _outer(algorithm: ResolvedAlgorithm) -> str:
-    """`sgd(lr=0.7, momentum=0.9)`; delayed Nesterov's N and first steps by these names."""
-    names = {"delay": "N"}
-    options = [f"{names.get(key, key)}={value}" for key, value in algorithm.outer_options.items()]
+    """`sgd(lr=0.7, momentum=0.9)`; delayed Nesterov's N by that name, its first steps not: the policy has them."""
+    names, shown = {"delay": "N"}, algorithm.outer_options
+    if algorithm.outer == "delayed_nesterov":
+        shown = {key: value for key, value in shown.items() if key != "undelayed"}
+    options = [f"{names.get(key, key)}={value}" for key, value in shown.items()]
     return f"{algorithm.outer}({', '.join(options)})"
 
 
