@@ -25,6 +25,7 @@ from atoll.cli.text import (
     awaited,
     best_line,
     codecs,
+    counted,
     duration,
     log_lines,
     numbers,
@@ -192,12 +193,14 @@ def _summary(server: Server, seconds: float) -> str:
     status = server.status()
     last = status.history[-1].metrics if status.history else {}
     rounds = server.settings.workflow is None
-    at, refused = (f" at version {status.version}", f", {status.refused} updates refused") if rounds else ("", "")
+    at, refused = (
+        (f" at version {status.version}", f", {counted(status.refused, 'update')} refused") if rounds else ("", "")
+    )
     parts = [
         f"finished{at} after {duration(seconds)}",
         f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent",
         against_data_parallel(status),
-        f"{len(status.workers)} workers, {status.deaths} deaths{refused}",
+        f"{counted(len(status.workers), 'worker')}, {counted(status.deaths, 'death')}{refused}",
         _troubles(status),
         staleness(status.staleness),
         numbers(last),

@@ -15,6 +15,7 @@ from atoll.cli.text import (
     awaited,
     best_line,
     codecs,
+    counted,
     duration,
     numbers,
     round_line,
@@ -161,8 +162,8 @@ def headline(status: status_messages.Status, address: str) -> list[str]:
         f"{', FINISHED' if status.finished else ''}",
         f"model {size(status.model_bytes)}, {codecs(status)}, sync every {status.sync_every or '—'}, "
         f"rounds {f'{status.rounds} in all' if status.rounds else 'until stopped'}, up {duration(status.uptime_s)}",
-        f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent, {status.deaths} deaths, "
-        f"{status.refused} updates refused, durability {status.durability}{durable}",
+        f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent, {counted(status.deaths, 'death')}, "
+        f"{counted(status.refused, 'update')} refused, durability {status.durability}{durable}",
     ]
     if compared := against_data_parallel(status):
         lines.append(compared)

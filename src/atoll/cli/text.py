@@ -23,6 +23,11 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def counted(count: int, what: str) -> str:
+    """`1 death`, `2 deaths`."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def numbers(metrics: Mapping[str, float], leave_out: Iterable[str] = ()) -> str:
     """`loss 2.31, tokens_per_s 4.1e+03`."""
     skipped = set(leave_out)

@@ -76,17 +76,20 @@ class Progress:
         self._begin = self._said = clock()
         self._marks = deque([(self._begin, 0)])  # (when, bytes done), a second apart at least, none before the window
         self.done_bytes = 0
+        self._moved, self._away_s = self._begin, 0.0  # when the last bytes came; how long none could
 
     def resume(self) -> None:
         """The transfer goes on after an interruption, which does not count into its rate."""
         with self._lock:
             now = self._said = self._clock()
+            self._away_s += now - self._moved
+            self._moved = now
             self._marks = deque([(now, self.done_bytes)])
 
     def add(self, nbytes: int) -> None:
         with self._lock:  # parts travel in several threads
             self.done_bytes += nbytes
-            now = self._clock()
+            now = self._moved = self._clock()
             while self._marks and self._marks[0][0] < now - WINDOW_S:
                 self._marks.popleft()
             if not self._marks or now - self._marks[-1][0] >= 1.0:
@@ -109,11 +112,12 @@ class Progress:
         level = logging.INFO if seconds >= 1.0 else logging.DEBUG
         LOG.log(
             level,
-            "%s: %s in %.1f s (%s/s)",
+            "%s: %s in %.1f s%s (%s/s)",
             self._what,
             size(self.done_bytes),
             seconds,
-            size(self.done_bytes / max(seconds, 1e-9)),
+            f", {self._away_s:.1f} s of them interrupted" if self._away_s >= 1.0 else "",
+            size(self.done_bytes / max(seconds - self._away_s, 1e-3)),
         )
 
 
