@@ -253,7 +253,8 @@ def test_an_infinite_grace_has_the_bits_of_a_synchronous_run(tmp_path: Path, del
 
 
 @pytest.mark.covers("L6")
-def test_synchronous_rounds_first(world: Callable[..., Clients]) -> None:
+def test_synchronous_rounds_first(world: Callable[..., Clients], caplog: Any) -> None:
+    caplog.set_level("INFO", "atoll")
     run = world(sync_rounds_first=1, dn_buffer_size=2)
     run.pull("a", "b", "c")
     for number, site in enumerate(SITES):
@@ -268,6 +269,7 @@ def test_synchronous_rounds_first(world: Callable[..., Clients]) -> None:
     theta = START - LR * (g + MOMENTUM * g) - LR * gradient(3) / 2
     assert torch.allclose(run.weight(), theta, rtol=0, atol=1e-12)
     assert "1 synchronous rounds first" in run.server.status().policy
+    assert caplog.text.count("round 1 was the last synchronous one") == 1
 
 
 def test_the_first_rounds_cannot_be_changed_at_the_next_start(tmp_path: Path) -> None:

@@ -335,6 +335,8 @@ class Run:
         self.apply(ev.VersionCommitted(fragment, row.version, value))
         heads, done = self.store.heads(), min(round_.done for round_ in self.state.rounds)
         last = summary.round == done
+        if last and done == self.settings.sync_rounds_first and not self.state.finished:
+            LOG.info("round %d was the last synchronous one: from now on nobody waits for anybody", done)
         self._spawn(self.behind.after_commit(row, summary, heads=heads, last=last, finished=self.state.finished))
 
     def _fail_round(self, number: int, error: Exception) -> None:
