@@ -46,6 +46,7 @@ WORKER = status_messages.WorkerStatus(
     staleness=0,
     bytes_up=3_400_000,
     bytes_down=1_200_000_000,
+    gradient_bytes=5_000_000_000,
     retries=1,
     reconnections=0,
     metrics={"loss": 2.25},

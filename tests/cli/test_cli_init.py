@@ -28,10 +28,12 @@ def test_the_script_trains_alone_and_the_run_file_is_valid(atoll_command, tmp_pa
     assert "training alone" in trained.stderr
 
 
-def test_every_default_of_the_run_file_is_the_real_one() -> None:
+@pytest.mark.parametrize("algorithm", ["fedavg", "diloco"])
+def test_every_default_of_the_run_file_is_the_real_one(algorithm: str) -> None:
     """Uncommenting every line that shows a value changes nothing."""
-    lines = init.run_file("fedavg", "x").splitlines()
-    keys = {key for keys in init.SECTIONS.values() for key in keys}
+    lines = init.run_file(algorithm, "x").splitlines()
+    keys = {key for keys in (init.SECTIONS | init.LOW_COMMUNICATION).values() for key in keys}
+    assert any(line.startswith("# num_fragments = 1") for line in lines) == (algorithm == "diloco")
     uncommented = [
         line.removeprefix("# ") if line.startswith("# ") and line[2:].partition(" = ")[0] in keys else line
         for line in lines
@@ -40,7 +42,8 @@ def test_every_default_of_the_run_file_is_the_real_one() -> None:
     import tomllib
 
     values = tomllib.loads("\n".join(uncommented))
-    chosen = {"name": "x", "model": "model:build", "num_workers": 2, "algorithm": "fedavg", "rounds": 10}
+    chosen = {"name": "x", "model": "model:build", "num_workers": 2, "algorithm": algorithm, "rounds": 10}
+    chosen |= {"sync_every": 20} if algorithm == "diloco" else {}
     assert Settings.build(values) == Settings.build(chosen)
 
 

@@ -122,9 +122,11 @@ def test_a_run_file_that_was_not_named_is_offered(tmp_path, monkeypatch, present
     assert ("Did you mean: atoll server run.toml?" in str(outcome.exception)) is present
 
 
-def fragment(reason: str = "", **awaited_s: float) -> status_messages.FragmentStatus:
+def fragment(
+    reason: str = "", *, number: int = 0, phase: str = "open", **awaited_s: float
+) -> status_messages.FragmentStatus:
     missing = [status_messages.Missing(site=site, for_s=seconds) for site, seconds in awaited_s.items()]
-    return status_messages.FragmentStatus(fragment=0, version=1, phase="collecting", waiting_for=missing, reason=reason)
+    return status_messages.FragmentStatus(fragment=number, version=1, phase=phase, waiting_for=missing, reason=reason)
 
 
 def test_only_who_is_late_is_told() -> None:
@@ -132,6 +134,15 @@ def test_only_who_is_late_is_told() -> None:
     assert reminder.line([fragment("waits for a and b", a=14.0, b=2.0)], 100.0) == ""
     assert reminder.line([fragment("waits for a and b", a=15.0, b=2.0)], 101.0) == "waiting for a (15 s)"
     assert server.Reminder(0.0).line([fragment("waits for 2 workers to join")], 20.0) == "waits for 2 workers to join"
+
+
+def test_what_all_fragments_wait_for_is_said_once_and_those_that_are_finished_wait_for_nothing() -> None:
+    joins = [fragment("waits for 2 workers to join"), fragment("waits for 2 workers to join", number=1)]
+    assert server.Reminder(0.0).line(joins, 20.0) == "waits for 2 workers to join"
+    one = [fragment("waits for a", a=20.0), fragment("waits for b", number=1, b=2.0)]
+    assert server.Reminder(0.0).line(one, 20.0) == "fragment 0 waiting for a (20 s)"
+    last = [fragment("is finished", phase="finished"), fragment("waits for a", number=1, a=20.0)]
+    assert server.Reminder(0.0).line(last, 20.0) == "fragment 1 waiting for a (20 s)"
 
 
 def test_the_same_is_said_again_after_twice_the_pause_up_to_ten_minutes() -> None:

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
 
 import pytest
+import torch
+from torch import nn
 
+import atoll
 from atoll.cli import status
+from atoll.cli.text import against_data_parallel
+from atoll.testing.processes import free_port
 from atoll.wire import messages, status_messages
+
+
+def together(*jobs: Callable[[], None]) -> None:
+    threads = [threading.Thread(target=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -36,7 +55,7 @@ def test_plain_lines_name_the_awaited_and_align_the_workers(canned, atoll_comman
 
 @pytest.mark.covers("L16")
 def test_bytes_each_way_stand_against_data_parallel_training(known) -> None:
-    """Each of two workers would have moved 2·(1/2) × 4 MB in each of 1,250 steps: 10 GB in all.
+    """Each of two workers would have moved 2·(1/2) times the 5 GB of gradients in its updates: 10 GB in all.
 
     6.8 MB went up, a 1,471st; 2.4 GB came down, a 4.2th.
     """
@@ -61,6 +80,68 @@ def test_watching_ends_with_the_run(canned, atoll_command, known) -> None:
     outcome = atoll_command("status", "--server", canned.url, "--watch", "--json")
     (line,) = outcome.stdout.splitlines()
     assert json.loads(line)["finished"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.covers("L12")
+def test_watching_waits_for_a_server_that_is_started_again_and_sees_the_end(tmp_path) -> None:
+    """The server ends right after the run; who watches it is told first."""
+    options = {"algorithm": "fedavg", "rounds": 1, "state_dir": tmp_path / "state", "port": free_port()}
+    server = atoll.Server(nn.Linear(2, 2), **options).start()
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "atoll.cli.main", "status", "--server", server.url, "--watch", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        assert not json.loads(watching.stdout.readline())["finished"]
+        server.stop()
+        assert "does not answer" in (said := watching.stderr.readline())
+        assert "Asking again every second" in said
+        server = atoll.Server(nn.Linear(2, 2), **options).start()
+        assert json.loads(watching.stdout.readline())["epoch"] == 2
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for round in worker:
+                round.submit(round.state_dict(), weight=1)
+        server.run()
+        out, _ = watching.communicate(timeout=60)
+        assert watching.returncode == 0
+        assert json.loads(out.splitlines()[-1])["finished"]
+    finally:
+        watching.kill()
+        watching.wait()
+        server.stop()
+
+
+@pytest.mark.covers("L16", "L14")
+def test_the_comparison_is_of_one_start_of_the_server_to_the_byte(tmp_path) -> None:
+    """Two workers, H = 4, a weight of 16 bytes: 4 × 16 of gradients in a round, whoever counts steps since when."""
+    model = nn.Linear(2, 2, bias=False)
+    options = {"num_workers": 2, "sync_every": 4, "state_dir": tmp_path / "state", "port": free_port()}
+
+    def train(site: str) -> None:
+        mine = nn.Linear(2, 2, bias=False)
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+        with atoll.DiLoCo(mine, optimizer, server=server.url, site=site, folder=tmp_path / "w") as diloco:
+            while not diloco.finished:
+                optimizer.zero_grad()
+                mine(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+
+    for start in (1, 2):
+        server = atoll.Server(model, rounds=3 * start, **options).start()
+        together(*(partial(train, site) for site in "ab"))
+        server.run()
+        told = server.status()
+        done = [site for line in told.history if line.round > 3 * (start - 1) for site in line.workers]
+        assert 3 < len(done) <= 6  # who comes later behind the restart may miss a round
+        assert {worker.site: worker.gradient_bytes for worker in told.workers} == {
+            site: done.count(site) * 4 * 16 for site in "ab"
+        }
+        assert f"would have moved {len(done) * 4 * 16} B each way" in against_data_parallel(told)
 
 
 def test_the_server_comes_from_the_environment(canned, atoll_command) -> None:
@@ -127,7 +208,7 @@ def test_a_run_without_workers_says_so(known) -> None:
 def test_an_asynchronous_run_says_how_far_behind_updates_were(known) -> None:
     worker = known.workers[0].model_copy(update={"staleness": 3, "local_steps": 166})
     last = known.history[-1].model_copy(update={"staleness": [0, 4]})
-    outer = "delayed_nesterov(lr=0.7, momentum=0.9, N=4, undelayed=0)"
+    outer = "delayed_nesterov(lr=0.7, momentum=0.9, N=4)"
     asynchronous = known.model_copy(
         update={
             "policy": "async, 2 updates a step",

@@ -164,6 +164,7 @@ def test_diloco_trains_on_without_its_server_and_brings_everything_in_when_it_is
         "outer_momentum": 0.0, "port": free_port(), "state_dir": tmp_path / "state", "heartbeat_interval_s": 0.5,
         "heartbeat_timeout_s": 60.0,
     }  # fmt: skip
+    caplog.set_level("INFO", "atoll")
     server = atoll.Server(linear(), **settings).start()
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -189,6 +190,7 @@ def test_diloco_trains_on_without_its_server_and_brings_everything_in_when_it_is
             step(), step()
             assert (diloco.rounds, diloco.finished) == (2, True)
             assert model.weight.item() == 0.0
+            assert caplog.text.count("a: the server is back; synchronised at step 8") == 1
         finally:
             server.stop()
 

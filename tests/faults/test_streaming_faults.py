@@ -146,8 +146,11 @@ def test_local_progress_of_a_fragment_is_carried_over_to_its_head(tmp_path: Path
 
 
 @pytest.mark.covers("L10")
-def test_training_goes_on_without_the_server_and_nothing_is_lost(nursery: Nursery, tmp_path: Path) -> None:
+def test_training_goes_on_without_the_server_and_nothing_is_lost(
+    nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The server is away for a while: turns are skipped, and what was trained meanwhile counts afterwards."""
+    caplog.set_level("INFO", "atoll")
     settings = SETTINGS | {"num_workers": 1, "rounds": 3, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
     with ServerProcess(nursery, tmp_path, **settings) as server, Proxy(server.port) as proxy:
         model = build()
@@ -165,6 +168,7 @@ def test_training_goes_on_without_the_server_and_nothing_is_lost(nursery: Nurser
                     break
             assert diloco.finished
             assert diloco.skipped > 0
+            assert caplog.text.count("a: the server is back; synchronising again from step") == 1
         assert server.kept.wait() == 0
     assert [(fragment, version) for fragment, version, _ in Left(tmp_path).versions] == [
         (fragment, version) for fragment in range(3) for version in range(4)

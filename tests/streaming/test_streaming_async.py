@@ -67,6 +67,31 @@ def test_every_combination_trains(tmp_path: Path, mode: str, delayed: int, fragm
     assert status.outer.startswith("delayed_nesterov" if delayed else "sgd")
 
 
+@pytest.mark.covers("L4", "L14")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_refused_update_of_a_fragment_is_not_sent_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    """Nobody else closes the round: the site is asked again at once, for an update of the same version."""
+    caplog.set_level("INFO", "atoll")
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    server = serve(tmp_path, num_fragments=2, sync_every=2, rounds=2, mode=mode)
+    with server, atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
+        for step in range(1, 9):
+            if diloco.finished:
+                break
+            optimizer.zero_grad()
+            (model(data("a")[0]) - data("a")[1]).square().mean().backward()
+            if step == 1:
+                next(model.parameters()).grad.fill_(math.nan)  # type: ignore[union-attr]
+            optimizer.step()
+        assert diloco.finished
+        assert server.status().refused == 1
+    assert "submitting again" not in caplog.text
+    assert "a: local steps of fragment 0 since version 0 are lost" in caplog.text
+
+
 @pytest.mark.covers("L3")
 def test_an_infinite_grace_streams_to_the_same_bits_as_a_barrier(tmp_path: Path) -> None:
     results = []

@@ -148,8 +148,9 @@ def test_two_fragments_of_a_worker_may_be_under_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L7")
-def test_that_training_waited_for_a_result_is_counted(tmp_path: Path) -> None:
+def test_that_training_waited_for_a_result_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """b makes its third step when a has begun to wait: a trains τ = 2 steps while its update is under way."""
+    caplog.set_level("INFO", "atoll")
     server = serve(tmp_path, num_workers=2, num_fragments=2, sync_every=6, tau=2, rounds=1)
     steps_until_a_waited: list[int] = []
 
@@ -164,6 +165,7 @@ def test_that_training_waited_for_a_result_is_counted(tmp_path: Path) -> None:
     assert steps_until_a_waited == [4], "taken after the third, merged within the fifth"
     metrics = workers.loops["a"].sync_metrics
     assert metrics["merges_waited"] >= 1
+    assert f", 2 rounds (fragments merged; {metrics['merges_waited']} of them waited for), 0 skipped" in caplog.text
     assert metrics["merges_late"] == 0
     assert metrics["rounds"] == 2
 

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from atoll.worker.reporting import Progress
+from atoll.wire import messages
+from atoll.worker.reporting import Progress, in_words
 
 MB = 1_000_000
 
@@ -44,6 +45,45 @@ def test_an_outage_does_not_count_into_the_rate(clock: Clock, caplog: pytest.Log
         "a: submitting: 10.0 MB of 100.0 MB, 1.0 MB/s, 90 s left",
         "a: submitting: 15.0 MB of 100.0 MB, 1.0 MB/s, 85 s left",
     ]
+
+
+@pytest.mark.covers("X4")
+def test_the_last_line_says_how_long_a_transfer_was_interrupted(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    bar = Progress("a: submitting", 4 * MB, clock=clock)
+    bar.resume()  # as it is called before the first attempt, too
+    move(bar, clock, 2)
+    clock.now_s += 15.0
+    bar.resume()
+    move(bar, clock, 2)
+    bar.end()
+    assert caplog.messages == ["a: submitting: 4.0 MB in 19.0 s, 15.0 s of them interrupted (1.0 MB/s)"]
+
+
+@pytest.mark.covers("X4")
+def test_what_a_worker_does_in_a_run_is_said_in_words() -> None:
+    info = messages.RunInfo(
+        protocol=1,
+        run="r" * 32,
+        name="x",
+        algorithm="diloco",
+        on_missed="rebase",
+        rounds=3,
+        sync_every=60,
+        schema_digest="0" * 64,
+        schema_bytes=8,
+        fragments=1,
+        codec="bf16",
+        part_bytes=65536,
+        connections=1,
+        heartbeat_interval_s=30,
+        heartbeat_timeout_s=120,
+        idle_timeout_s=60,
+    )
+    assert in_words(info, 60) == "H = 60, codec bf16"
+    more = {"mode": "async", "sync_rounds_first": 2, "downlink_codec": "int4", "fragments": 3, "tau": 5, "alpha": 0.5}
+    assert in_words(info.model_copy(update=more), 60) == (
+        "H = 60, asynchronous after 2 synchronous rounds, codec bf16 up, int4 down, 3 fragments, tau 5, alpha 0.5"
+    )
 
 
 @pytest.mark.covers("X4")

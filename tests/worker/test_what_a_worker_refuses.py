@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import atoll
@@ -38,6 +39,30 @@ def test_metrics_that_are_not_finite_are_left_out_with_a_warning(
                 round_.submit(round_.load_into(nn.Linear(2, 1)), metrics={"loss": math.nan, "accuracy": 0.5})
         assert server.status().history[0].metrics == {"accuracy": 0.5}
     assert "the metric 'loss' is nan; it is left out" in caplog.text
+
+
+@pytest.mark.covers("L14")
+def test_a_reported_loss_that_becomes_nan_is_told_once_by_the_site_s_name_and_no_longer_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the last finite loss would stand for an update whose loss was NaN."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"port": 0, "rounds": 2, "sync_every": 2, "state_dir": tmp_path / "s"}
+    with (
+        atoll.Server(nn.Linear(2, 1), **options) as server,
+        atoll.DiLoCo(model, optimizer, server=server.url, site="box-a", folder=tmp_path / "w") as diloco,
+    ):
+        for loss in (1.0, 0.5, math.nan, math.nan):
+            diloco.report(loss=loss, accuracy=0.25)
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        assert [line.metrics for line in server.status().history] == [
+            {"loss": 0.5, "accuracy": 0.25},
+            {"accuracy": 0.25},
+        ]
+    assert caplog.text.count("box-a: the metric 'loss' is nan; it is left out") == 1
 
 
 @pytest.mark.covers("X3")

@@ -103,6 +103,7 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
         outer, outer_options = "delayed_nesterov", _delayed(settings, outer, outer_options)
     codec = settings.codec or algorithm.codec
     _require_known("codecs", "codec", codec)
+    _require_known("codecs", "downlink_codec", settings.downlink_codec or "none")
     return ResolvedAlgorithm(
         algorithm=algorithm,
         outer=outer,

@@ -38,6 +38,20 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 """The settings that a run file usually has an opinion on; `atoll server --help` lists them all."""
 
+LOW_COMMUNICATION = {
+    "Fewer bytes, less standing still (docs/low-communication.md)": (
+        "downlink_codec",
+        "num_fragments",
+        "tau",
+        "alpha",
+        "mode",
+        "dn_buffer_size",
+        "sync_rounds_first",
+        "dylu",
+    )
+}
+"""Of runs that count local steps."""
+
 ALGORITHMS = registry.TABLES["algorithms"]
 
 
@@ -103,7 +117,7 @@ def run_file(algorithm: str, name: str) -> str:
         "# variable (ATOLL_SYNC_EVERY=100). Lines that are commented out show the default. These are the usual",
         "# settings; all of them: `atoll server --help`.",
     ]
-    for title, keys in SECTIONS.items():
+    for title, keys in (SECTIONS | (LOW_COMMUNICATION if algorithm == "diloco" else {})).items():
         lines += ["", f"# ---- {title} {'-' * (70 - len(title))}"]
         for key in keys:
             lines += ["", *_setting(key, chosen)]

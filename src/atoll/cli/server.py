@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
@@ -25,11 +25,14 @@ from atoll.cli.text import (
     against_data_parallel,
     awaited,
     best_line,
+    codecs,
+    counted,
     duration,
     log_lines,
     numbers,
     size,
     staleness,
+    streaming,
 )
 from atoll.config import Settings
 from atoll.errors import ConfigError
@@ -93,11 +96,13 @@ def run_until_finished(settings: Settings) -> None:
         gc.freeze()  # a full collection would look at all that torch has imported, and hold everybody up for 0.2 s
         _announce(server, settings)
         _watch(server)
-        LOG.info("%s", _summary(server, time.monotonic() - begin))
-        server.run()  # stays for workers that have not taken the result yet
+        seconds = time.monotonic() - begin
+        server.run()  # stays for workers that have not taken the result yet, whose bytes count, too
+        LOG.info("%s", _summary(server, seconds))
     except (KeyboardInterrupt, Terminated) as asked:
         server.stop()
         if server.finished:
+            LOG.info("%s", _summary(server, time.monotonic() - begin))
             LOG.info("stopping; who has not taken the result yet gets it when the same command is started again")
             return
         LOG.info("stopping; the same command goes on from where the run is%s", so_far)
@@ -115,15 +120,19 @@ def _announce(server: Server, settings: Settings) -> None:
         LOG.info("the workflow %s begins; start workers that take part with atoll.tasks", settings.workflow)
         return
     LOG.info(
-        "run %s (%s): %s, model of %s, codec %s, %s; files in %s",
+        "run %s (%s): %s, %s, model of %s, %s%s, %s; files in %s",
         status.name,
         status.run[:8],
         status.algorithm,
+        status.policy,
         size(status.model_bytes),
-        status.codec,
+        codecs(status),
+        f", sync every {status.sync_every}" if status.sync_every else "",
         f"{status.rounds} rounds" if status.rounds else "until it is stopped",
         settings.save_dir or settings.state_dir / "exports",
     )
+    dylu = "DyLU: slower workers take fewer steps" if status.dylu else ""
+    LOG.info("%s", "; ".join(filter(None, [streaming(status), dylu, f"outer optimizer {status.outer}"])))
     version = status.version
     if version:
         LOG.info("going on at version %d", version)
@@ -155,11 +164,14 @@ class Reminder:
     def line(self, fragments: Sequence[status_messages.FragmentStatus], now_s: float) -> str:
         """What is to be said at `now_s`; empty for nothing."""
         late = []
+        over = all(fragment.phase == "finished" for fragment in fragments)
         for fragment in fragments:
+            if fragment.phase == "finished" and not over:
+                continue
             missing = [each for each in fragment.waiting_for if each.for_s >= REMIND_S]
             if missing or not fragment.waiting_for:
                 late.append(fragment.model_copy(update={"waiting_for": missing}))
-        text = "; ".join(filter(None, map(awaited, late)))
+        text = _together({each.fragment: told for each in late if (told := awaited(each))}, len(fragments))
         # the same but for the seconds
         now = [(each.fragment, each.reason, [missing.site for missing in each.waiting_for]) for each in late]
         if not text:
@@ -172,16 +184,25 @@ class Reminder:
         return text
 
 
+def _together(told: Mapping[int, str], count: int) -> str:
+    """What each of `count` fragments waits for: once where it is the same for all, else by fragment."""
+    if count == 1 or (len(told) == count and len(set(told.values())) == 1):
+        return next(iter(told.values()), "")
+    return "; ".join(f"fragment {fragment} {text}" for fragment, text in told.items())
+
+
 def _summary(server: Server, seconds: float) -> str:
     status = server.status()
     last = status.history[-1].metrics if status.history else {}
     rounds = server.settings.workflow is None
-    at, refused = (f" at version {status.version}", f", {status.refused} updates refused") if rounds else ("", "")
+    at, refused = (
+        (f" at version {status.version}", f", {counted(status.refused, 'update')} refused") if rounds else ("", "")
+    )
     parts = [
         f"finished{at} after {duration(seconds)}",
         f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent",
         against_data_parallel(status),
-        f"{len(status.workers)} workers, {status.deaths} deaths{refused}",
+        f"{counted(len(status.workers), 'worker')}, {counted(status.deaths, 'death')}{refused}",
         _troubles(status),
         staleness(status.staleness),
         numbers(last),

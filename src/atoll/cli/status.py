@@ -14,11 +14,14 @@ from atoll.cli.text import (
     against_data_parallel,
     awaited,
     best_line,
+    codecs,
+    counted,
     duration,
     numbers,
     round_line,
     size,
     staleness,
+    streaming,
     task_line,
     task_totals,
 )
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 WATCH_S = 1.0
 ROUNDS_SHOWN = 5
+AWAY = "Asking again every second, in case it is started again; Ctrl-C ends this."
 
 
 def command(
@@ -47,23 +51,17 @@ def command(
 
     address = server_address(server)
     status = _ask(address)
-    if json:
-        while True:
-            print(status.model_dump_json(indent=None if watch else 2), flush=True)
-            if not watch or status.finished:
-                return
-            time.sleep(WATCH_S)
-            status = _ask(address)
-    elif not sys.stdout.isatty():
-        while True:
-            print("\n".join(plain(status, address)), flush=True)
-            if not watch or status.finished:
-                return
-            time.sleep(WATCH_S)
-            status = _ask(address)
-            print()
-    else:
+    if sys.stdout.isatty() and not json:
         _on_terminal(status, address, watch)
+        return
+    while True:
+        print(status.model_dump_json(indent=None if watch else 2) if json else "\n".join(plain(status, address)))
+        sys.stdout.flush()
+        if not watch or status.finished:
+            return
+        status = _ask_again(address)
+        if not json:
+            print()
 
 
 def _ask(address: str) -> status_messages.Status:
@@ -71,6 +69,19 @@ def _ask(address: str) -> status_messages.Status:
     from atoll.wire import routes, status_messages
 
     return ask(address, routes.STATUS, status_messages.Status)
+
+
+def _ask_again(address: str) -> status_messages.Status:
+    """A second later; a server that is away is waited for, as it may be started again."""
+    said = False
+    while True:
+        time.sleep(WATCH_S)
+        try:
+            return _ask(address)
+        except ServerUnreachable as error:
+            if not said:
+                print(f"atoll: {error.message} {AWAY}", file=sys.stderr, flush=True)
+            said = True
 
 
 def _on_terminal(status: status_messages.Status, address: str, watch: bool) -> None:
@@ -86,7 +97,7 @@ def _on_terminal(status: status_messages.Status, address: str, watch: bool) -> N
                 status = _ask(address)
                 show(status)
             except ServerUnreachable as error:
-                show(status, str(error))
+                show(status, f"{error.message} {AWAY}")
 
 
 @contextmanager
@@ -137,7 +148,7 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
         str(worker.staleness),
         size(worker.bytes_up),
         size(worker.bytes_down),
-        f"{worker.retries}" + (f" (+{worker.reconnections} joins)" if worker.reconnections else ""),
+        f"{worker.retries}" + (f" (+{worker.reconnections} reconnections)" if worker.reconnections else ""),
         f"{duration(worker.last_heartbeat_s)} ago" if worker.heard else "not since the server restarted",
         worker.error or numbers(worker.metrics),
     ]
@@ -146,20 +157,18 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
 def headline(status: status_messages.Status, address: str) -> list[str]:
     """What concerns the run as a whole, a line each."""
     durable = f", durable version {status.durable_version}" if status.durable_version is not None else ""
-    down = f" up, {status.downlink_codec} down" if status.downlink_codec != "none" else ""
     lines = [
         f"{status.name} at {address}: {status.algorithm}, {status.policy}, run {status.run[:8]}, epoch {status.epoch}"
         f"{', FINISHED' if status.finished else ''}",
-        f"model {size(status.model_bytes)}, codec {status.codec}{down}, sync every {status.sync_every or '—'}, "
+        f"model {size(status.model_bytes)}, {codecs(status)}, sync every {status.sync_every or '—'}, "
         f"rounds {f'{status.rounds} in all' if status.rounds else 'until stopped'}, up {duration(status.uptime_s)}",
-        f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent, {status.deaths} deaths, "
-        f"{status.refused} updates refused, durability {status.durability}{durable}",
+        f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent, {counted(status.deaths, 'death')}, "
+        f"{counted(status.refused, 'update')} refused, durability {status.durability}{durable}",
     ]
     if compared := against_data_parallel(status):
         lines.append(compared)
-    if len(status.fragments) > 1 or status.tau or status.alpha:
-        count = len(status.fragments)
-        lines.append(f"streaming: {count} fragment{'s' * (count > 1)}, tau {status.tau}, alpha {status.alpha:g}")
+    if streams := streaming(status):
+        lines.append(streams)
     if status.outer:
         behind = staleness(status.staleness)
         lines.append(f"outer optimizer {status.outer}{'; ' + behind if behind else ''}")

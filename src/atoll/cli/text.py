@@ -23,6 +23,11 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def counted(count: int, what: str) -> str:
+    """`1 death`, `2 deaths`."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def numbers(metrics: Mapping[str, float], leave_out: Iterable[str] = ()) -> str:
     """`loss 2.31, tokens_per_s 4.1e+03`."""
     skipped = set(leave_out)
@@ -41,7 +46,7 @@ def staleness(counts: Mapping[str, int]) -> str:
 def awaited(fragment: status_messages.FragmentStatus) -> str:
     """Who a round waits for, for how long and why; empty where it waits for nobody."""
     sites = ", ".join(f"{missing.site} ({duration(missing.for_s)})" for missing in fragment.waiting_for)
-    reason = fragment.reason
+    reason = fragment.reason.removeprefix("is finished").removeprefix("; ")  # the phase says that
     if sites and reason.startswith("waits for "):  # which says the same without the times
         reason = reason.partition("; ")[2]
     return "; ".join(filter(None, [f"waiting for {sites}" if sites else "", reason]))
@@ -86,13 +91,30 @@ def ring_bytes(model_bytes: int, workers: int, steps: int) -> float:
     return 2 * (workers - 1) / workers * model_bytes * steps
 
 
+def codecs(status: status_messages.Status) -> str:
+    """`codec bf16`, or `codec int4 up, int8 down`."""
+    return f"codec {status.codec}" + (f" up, {status.downlink_codec} down" if status.downlink_codec != "none" else "")
+
+
+def streaming(status: status_messages.Status) -> str:
+    """`streaming: 2 fragments, tau 1, alpha 0.5`; empty for whole models that are exchanged at a stop."""
+    count = len(status.fragments)
+    if count == 1 and not status.tau and not status.alpha:
+        return ""
+    return f"streaming: {count} fragment{'s' * (count > 1)}, tau {status.tau}, alpha {status.alpha:g}"
+
+
 def against_data_parallel(status: status_messages.Status) -> str:
-    """Bytes both ways against a ring all-reduce for the same steps; empty for one worker, or without steps."""
-    trained = [worker for worker in status.workers if worker.step]
+    """Bytes both ways against a ring all-reduce for the same steps; empty for one worker, or without steps.
+
+    Both are of the time since the server was started, and of updates that it has: a worker's own count of steps goes
+    back further, and ahead of what was sent.
+    """
+    trained = [worker for worker in status.workers if worker.gradient_bytes]
     sent, received = (sum(getattr(worker, key) for worker in trained) for key in ("bytes_up", "bytes_down"))
     if len(trained) < 2 or not sent or not received:
         return ""
-    ring = sum(ring_bytes(status.model_bytes, len(trained), worker.step) for worker in trained)
+    ring = sum(ring_bytes(worker.gradient_bytes, len(trained), steps=1) for worker in trained)
     return (
         f"data-parallel training would have moved {size(ring)} each way for the same steps: "
         f"{_times(ring / sent)} what went up, {_times(ring / received)} what came down"

@@ -16,8 +16,8 @@ def require_consistent(settings: Settings) -> None:
     Raises:
         ConfigError: both values, and the remedy.
     """
-    _require_rounds(settings)
     _require_async(settings)
+    _require_rounds(settings)
     _require_streaming(settings)
     _require_the_rest(settings)
 
@@ -129,6 +129,12 @@ def _require_streaming(settings: Settings) -> None:
 
 
 def _require_the_rest(settings: Settings) -> None:
+    if settings.downlink_codec_options and settings.downlink_codec in (None, "none"):
+        raise ConfigError(
+            f"downlink_codec_options is {settings.downlink_codec_options!r}, but no downlink_codec is set: versions "
+            "travel as they are.",
+            "Set downlink_codec, or leave its options out.",
+        )
     if settings.heartbeat_timeout_s and not settings.heartbeat_interval_s:
         raise ConfigError(
             f"heartbeat_interval_s is 0, but heartbeat_timeout_s is {settings.heartbeat_timeout_s:g}: workers without "

@@ -8,6 +8,7 @@ import errno
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +45,8 @@ GRACE_S = 30.0
 """After the last round, how long the server stays for workers that have not fetched the result yet."""
 GRACE_SAID_S = 1.0
 """Workers that live take it sooner than that; from then on it is said who is awaited."""
+WATCHED_S = 3.0
+"""Who asked for the status so shortly ago asks every second, and is to see that the run is finished."""
 NO_MODEL = {"nothing": torch.zeros(1)}
 """Of a run that has a workflow and no model: the state directory has one in any case."""
 READ_BYTES = 2**16
@@ -322,6 +325,11 @@ class Server:
                 said = True
                 LOG.info("waiting for %s to take the result, %g s at most; Ctrl-C does not wait", there, GRACE_S)
             await run.changed(0.25)
+        watched_s = run.watched_s
+        while watched_s is not None and time.monotonic() - watched_s < WATCHED_S and not self._stopping.is_set():
+            if run.watched_s != watched_s:  # and it was told that the run is finished
+                return
+            await run.changed(0.1)
 
 
 def _listen(settings: Settings) -> socket.socket:

@@ -97,6 +97,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         return messages.SchemaMessage.of(self.plan.split)
 
     async def get_status(self) -> status_messages.Status:
+        self.run.watched_s = time.monotonic()
         return status_of(self.run)
 
     async def get_metrics(self) -> web.Response:
@@ -123,9 +124,11 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             refused_in_a_row=previous.refused_in_a_row if previous else 0,
             bytes_up=previous.bytes_up if previous else 0,
             bytes_down=previous.bytes_down if previous else 0,
+            gradient_bytes=previous.gradient_bytes if previous else 0,
         )
         self.run.roster[message.site] = presence
         granted = [e for e in self.run.apply(ev.WorkerJoined(message.site)) if isinstance(e, fx.LeaseGranted)]
+        LOG.info("%s joined%s", message.site, " again" if previous else "")
         return messages.Joined(
             lease=str(Lease(message.site, granted[0].lease, message.process)),
             due=machine.due(self.run.state, message.site),
@@ -208,7 +211,8 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         if reason == fx.FINISHED:
             told = state.rules.tracking.why(state.progress) or reason
         else:
-            told = f"{reason}; the round {why(self.run, fragment, time.monotonic())}"
+            rest = why(self.run, fragment, time.monotonic())
+            told = reason if rest == reason else f"{reason}; the round {rest}"
         return messages.TicketReply(
             status="finished" if reason == fx.FINISHED else "ended" if ended else "wait",
             previous=self._previous(previous, None),
@@ -264,8 +268,9 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         if isinstance(refusal, fx.LeaseRefused):
             self.run.refuse_lease(lease, refusal)
         elif refusal is not None:
-            reason = self.store.ticket(ticket).reason
-            raise TicketClosed(refusal if reason in refusal else f"{refusal} {reason}.", "Ask for the next ticket.")
+            reason = self.store.ticket(ticket).reason  # the journal's: the machine forgets tickets that have ended
+            told = refusal if reason in refusal else f"Ticket {ticket} is over: {reason}."
+            raise TicketClosed(told, "Ask for the next ticket.")
 
     def _refuse(self, lease: Lease, ticket: int, reason: str, remedy: str = LOOK) -> None:
         """Quarantine an update with its reason; the round goes on with the others."""
@@ -334,7 +339,10 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         self.run.offer(accepted)
         self.run.apply(ev.UpdateAccepted(ticket, accepted.accepted_order))
         if lease.site in self.run.roster:
-            self.run.roster[lease.site].refused_in_a_row = 0
+            presence = self.run.roster[lease.site]
+            presence.refused_in_a_row = 0
+            trained = message.steps * self.plan.fragments[row.fragment].schema.model.nbytes
+            presence.gradient_bytes = min(presence.gradient_bytes + trained, messages.NUMBER_BELOW - 1)
         return self._receipt(accepted)
 
     def _require_plausible(self, lease: Lease, ticket: int, norm: float, message: messages.Complete) -> None:

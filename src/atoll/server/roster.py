@@ -24,6 +24,7 @@ class Presence:
 
     Attributes:
         bases: fragment → the version of its newest ticket for it, whichever server gave it.
+        gradient_bytes: of the fragment of each update that this server accepted, times the local steps in it.
         heard: whether it gave a sign of life since this server started; `heard_s` is when.
     """
 
@@ -40,6 +41,7 @@ class Presence:
     rounds: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
+    gradient_bytes: int = 0
     bases: dict[int, int] = field(default_factory=dict)
     refused_in_a_row: int = 0
 

@@ -17,6 +17,7 @@ from atoll.errors import AtollError, Busy, DiskFull, RunFailed, StoreError
 from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
+from atoll.server.advice import advice
 from atoll.server.aggregator import Aggregator
 from atoll.server.aside import Aside
 from atoll.server.behind import Behind
@@ -33,7 +34,7 @@ from atoll.server.restore import snapshot_of
 from atoll.server.roster import Lease, Presence, lease_refused, roster_of
 from atoll.server.site_filters import SiteFilters
 from atoll.server.space import RETRY_S
-from atoll.server.stale import Stale, advice
+from atoll.server.stale import Stale
 from atoll.server.turnstile import Turnstile
 from atoll.store.objects import ObjectStore
 from atoll.store.rows import Recovered, TicketRow
@@ -62,7 +63,7 @@ class Run:
         self.roster = roster_of(
             recovered.members, [store.newest_bases(fragment) for fragment in range(len(plan.fragments))]
         )
-        self.pace, self.stale = Pace(plan, self.roster), Stale(plan)
+        self.pace, self.stale, self.advice = Pace(plan, self.roster), Stale(plan), advice(plan)
         self.finished = asyncio.Event()
         self.failed: AtollError | None = None
         self.ended = asyncio.Event()
@@ -71,6 +72,7 @@ class Run:
         self.deaths, self.refused = totals.deaths, totals.refused
         self.bytes_up = self.bytes_down = 0
         self.started_s = time.monotonic()
+        self.watched_s: float | None = None  # when its status was asked for last, over the network
         self.io = ThreadPoolExecutor(max(8, 2 * plan.threads), thread_name_prefix="atoll-io", initializer=stay_alone)
         self.objects = ObjectStore(
             self.settings.state_dir / "objects",
@@ -118,7 +120,7 @@ class Run:
             LOG.info("what sites send passes through filters: %s", self.filtering.filters)
         self.state, effects = machine.restore(self._rules, self._recovered, time.monotonic())
         self.store.wanted = lambda fragment: self.pace.wanted(fragment, self.state)
-        if told := advice(self.plan):
+        for told in self.advice:
             LOG.warning("%s", told)
         if self._recovered.finished and not self.state.finished:
             self.store.finish(False)  # more rounds were asked for
@@ -332,6 +334,8 @@ class Run:
         self.apply(ev.VersionCommitted(fragment, row.version, value))
         heads, done = self.store.heads(), min(round_.done for round_ in self.state.rounds)
         last = summary.round == done
+        if last and done == self.settings.sync_rounds_first and not self.state.finished:
+            LOG.info("round %d was the last synchronous one: from now on nobody waits for anybody", done)
         self._spawn(self.behind.after_commit(row, summary, heads=heads, last=last, finished=self.state.finished))
 
     def _fail_round(self, number: int, error: Exception) -> None:

@@ -44,17 +44,3 @@ class Stale:
         )
         self.warnings = [told]
         LOG.warning("%s", told)
-
-
-def advice(plan: Plan) -> str:
-    """What to say of the settings of an asynchronous run before it begins; empty where there is nothing."""
-    settings, options = plan.settings, plan.algorithm.outer_options
-    if settings.mode == "sync" or settings.dn_buffer_size or settings.async_buffer > 1 or settings.async_grace_s:
-        return ""
-    if not options.get("momentum") or settings.num_workers == 1:
-        return ""
-    return (
-        f"every update makes a step of its own with outer momentum {options['momentum']:g}, {settings.num_workers} of "
-        "them where a synchronous round makes one: this may diverge. Set dn_buffer_size = "
-        f"{settings.num_workers} (delayed Nesterov)"
-    )

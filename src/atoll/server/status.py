@@ -64,6 +64,7 @@ def status_of(run: Run) -> status_messages.Status:
         durable_version=min(durable) if (durable := _durable(run)) else None,
         warnings=[
             *run.trouble.values(),
+            *run.advice,
             *run.stale.warnings,
             *run.desk.warnings.values(),
             *(
@@ -76,9 +77,11 @@ def status_of(run: Run) -> status_messages.Status:
 
 
 def _outer(algorithm: ResolvedAlgorithm) -> str:
-    """`sgd(lr=0.7, momentum=0.9)`; delayed Nesterov's N and first steps by these names."""
-    names = {"delay": "N"}
-    options = [f"{names.get(key, key)}={value}" for key, value in algorithm.outer_options.items()]
+    """`sgd(lr=0.7, momentum=0.9)`; delayed Nesterov's N by that name, its first steps not: the policy has them."""
+    names, shown = {"delay": "N"}, algorithm.outer_options
+    if algorithm.outer_name == "delayed_nesterov":
+        shown = {key: value for key, value in shown.items() if key != "undelayed"}
+    options = [f"{names.get(key, key)}={value}" for key, value in shown.items()]
     return f"{algorithm.outer_name}({', '.join(options)})"
 
 
@@ -152,6 +155,7 @@ def _worker(run: Run, presence: Presence, now_s: float, lost: Sequence[Sequence[
         staleness=max(behind),
         bytes_up=presence.bytes_up,
         bytes_down=presence.bytes_down,
+        gradient_bytes=presence.gradient_bytes,
         retries=beat.retries,
         reconnections=beat.reconnections,
         metrics=dict(beat.metrics),

@@ -23,8 +23,11 @@ class WorkerStatus(Message):
     version: Count
     staleness: Count = Field(description="Rounds that the head is ahead of it.")
     local_steps: Count = Field(0, description="That it takes between two synchronisations under DyLU; 0: all the same.")
-    bytes_up: Count
-    bytes_down: Count
+    bytes_up: Count = Field(description="That the server has received from it since it was started.")
+    bytes_down: Count = Field(description="That it has sent it since.")
+    gradient_bytes: Count = Field(
+        0, description="Gradients of the local steps in the updates of it that were accepted since."
+    )
     retries: Count
     reconnections: Count
     metrics: dict[str, float]

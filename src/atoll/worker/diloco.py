@@ -28,7 +28,7 @@ from atoll.worker.connection import START_RETRIES, default_site, require_site
 from atoll.worker.given import finite_metrics, last_words, positive, require_trains, sync_retries
 from atoll.worker.local import ALONE, ALONE_ENDED
 from atoll.worker.ranks import Ranks
-from atoll.worker.reporting import LOG, ensure_lines, size
+from atoll.worker.reporting import LOG, ensure_lines, in_words, size
 from atoll.worker.session import Session
 from atoll.worker.whole import WholeModel
 
@@ -98,6 +98,7 @@ class DiLoCo(WholeModel):
         self._streaming: Streaming | None = None
         self._told: Any = None  # what this rank has in common with the others; None before the start
         self._pending_metrics: dict[str, float] = {}
+        self._not_finite: set[str] = set()  # metrics of which that was said
         self._pace = (0, time.monotonic())
 
     # -- life
@@ -154,7 +155,8 @@ class DiLoCo(WholeModel):
         except BaseException as error:
             session.leave(str(error))
             raise
-        LOG.info("%s: joined run %s at %s; H = %d", site, session.info.name, session.http.server, self.sync_every)
+        info = session.info
+        LOG.info("%s: joined run %s at %s; %s", site, info.name, session.http.server, in_words(info, self.sync_every))
         return self._now()
 
     def _now(self) -> dict[str, Any]:
@@ -215,11 +217,13 @@ class DiLoCo(WholeModel):
         self._spread_the_end(error)
         said = last_words(error)
         session.leave(said)
+        merges = f" ({self._streaming.merges_in_words})" if self._streaming is not None else ""
         LOG.info(
-            "%s: %d steps, %d rounds, %d skipped, %d retries, %d reconnections; sent %s, received %s, waited %.1f s",
+            "%s: %d steps, %d rounds%s, %d skipped, %d retries, %d reconnections; sent %s, received %s, waited %.1f s",
             session.site,
             self.step,
             self.rounds,
+            merges,
             self.skipped,
             session.counters.retries,
             session.reconnections,
@@ -258,9 +262,15 @@ class DiLoCo(WholeModel):
     @border
     def report(self, **metrics: float) -> None:
         """Numbers of this worker to be shown in status, and averaged over the workers at the next synchronisation."""
-        self._pending_metrics.update(finite_metrics(metrics, self._site or "worker"))
+        finite = finite_metrics(metrics, self._named, self._not_finite)
+        kept = {key: value for key, value in self._pending_metrics.items() if key not in metrics}
+        self._pending_metrics = kept | finite  # what was finite before is no longer true
         if self._session is not None:
             self._session.tell(metrics=dict(self._pending_metrics))
+
+    @property
+    def _named(self) -> str:
+        return self._session.site if self._session is not None else self._site or "worker"
 
     @property
     def sync_metrics(self) -> dict[str, float]:
@@ -342,7 +352,7 @@ class DiLoCo(WholeModel):
 
     def _said(self) -> tuple[float, dict[str, float]]:
         assert self._session is not None
-        given = finite_metrics(self._metrics() if self._metrics else {}, self._session.site)
+        given = finite_metrics(self._metrics() if self._metrics else {}, self._named, self._not_finite)
         return positive(self._weight() if callable(self._weight) else self._weight), dict(self._pending_metrics) | given
 
     def _beat(self, session: Session) -> None:

@@ -67,6 +67,7 @@ class Flight:
             self._fetch()
         except UpdateRefused as error:
             self.error = error
+            self.fragment.exchange.outbox.clear()  # or the next ticket would have it sent once more
             try:
                 self._fetch()
             except BaseException as worse:

@@ -69,8 +69,11 @@ def counted(steps: int) -> int:
     return value
 
 
-def finite_metrics(metrics: dict[str, float], site: str) -> dict[str, float]:
+def finite_metrics(metrics: dict[str, float], site: str, said: set[str] | None = None) -> dict[str, float]:
     """The finite ones as floats; the others are dropped with a warning.
+
+    Args:
+        said: keys that were warned of, and have not been finite since: nothing more is said of them.
 
     Raises:
         UsageError: a name or a value is none, or there are too many; it is named.
@@ -95,8 +98,13 @@ def finite_metrics(metrics: dict[str, float], site: str) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError):
             raise UsageError(f"The metric {key!r} is {given!r}.", "Give a number.") from None
     for key, value in values.items():
-        if not abs(value) < float("inf"):
+        if abs(value) < float("inf"):
+            if said is not None:
+                said.discard(key)
+        elif said is None or key not in said:
             LOG.warning("%s: the metric %r is %s; it is left out", site, key, value)
+            if said is not None:
+                said.add(key)
     return {key: value for key, value in values.items() if abs(value) < float("inf")}
 
 

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from atoll.errors import TicketClosed
+from atoll.wire import messages
 from atoll.wire.units import size as size
 
 LOG = logging.getLogger("atoll")
@@ -41,6 +43,27 @@ def told(error: BaseException | str, most_chars: int = 2000) -> str:
     return text[:most_chars].encode(errors="backslashreplace").decode()[:most_chars]
 
 
+def in_words(info: messages.RunInfo, sync_every: int) -> str:
+    """What a DiLoCo worker does in a run: "H = 60, asynchronous, codec int4 up, int8 down, 2 fragments, tau 1, ..."."""
+    first = f" after {info.sync_rounds_first} synchronous rounds" if info.sync_rounds_first else ""
+    down = f" up, {info.downlink_codec} down" if info.downlink_codec != "none" else ""
+    parts = [
+        f"H = {sync_every}",
+        f"asynchronous{first}" if info.mode == "async" else "",
+        f"codec {info.codec}{down}",
+        f"{info.fragments} fragments" if info.fragments > 1 else "",
+        f"tau {info.tau}, alpha {info.alpha:g}" if info.fragments > 1 or info.tau or info.alpha else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
+    """Why a synchronisation was skipped, and what becomes of what was trained where the server is there."""
+    if not isinstance(error, TicketClosed):
+        return str(error)
+    return f"{error.message} {'The next update holds these steps, too.' if info.on_missed == 'rebase' else ''}".rstrip()
+
+
 class Progress:
     """Bytes of one transfer; says how far it is every few seconds, and at the end where that took longer.
 
@@ -56,17 +79,20 @@ class Progress:
         self._begin = self._said = clock()
         self._marks = deque([(self._begin, 0)])  # (when, bytes done), a second apart at least, none before the window
         self.done_bytes = 0
+        self._moved, self._away_s = self._begin, 0.0  # when the last bytes came; how long none could
 
     def resume(self) -> None:
         """The transfer goes on after an interruption, which does not count into its rate."""
         with self._lock:
             now = self._said = self._clock()
+            self._away_s += now - self._moved
+            self._moved = now
             self._marks = deque([(now, self.done_bytes)])
 
     def add(self, nbytes: int) -> None:
         with self._lock:  # parts travel in several threads
             self.done_bytes += nbytes
-            now = self._clock()
+            now = self._moved = self._clock()
             while self._marks and self._marks[0][0] < now - WINDOW_S:
                 self._marks.popleft()
             if not self._marks or now - self._marks[-1][0] >= 1.0:
@@ -89,11 +115,12 @@ class Progress:
         level = logging.INFO if seconds >= 1.0 else logging.DEBUG
         LOG.log(
             level,
-            "%s: %s in %.1f s (%s/s)",
+            "%s: %s in %.1f s%s (%s/s)",
             self._what,
             size(self.done_bytes),
             seconds,
-            size(self.done_bytes / max(seconds, 1e-9)),
+            f", {self._away_s:.1f} s of them interrupted" if self._away_s >= 1.0 else "",
+            size(self.done_bytes / max(seconds - self._away_s, 1e-3)),
         )
 
 

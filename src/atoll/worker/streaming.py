@@ -29,7 +29,7 @@ from atoll.worker import update
 from atoll.worker.connection import LOOK_S, START_RETRIES, NetworkLost
 from atoll.worker.files import BaseFile
 from atoll.worker.flight import Flight, Fragment, pulled
-from atoll.worker.reporting import LOG
+from atoll.worker.reporting import LOG, why_skipped
 from atoll.worker.session import Session
 from atoll.worker.settling import begin_from_base, ended_without_us, pull_newest, settle, unsettled
 
@@ -76,6 +76,12 @@ class Streaming:
     @property
     def under_way(self) -> int:
         return len(self._flights)
+
+    @property
+    def merges_in_words(self) -> str:
+        """How many results were late: whether tau is long enough."""
+        late = f", {self.merges_late} merged late" if self.merges_late else ""
+        return f"fragments merged; {self.merges_waited} of them waited for{late}"
 
     @property
     def _retries(self) -> int:
@@ -164,6 +170,8 @@ class Streaming:
                 fragment = self._pick()
                 if fragment is None or not self._prepare(fragment):
                     break
+                if self._lost:
+                    LOG.info("%s: the server is back; synchronising again from step %d on", self._session.site, step)
                 self._lost = False
                 if fragment is self._pick():
                     self._take(fragment, step)
@@ -343,7 +351,7 @@ class Streaming:
             "%s: synchronisation of fragment %d skipped; training goes on. %s",
             self._session.site,
             fragment.index,
-            error,
+            why_skipped(error, self._session.info),
         )
 
     def _look_whether_finished(self) -> None:

@@ -13,7 +13,7 @@ from atoll.tensors.modules import Tensors
 from atoll.wire import messages
 from atoll.worker import update
 from atoll.worker.connection import START_RETRIES, NetworkLost
-from atoll.worker.reporting import LOG
+from atoll.worker.reporting import LOG, why_skipped
 from atoll.worker.session import Session
 from atoll.worker.settling import begin_from_base, ended_without_us, pull_newest, settle, unsettled
 
@@ -33,6 +33,7 @@ class WholeModel(ABC):
         self.finished = False
         self._since_sync = self._base_step = self._version = 0
         self._local_steps = self._staleness = 0
+        self._lost = False  # the last synchronisation was skipped for the network
 
     @abstractmethod
     def _said(self) -> tuple[float, dict[str, float]]:
@@ -54,7 +55,13 @@ class WholeModel(ABC):
             self.skipped += 1
             self._since_sync = 0
             self._ticket = None
-            LOG.warning("%s: synchronisation skipped at step %d; training goes on. %s", session.site, self.step, error)
+            self._lost = isinstance(error, NetworkLost)
+            why = why_skipped(error, session.info)
+            LOG.warning("%s: synchronisation skipped at step %d; training goes on. %s", session.site, self.step, why)
+        else:
+            if self._lost:
+                LOG.info("%s: the server is back; synchronised at step %d", session.site, self.step)
+            self._lost = False
 
     def _round(self, session: Session) -> None:
         """One synchronisation: settle what is under way, submit, wait, pull."""
