@@ -34,6 +34,8 @@ from atoll.worker.settling import begin_from_base, end_of_run, pull_newest, sett
 
 DRAIN_S = 60.0
 """At the end, how long what is under way is waited for."""
+LOOK_S = 5.0
+"""While others are waited for, how often it is looked whether an update broke off that they wait for."""
 
 Said = Callable[[], tuple[float, dict[str, float]]]
 
@@ -67,7 +69,7 @@ class Streaming:
         self._sync_every = sync_every
         self._fragments = [Fragment(exchange) for exchange in session.fragments]
         self._next = session.due  # fragment, where nobody waits
-        self._due_step = 0  # the last one after which a fragment had its turn
+        self._step = self._due_step = 0  # the last one, and the last after which a fragment had its turn
         self._flights: list[Flight] = []  # oldest first
         self.rounds = self.skipped = self.merges_waited = self.merges_late = self.newest_step = 0
         self.finished = False
@@ -116,13 +118,15 @@ class Streaming:
 
     def after_step(self, step: int) -> bool:
         """A local step was made: merge what is to be merged, and take what is due; returns whether anything was."""
+        self._step = step
         ready = [flight for flight in self._flights if self._is_ready(flight, step)]
         for flight in ready:
-            self._land(flight)
+            if flight in self._flights:  # else it was landed while another one was waited for
+                self._land(flight)
         due = not self.finished and self._is_due(step)
         if due:
             self._due_step = step
-            self._turn(step)
+            self._turn()
         return due or bool(ready)
 
     def _is_due(self, step: int) -> bool:
@@ -141,11 +145,15 @@ class Streaming:
             self.merges_late += 1
         return self._waits
 
-    def _turn(self, step: int) -> None:
+    def _turn(self) -> None:
         while len(self._flights) >= self._max_inflight:
             if not self._waits:
                 return  # what is local stays, and is in the fragment's next update
             self._land(self._flights[0])
+        self._submit_next()
+
+    def _submit_next(self) -> None:
+        """Take the fragment whose turn it is."""
         fragment: Fragment | None = None
         try:
             for _ in range(2 * len(self._fragments)):  # a fragment may turn out to be further than was known
@@ -154,7 +162,7 @@ class Streaming:
                     break
                 self._lost = False
                 if fragment is self._pick():
-                    self._take(fragment, step)
+                    self._take(fragment, self._step)
                     break
         except (*NetworkLost, TicketClosed, Gone) as error:
             assert fragment is not None
@@ -187,8 +195,10 @@ class Streaming:
         if fragment.ticket is None:
             reply = exchange.next_round(wait_s=0.0, max_retries=self._retries)
             waited = reply.status == "wait"
-            if waited:
-                reply = exchange.next_round(max_retries=self._retries)
+            while reply.status == "wait":
+                if self._broken():
+                    return False  # others may wait for it, and we for them
+                reply = exchange.next_round(wait_s=LOOK_S if self._flights else None, max_retries=self._retries)
             fragment.heard(reply)
             if fragment.finished:
                 self._reset(fragment, reply, fragment.base_step)
@@ -235,7 +245,7 @@ class Streaming:
         if not flight.done.is_set():
             self.merges_waited += 1
             self._session.tell(state="waiting for the others")
-            flight.done.wait()
+            self._await(flight)
         self._flights.remove(flight)
         reply, moved = flight.reply, flight.moved
         if isinstance(flight.error, UpdateRefused):
@@ -262,6 +272,25 @@ class Streaming:
         fragment.heard(reply)
         self._begins_from(fragment, moved, flight.step)
         self._look_whether_finished()
+
+    def _await(self, flight: Flight) -> None:
+        """Wait for a result.
+
+        An update that is before it in the order that all go by, and broke off, is submitted meanwhile: others may wait
+        for that one, and have not come to this one yet.
+        """
+        while not flight.done.wait(LOOK_S):
+            for broken in self._broken():
+                self._land(broken)
+            may = self._waits and len(self._flights) < self._max_inflight
+            due, mine = self._pick() if may else None, flight.fragment
+            if due is not None and (due.number, due.index) < (mine.number, mine.index):
+                self._submit_next()
+
+    def _broken(self) -> list[Flight]:
+        """Updates whose way broke off, so that they may have to be submitted anew."""
+        errors = (*NetworkLost, TicketClosed, Gone)
+        return [flight for flight in self._flights if flight.done.is_set() and isinstance(flight.error, errors)]
 
     # -- what else may come
 
