@@ -19,7 +19,9 @@ from atoll.tensors.fragments import split
 from atoll.tensors.modules import schema_of
 from atoll.testing.processes import Nursery
 from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
+from atoll.worker import streaming
 from atoll.worker.connection import Connection
+from atoll.worker.exchange import Exchange
 
 
 @pytest.fixture(scope="module")
@@ -208,3 +210,29 @@ def test_while_the_server_is_away_the_first_turn_is_patient_and_the_others_try_o
     assert a.loops["a"].sync_metrics["skipped"] == len(attempts) >= 2
     assert Left(tmp_path).counted == EVERY_UPDATE
     assert same(a.models["a"], b.models["b"])
+
+
+@pytest.mark.covers("L4", "L10")
+def test_who_waits_for_a_result_submits_meanwhile_what_broke_off_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """a's update of fragment 0 breaks off twice, and b's of fragment 1: a waits in 1 for b, and b in 0 for a."""
+    broken = [("a", 0), ("a", 0), ("b", 1)]
+    send = Exchange.send
+
+    def breaking_off(self: Exchange, max_retries: int | None = None) -> Any:
+        if (self.site, self.fragment) in broken:
+            broken.remove((self.site, self.fragment))
+            raise ServerUnreachable("The line broke.")
+        return send(self, max_retries)
+
+    monkeypatch.setattr(Exchange, "send", breaking_off)
+    monkeypatch.setattr(streaming, "LOOK_S", 0.2)
+    settings = SETTINGS | {"num_fragments": 2, "sync_every": 4, "tau": 3, "max_inflight": 2}
+    with serving(tmp_path, **settings) as server:
+        sites = StreamingSites(server.url, tmp_path, steps=200)
+        sites.join(40)
+        server.run()
+    assert broken == []
+    assert same(sites.models["a"], sites.models["b"])
+    assert all(times == 1 for *_, times in Left(tmp_path).counted)

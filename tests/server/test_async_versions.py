@@ -36,6 +36,34 @@ def test_a_version_that_somebody_is_to_pull_is_kept(world: Callable[..., Clients
     run.wait(4)
 
 
+def test_a_version_that_its_site_trains_from_is_kept_no_longer(tmp_path: Path) -> None:
+    """a has pulled version 1 and says so; when b has brought the run on, nobody is to pull it any more."""
+    model = nn.Linear(3, 2, bias=False, dtype=torch.float64)
+    options: dict[str, Any] = {"algorithm": "fedavg", "mode": "async", "num_workers": 2, "heartbeat_interval_s": 0.1}
+    with ExitStack() as stack:
+        server = stack.enter_context(
+            atoll.Server(model, port=0, state_dir=tmp_path / "state", keep_versions=1, **options)
+        )
+        workers = {s: stack.enter_context(atoll.join(server.url, site=s, folder=tmp_path / "w")) for s in ("a", "b")}
+        a, b = (iter(workers[site]) for site in ("a", "b"))
+        first, other = next(a), next(b)
+        first.load_into(model)
+        other.load_into(model)
+        first.submit(model)
+        held = next(a)
+        held.load_into(model)
+        run = server._run
+        assert run is not None
+        wait_until(lambda: run.roster["a"].beat.version == 1, "the heartbeat that says so")
+        for _ in range(2):
+            other.submit(model)
+            other = next(b)
+            other.load_into(model)
+        wait_until(lambda: [row.version for row in run.store.versions()] == [3], "that versions 1 and 2 are dropped")
+        held.submit(model)  # and it counts, all the same
+        wait_until(lambda: server.status().history[-1].staleness == [2], "its update, two behind")
+
+
 def test_who_comes_too_late_for_a_version_gets_a_newer_one(world: Callable[..., Clients]) -> None:
     run = world(max_pins=1, keep_versions=1)
     assert run.clients["a"].next_round() == 1

@@ -38,7 +38,7 @@ def waiting_when(
     assert run is not None
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(ask)
-        wait_until(lambda: len(run._changed._waiters) == waiting or answer.done(), "that the request waits")
+        wait_until(lambda: len(run._changed._waiting) == waiting or answer.done(), "that the request waits")
         assert not answer.done()
         end()
         return answer.exception(60)

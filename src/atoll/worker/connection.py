@@ -48,9 +48,6 @@ HEARTBEAT_GAP_S = 1.0
 NetworkLost = (ServerUnreachable, TransferStalled, Busy, DiskFull)
 """What may pass by itself: asked again, after a pause."""
 
-LOOK_S = 1.0
-"""Who waits for a round, and for something besides, looks for that so often."""
-
 GOODBYE_S = 5.0
 """A server that does not answer for so long is left without a word: it learns of it by the silence."""
 
@@ -231,26 +228,19 @@ class Connection:
         self.beat()
 
     def next_ticket(
-        self,
-        fragment: int = 0,
-        *,
-        wait_s: float | None = None,
-        max_retries: int | None = None,
-        unless: Callable[[], bool] | None = None,
+        self, fragment: int = 0, *, wait_s: float | None = None, max_retries: int | None = None
     ) -> messages.TicketReply:
         """The ticket of the open round, or the word that the run is finished.
 
         Args:
             fragment: of which.
             wait_s: give up after so long and return the reply "wait"; None waits until a round opens.
-            unless: asked now and then; where it is true, likewise.
         """
         begin = said = time.monotonic()
         self.tell(state="waiting for the round")
         while True:
             left_s = routes.LONG_POLL_S if wait_s is None else max(0.0, begin + wait_s - time.monotonic())
-            poll_s = routes.LONG_POLL_S if unless is None else LOOK_S
-            request = messages.TicketRequest(fragment=fragment, wait_s=min(left_s, poll_s))
+            request = messages.TicketRequest(fragment=fragment, wait_s=min(left_s, routes.LONG_POLL_S))
             ask = functools.partial(
                 self.http.post, routes.TICKETS, request, messages.TicketReply, timeout_s=routes.LONG_POLL_S + 10.0
             )
@@ -258,8 +248,7 @@ class Connection:
             self.durable_versions[fragment] = reply.durable_version
             if reply.status == "finished" and self.info.fragments == 1:
                 self.finished = True
-            late = wait_s is not None and time.monotonic() - begin >= wait_s
-            if reply.status != "wait" or late or (unless is not None and unless()):
+            if reply.status != "wait" or (wait_s is not None and time.monotonic() - begin >= wait_s):
                 return reply
             if time.monotonic() - said >= 15.0:
                 said = time.monotonic()

@@ -350,20 +350,14 @@ class Exchange:
         outcome = self.connection.outcome(ticket.ticket, max_retries)
         return outcome.state == "expired" or outcome.base_version != ticket.base_version
 
-    def next_round(
-        self,
-        *,
-        wait_s: float | None = None,
-        max_retries: int | None = None,
-        unless: Callable[[], bool] | None = None,
-    ) -> messages.TicketReply:
+    def next_round(self, *, wait_s: float | None = None, max_retries: int | None = None) -> messages.TicketReply:
         """As `next_ticket`; but a round that the outbox can still serve is served from it, and not trained again.
 
         A server that lost power falls back to its durable version: what was acknowledged since has expired there or was
         never heard of; it is sent again.
         """
         while True:
-            reply = self.connection.next_ticket(self.fragment, wait_s=wait_s, max_retries=max_retries, unless=unless)
+            reply = self.connection.next_ticket(self.fragment, wait_s=wait_s, max_retries=max_retries)
             self.connection.require_here()
             if reply.ticket is None or not self._resubmit(reply.ticket, reply.previous):
                 if reply.ticket is not None:

@@ -78,11 +78,6 @@ class Flight:
             self.sent.set()
             self.done.set()
 
-    @property
-    def failed(self) -> bool:
-        """Whether it has come down without a result."""
-        return self.done.is_set() and self.error is not None
-
     def _fetch(self) -> None:
         exchange = self.fragment.exchange
         self.reply = exchange.next_round(max_retries=self._max_retries)

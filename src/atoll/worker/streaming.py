@@ -26,7 +26,7 @@ from atoll.errors import Gone, TicketClosed, UpdateRefused
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
 from atoll.worker import update
-from atoll.worker.connection import LOOK_S, START_RETRIES, NetworkLost
+from atoll.worker.connection import START_RETRIES, NetworkLost
 from atoll.worker.files import BaseFile
 from atoll.worker.flight import Flight, Fragment, pulled
 from atoll.worker.reporting import LOG, why_skipped
@@ -35,6 +35,8 @@ from atoll.worker.settling import begin_from_base, ended_without_us, pull_newest
 
 DRAIN_S = 60.0
 """At the end, how long what is under way is waited for."""
+LOOK_S = 1.0
+"""While others are waited for, how often it is looked whether an update broke off that they wait for."""
 
 Said = Callable[[], tuple[float, dict[str, float]]]
 
@@ -68,7 +70,7 @@ class Streaming:
         self._sync_every = sync_every
         self._fragments = [Fragment(exchange) for exchange in session.fragments]
         self._next = session.due  # fragment, where nobody waits
-        self._step = self._due_step = 0  # now, and the last one after which a fragment had its turn
+        self._step = self._due_step = 0  # the last one, and the last after which a fragment had its turn
         self._flights: list[Flight] = []  # oldest first
         self.rounds = self.skipped = self.merges_waited = self.merges_late = self.newest_step = 0
         self.finished = False
@@ -133,12 +135,12 @@ class Streaming:
         self._step = step
         ready = [flight for flight in self._flights if self._is_ready(flight, step)]
         for flight in ready:
-            if flight in self._flights:  # else it failed while another was waited for
+            if flight in self._flights:  # else it was landed while another one was waited for
                 self._land(flight)
         due = not self.finished and self._is_due(step)
         if due:
             self._due_step = step
-            self._turn(step)
+            self._turn()
         return due or bool(ready)
 
     def _is_due(self, step: int) -> bool:
@@ -148,10 +150,8 @@ class Streaming:
 
     def _is_ready(self, flight: Flight, step: int) -> bool:
         """Whether a result is to be merged now; where the run waits for its workers, it then is waited for."""
-        if flight.failed:  # its turn comes again, before those that come later in the order
-            return True
         if step < flight.step + self._tau:
-            return False
+            return flight in self._broken()  # its turn comes again, before what is later in the order
         if flight.done.is_set():
             return True
         if not self._waits and not flight.late:
@@ -159,11 +159,15 @@ class Streaming:
             self.merges_late += 1
         return self._waits
 
-    def _turn(self, step: int) -> None:
+    def _turn(self) -> None:
         while len(self._flights) >= self._max_inflight:
             if not self._waits:
                 return  # what is local stays, and is in the fragment's next update
             self._land(self._flights[0])
+        self._submit_next()
+
+    def _submit_next(self) -> None:
+        """Take the fragment whose turn it is."""
         fragment: Fragment | None = None
         try:
             for _ in range(2 * len(self._fragments)):  # a fragment may turn out to be further than was known
@@ -171,10 +175,12 @@ class Streaming:
                 if fragment is None or not self._prepare(fragment):
                     break
                 if self._lost:
-                    LOG.info("%s: the server is back; synchronising again from step %d on", self._session.site, step)
+                    LOG.info(
+                        "%s: the server is back; synchronising again from step %d on", self._session.site, self._step
+                    )
                 self._lost = False
                 if fragment is self._pick():
-                    self._take(fragment, step)
+                    self._take(fragment, self._step)
                     break
         except (*NetworkLost, TicketClosed, Gone) as error:
             assert fragment is not None
@@ -207,10 +213,10 @@ class Streaming:
         if fragment.ticket is None:
             reply = exchange.next_round(wait_s=0.0, max_retries=self._retries)
             waited = reply.status == "wait"
-            if waited:
-                reply = exchange.next_round(max_retries=self._retries, unless=self._has_failed)
-            if reply.status == "wait":  # one that failed comes first: others may wait for it, and hold this round up
-                return False
+            while reply.status == "wait":
+                if self._broken():
+                    return False  # others may wait for it, and we for them
+                reply = exchange.next_round(wait_s=LOOK_S if self._flights else None, max_retries=self._retries)
             fragment.heard(reply)
             if fragment.finished:
                 self._reset(fragment, reply, fragment.base_step)
@@ -222,9 +228,6 @@ class Streaming:
             reply = exchange.next_round(wait_s=0.0, max_retries=self._retries)
             fragment.heard(reply)
         return self._catch_up(fragment, reply) and not waited  # the others had their turn with it while we waited
-
-    def _has_failed(self) -> bool:
-        return any(flight.failed for flight in self._flights)
 
     def _catch_up(self, fragment: Fragment, reply: messages.TicketReply) -> bool:
         """The head moved without us; returns whether what is local was carried over to it."""
@@ -260,7 +263,7 @@ class Streaming:
         if not flight.done.is_set():
             self.merges_waited += 1
             self._session.tell(state="waiting for the others")
-            self._wait_for(flight)
+            self._await(flight)
         self._flights.remove(flight)
         reply, moved = flight.reply, flight.moved
         if isinstance(flight.error, UpdateRefused):
@@ -288,12 +291,24 @@ class Streaming:
         self._begins_from(fragment, moved, flight.step)
         self._look_whether_finished()
 
-    def _wait_for(self, flight: Flight) -> None:
-        """Wait until it is down. Another that fails meanwhile is sent again first: others may wait for it."""
-        while not flight.done.wait(LOOK_S if len(self._flights) > 1 else None):
-            if failed := next((each for each in self._flights if each.failed), None):
-                self._land(failed)
-                self._turn(self._step)
+    def _await(self, flight: Flight) -> None:
+        """Wait for a result.
+
+        An update that is before it in the order that all go by, and broke off, is submitted meanwhile: others may wait
+        for that one, and have not come to this one yet.
+        """
+        while not flight.done.wait(LOOK_S):
+            for broken in self._broken():
+                self._land(broken)
+            may = self._waits and len(self._flights) < self._max_inflight
+            due, mine = self._pick() if may else None, flight.fragment
+            if due is not None and (due.number, due.index) < (mine.number, mine.index):
+                self._submit_next()
+
+    def _broken(self) -> list[Flight]:
+        """Updates whose way broke off, so that they may have to be submitted anew."""
+        errors = (*NetworkLost, TicketClosed, Gone)
+        return [flight for flight in self._flights if flight.done.is_set() and isinstance(flight.error, errors)]
 
     # -- what else may come
 
