@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -72,9 +72,12 @@ class ScratchFile:
 
     Attributes:
         is_new: it was not there, or had another size: whatever a note says of it, it holds zeros.
+
+    Args:
+        used: (offset, nbytes) of what is going to be written, which has to find room; by default all.
     """
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path, nbytes: int, used: Iterable[tuple[int, int]] | None = None) -> None:
         self.path = path
         self.nbytes = nbytes
         self._descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -83,8 +86,10 @@ class ScratchFile:
             self.is_new = os.fstat(self.fd).st_size != nbytes
             if self.is_new:
                 os.ftruncate(self.fd, 0)
-                if nbytes:
-                    os.posix_fallocate(self.fd, 0, nbytes)
+                os.ftruncate(self.fd, nbytes)
+                for offset, count in ((0, nbytes),) if used is None else used:
+                    if count:
+                        os.posix_fallocate(self.fd, offset, count)
         except OSError as error:
             self.close()
             path.unlink(missing_ok=True)
@@ -152,10 +157,11 @@ class ScratchFile:
 
 
 class PartsFile(ScratchFile):
-    """One that is cut into the parts of a layout."""
+    """One that is cut into the parts of a layout; where those of one rank are all that it holds, it has holes."""
 
     def __init__(self, path: Path, layout: Layout) -> None:
-        super().__init__(path, layout.nbytes)
+        used = None if layout.rank is None else ((part.start, part.nbytes) for part in layout.parts)
+        super().__init__(path, layout.nbytes, used)
         self.layout = layout
 
     def differing(self, digests: Sequence[str], among: Collection[Part] | None = None) -> list[Part]:
@@ -163,10 +169,10 @@ class PartsFile(ScratchFile):
 
         Args:
             digests: in hex, of every part of the layout in order, whichever are looked at.
-            among: the parts to look at; by default all.
+            among: the parts to look at; by default all that are ours.
         """
         looked_at = self.layout.parts if among is None else among
-        if len(digests) != len(self.layout.parts):  # of another cut: none can be told to be right
+        if len(digests) != len(self.layout.all_parts):  # of another cut: none can be told to be right
             return list(looked_at)
         return [part for part in looked_at if self.digest(part).hex() != digests[part.index]]
 

@@ -1,0 +1,186 @@
+"""A model in fp64 whose tensors are awkward to share, sites with data of their own, and the numbers of whole rounds.
+
+`expected` is DiLoCo by the book in one process with plain tensors; nothing of Atoll's is used, and nothing is sharded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import atoll
+from atoll.testing.processes import free_port
+
+SCRIPT = Path(__file__).with_name("rank_of_a_sharded_site.py")
+WEIGHTS = {"a": 1.0, "b": 2.5}
+OUTER_LR, MOMENTUM = 0.6, 0.8
+HEAD = 5000
+
+
+class Awkward(nn.Module):
+    """Between two ranks: 151 and 150 rows with the border within a tile, 4 and 3 rows, and 1 and none.
+
+    `gain` is not sharded, and longer than a tile; `seen` counts forwards, `mean` is a float buffer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.wide = nn.Linear(97, 301)
+        self.down = nn.Linear(301, 7)
+        self.last = nn.Linear(7, 1)
+        self.gain = nn.Parameter(torch.randn(HEAD))
+        self.mean: Tensor
+        self.seen: Tensor
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen += 1
+        self.mean += 0.25
+        out: Tensor = self.last(torch.tanh(self.down(torch.tanh(self.wide(inputs)))))
+        return out * (1 + 0.1 * self.gain.mean()) + 1e-3 * self.gain.square().mean()
+
+
+def build() -> Awkward:
+    return Awkward().double()
+
+
+def inner(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-2, weight_decay=0.05)
+
+
+def data(site: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(ord(site))
+    return (
+        torch.randn(16, 97, dtype=torch.float64, generator=generator),
+        torch.randn(16, 1, dtype=torch.float64, generator=generator),
+    )
+
+
+def expected(sites: str, *, sync_every: int, rounds: int) -> dict[str, list[dict[str, Tensor]]]:
+    """What each site's parameters are after every local step."""
+    models = {site: build() for site in sites}
+    optimizers = {site: inner(models[site]) for site in sites}
+    theta = {name: value.detach().clone() for name, value in build().named_parameters()}
+    momentum = {name: torch.zeros_like(value) for name, value in theta.items()}
+    total = sum(WEIGHTS[site] for site in sites)
+    traces: dict[str, list[dict[str, Tensor]]] = {site: [] for site in sites}
+    for step in range(1, sync_every * rounds + 1):
+        for site in sites:
+            inputs, targets = data(site)
+            optimizers[site].zero_grad()
+            (models[site](inputs) - targets).square().mean().backward()
+            optimizers[site].step()
+        with torch.no_grad():
+            for name in theta if step % sync_every == 0 else ():
+                parameters = {site: models[site].get_parameter(name) for site in sites}
+                gradient = torch.zeros_like(theta[name])
+                for site in sites:
+                    gradient += (theta[name] - parameters[site]) * (WEIGHTS[site] / total)
+                momentum[name] = MOMENTUM * momentum[name] + gradient
+                theta[name] = theta[name] - OUTER_LR * (gradient + MOMENTUM * momentum[name])
+                for parameter in parameters.values():
+                    parameter.copy_(theta[name])
+            for site in sites:
+                traces[site].append({name: p.detach().clone() for name, p in models[site].named_parameters()})
+    return traces
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "algorithm": "diloco",
+        "codec": "none",
+        "outer_lr": OUTER_LR,
+        "outer_momentum": MOMENTUM,
+        "port": 0,
+        "state_dir": folder / "state",
+        "heartbeat_interval_s": 1.0,
+        "threads": 1,
+        "ranks": 2,
+        "part_bytes": 2**16,
+        "min_free_bytes": 0,
+    }
+    return options | more
+
+
+def serve(folder: Path, **more: Any) -> atoll.Server:
+    """A server that is not started."""
+    return atoll.Server(build(), **settings(folder, **more))
+
+
+def start(url: str, site: str, out: Path, *, ranks: int = 2, **how: Any) -> list[subprocess.Popen[str]]:
+    """All ranks of a site; `how` is what the script is told."""
+    port = str(free_port())
+    return [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, json.dumps({"site": site, "out": str(out), **how})],
+            env=os.environ
+            | {"ATOLL_SERVER": url, "RANK": str(rank), "WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": ""}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+@contextmanager
+def ended(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
+    """None of them outlives the test."""
+    try:
+        yield
+    finally:
+        for each in processes:
+            each.kill()
+            each.wait()
+
+
+def outputs(processes: list[subprocess.Popen[str]], timeout_s: float = 120.0) -> list[str]:
+    """What each has said, once all have ended."""
+    return [each.communicate(timeout=timeout_s)[0] for each in processes]
+
+
+def require_success(processes: list[subprocess.Popen[str]]) -> None:
+    for each, output in zip(processes, outputs(processes), strict=True):
+        assert each.returncode == 0, output[-4000:]
+
+
+def told(out: Path, site: str, rank: int) -> dict[str, Any]:
+    """What a rank has said of itself."""
+    found: dict[str, Any] = json.loads((out / f"{site}-{rank}.json").read_text())
+    return found
+
+
+def rows(value: Tensor, rank: int, ranks: int) -> Tensor:
+    """What `Shard(0)` gives a rank: `torch.chunk`, and nothing where there are fewer chunks than ranks."""
+    chunks = torch.chunk(value, ranks)
+    return chunks[rank] if rank < len(chunks) else value[:0]
+
+
+def require_close(
+    out: Path, right: dict[str, list[dict[str, Tensor]]], ranks: int = 2, sharded: bool = True, most: float = 1e-12
+) -> None:
+    """Every rank of every site has after every step the rows that it has to have."""
+    for site, trace in right.items():
+        for rank in range(ranks):
+            mine = safetensors.torch.load_file(out / f"{site}-{rank}.safetensors")
+            assert len(mine) == len(trace) * len(trace[0]), (site, rank)
+            for step, values in enumerate(trace):
+                for name, value in values.items():
+                    whole = name == "gain" or not sharded
+                    want, got = value if whole else rows(value, rank, ranks), mine[f"{step}/{name}"]
+                    assert got.shape == want.shape, (site, rank, name)
+                    error = float((got - want).abs().max()) if want.numel() else 0.0
+                    assert error <= most, f"{site}, rank {rank}, step {step}, {name}: {error}"
