@@ -6,8 +6,9 @@ python rank_of_a_sharded_site.py '{"site": "a", "out": "folder", …}', with tor
 from __future__ import annotations
 
 import json
-import os
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +16,81 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from sharded_world import WEIGHTS, Awkward, build, data, inner
-from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import atoll
+from atoll.filters import NormClip
 
 
-def local(value: Tensor) -> Tensor:
-    return value.to_local() if hasattr(value, "to_local") else value
+def local(value: Any) -> Tensor:
+    found: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return found
 
 
-def shard(model: Awkward) -> None:
-    ignored = {model.gain}
-    for layer in (model.wide, model.down, model.last):
-        fully_shard(layer)
-    fully_shard(model, ignored_params=ignored)
+def shard(model: Awkward, how: str) -> nn.Module:
+    """`rows` is as it should be; the others are refused."""
+    ignored: set[nn.Parameter] = {model.gain}
+    ranks = dist.get_world_size()
+    if how == "flat":
+        return FullyShardedDataParallel(model)
+    if how == "replicated":
+        mesh = init_device_mesh("cpu", (ranks,))
+        model.wide.weight = nn.Parameter(distribute_tensor(model.wide.weight.detach(), mesh, [Replicate()]))
+    elif how == "columns":
+        fully_shard(model, ignored_params=ignored, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    elif how == "hybrid":
+        fully_shard(model, ignored_params=ignored, mesh=init_device_mesh("cpu", (2, ranks // 2)))
+    elif how == "rows":
+        for layer in (model.wide, model.down, model.last):
+            fully_shard(layer)
+        fully_shard(model, ignored_params=ignored)
+    return model
 
 
-def main(site: str, out: Path, steps: int = 100, sharded: bool = True, poison: int = -1, **more: Any) -> None:
-    dist.init_process_group("gloo")
+def hold(until: str | None) -> None:
+    while until is not None and not Path(until).exists():
+        time.sleep(0.01)
+
+
+def main(
+    site: str,
+    out: Path,
+    sharded: str = "rows",
+    steps: int = 100,
+    poison: int = -1,
+    held: dict[str, str] | None = None,
+    filters: bool = False,
+    **more: Any,
+) -> None:
+    """Args:
+    sharded: how; "" trains the whole model on every rank, as it is.
+    poison: the step in which the last rank's rows of a tensor become NaN.
+    held: step → file that has to be there before it.
+    """
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = build()
-    if sharded:
-        shard(model)
-    optimizer = inner(model)
+    trained = shard(model, sharded)
+    optimizer = inner(trained)
     each = 16 // ranks
-    inputs, targets = (values[each * rank : each * (rank + 1)] for values in data(site))
+    last = 16 if rank == ranks - 1 else each * (rank + 1)
+    inputs, targets = (values[each * rank : last] for values in data(site))
+    share = len(inputs) * ranks / 16  # FSDP takes the mean over ranks, which may have more or fewer samples
     trace: dict[str, Tensor] = {}
-    with atoll.DiLoCo(model, optimizer, site=site, weight=WEIGHTS[site], folder=out / "workers", **more) as diloco:
+    more |= {"site": site, "weight": WEIGHTS[site], "folder": out / "workers"}
+    with atoll.DiLoCo(trained, optimizer, filters=[NormClip(1.0)] if filters else (), **more) as diloco:
         for step in range(steps):
             if diloco.finished:
                 break
+            hold((held or {}).get(str(step)))
             optimizer.zero_grad()
-            (model(inputs) - targets).square().mean().backward()
+            ((model(inputs) - targets).square().mean() * share).backward()
             grad = model.gain.grad
             assert grad is not None
-            if sharded:  # FSDP leaves what it ignores to the script
+            if ranks > 1:  # FSDP leaves what it ignores to the script
                 dist.all_reduce(grad)
                 grad /= ranks
             if step == poison and rank == ranks - 1:
@@ -59,8 +99,7 @@ def main(site: str, out: Path, steps: int = 100, sharded: bool = True, poison: i
             optimizer.step()
             trace |= {f"{step}/{name}": local(p).detach().clone() for name, p in model.named_parameters()}
         told = diloco.sync_metrics | {"finished": diloco.finished, "step": diloco.step}
-        told |= {"mean": model.mean.tolist(), "seen": int(model.seen)}
-    out.mkdir(exist_ok=True)
+    told |= {"mean": model.mean.tolist(), "seen": int(model.seen)}
     safetensors.torch.save_file(trace, out / f"{site}-{rank}.safetensors")
     (out / f"{site}-{rank}.json").write_text(json.dumps(told))
     dist.barrier()
@@ -68,6 +107,5 @@ def main(site: str, out: Path, steps: int = 100, sharded: bool = True, poison: i
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     given = json.loads(sys.argv[1])
     main(**given | {"out": Path(given["out"])})

@@ -6,11 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-import atoll
-from atoll.testing.processes import free_port
+from atoll.testing.processes import Kept, Nursery, Process, free_port
 
 SCRIPT = Path(__file__).with_name("rank_of_a_sharded_site.py")
 WEIGHTS = {"a": 1.0, "b": 2.5}
@@ -97,64 +91,75 @@ def expected(sites: str, *, sync_every: int, rounds: int) -> dict[str, list[dict
     return traces
 
 
-def settings(folder: Path, **more: Any) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "algorithm": "diloco",
-        "codec": "none",
-        "outer_lr": OUTER_LR,
-        "outer_momentum": MOMENTUM,
-        "port": 0,
-        "state_dir": folder / "state",
-        "heartbeat_interval_s": 1.0,
-        "threads": 1,
-        "ranks": 2,
-        "part_bytes": 2**16,
-        "min_free_bytes": 0,
-    }
-    return options | more
+SETTINGS: dict[str, Any] = {
+    "model": "sharded_model:build",
+    "algorithm": "diloco",
+    "codec": "none",
+    "outer_lr": OUTER_LR,
+    "outer_momentum": MOMENTUM,
+    "state_dir": "state",
+    "heartbeat_interval_s": 0.5,
+    "heartbeat_timeout_s": 60.0,
+    "threads": 1,
+    "ranks": 2,
+    "part_bytes": 2**16,
+    "min_free_bytes": 0,
+}
 
 
-def serve(folder: Path, **more: Any) -> atoll.Server:
-    """A server that is not started."""
-    return atoll.Server(build(), **settings(folder, **more))
+class World:
+    """A run, served by `atoll server` in a process of its own that is started again whenever it was killed; and sites.
 
+    Args:
+        lives: failpoints of the server's first start, of its second, …
+    """
 
-def start(url: str, site: str, out: Path, *, ranks: int = 2, **how: Any) -> list[subprocess.Popen[str]]:
-    """All ranks of a site; `how` is what the script is told."""
-    port = str(free_port())
-    return [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, json.dumps({"site": site, "out": str(out), **how})],
-            env=os.environ
-            | {"ATOLL_SERVER": url, "RANK": str(rank), "WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": ""}
-            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+    def __init__(self, nursery: Nursery, folder: Path, lives: tuple[str, ...] = (), **settings: Any) -> None:
+        self.folder, self.port = folder, free_port()
+        self._nursery = nursery
+        (folder / "sharded_model.py").write_text(
+            f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom sharded_world import build\n"
         )
-        for rank in range(ranks)
-    ]
+        values = SETTINGS | {"port": self.port} | settings
+        lines = (f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+        (folder / "run.toml").write_text("".join(lines))
+        self.server = Kept(self._start, lives)
 
+    def _start(self, failpoints: str) -> Process:
+        log = self.folder / "server.log"
+        return self._nursery.start("atoll", "server", "run.toml", cwd=self.folder, failpoints=failpoints, log=log)
 
-@contextmanager
-def ended(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
-    """None of them outlives the test."""
-    try:
-        yield
-    finally:
-        for each in processes:
-            each.kill()
-            each.wait()
+    def __enter__(self) -> World:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self.server.close()
 
-def outputs(processes: list[subprocess.Popen[str]], timeout_s: float = 120.0) -> list[str]:
-    """What each has said, once all have ended."""
-    return [each.communicate(timeout=timeout_s)[0] for each in processes]
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
+    def site(self, site: str, *, ranks: int = 2, failpoints: tuple[str, ...] = (), **how: Any) -> list[Process]:
+        """Start all ranks of a site; `how` is what the script is told, `failpoints` are those of each rank."""
+        port = str(free_port())
+        return [
+            self._nursery.start(
+                str(SCRIPT),
+                json.dumps({"site": site, "out": str(self.folder), **how}),
+                cwd=self.folder,
+                env={"ATOLL_SERVER": self.url, "RANK": str(rank), "WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": ""}
+                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+                failpoints=failpoints[rank] if failpoints else "",
+            )
+            for rank in range(ranks)
+        ]
 
-def require_success(processes: list[subprocess.Popen[str]]) -> None:
-    for each, output in zip(processes, outputs(processes), strict=True):
-        assert each.returncode == 0, output[-4000:]
+    def ended(self, *sites: list[Process]) -> None:
+        """Wait until all ranks and the server have ended well."""
+        for ranks in sites:
+            for rank in ranks:
+                assert rank.wait(90) == 0, rank.output()[-4000:]
+        assert self.server.wait() == 0
 
 
 def told(out: Path, site: str, rank: int) -> dict[str, Any]:

@@ -1,20 +1,91 @@
-"""Workers whose model FSDP2 has sharded over two ranks, real processes on Gloo: each rank moves its own share."""
+"""Workers whose model FSDP2 has sharded over their ranks, real processes on Gloo: each rank moves its own share."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from sharded_world import ended, expected, require_close, require_success, serve, start
+import safetensors.torch
+from sharded_world import World, build, expected, require_close, told
+
+from atoll.tensors.layout import Layout, rows_of, update_layout, version_layout
+from atoll.tensors.modules import schema_of
+from atoll.testing.processes import Nursery
 
 
-@pytest.mark.slow
-def test_sharded_workers_train_as_one_that_is_whole(tmp_path: Path) -> None:
-    server = serve(tmp_path, sync_every=3, rounds=3, num_workers=2)
-    with server:
-        ranks = [each for site in "ab" for each in start(server.url, site, tmp_path)]
-        with ended(ranks):
-            require_success(ranks)
-        server.run()
+def raw(ranks: int) -> tuple[Layout, Layout]:
+    """The layouts of a version and of an update without a codec."""
+    from atoll.codecs.none import NoneCodec
+
+    schema = schema_of(build())
+    return version_layout(schema, 2**16, ranks), update_layout(schema.tensors, lambda _: NoneCodec(), 2**16, ranks)
+
+
+@pytest.mark.covers("P4")
+def test_sharded_workers_train_as_one_that_is_whole(nursery: Nursery, tmp_path: Path) -> None:
+    """Three rounds of two sites of two ranks, to 1e-12; and each rank moves its parts, the two together the model."""
+    with World(nursery, tmp_path, sync_every=3, rounds=3, num_workers=2) as world:
+        world.ended(world.site("a"), world.site("b"))
     require_close(tmp_path, expected("ab", sync_every=3, rounds=3))
-    assert [worker.site for worker in server.status().workers] == ["a", "b"]
+    version, update = raw(2)
+    for site in "ab":
+        ranks = [told(tmp_path, site, rank) for rank in (0, 1)]
+        for rank, said in enumerate(ranks):  # four versions are pulled, the first and one a round
+            assert said["bytes_down"] == 4 * version.of_rank(rank).own_nbytes
+            assert said["bytes_up"] == 3 * update.of_rank(rank).own_nbytes
+            assert 0.35 < said["bytes_up"] / (3 * update.nbytes) < 0.65
+            # 9 forwards count up by one and by 0.25; integers take the maximum, floats the mean
+            assert (said["seen"], said["mean"]) == (9, [2.25] * 3)
+
+
+def test_each_rank_keeps_its_own_share_on_disk(nursery: Nursery, tmp_path: Path) -> None:
+    with World(nursery, tmp_path, sync_every=2, rounds=1, num_workers=1) as world:
+        world.ended(world.site("a"))
+    version, _ = raw(2)
+    for rank in (0, 1):
+        (base,) = (tmp_path / "workers" / "a" / f"rank-{rank}-of-2").glob("*/base.safetensors")
+        mine = version.of_rank(rank)
+        assert base.stat().st_size == version.nbytes
+        blocks = sum(-(-part.nbytes // 4096) + 1 for part in mine.parts)
+        assert base.stat().st_blocks * 512 <= blocks * 4096 < version.nbytes
+
+
+def test_a_rank_may_have_no_rows(nursery: Nursery, tmp_path: Path) -> None:
+    """Of three ranks the second has the border of two tiles, and the last no row of two tensors."""
+    specs = {spec.name: spec for spec in schema_of(build()).tensors}
+    assert [rows_of(specs["last.weight"], rank, 3) for rank in range(3)] == [(0, 7), (7, 7), (7, 7)]
+    with World(nursery, tmp_path, sync_every=2, rounds=2, num_workers=1, ranks=3) as world:
+        world.ended(world.site("a", ranks=3))
+    require_close(tmp_path, expected("a", sync_every=2, rounds=2), ranks=3)
+
+
+def test_sharded_and_whole_workers_train_together(nursery: Nursery, tmp_path: Path) -> None:
+    right = expected("ab", sync_every=3, rounds=2)
+    with World(nursery, tmp_path, sync_every=3, rounds=2, num_workers=2) as world:
+        world.ended(world.site("a"), world.site("b", ranks=1, sharded=""))
+    require_close(tmp_path, {"a": right["a"]})
+    require_close(tmp_path, {"b": right["b"]}, ranks=1)
+    version, update = raw(2)
+    assert told(tmp_path, "b", 0)["bytes_down"] == 3 * version.nbytes
+    assert told(tmp_path, "b", 0)["bytes_up"] == 2 * update.nbytes
+
+
+def test_one_rank_has_the_whole_of_a_sharded_model(nursery: Nursery, tmp_path: Path) -> None:
+    with World(nursery, tmp_path, sync_every=2, rounds=1, num_workers=1, ranks=2) as world:
+        world.ended(world.site("a", ranks=1))
+    require_close(tmp_path, expected("a", sync_every=2, rounds=1), ranks=1)
+
+
+@pytest.mark.covers("L16")
+def test_codecs_lose_what_they_lose_of_a_whole_model(nursery: Nursery, tmp_path: Path) -> None:
+    """int8 has its blocks, and error feedback its residuals, where they are without ranks: the numbers are the same."""
+    folders = {name: tmp_path / name for name in ("sharded", "whole")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        with World(nursery, folder, sync_every=2, rounds=3, num_workers=1, codec="int8") as world:
+            world.ended(world.site("a") if name == "sharded" else world.site("a", ranks=1, sharded=""))
+    whole = safetensors.torch.load_file(folders["whole"] / "a-0.safetensors")
+    right = [{name: whole[f"{step}/{name}"] for name, _ in build().named_parameters()} for step in range(6)]
+    require_close(folders["sharded"], {"a": right}, most=1e-10)
+    plain = expected("a", sync_every=2, rounds=3)["a"]
+    assert any(float((right[5][name] - plain[5][name]).abs().max()) > 1e-6 for name in right[5])  # int8 did lose
