@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sharded_world import WEIGHTS, Awkward, build, data, inner
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import atoll
@@ -30,19 +30,16 @@ def local(value: Any) -> Tensor:
     return found
 
 
-def shard(model: Awkward, how: str) -> nn.Module:
+def shard(model: Awkward, how: str) -> Awkward:
     """`rows` is as it should be; the others are refused."""
     ignored: set[nn.Parameter] = {model.gain}
     ranks = dist.get_world_size()
-    if how == "flat":
-        return FullyShardedDataParallel(model)
-    if how == "replicated":
-        mesh = init_device_mesh("cpu", (ranks,))
-        model.wide.weight = nn.Parameter(distribute_tensor(model.wide.weight.detach(), mesh, [Replicate()]))
-    elif how == "columns":
-        fully_shard(model, ignored_params=ignored, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    if how in ("replicated", "columns"):
+        mesh, placement = init_device_mesh("cpu", (ranks,)), Replicate() if how == "replicated" else Shard(1)
+        model.wide.weight = nn.Parameter(distribute_tensor(model.wide.weight.detach(), mesh, [placement]))
     elif how == "hybrid":
-        fully_shard(model, ignored_params=ignored, mesh=init_device_mesh("cpu", (2, ranks // 2)))
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("over", "within"))
+        fully_shard(model, ignored_params=ignored, mesh=mesh)
     elif how == "rows":
         for layer in (model.wide, model.down, model.last):
             fully_shard(layer)
@@ -63,17 +60,24 @@ def main(
     poison: int = -1,
     held: dict[str, str] | None = None,
     filters: bool = False,
+    otherwise: str = "",
     **more: Any,
 ) -> None:
     """Args:
     sharded: how; "" trains the whole model on every rank, as it is.
     poison: the step in which the last rank's rows of a tensor become NaN.
     held: step → file that has to be there before it.
+    otherwise: what is done with the model in place of training it with DiLoCo.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = build()
     trained = shard(model, sharded)
+    if otherwise == "publish":
+        atoll.publish(model)
+    elif otherwise == "join":
+        with atoll.join(site=site, folder=out / "workers") as worker:
+            next(iter(worker)).load_into(model)
     optimizer = inner(trained)
     each = 16 // ranks
     last = 16 if rank == ranks - 1 else each * (rank + 1)

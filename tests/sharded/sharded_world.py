@@ -62,6 +62,17 @@ def data(site: str) -> tuple[Tensor, Tensor]:
     )
 
 
+def trained(site: str, steps: int) -> dict[str, Tensor]:
+    """The parameters after so many local steps of a site, from the initial model."""
+    model, (inputs, targets) = build(), data(site)
+    optimizer = inner(model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
 def expected(sites: str, *, sync_every: int, rounds: int) -> dict[str, list[dict[str, Tensor]]]:
     """What each site's parameters are after every local step."""
     models = {site: build() for site in sites}

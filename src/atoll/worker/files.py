@@ -289,6 +289,7 @@ class Outbox(PartsFile):
         failpoint("outbox.seal")
         self.note = note
         write_note(self._note_path, note)
+        failpoint("outbox.sealed")
 
     def mark_sent(self) -> None:
         """The server has it; kept, since a server that lost power may ask for it again."""

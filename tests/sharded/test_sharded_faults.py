@@ -1,0 +1,159 @@
+"""What befalls a sharded worker: its server killed, its update refused, a rank killed, a round that it missed."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+from sharded_world import World, expected, require_close, rows, trained
+
+from atoll.errors import ServerUnreachable
+from atoll.testing.processes import Nursery, wait_until
+from atoll.worker.client import status
+
+
+def counted(folder: Path) -> list[tuple[str, int, int]]:
+    """(site, base version, how often) of every counted update."""
+    with closing(sqlite3.connect(folder / "state/journal.sqlite")) as journal:
+        found: list[tuple[str, int, int]] = journal.execute(
+            "SELECT site, base_version, count(*) FROM tickets WHERE state = 'counted' GROUP BY 1, 2 ORDER BY 1, 2"
+        ).fetchall()
+        return found
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [
+        pytest.param(("part.received=kill@7",), id="before-a-part-is-recorded", marks=pytest.mark.covers("F7")),
+        pytest.param(("accept.before=kill@2",), id="before-an-accept", marks=pytest.mark.covers("F8")),
+        pytest.param(("accept.after=kill@3",), id="after-an-accept", marks=pytest.mark.covers("F9")),
+        pytest.param(("head.after=kill@2", "part.recorded=kill@3"), id="twice", marks=pytest.mark.covers("F12")),
+    ],
+)
+def test_the_server_is_killed(nursery: Nursery, tmp_path: Path, lives: tuple[str, ...]) -> None:
+    """Rank 0 joins again, and the others go on under its new lease; every number is what it would have been."""
+    with World(nursery, tmp_path, lives, sync_every=2, rounds=3, num_workers=2, codec="none") as world:
+        world.ended(world.site("a"), world.site("b"))
+        assert world.server.deaths == len(lives), "a failpoint did not fire"
+    require_close(tmp_path, expected("ab", sync_every=2, rounds=3))
+    assert counted(tmp_path) == [(site, version, 1) for site in "ab" for version in range(3)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, rank: int) -> None:
+    """The other one ends and says why; started again, the worker goes on, and each update counts once."""
+    with World(nursery, tmp_path, sync_every=2, rounds=3, num_workers=1) as world:
+        points = ["", ""]
+        points[rank] = "worker.acknowledged=kill@2"
+        ranks = world.site("a", failpoints=(points[0], points[1]))
+        assert ranks[rank].wait(60) == -signal.SIGKILL
+        assert ranks[1 - rank].wait(60) == 1
+        assert "RunFailed: Another rank of this worker has ended" in ranks[1 - rank].output()
+        world.ended(world.site("a"))
+    assert counted(tmp_path) == [("a", version, 1) for version in range(3)]
+
+
+@pytest.mark.covers("F2")
+def test_what_was_formed_before_all_ranks_died_is_sent_by_their_successors(nursery: Nursery, tmp_path: Path) -> None:
+    """Rank 1 dies with its share of round two in its outbox, and the word that all is there was not said."""
+    right = expected("a", sync_every=2, rounds=2)["a"]
+    with World(nursery, tmp_path, sync_every=2, rounds=2, num_workers=1) as world:
+        ranks = world.site("a", failpoints=("", "outbox.sealed=kill@2"))
+        assert ranks[1].wait(60) == -signal.SIGKILL
+        assert ranks[0].wait(60) == 1
+        again = world.site("a")
+        world.ended(again)
+        assert "the update of an earlier process is in: round 2" in again[0].output()
+    assert counted(tmp_path) == [("a", 0, 1), ("a", 1, 1)]
+    final = safetensors.torch.load_file(tmp_path / "state/exports/model.safetensors")
+    for name, value in right[-1].items():
+        assert float((final[name] - value).abs().max()) <= 1e-12, name
+
+
+@pytest.mark.covers("X3")
+def test_a_disk_that_is_full_at_one_rank_ends_both(nursery: Nursery, tmp_path: Path) -> None:
+    with World(nursery, tmp_path, sync_every=2, rounds=3, num_workers=1) as world:
+        ranks = world.site("a", failpoints=("", "worker.write=enospc@4"))
+        for rank in ranks:
+            assert rank.wait(60) == 1
+        assert "rank-1-of-2" in ranks[0].output()
+        assert "Rank 1: " in ranks[0].output()
+        assert "cannot be written (No space left on device)" in ranks[0].output()
+        assert "RunFailed: Rank 0 of this worker ended: Rank 1: " in ranks[1].output()
+
+
+@pytest.mark.covers("X3")
+def test_a_refusal_of_one_ranks_part_is_everybodys(nursery: Nursery, tmp_path: Path) -> None:
+    """The rows of the last rank become NaN in the second round; both ranks go back to the global model and go on."""
+    with World(nursery, tmp_path, sync_every=2, rounds=3, num_workers=1) as world:
+        ranks = world.site("a", poison=3)
+        world.ended(ranks)
+    assert "wide.weight" in ranks[0].output()
+    assert "local steps since version 1 are lost" in ranks[0].output()
+    for rank in (0, 1):
+        mine = safetensors.torch.load_file(tmp_path / f"a-{rank}.safetensors")
+        assert len(mine) == 8 * 7  # one round more than three, of seven parameters
+        assert all(bool(value.isfinite().all()) for value in mine.values())
+    assert counted(tmp_path) == [("a", version, 1) for version in range(3)]
+
+
+@pytest.mark.covers("L25")
+def test_local_steps_are_carried_over_to_the_version_that_others_moved_on_to(nursery: Nursery, tmp_path: Path) -> None:
+    """Site b is held up for a round; the outer step is plain, so b's update moves the head by what b has trained.
+
+    θ0 → a's update → θ1, which b never trained from. b: w = θ1 + (w − θ0), update θ1 − w, so θ2 = θ1 + (w − θ0).
+    """
+    ways = {"outer_lr": 1.0, "outer_momentum": 0.0, "quorum": 1, "round_deadline_s": 0.2}
+    with World(nursery, tmp_path, sync_every=2, rounds=2, num_workers=2, **ways) as world:
+        go, stay = tmp_path / "go", tmp_path / "stay"
+        b = world.site("b", held={"1": str(go)})
+        a = world.site("a", ranks=1, sharded="", held={"2": str(stay)})
+        wait_until(lambda: status(world.url).fragments[0].version == 1, "a round without b", 60)
+        go.touch()
+        assert b[0].wait(60) == 0, b[0].output()
+        stay.touch()
+        world.ended(a, b)
+    assert "local steps were carried over" in b[0].output()
+    start, one, two = (trained(*local) for local in (("a", 0), ("a", 2), ("b", 4)))
+    right = {name: one[name] + (two[name] - start[name]) for name in start}
+    for rank in (0, 1):
+        mine = safetensors.torch.load_file(tmp_path / f"b-{rank}.safetensors")
+        for name, value in right.items():
+            want = value if name == "gain" else rows(value, rank, 2)
+            assert mine[f"3/{name}"].shape == want.shape
+            assert float((mine[f"3/{name}"] - want).abs().sum()) <= 1e-9, name
+
+
+def test_an_update_whose_acknowledgement_was_lost_counts_once(nursery: Nursery, tmp_path: Path) -> None:
+    """The server dies once it has the first update, and the worker trains on meanwhile; the outer step is plain.
+
+    So the head is always what the worker has trained, however often it was there: a step that was sent twice, or never,
+    would show.
+    """
+    back, ways = tmp_path / "back", {"outer_lr": 1.0, "outer_momentum": 0.0}
+    with World(nursery, tmp_path, ("accept.after=kill",), sync_every=2, rounds=2, num_workers=1, **ways) as world:
+        ranks = world.site("a", max_sync_retries=0, held={"3": str(back)})
+        wait_until(lambda: world.server.deaths == 1, "the server's death", 60)
+        wait_until(lambda: reachable(world.url), "the server's return", 60)
+        back.touch()
+        world.ended(ranks)
+    assert "synchronisation skipped at step 2" in ranks[0].output()
+    assert "the update of round 1 is in after all" in ranks[0].output()
+    assert counted(tmp_path) == [("a", 0, 1), ("a", 1, 1)]
+    right = trained("a", 4)
+    for rank in (0, 1):
+        mine = safetensors.torch.load_file(tmp_path / f"a-{rank}.safetensors")
+        for name, value in right.items():
+            want = value if name == "gain" else rows(value, rank, 2)
+            assert float((mine[f"3/{name}"] - want).abs().sum()) <= 1e-9, name
+
+
+def reachable(url: str) -> bool:
+    try:
+        return status(url).fragments[0].version >= 0
+    except ServerUnreachable:
+        return False
