@@ -48,6 +48,9 @@ def shard(model: Awkward, how: str) -> Awkward:
 
 
 def hold(until: str | None) -> None:
+    """Wait for a file, and say so by one beside it."""
+    if until is not None:
+        Path(f"{until}.awaited-{dist.get_rank()}").touch()
     while until is not None and not Path(until).exists():
         time.sleep(0.01)
 

@@ -118,6 +118,31 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+def start_site(
+    nursery: Nursery,
+    folder: Path,
+    url: str,
+    site: str,
+    *,
+    ranks: int = 2,
+    failpoints: tuple[str, ...] = (),
+    **how: Any,
+) -> list[Process]:
+    """Start all ranks of a site; `how` is what the script is told, `failpoints` are those of each rank."""
+    port = str(free_port())
+    return [
+        nursery.start(
+            str(SCRIPT),
+            json.dumps({"site": site, "out": str(folder), **how}),
+            cwd=folder,
+            env={"ATOLL_SERVER": url, "RANK": str(rank), "WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": ""}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+            failpoints=failpoints[rank] if failpoints else "",
+        )
+        for rank in range(ranks)
+    ]
+
+
 class World:
     """A run, served by `atoll server` in a process of its own that is started again whenever it was killed; and sites.
 
@@ -150,20 +175,9 @@ class World:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def site(self, site: str, *, ranks: int = 2, failpoints: tuple[str, ...] = (), **how: Any) -> list[Process]:
-        """Start all ranks of a site; `how` is what the script is told, `failpoints` are those of each rank."""
-        port = str(free_port())
-        return [
-            self._nursery.start(
-                str(SCRIPT),
-                json.dumps({"site": site, "out": str(self.folder), **how}),
-                cwd=self.folder,
-                env={"ATOLL_SERVER": self.url, "RANK": str(rank), "WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": ""}
-                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
-                failpoints=failpoints[rank] if failpoints else "",
-            )
-            for rank in range(ranks)
-        ]
+    def site(self, site: str, **how: Any) -> list[Process]:
+        """As `start_site`."""
+        return start_site(self._nursery, self.folder, self.url, site, **how)
 
     def ended(self, *sites: list[Process]) -> None:
         """Wait until all ranks and the server have ended well."""

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-from sharded_world import World, expected, require_close, rows, trained
+from sharded_world import SETTINGS, World, build, expected, require_close, rows, start_site, trained
 
+import atoll
 from atoll.errors import ServerUnreachable
-from atoll.testing.processes import Nursery, wait_until
+from atoll.store.store import Store
+from atoll.testing.processes import Nursery, free_port, wait_until
 from atoll.worker.client import status
 
 
@@ -74,6 +76,53 @@ def test_what_was_formed_before_all_ranks_died_is_sent_by_their_successors(nurse
         assert float((final[name] - value).abs().max()) <= 1e-12, name
 
 
+def damage_head(state: Path) -> None:
+    """Flip the last byte of the newest version, as a page that never reached the disk would."""
+    with closing(sqlite3.connect(state / "journal.sqlite")) as journal:
+        (slot,) = journal.execute("SELECT slot FROM versions ORDER BY version DESC LIMIT 1").fetchone()
+    (path,) = [path for path in (state / "slots").iterdir() if "version" in path.name and path.stem.endswith(str(slot))]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0xFF
+    path.write_bytes(content)
+
+
+@pytest.mark.covers("F41")
+def test_a_server_that_falls_back_gets_every_ranks_share_again(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 2 is lost while the worker trains from it; what made it comes from the outboxes of both ranks."""
+    write_durable = Store.write_durable
+
+    def write_first(self: Store, fragment: int = 0) -> int | None:
+        return self.durable_version(fragment) if self.head(fragment).version > 1 else write_durable(self, fragment)
+
+    monkeypatch.setattr(Store, "write_durable", write_first)
+    options = SETTINGS | {"model": build(), "port": free_port(), "state_dir": tmp_path / "state"}
+    options |= {"sync_every": 2, "rounds": 3, "num_workers": 1}
+    server = atoll.Server(**options).start()
+    ranks = start_site(
+        nursery, tmp_path, server.url, "a", held={"3": str(tmp_path / "one"), "5": str(tmp_path / "two")}
+    )
+
+    def held(at: str) -> None:
+        wait_until(lambda: all((tmp_path / f"{at}.awaited-{rank}").exists() for rank in (0, 1)), at, 60)
+
+    held("one")
+    wait_until(lambda: server.status().durable_version == 1, "version 1 to be durable")
+    (tmp_path / "one").touch()
+    held("two")
+    server.stop()
+    damage_head(tmp_path / "state")
+    server = atoll.Server(**options).start()
+    assert server.status().fragments[0].version == 1
+    (tmp_path / "two").touch()
+    for rank in ranks:
+        assert rank.wait(60) == 0, rank.output()
+    server.run()
+    assert "the server fell back to version 1; submitting again" in ranks[0].output()
+    require_close(tmp_path, expected("a", sync_every=2, rounds=3))
+
+
 @pytest.mark.covers("X3")
 def test_a_disk_that_is_full_at_one_rank_ends_both(nursery: Nursery, tmp_path: Path) -> None:
     with World(nursery, tmp_path, sync_every=2, rounds=3, num_workers=1) as world:
@@ -82,7 +131,7 @@ def test_a_disk_that_is_full_at_one_rank_ends_both(nursery: Nursery, tmp_path: P
             assert rank.wait(60) == 1
         assert "rank-1-of-2" in ranks[0].output()
         assert "Rank 1: " in ranks[0].output()
-        assert "cannot be written (No space left on device)" in ranks[0].output()
+        assert "cannot be written (failpoint worker.write: no space left on device)" in ranks[0].output()
         assert "RunFailed: Rank 0 of this worker ended: Rank 1: " in ranks[1].output()
 
 
@@ -138,7 +187,7 @@ def test_an_update_whose_acknowledgement_was_lost_counts_once(nursery: Nursery, 
     with World(nursery, tmp_path, ("accept.after=kill",), sync_every=2, rounds=2, num_workers=1, **ways) as world:
         ranks = world.site("a", max_sync_retries=0, held={"3": str(back)})
         wait_until(lambda: world.server.deaths == 1, "the server's death", 60)
-        wait_until(lambda: reachable(world.url), "the server's return", 60)
+        wait_until(lambda: reachable(world.url, 1), "the server's return", 60)
         back.touch()
         world.ended(ranks)
     assert "synchronisation skipped at step 2" in ranks[0].output()
@@ -152,8 +201,8 @@ def test_an_update_whose_acknowledgement_was_lost_counts_once(nursery: Nursery, 
             assert float((mine[f"3/{name}"] - want).abs().sum()) <= 1e-9, name
 
 
-def reachable(url: str) -> bool:
+def reachable(url: str, version: int = 0) -> bool:
     try:
-        return status(url).fragments[0].version >= 0
+        return status(url).fragments[0].version == version
     except ServerUnreachable:
         return False
