@@ -8,6 +8,8 @@ import pytest
 import safetensors.torch
 from sharded_world import World, build, expected, require_close, told
 
+import atoll
+from atoll.cli import export
 from atoll.tensors.layout import Layout, rows_of, update_layout, version_layout
 from atoll.tensors.modules import schema_of
 from atoll.testing.processes import Nursery
@@ -89,3 +91,33 @@ def test_codecs_lose_what_they_lose_of_a_whole_model(nursery: Nursery, tmp_path:
     require_close(folders["sharded"], {"a": right}, most=1e-10)
     plain = expected("a", sync_every=2, rounds=3)["a"]
     assert any(float((right[5][name] - plain[5][name]).abs().max()) > 1e-6 for name in right[5])  # int8 did lose
+
+
+MEAN = """
+def mean(updates):
+    total = sum(update.weight for update in updates)
+    for name in updates[0].tensors:
+        yield name, sum(update.tensors[name] * (update.weight / total) for update in updates)
+"""
+
+
+def test_an_aggregator_of_ones_own_and_the_export_know_nothing_of_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MEAN)
+    right = expected("ab", sync_every=2, rounds=2)
+    aggregator = str(tmp_path / "mine.py") + ":mean"
+    with World(nursery, tmp_path, sync_every=2, rounds=2, num_workers=2, aggregator=aggregator) as world:
+        world.ended(world.site("a"), world.site("b"))
+    require_close(tmp_path, right)
+    assert export.from_directory(tmp_path / "state", tmp_path / "out.safetensors") == 2
+    found = safetensors.torch.load_file(tmp_path / "out.safetensors")
+    assert found.keys() == build().state_dict().keys()
+    for name, value in right["a"][-1].items():
+        assert float((found[name] - value).abs().max()) <= 1e-12, name
+
+
+def test_a_running_server_is_exported_from_though_its_versions_are_cut_for_ranks(tmp_path: Path) -> None:
+    model = build()
+    with atoll.Server(model, ranks=3, part_bytes=2**16, port=0, state_dir=tmp_path / "s", min_free_bytes=0) as server:
+        assert export.from_server(server.url, tmp_path / "out.safetensors") == 0
+    found = safetensors.torch.load_file(tmp_path / "out.safetensors")
+    assert all(found[name].equal(value) for name, value in model.state_dict().items())
