@@ -76,6 +76,23 @@ def test_what_was_formed_before_all_ranks_died_is_sent_by_their_successors(nurse
         assert float((final[name] - value).abs().max()) <= 1e-12, name
 
 
+@pytest.mark.covers("F5")
+def test_ranks_that_stood_still_past_their_lease_go_on_under_the_new_one(nursery: Nursery, tmp_path: Path) -> None:
+    go, ways = tmp_path / "go", {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 1.0}
+    with World(nursery, tmp_path, sync_every=2, rounds=2, num_workers=1, **ways) as world:
+        ranks = world.site("a", held={"1": str(go)})
+        wait_until(lambda: all((tmp_path / f"go.awaited-{rank}").exists() for rank in (0, 1)), "round one", 60)
+        for rank in ranks:
+            rank.send(signal.SIGSTOP)
+        wait_until(lambda: status(world.url).workers[0].state == "dead", "the end of the lease", 60)
+        for rank in ranks:
+            rank.send(signal.SIGCONT)
+        go.touch()
+        world.ended(ranks)
+    assert "the server no longer knows this worker; joining again" in ranks[0].output()
+    require_close(tmp_path, expected("a", sync_every=2, rounds=2))
+
+
 def damage_head(state: Path) -> None:
     """Flip the last byte of the newest version, as a page that never reached the disk would."""
     with closing(sqlite3.connect(state / "journal.sqlite")) as journal:

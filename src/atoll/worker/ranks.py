@@ -47,7 +47,11 @@ class Ranks:
             )
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return cls(0, 1, torch.device("cpu"))
-        device = next(model.parameters()).device if dist.get_backend() == "nccl" else torch.device("cpu")
+        device = torch.device("cpu")
+        if dist.get_backend() == "nccl":
+            device = next(model.parameters()).device
+            if device.type == "cpu":  # parameters are offloaded, and NCCL moves nothing there
+                device = torch.device("cuda", torch.cuda.current_device())
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
     def agree(self, ask: Callable[[], Any], obey: Callable[[str, Said], Any] | None = None) -> Any:
