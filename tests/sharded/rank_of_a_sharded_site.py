@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import atoll
 from atoll.filters import NormClip
+from atoll.worker import diloco as diloco_module
+from atoll.worker.ranks import Ranks
 
 
 def local(value: Any) -> Tensor:
@@ -45,6 +48,16 @@ def shard(model: Awkward, how: str) -> Awkward:
             fully_shard(layer)
         fully_shard(model, ignored_params=ignored)
     return model
+
+
+class Counted(Ranks):
+    """Counts the bytes that this rank gives to the others, each to one of them."""
+
+    given = 0
+
+    def swap(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        Counted.given += sum(each.numel() for rank, each in enumerate(outgoing) if rank != self.rank)
+        return super().swap(outgoing, sizes)
 
 
 def hold(until: str | None) -> None:
@@ -87,6 +100,7 @@ def main(
     inputs, targets = (values[each * rank : last] for values in data(site))
     share = len(inputs) * ranks / 16  # FSDP takes the mean over ranks, which may have more or fewer samples
     trace: dict[str, Tensor] = {}
+    diloco_module.Ranks = Counted  # type: ignore[misc]
     more |= {"site": site, "weight": WEIGHTS[site], "folder": out / "workers"}
     with atoll.DiLoCo(trained, optimizer, filters=[NormClip(1.0)] if filters else (), **more) as diloco:
         for step in range(steps):
@@ -106,7 +120,7 @@ def main(
             optimizer.step()
             trace |= {f"{step}/{name}": local(p).detach().clone() for name, p in model.named_parameters()}
         told = diloco.sync_metrics | {"finished": diloco.finished, "step": diloco.step}
-    told |= {"mean": model.mean.tolist(), "seen": int(model.seen)}
+    told |= {"mean": model.mean.tolist(), "seen": int(model.seen), "given": Counted.given}
     safetensors.torch.save_file(trace, out / f"{site}-{rank}.safetensors")
     (out / f"{site}-{rank}.json").write_text(json.dumps(told))
     dist.barrier()

@@ -178,7 +178,7 @@ def test_local_steps_are_carried_over_to_the_version_that_others_moved_on_to(nur
         go, stay = tmp_path / "go", tmp_path / "stay"
         b = world.site("b", held={"1": str(go)})
         a = world.site("a", ranks=1, sharded="", held={"2": str(stay)})
-        wait_until(lambda: status(world.url).fragments[0].version == 1, "a round without b", 60)
+        wait_until(lambda: is_at(world.url, 1), "a round without b", 60)
         go.touch()
         assert b[0].wait(60) == 0, b[0].output()
         stay.touch()
@@ -204,7 +204,7 @@ def test_an_update_whose_acknowledgement_was_lost_counts_once(nursery: Nursery, 
     with World(nursery, tmp_path, ("accept.after=kill",), sync_every=2, rounds=2, num_workers=1, **ways) as world:
         ranks = world.site("a", max_sync_retries=0, held={"3": str(back)})
         wait_until(lambda: world.server.deaths == 1, "the server's death", 60)
-        wait_until(lambda: reachable(world.url, 1), "the server's return", 60)
+        wait_until(lambda: is_at(world.url, 1), "the server's return", 60)
         back.touch()
         world.ended(ranks)
     assert "synchronisation skipped at step 2" in ranks[0].output()
@@ -218,7 +218,8 @@ def test_an_update_whose_acknowledgement_was_lost_counts_once(nursery: Nursery, 
             assert float((mine[f"3/{name}"] - want).abs().sum()) <= 1e-9, name
 
 
-def reachable(url: str, version: int = 0) -> bool:
+def is_at(url: str, version: int) -> bool:
+    """Whether a server answers there, and its head is this version."""
     try:
         return status(url).fragments[0].version == version
     except ServerUnreachable:

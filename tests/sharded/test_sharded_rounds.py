@@ -25,13 +25,19 @@ def raw(ranks: int) -> tuple[Layout, Layout]:
 
 @pytest.mark.covers("P4")
 def test_sharded_workers_train_as_one_that_is_whole(nursery: Nursery, tmp_path: Path) -> None:
-    """Three rounds of two sites of two ranks, to 1e-12; and each rank moves its parts, the two together the model."""
+    """Three rounds of two sites of two ranks, to 1e-12; and each rank moves its parts, the two together the model.
+
+    Between the ranks go the elements of rank 1's rows in tiles that begin in rank 0's: of wide.weight 4·4096 − 151·97
+    = 1,737, of wide.bias 150, of down.weight 3·301 = 903, of down.bias 3; nothing of the last layer, whose row is rank
+    0's. To rank 0 before each of three updates, back to rank 1 after each of four versions; 8 bytes each.
+    """
     with World(nursery, tmp_path, sync_every=3, rounds=3, num_workers=2) as world:
         world.ended(world.site("a"), world.site("b"))
     require_close(tmp_path, expected("ab", sync_every=3, rounds=3))
     version, update = raw(2)
     for site in "ab":
         ranks = [told(tmp_path, site, rank) for rank in (0, 1)]
+        assert [said["given"] for said in ranks] == [4 * 8 * (1737 + 150 + 903 + 3), 3 * 8 * (1737 + 150 + 903 + 3)]
         for rank, said in enumerate(ranks):  # four versions are pulled, the first and one a round
             assert said["bytes_down"] == 4 * version.of_rank(rank).own_nbytes
             assert said["bytes_up"] == 3 * update.of_rank(rank).own_nbytes
