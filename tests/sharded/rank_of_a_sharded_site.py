@@ -44,7 +44,7 @@ def shard(model: Awkward, how: str) -> Awkward:
         mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("over", "within"))
         fully_shard(model, ignored_params=ignored, mesh=mesh)
     elif how == "rows":
-        for layer in (model.wide, model.down, model.last):
+        for layer in (model.wide, model.last):  # tied parameters have to be in one group, here that of the whole
             fully_shard(layer)
         fully_shard(model, ignored_params=ignored)
     return model

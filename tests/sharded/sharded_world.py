@@ -24,7 +24,8 @@ HEAD = 5000
 class Awkward(nn.Module):
     """Between two ranks: 151 and 150 rows with the border within a tile, 4 and 3 rows, and 1 and none.
 
-    `gain` is not sharded, and longer than a tile; `seen` counts forwards, `mean` is a float buffer.
+    `gain` is not sharded, and longer than a tile; `tied` is `down` under another name; `seen` counts forwards, `mean`
+    is a float buffer.
     """
 
     def __init__(self) -> None:
@@ -32,6 +33,8 @@ class Awkward(nn.Module):
         torch.manual_seed(3)
         self.wide = nn.Linear(97, 301)
         self.down = nn.Linear(301, 7)
+        self.tied = nn.Linear(301, 7, bias=False)
+        self.tied.weight = self.down.weight
         self.last = nn.Linear(7, 1)
         self.gain = nn.Parameter(torch.randn(HEAD))
         self.mean: Tensor
@@ -42,7 +45,8 @@ class Awkward(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         self.seen += 1
         self.mean += 0.25
-        out: Tensor = self.last(torch.tanh(self.down(torch.tanh(self.wide(inputs)))))
+        hidden = torch.tanh(self.wide(inputs))
+        out: Tensor = self.last(torch.tanh(self.down(hidden) - 0.3 * self.tied(hidden.square())))
         return out * (1 + 0.1 * self.gain.mean()) + 1e-3 * self.gain.square().mean()
 
 
