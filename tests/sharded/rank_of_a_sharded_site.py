@@ -77,6 +77,7 @@ def main(
     held: dict[str, str] | None = None,
     filters: bool = False,
     otherwise: str = "",
+    dtype: str = "float64",
     **more: Any,
 ) -> None:
     """Args:
@@ -87,7 +88,7 @@ def main(
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = build()
+    model = build(dtype)
     trained = shard(model, sharded)
     if otherwise == "publish":
         atoll.publish(model)
@@ -97,7 +98,7 @@ def main(
     optimizer = inner(trained)
     each = 16 // ranks
     last = 16 if rank == ranks - 1 else each * (rank + 1)
-    inputs, targets = (values[each * rank : last] for values in data(site))
+    inputs, targets = (values[each * rank : last].to(model.gain.dtype) for values in data(site))
     share = len(inputs) * ranks / 16  # FSDP takes the mean over ranks, which may have more or fewer samples
     trace: dict[str, Tensor] = {}
     diloco_module.Ranks = Counted  # type: ignore[misc]

@@ -50,8 +50,8 @@ class Awkward(nn.Module):
         return out * (1 + 0.1 * self.gain.mean()) + 1e-3 * self.gain.square().mean()
 
 
-def build() -> Awkward:
-    return Awkward().double()
+def build(dtype: str = "float64") -> Awkward:
+    return Awkward().to(getattr(torch, dtype))
 
 
 def inner(model: nn.Module) -> torch.optim.Optimizer:
@@ -161,7 +161,10 @@ class World:
             f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom sharded_world import build\n"
         )
         values = SETTINGS | {"port": self.port} | settings
-        lines = (f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+        flat = {key: value for key, value in values.items() if not isinstance(value, dict)}
+        for table in values.keys() - flat.keys():
+            flat |= {f"{table}.{key}": value for key, value in values[table].items()}
+        lines = (f"{key} = {json.dumps(value)}\n" for key, value in flat.items())
         (folder / "run.toml").write_text("".join(lines))
         self.server = Kept(self._start, lives)
 

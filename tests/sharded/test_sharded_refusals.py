@@ -61,7 +61,6 @@ def test_fsdp1_is_refused() -> None:
         ({"num_fragments": 2, "sync_every": 4}, "ranks is 2, and num_fragments is 2"),
         ({"tau": 1}, "ranks is 2, and tau is 1"),
         ({"alpha": 0.5}, "ranks is 2, and alpha is 0.5"),
-        ({"mode": "async"}, "ranks is 2, and mode is 'async'"),
         ({"downlink_codec": "int8"}, "ranks is 2, and downlink_codec is 'int8'"),
         ({"workflow": "flow.py:main"}, "ranks is 2, and workflow is 'flow.py:main'"),
     ],

@@ -130,7 +130,6 @@ def _require_streaming(settings: Settings) -> None:
 
 
 _NOT_SHARDED = {
-    "mode": "nobody has tried whether ranks stay together where nobody waits",
     "num_fragments": "a fragment is sent while training goes on, and ranks exchange what tiles have of two of them",
     "tau": "the same holds for results that are merged later",
     "alpha": "a merge that keeps a share is of whole tensors",
