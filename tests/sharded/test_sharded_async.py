@@ -19,6 +19,15 @@ def test_a_single_sharded_worker_is_what_it_is_in_a_synchronous_run(nursery: Nur
     require_close(tmp_path, expected("a", sync_every=2, rounds=3))
 
 
+@pytest.mark.covers("F9")
+def test_its_server_is_killed_after_it_took_an_update(nursery: Nursery, tmp_path: Path) -> None:
+    lives = ("accept.after=kill@2",)
+    with World(nursery, tmp_path, lives, sync_every=2, rounds=3, num_workers=1, mode="async") as world:
+        world.ended(world.site("a"))
+        assert world.server.deaths == 1
+    require_close(tmp_path, expected("a", sync_every=2, rounds=3))
+
+
 @pytest.mark.covers("L5")
 def test_sharded_and_whole_workers_end_with_the_runs_model(nursery: Nursery, tmp_path: Path) -> None:
     """They overtake each other as they like; the run is over after eight updates, and both have what came of them."""

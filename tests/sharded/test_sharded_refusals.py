@@ -61,7 +61,6 @@ def test_fsdp1_is_refused() -> None:
         ({"num_fragments": 2, "sync_every": 4}, "ranks is 2, and num_fragments is 2"),
         ({"tau": 1}, "ranks is 2, and tau is 1"),
         ({"alpha": 0.5}, "ranks is 2, and alpha is 0.5"),
-        ({"downlink_codec": "int8"}, "ranks is 2, and downlink_codec is 'int8'"),
         ({"workflow": "flow.py:main"}, "ranks is 2, and workflow is 'flow.py:main'"),
     ],
 )
@@ -69,7 +68,6 @@ def test_settings_that_do_not_go_with_ranks(more: dict[str, Any], what: str) -> 
     with pytest.raises(ConfigError, match=r"Leave .* out, or set ranks = 1") as raised:
         Settings.build({"ranks": 2} | more)
     assert what in str(raised.value)
-    assert Settings.build({"ranks": 2, "downlink_codec": "none"}).ranks == 2
 
 
 def test_controls_do_not_go_with_ranks(tmp_path: Path) -> None:

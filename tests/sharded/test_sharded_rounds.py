@@ -107,18 +107,25 @@ def test_every_rank_ends_with_its_rows_of_the_runs_model(
 
 
 @pytest.mark.covers("L16")
-def test_codecs_lose_what_they_lose_of_a_whole_model(nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.parametrize("down", ["none", "int8"])
+def test_codecs_lose_what_they_lose_of_a_whole_model(nursery: Nursery, tmp_path: Path, down: str) -> None:
     """int8 has its blocks, and error feedback its residuals, where they are without ranks: the numbers are the same."""
     folders = {name: tmp_path / name for name in ("sharded", "whole")}
     for name, folder in folders.items():
         folder.mkdir()
-        with World(nursery, folder, sync_every=2, rounds=3, num_workers=1, codec="int8") as world:
+        how = {"codec": "int8", "downlink_codec": down}
+        with World(nursery, folder, sync_every=2, rounds=3, num_workers=1, **how) as world:
             world.ended(world.site("a") if name == "sharded" else world.site("a", ranks=1, sharded=""))
     whole = safetensors.torch.load_file(folders["whole"] / "a-0.safetensors")
     right = [{name: whole[f"{step}/{name}"] for name, _ in build().named_parameters()} for step in range(6)]
     require_close(folders["sharded"], {"a": right}, most=1e-10)
     plain = expected("a", sync_every=2, rounds=3)["a"]
     assert any(float((right[5][name] - plain[5][name]).abs().max()) > 1e-6 for name in right[5])  # int8 did lose
+    version, _ = raw(2)
+    for rank in (0, 1):  # the first version comes whole; of fp64, the others as an eighth and scales
+        whole_bytes = version.of_rank(rank).own_nbytes
+        times = told(folders["sharded"], "a", rank)["bytes_down"] / whole_bytes
+        assert times == 4 if down == "none" else 1 + 3 / 8 < times < 1 + 3 / 6
 
 
 MEAN = """

@@ -133,7 +133,6 @@ _NOT_SHARDED = {
     "num_fragments": "a fragment is sent while training goes on, and ranks exchange what tiles have of two of them",
     "tau": "the same holds for results that are merged later",
     "alpha": "a merge that keeps a share is of whole tensors",
-    "downlink_codec": "a difference is cut as the version is, and encoded by whole tensors",
     "workflow": "tasks have payloads, and no ranks",
 }
 """Settings that do not go with sharded workers so far, and why."""
@@ -144,7 +143,7 @@ def _require_unsharded(settings: Settings) -> None:
         return
     for name, why in _NOT_SHARDED.items():
         value = getattr(settings, name)
-        if value not in (type(settings).model_fields[name].default, "none"):
+        if value != type(settings).model_fields[name].default:
             raise ConfigError(
                 f"ranks is {settings.ranks}, and {name} is {value!r}: {why}.",
                 f"Leave {name} out, or set ranks = 1 and train without sharding.",

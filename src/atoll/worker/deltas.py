@@ -47,7 +47,8 @@ class DeltaFile(ScratchFile):
     """
 
     def __init__(self, folder: Path, downlink: Downlink, name: str = "delta") -> None:
-        super().__init__(folder / f"{name}.bin", downlink.layout.nbytes)
+        used = ((part.start, part.nbytes) for part in downlink.parts)
+        super().__init__(folder / f"{name}.bin", downlink.layout.nbytes, used)
         self.downlink = downlink
         self._note_path = folder / f"{name}.json"
 
