@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 from sharded_world import WEIGHTS, Awkward, build, data, inner
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import atoll
 from atoll.filters import NormClip
+from atoll.wire import routes
 from atoll.worker import diloco as diloco_module
 from atoll.worker.ranks import Ranks
 
@@ -78,15 +80,18 @@ def main(
     filters: bool = False,
     otherwise: str = "",
     dtype: str = "float64",
+    patience_s: float = 60.0,
     **more: Any,
 ) -> None:
     """Args:
     sharded: how; "" trains the whole model on every rank, as it is.
     poison: the step in which the last rank's rows of a tensor become NaN.
     held: step → file that has to be there before it.
+    patience_s: of the ranks with each other in training; a request of rank 0 to the server takes a tenth of it.
     otherwise: what is done with the model in place of training it with DiLoCo.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    routes.LONG_POLL_S = min(routes.LONG_POLL_S, patience_s / 10)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = build(dtype)
     trained = shard(model, sharded)
@@ -104,6 +109,7 @@ def main(
     diloco_module.Ranks = Counted  # type: ignore[misc]
     more |= {"site": site, "weight": WEIGHTS[site], "folder": out / "workers"}
     with atoll.DiLoCo(trained, optimizer, filters=[NormClip(1.0)] if filters else (), **more) as diloco:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=patience_s))
         for step in range(steps):
             if diloco.finished:
                 break

@@ -206,9 +206,7 @@ def rows(value: Tensor, rank: int, ranks: int) -> Tensor:
     return chunks[rank] if rank < len(chunks) else value[:0]
 
 
-def require_close(
-    out: Path, right: dict[str, list[dict[str, Tensor]]], ranks: int = 2, sharded: bool = True, most: float = 1e-12
-) -> None:
+def require_close(out: Path, right: dict[str, list[dict[str, Tensor]]], ranks: int = 2, most: float = 1e-12) -> None:
     """Every rank of every site has after every step the rows that it has to have."""
     for site, trace in right.items():
         for rank in range(ranks):
@@ -216,8 +214,8 @@ def require_close(
             assert len(mine) == len(trace) * len(trace[0]), (site, rank)
             for step, values in enumerate(trace):
                 for name, value in values.items():
-                    whole = name == "gain" or not sharded
-                    want, got = value if whole else rows(value, rank, ranks), mine[f"{step}/{name}"]
+                    want = value if name == "gain" else rows(value, rank, ranks)
+                    got = mine[f"{step}/{name}"]
                     assert got.shape == want.shape, (site, rank, name)
                     error = float((got - want).abs().max()) if want.numel() else 0.0
                     assert error <= most, f"{site}, rank {rank}, step {step}, {name}: {error}"

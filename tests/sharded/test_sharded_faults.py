@@ -76,6 +76,31 @@ def test_what_was_formed_before_all_ranks_died_is_sent_by_their_successors(nurse
         assert float((final[name] - value).abs().max()) <= 1e-12, name
 
 
+@pytest.mark.parametrize("sharded", ["rows", ""], ids=["sharded", "whole"])
+def test_ranks_have_patience_with_a_round_that_takes_longer_than_the_process_groups_timeout(
+    nursery: Nursery, tmp_path: Path, sharded: str
+) -> None:
+    """Site b is held up for twice the 3 s after which a rank gives another one up."""
+    go = tmp_path / "go"
+    with World(nursery, tmp_path, sync_every=2, rounds=1, num_workers=2) as world:
+        b = world.site("b", ranks=1, sharded="", held={"1": str(go)})
+        a = world.site("a", sharded=sharded, patience_s=3.0)
+        wait_until(lambda: waits(world.url) > 7.0, "a long wait for b", 60)
+        go.touch()
+        world.ended(a, b)
+    if sharded:
+        require_close(tmp_path, {"a": expected("ab", sync_every=2, rounds=1)["a"]})
+
+
+def waits(url: str) -> float:
+    """Seconds for which a round has waited for b alone."""
+    try:
+        missing = status(url).fragments[0].waiting_for
+    except ServerUnreachable:
+        return 0.0
+    return missing[0].for_s if [each.site for each in missing] == ["b"] else 0.0
+
+
 @pytest.mark.covers("F5")
 def test_ranks_that_stood_still_past_their_lease_go_on_under_the_new_one(nursery: Nursery, tmp_path: Path) -> None:
     go, ways = tmp_path / "go", {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 1.0}

@@ -67,9 +67,13 @@ class OverRanks(WholeModel):
             "max_retries": START_RETRIES,
             "streams": True,
         }
-        if self._shards is None:
-            return Session(self._server, site, **options)
-        return Lead(self._server, site, shards=self._own_shards, ranks=self._ranks, **options)
+        session = (
+            Session(self._server, site, **options)
+            if self._shards is None
+            else Lead(self._server, site, shards=self._own_shards, ranks=self._ranks, **options)
+        )
+        session.on_wait = self._ranks.wait
+        return session
 
     def _own_shards(self) -> Shards:
         assert self._shards is not None

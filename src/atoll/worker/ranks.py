@@ -6,6 +6,7 @@ Everything that is exchanged is text or tensors; nothing is pickled.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -32,6 +33,7 @@ class Ranks:
         self.rank, self.count = rank, count
         self.talks, self._device = rank == 0, device
         self.together = count > 1 and dist.is_available() and dist.is_initialized()
+        self._asking: int | None = None  # the thread that asks, while the others listen for what rank 0 says next
 
     @classmethod
     def here(cls, model: nn.Module) -> Ranks:
@@ -67,15 +69,26 @@ class Ranks:
             return ask() if self.talks else None
         if not self.talks:
             return self._obey(obey)
+        self._asking = threading.get_ident()
         try:
             value = ask()
         except BaseException as error:
+            self._asking = None
             said = str(error) if isinstance(error, AtollError) else f"{type(error).__name__}: {error}"
             with suppress(RunFailed):  # it may have been what ended this one
                 self._text(json.dumps({"error": said}))
             raise
+        self._asking = None
         self._text(json.dumps({"value": value}))
         return value
+
+    def wait(self) -> None:
+        """Within `agree` at rank 0, now and then where it waits for somebody else: the others do not give it up.
+
+        From another thread it does nothing.
+        """
+        if self._asking == threading.get_ident():
+            self._text(json.dumps({"wait": True}))
 
     def order(self, name: str, given: Said, work: Callable[[], Any]) -> list[Any]:
         """Within `agree` at rank 0: have every rank do something, rank 0 itself by `work`.
@@ -83,6 +96,7 @@ class Ranks:
         Returns:
             What came of it at each: a value, or the error.
         """
+        self._asking = None
         self._text(json.dumps({"order": name, "given": given}))
         own: BaseException | None = None
         try:
@@ -90,6 +104,7 @@ class Ranks:
         except BaseException as error:
             said, own = _said(error), error
         results = [_heard(rank, json.loads(text)) for rank, text in enumerate(self._texts(json.dumps(said)))]
+        self._asking = threading.get_ident()
         if own is not None:
             if not isinstance(own, Exception):
                 raise own
@@ -98,7 +113,9 @@ class Ranks:
 
     def _obey(self, obey: Callable[[str, Said], Any] | None) -> Any:
         own: BaseException | None = None
-        while "order" in (heard := json.loads(self._text(""))):
+        while "order" in (heard := json.loads(self._text(""))) or "wait" in heard:
+            if "wait" in heard:
+                continue
             assert obey is not None
             try:
                 said: Said = {"value": obey(heard["order"], heard["given"])}
