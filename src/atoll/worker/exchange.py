@@ -31,7 +31,7 @@ from atoll.worker.notes import name_of, read_note
 from atoll.worker.pulling import Puller
 from atoll.worker.reporting import LOG, Progress, progress, size
 from atoll.worker.residuals import Residuals
-from atoll.worker.sending import Sending
+from atoll.worker.sending import Sending, completed
 from atoll.worker.stretches import Stretches
 from atoll.worker.turns import Together
 
@@ -263,9 +263,10 @@ class Exchange:
     def _complete(
         self, bar: Progress, sent: Collection[int] | None, failure: BaseException | None, max_retries: int | None
     ) -> messages.Receipt:
-        """As `Sending.complete`; then the outbox says so, too."""
+        """As `completed`; then the outbox says so, too."""
+        assert self.outbox.note is not None
         sending = Sending(self.connection, self.parts, self.outbox, bar, sent, failure)
-        receipt = sending.complete(None, max_retries)
+        receipt = completed(self.connection, self.outbox.note, sending.push, max_retries)
         self._acknowledged()
         return receipt
 

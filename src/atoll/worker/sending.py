@@ -9,7 +9,7 @@ from atoll.errors import Conflict
 from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.worker.connection import Connection
-from atoll.worker.files import Outbox
+from atoll.worker.files import Outbox, OutboxNote
 from atoll.worker.reporting import LOG, Progress
 
 MAX_CONFLICTS = 3
@@ -58,32 +58,34 @@ class Sending:
             recorded=partial(self._connection.parts_at_server, note.ticket),
         )
 
-    def complete(self, push: Callable[[], object] | None, max_retries: int | None) -> messages.Receipt:
-        """Push, and say that all is there, until the server has it.
 
-        Args:
-            push: sends all of it, in one attempt; by default that of this sending.
-        """
-        note, connection = self._note, self._connection
-        message = messages.Complete(
-            digest=note.digest,
-            base_digest=note.base_digest,
-            weight=note.weight,
-            steps=note.steps,
-            metrics=note.metrics,
-        )
+def completed(
+    connection: Connection, note: OutboxNote, push: Callable[[], object], max_retries: int | None
+) -> messages.Receipt:
+    """Push what this note is about, and say that all is there, until the server has it.
 
-        def submit() -> messages.Receipt:
-            (push or self.push)()
-            return connection.http.post(routes.COMPLETE.format(ticket=note.ticket), message, messages.Receipt)
+    Args:
+        push: one attempt to send what the server lacks.
+    """
+    message = messages.Complete(
+        digest=note.digest,
+        base_digest=note.base_digest,
+        weight=note.weight,
+        steps=note.steps,
+        metrics=note.metrics,
+    )
 
-        for conflicts in range(MAX_CONFLICTS + 1):
-            try:
-                receipt = connection.patiently(submit, max_retries, "submit")
-                break
-            except Conflict as error:  # by then nothing is taken for sent: what the server lacks is asked and sent
-                if conflicts == MAX_CONFLICTS:
-                    raise
-                LOG.debug("%s: %s", connection.site, error)
-        connection.require_here()
-        return receipt
+    def submit() -> messages.Receipt:
+        push()
+        return connection.http.post(routes.COMPLETE.format(ticket=note.ticket), message, messages.Receipt)
+
+    for conflicts in range(MAX_CONFLICTS + 1):
+        try:
+            receipt = connection.patiently(submit, max_retries, "submit")
+            break
+        except Conflict as error:  # by then nothing is taken for sent: what the server lacks is asked and sent
+            if conflicts == MAX_CONFLICTS:
+                raise
+            LOG.debug("%s: %s", connection.site, error)
+    connection.require_here()
+    return receipt

@@ -32,7 +32,7 @@ from atoll.worker.exchange import Exchange
 from atoll.worker.files import BaseFile, OutboxNote
 from atoll.worker.ranks import Ranks, Said
 from atoll.worker.reporting import progress
-from atoll.worker.sending import Sending
+from atoll.worker.sending import Sending, completed
 from atoll.worker.session import Session
 
 
@@ -46,6 +46,7 @@ class Share(Session):
 
     def __init__(self, server: str, site: str, *, shards: Callable[[], Shards], ranks: Ranks, **options: Any) -> None:
         self._shards, self._ranks = shards, ranks
+        self._submitting = f"{site}: rank {ranks.rank}: submitting"
         self._beside: BaseFile | None = None
         self._pushed: tuple[int, set[int], BaseException | None] | None = None
         """Ticket, parts that were sent while they were formed, and what ended that."""
@@ -86,12 +87,16 @@ class Share(Session):
         given, shards, layout = messages.Ticket.model_validate(ticket), self._shards(), self.outbox.layout
         shards.gather_(self._ranks.swap)
         self._pushed = None
-        with self.parts.pushing(
-            routes.parts_of(given.ticket),
-            self.outbox.fd,
-            len(layout.parts),
-            partial(self.parts_at_server, given.ticket),
-        ) as pushing:
+        with (
+            progress(self._submitting, layout.own_nbytes) as bar,
+            self.parts.pushing(
+                routes.parts_of(given.ticket),
+                self.outbox.fd,
+                len(layout.parts),
+                partial(self.parts_at_server, given.ticket),
+                on_bytes=bar.add,
+            ) as pushing,
+        ):
             formed = self._write(given, shards, pushing.add)
         self._pushed = given.ticket, pushing.sent, pushing.error
         digests = {part.index: digest.hex() for part, digest in zip(layout.parts, formed.part_digests, strict=True)}
@@ -103,7 +108,7 @@ class Share(Session):
         sent, failure = None, None
         if self._pushed is not None:
             (_, sent, failure), self._pushed = self._pushed, None
-        with progress(f"{self.site}: submitting", self.outbox.layout.own_nbytes) as bar:
+        with progress(self._submitting, self.outbox.layout.own_nbytes) as bar:
             Sending(self, self.parts, self.outbox, bar, sent, failure).push()
 
     def _take_note(self, note: OutboxNote, resuming: bool) -> None:
@@ -184,8 +189,7 @@ class Lead(Share):
         assert note is not None
         self._tell_submitting(note.round)
         order = partial(self._all, "send", note=asdict(note), resuming=self.resuming)
-        with progress(f"{self.site}: completing", 0) as bar:
-            receipt = Sending(self, self.parts, self.outbox, bar, None).complete(order, max_retries)
+        receipt = completed(self, note, order, max_retries)
         self._all("acknowledged")
         return receipt
 
