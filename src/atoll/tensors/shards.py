@@ -139,7 +139,9 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
         for spec, shard in self._shards():
             stop = min(shard.first, shard.stop)
             if shard.start < stop:
-                owner = next(rank for rank in range(self.ranks) if tiles_of(spec, rank, self.ranks)[1] > shard.start)
+                owner = self.rank - 1  # or before, where those between begin no tile
+                while tiles_of(spec, owner, self.ranks)[0] > shard.start:
+                    owner -= 1
                 heads[owner].append((shard, shard.start, stop))
         return heads
 
@@ -149,9 +151,10 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
         for spec, shard in self._shards():
             for rank in range(self.rank + 1, self.ranks if shard.tail.numel() else 0):
                 start, stop = rows_of(spec, rank, self.ranks)
-                start, stop = max(start, shard.stop), min(stop, shard.end)
+                if start >= shard.end:
+                    break
                 if start < stop:
-                    tails[rank].append((shard, start, stop))
+                    tails[rank].append((shard, start, min(stop, shard.end)))
         return tails
 
     def _shards(self) -> Iterator[tuple[TensorSpec, Shard]]:
