@@ -83,7 +83,37 @@ train_data = val_data = torch.utils.data.DataLoader(torch.randn(8, 4), batch_siz
 server = atoll.Server(LitModel(), algorithm="scaffold", rounds=2, port=0, state_dir="state").start()
 os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "clinic-a"
 """
+SHARDED = (
+    """\
+import os
+import subprocess
+import sys
+from pathlib import Path
+import atoll
+
+Path("my_training.py").write_text(
+    "import torch\\n"
+    "def build():\\n"
+    "    return torch.nn.Sequential(torch.nn.Linear(97, 301), torch.nn.Linear(301, 3))\\n"
+    "def batches(rank):\\n"
+    "    return [torch.randn(3, 97)] * 100\\n"
+)
+sys.path.insert(0, ".")
+from my_training import build
+server = atoll.Server(
+    build(), algorithm="diloco", sync_every=3, rounds=2, ranks=2, port=0, state_dir="state"
+).start()
+Path("train.py").write_text('''\
+""",
+    """\
+''')
+started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+subprocess.run(started, check=True, env=os.environ | {"ATOLL_SERVER": server.url, "CUDA_VISIBLE_DEVICES": ""})
+"""
+    + END,
+)
 AROUND = {
+    "sharded": SHARDED,
     "diloco": (DILOCO, END),
     "fedavg": (FEDAVG, END),
     "federated": (FEDAVG, END),

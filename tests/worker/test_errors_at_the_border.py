@@ -15,7 +15,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import AtollError, SchemaMismatch, ServerUnreachable, StateLocked, UsageError
-from atoll.worker import border, connection, diloco, federated
+from atoll.worker import border, connection, federated, over_ranks
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -29,7 +29,7 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that does not answer is given up at once; the hook of this process is put back."""
-    for module in (federated, diloco):
+    for module in (federated, over_ranks):
         monkeypatch.setattr(module, "START_RETRIES", 0)
     monkeypatch.setattr(connection, "FIRST_BACKOFF_S", 0.0)
     monkeypatch.setattr(border, "_hook_before", None)
@@ -89,7 +89,7 @@ SCRIPT = """
 import sys
 import torch
 import atoll
-from atoll.worker import diloco, federated
+from atoll.worker import federated
 
 federated.START_RETRIES = 0
 address, width = sys.argv[1], int(sys.argv[2])

@@ -18,7 +18,7 @@ from atoll.errors import Conflict
 from atoll.tensors.modules import named_tensors
 from atoll.testing.processes import wait_until
 from atoll.wire import messages, routes
-from atoll.worker.exchange import MAX_CONFLICTS
+from atoll.worker.sending import MAX_CONFLICTS
 from atoll.worker.session import Session
 
 

@@ -12,6 +12,7 @@ from atoll import registry
 from atoll.algorithms.base import Algorithm
 from atoll.config import Settings
 from atoll.errors import ConfigError
+from atoll.tensors.schema import CONTROL
 
 _INSTEAD_OF_MOMENTUM = {
     "adam": "set the decay of its averages: outer_options = {betas = [0.9, 0.99]}",
@@ -73,6 +74,11 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
         raise ConfigError(
             f"algorithm = {settings.algorithm!r} is a {type(algorithm).__name__}, not an algorithm.",
             "It has to name a value of atoll.algorithms.base.Algorithm.",
+        )
+    if settings.ranks > 1 and CONTROL in algorithm.reduce:
+        raise ConfigError(
+            f"ranks is {settings.ranks}, and algorithm is {settings.algorithm!r}: controls are not sharded so far.",
+            "Set ranks = 1 and train without sharding, or choose another algorithm.",
         )
     if not algorithm.steps_driven:
         _require_whole(settings)

@@ -92,7 +92,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
         sources: list[Source] = []
         with contextlib.ExitStack() as stack:
             for row, schema in zip(rows, split.schemas, strict=True):
-                layout = version_layout(schema, int(settings["part_bytes"]))
+                layout = version_layout(schema, int(settings["part_bytes"]), int(settings.get("ranks", 1)))
                 shape = FileShape(layout.nbytes, version_header(schema), ())
                 path, state = (
                     SlotPool(store.slots_directory, kind, row.fragment, shape, store.lock).path
@@ -259,7 +259,7 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
     with contextlib.ExitStack() as stack:
         parts = stack.enter_context(contextlib.closing(Parts(http, info.connections, info.idle_timeout_s)))
         for fragment, (version, schema) in enumerate(zip(heads, split.schemas, strict=True)):
-            layout = version_layout(schema, info.part_bytes)
+            layout = version_layout(schema, info.part_bytes, info.ranks)
             manifest = http.get(routes.MANIFEST.format(fragment=fragment, version=version), messages.Manifest)
             path = routes.VERSION_DATA.format(fragment=fragment, version=version, digest=manifest.digest)
             digests = [bytes.fromhex(digest) for digest in manifest.part_digests]

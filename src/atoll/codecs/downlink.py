@@ -38,12 +38,14 @@ class Downlink:
     Attributes:
         codecs: by name, all that the layout names.
         layout: of a delta.
-        parts: one for each part of the version; some have no bytes.
+        parts: one for each part of the version that is ours; some have no bytes.
+        count: of the version's parts, whosever.
     """
 
     codecs: Mapping[str, Codec]
     layout: Layout
     parts: tuple[Part, ...]
+    count: int
 
     @classmethod
     def of(cls, version: Layout, codec: str, options: Mapping[str, Any], *, sent: bool = False) -> Downlink | None:
@@ -63,7 +65,8 @@ class Downlink:
             return codecs[codec if is_difference(spec) else "none"]
 
         layout = update_layout((segment.spec for segment in version.segments), encoding, version.part_bytes)
-        return cls(codecs, layout, tuple(_along(version, layout)))
+        parts = tuple(part for part in _along(version, layout) if version.rank in (None, part.rank))
+        return cls(codecs, layout, parts, len(version.all_parts))
 
     def encode_(self, segment: Segment, theta: Tensor, held: Tensor, target: Tensor) -> None:
         """Write the difference of a run of a parameter into `target`, and bring `held` from b to b'.
@@ -104,10 +107,10 @@ class Downlink:
 
 def _along(version: Layout, delta: Layout) -> Iterator[Part]:
     start = 0
-    for part in version.parts:
+    for part in version.all_parts:
         pieces = tuple(delta.piece(delta.by_name[p.segment.spec.name], p.start, p.stop) for p in part.pieces)
         stop = padded_end(pieces[-1]) if pieces else start
-        yield Part(part.index, start, stop, pieces)
+        yield Part(part.index, start, stop, pieces, part.rank)
         start = stop
 
 

@@ -73,10 +73,10 @@ def _require_imported(codec: str) -> None:
         )
 
 
-def encoded_layout(schema: Schema, codec: str, codecs: Mapping[str, Codec], part_bytes: int) -> Layout:
+def encoded_layout(schema: Schema, codec: str, codecs: Mapping[str, Codec], part_bytes: int, ranks: int = 1) -> Layout:
     """The layout of an update: `params` by `codec`, everything else as it is."""
 
     def encoding(spec: TensorSpec) -> Codec:
         return codecs[codec if spec.group == PARAMS else "none"]
 
-    return update_layout(schema.tensors, encoding, part_bytes)
+    return update_layout(schema.tensors, encoding, part_bytes, ranks)

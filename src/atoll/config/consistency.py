@@ -19,6 +19,7 @@ def require_consistent(settings: Settings) -> None:
     _require_async(settings)
     _require_rounds(settings)
     _require_streaming(settings)
+    _require_unsharded(settings)
     _require_the_rest(settings)
 
 
@@ -125,6 +126,27 @@ def _require_streaming(settings: Settings) -> None:
             raise ConfigError(
                 f"{name} is {value!r}, and num_fragments is {k}: {why}.",
                 f"Leave {name} out, or set num_fragments to 1.",
+            )
+
+
+_NOT_SHARDED = {
+    "num_fragments": "a fragment is sent while training goes on, and ranks exchange what tiles have of two of them",
+    "tau": "the same holds for results that are merged later",
+    "alpha": "a merge that keeps a share is of whole tensors",
+    "workflow": "tasks have payloads, and no ranks",
+}
+"""Settings that do not go with sharded workers so far, and why."""
+
+
+def _require_unsharded(settings: Settings) -> None:
+    if settings.ranks == 1:
+        return
+    for name, why in _NOT_SHARDED.items():
+        value = getattr(settings, name)
+        if value != type(settings).model_fields[name].default:
+            raise ConfigError(
+                f"ranks is {settings.ranks}, and {name} is {value!r}: {why}.",
+                f"Leave {name} out, or set ranks = 1 and train without sharding.",
             )
 
 

@@ -97,6 +97,13 @@ class Settings(BaseModel):
         0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps: 0 takes the global ones (α)."
     )
     max_inflight: int = Field(1, ge=1, description="Fragments of one worker that may be under way at a time.")
+    ranks: int = Field(
+        1,
+        ge=1,
+        le=4096,
+        description="Ranks of workers whose model is sharded (FSDP2): parts are cut so that none is of two ranks. "
+        "Workers that are not sharded have any number.",
+    )
 
     outer_optimizer: str | None = Field(
         None, description="`sgd`, `adam`, … or `module:attribute`; by default the algorithm's own."

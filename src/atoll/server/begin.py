@@ -130,7 +130,7 @@ def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer,
 def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, row: RunRow) -> Plan:
     """The plan of the run that is there; refused under settings or a model that it was not begun with."""
     plan = Plan.make(settings, split_of(json.loads(row.schema_json)), outer)
-    one = {"num_fragments": 1}  # which is not written down
+    one = {"num_fragments": 1, "ranks": 1}  # which are not written down
     before: Mapping[str, object] = one | json.loads(row.settings_json)
     now: Mapping[str, object] = one | json.loads(_frozen(settings, plan))
     for key in before:
@@ -158,8 +158,9 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer
 def _frozen(settings: Settings, plan: Plan) -> str:
     chosen: dict[str, object] = {key: getattr(settings, key) for key in FROZEN_SETTINGS}
     chosen["codec"], chosen["downlink_codec"] = plan.algorithm.codec, settings.downlink_codec or "none"
-    if settings.num_fragments > 1:
-        chosen |= {"num_fragments": settings.num_fragments}
+    for key in ("num_fragments", "ranks"):
+        if getattr(settings, key) > 1:
+            chosen |= {key: getattr(settings, key)}
     return json.dumps(chosen | {"outer_optimizer": plan.rule.describe()}, sort_keys=True, default=str)
 
 

@@ -87,6 +87,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             downlink_codec=settings.downlink_codec or "none",
             downlink_codec_options=settings.downlink_codec_options,
             part_bytes=settings.part_bytes,
+            ranks=settings.ranks,
             connections=settings.connections,
             heartbeat_interval_s=settings.heartbeat_interval_s,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,

@@ -107,14 +107,14 @@ class Plan:
             )
 
         def fragment(schema: Schema) -> FragmentPlan:
-            version = version_layout(schema, settings.part_bytes)
+            version = version_layout(schema, settings.part_bytes, settings.ranks)
             downlink = Downlink.of(version, settings.downlink_codec or "none", settings.downlink_codec_options)
             state = state_layout(schema.tensors, rule, settings.part_bytes, masters=downlink is not None)
             return FragmentPlan(
                 schema=schema,
                 header=version_header(schema),
                 version=version,
-                update=encoded_layout(schema, algorithm.codec, codecs, settings.part_bytes),
+                update=encoded_layout(schema, algorithm.codec, codecs, settings.part_bytes, settings.ranks),
                 state=state,
                 downlink=downlink,
                 tables=Tables(rule.granularity, codecs, state[1] if state else None),

@@ -18,7 +18,7 @@ from atoll.transport.host import Incoming
 from atoll.transport.sockets import break_off
 
 PARTS_PER_CONNECTION = 4
-"""Of one site that may be on their way at once, for each connection it is to use: what broke off may still be here."""
+"""Of one rank of a site, on their way at once, for each connection it is to use: what broke off may still be here."""
 
 
 class Uploads:
@@ -72,7 +72,7 @@ class Uploads:
 
     def _require_few(self, site: str) -> None:
         count = sum(sender == site for sender, _ in self._under_way.values())
-        most = PARTS_PER_CONNECTION * self._run.settings.connections
+        most = PARTS_PER_CONNECTION * self._run.settings.connections * self._run.settings.ranks
         if count >= most:
             busy = Busy(f"{site} has {count} parts on their way at once.", f"Send at most {most}.")
             busy.retry_after_s = 1.0

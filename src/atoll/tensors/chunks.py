@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,8 +29,26 @@ CHUNK_ELEMENTS = 2**18
 """What a pass over a tensor holds at a time: 1 MiB of fp32, a multiple of the tile."""
 
 
-def run_of(tensor: Tensor, start: int, stop: int) -> Tensor:
+class InPieces(Protocol):
+    """Elements of a tensor that do not all lie in one."""
+
+    def run(self, start: int, stop: int) -> Tensor:
+        """As `run_of`."""
+        ...
+
+    def assign_(self, start: int, values: Tensor) -> None:
+        """As `assign_run_`."""
+        ...
+
+
+Held = Mapping[str, Tensor | InPieces]
+"""By name, what a process has of a model's tensors."""
+
+
+def run_of(tensor: Tensor | InPieces, start: int, stop: int) -> Tensor:
     """Elements [start, stop) as a 1-D contiguous tensor on its device: a view if possible, else a copy."""
+    if not isinstance(tensor, Tensor):
+        return tensor.run(start, stop)
     if tensor.is_contiguous():
         flat = tensor.reshape(-1)
         return flat if stop - start == flat.numel() else flat[start:stop]
@@ -67,8 +85,11 @@ def _gather(tensor: Tensor, start: int, stop: int, out: Tensor) -> None:
         out[low:high].view(source.shape).copy_(source)
 
 
-def assign_run_(tensor: Tensor, start: int, values: Tensor) -> None:
+def assign_run_(tensor: Tensor | InPieces, start: int, values: Tensor) -> None:
     """Write the 1-D `values` into the elements from `start` on, in place, keeping strides, dtype and device."""
+    if not isinstance(tensor, Tensor):
+        tensor.assign_(start, values)
+        return
     stop = start + values.numel()
     if tensor.is_contiguous():
         tensor.reshape(-1)[start:stop].copy_(values)

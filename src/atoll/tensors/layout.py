@@ -9,6 +9,9 @@ of any tensor starts at a multiple of the tile from the tensor's start, in every
     pieces             [0: tiles 0-9][10-12][1 ...... ][2: 0-5][6-15] ...
     parts    [0                     ][1                       ][2 ...                 ]
 
+Where sharded workers have N ranks, a part is besides cut wherever the next tile is another rank's, so that each rank
+sends and pulls parts of its own (`rows_of`, `tiles_of`).
+
 Units: `start` and `stop` count elements from the tensor's start, `offset` and `nbytes` count bytes from the file's.
 """
 
@@ -17,12 +20,12 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from blake3 import blake3
 
-from atoll.tensors.schema import ITEM_BYTES, Schema, TensorSpec
+from atoll.tensors.schema import ITEM_BYTES, PARAMS, Schema, TensorSpec
 
 TILE = 4096
 """Elements. Parts, chunks and codecs cut tensors only at multiples of it; 64 divides it, for chunked outer steps."""
@@ -75,12 +78,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One numbered part: bytes [start, stop) of the file and the pieces that they hold."""
+    """One numbered part: bytes [start, stop) of the file, the pieces that they hold, and whose it is among ranks."""
 
     index: int
     start: int
     stop: int
     pieces: tuple[Piece, ...]
+    rank: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -97,6 +101,8 @@ class Layout:
         nbytes: size of the file.
         part_bytes: the most bytes a part may have.
         encodings: codec name → fixed rate, for every codec that a segment names.
+        ranks: that sharded workers have; no part is of two of them.
+        rank: the one whose parts these are; None: all are.
     """
 
     segments: tuple[Segment, ...]
@@ -104,6 +110,8 @@ class Layout:
     nbytes: int
     part_bytes: int
     encodings: Mapping[str, Encoding]
+    ranks: int = 1
+    rank: int | None = None
 
     @functools.cached_property
     def digest(self) -> str:
@@ -112,13 +120,28 @@ class Layout:
             [s.spec.name, s.spec.dtype, list(s.spec.shape), s.spec.group, s.codec, s.start, s.stop, s.offset, s.nbytes]
             for s in self.segments
         ]
-        text = json.dumps([self.header_bytes, self.nbytes, self.part_bytes, table], separators=(",", ":"))
+        cut = [self.ranks] if self.ranks > 1 else []
+        text = json.dumps([self.header_bytes, self.nbytes, self.part_bytes, table, *cut], separators=(",", ":"))
         return blake3(text.encode()).hexdigest()
 
     @functools.cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def all_parts(self) -> tuple[Part, ...]:
         """The numbered parts, which cover every byte once."""
         return tuple(_cut(self))
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Those of them that are ours, under their numbers."""
+        return tuple(part for part in self.all_parts if self.rank in (None, part.rank))
+
+    @property
+    def own_nbytes(self) -> int:
+        """Bytes of the parts that are ours."""
+        return self.nbytes if self.rank is None else sum(part.nbytes for part in self.parts)
+
+    def of_rank(self, rank: int) -> Layout:
+        """The same file, of which one rank has its own parts."""
+        return replace(self, rank=rank)
 
     @functools.cached_property
     def by_name(self) -> dict[str, Segment]:
@@ -150,8 +173,31 @@ def chunks(part: Part, max_elements: int) -> Iterator[tuple[Piece, int, int]]:
             yield piece, start, min(start + max_elements, piece.stop)
 
 
+def rows_of(spec: TensorSpec, rank: int, ranks: int) -> tuple[int, int]:
+    """The elements [start, stop) that `Shard(0)` gives a rank: ⌈rows/ranks⌉ rows each, the last ranks fewer or none."""
+    if not spec.numel or not spec.shape:
+        return (0 if rank == 0 else spec.numel), spec.numel
+    rows, each = spec.shape[0], -(-spec.shape[0] // ranks)
+    row = spec.numel // rows
+    return min(rank * each, rows) * row, min((rank + 1) * each, rows) * row
+
+
+def tiles_of(spec: TensorSpec, rank: int, ranks: int) -> tuple[int, int]:
+    """The elements [start, stop) that a rank sends and pulls: the tiles whose first element is in its rows.
+
+    Of a tensor that is no parameter, all are rank 0's.
+    """
+    if spec.group != PARAMS:
+        return (0 if rank == 0 else spec.numel), spec.numel
+    start, stop = rows_of(spec, rank, ranks)
+    return min(-(-start // TILE) * TILE, spec.numel), min(-(-stop // TILE) * TILE, spec.numel)
+
+
 def update_layout(
-    specs: Iterable[TensorSpec], encoding_of: Callable[[TensorSpec], Encoding], part_bytes: int = PART_BYTES
+    specs: Iterable[TensorSpec],
+    encoding_of: Callable[[TensorSpec], Encoding],
+    part_bytes: int = PART_BYTES,
+    ranks: int = 1,
 ) -> Layout:
     """The layout of an update: one aligned segment per tensor, encoded by the codec of its group."""
     segments: list[Segment] = []
@@ -163,10 +209,10 @@ def update_layout(
         nbytes = encoding.encoded_bytes(spec.numel, spec.dtype)
         segments.append(Segment(spec, encoding.name, 0, spec.numel, offset, nbytes))
         offset += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-    return Layout(tuple(segments), 0, offset, part_bytes, encodings)
+    return Layout(tuple(segments), 0, offset, part_bytes, encodings, ranks)
 
 
-def file_layout(specs: Sequence[TensorSpec], header: bytes, part_bytes: int = PART_BYTES) -> Layout:
+def file_layout(specs: Sequence[TensorSpec], header: bytes, part_bytes: int = PART_BYTES, ranks: int = 1) -> Layout:
     """The layout of a safetensors file: its header, then the tensors without gaps, as they are."""
     raw = _Raw()
     segments: list[Segment] = []
@@ -174,7 +220,7 @@ def file_layout(specs: Sequence[TensorSpec], header: bytes, part_bytes: int = PA
     for spec in specs:
         segments.append(Segment(spec, raw.name, 0, spec.numel, offset, spec.nbytes))
         offset += spec.nbytes
-    return Layout(tuple(segments), len(header), offset, part_bytes, {raw.name: raw})
+    return Layout(tuple(segments), len(header), offset, part_bytes, {raw.name: raw}, ranks)
 
 
 TIED = "atoll.tied"
@@ -202,9 +248,9 @@ def version_header(schema: Schema) -> bytes:
     return safetensors_header(schema.tensors, {"format": "pt", "atoll.schema": schema.digest})
 
 
-def version_layout(schema: Schema, part_bytes: int = PART_BYTES) -> Layout:
+def version_layout(schema: Schema, part_bytes: int = PART_BYTES, ranks: int = 1) -> Layout:
     """The layout of a version: a safetensors file that holds the schema's tensors."""
-    return file_layout(schema.tensors, version_header(schema), part_bytes)
+    return file_layout(schema.tensors, version_header(schema), part_bytes, ranks)
 
 
 @dataclass(frozen=True)
@@ -220,39 +266,54 @@ class _Raw:
 def _cut(layout: Layout) -> Iterator[Part]:
     """Greedy: fill a part up to `part_bytes`, cut at the last tile that fits; at least one tile per part.
 
-    Only a header may be cut anywhere: that of thousands of tensors is larger than the smallest parts.
+    Only a header (rank 0's) may be cut anywhere: that of thousands of tensors is larger than the smallest parts.
     """
-    index, start, end, pieces = 0, 0, layout.header_bytes, list[Piece]()
+    index, start, end, pieces, owner = 0, 0, layout.header_bytes, list[Piece](), 0
     while end - start > layout.part_bytes:
         yield Part(index, start, start + layout.part_bytes, ())
         index, start = index + 1, start + layout.part_bytes
     for segment in layout.segments:
-        at = segment.start
-        while at < segment.stop or segment.numel == 0:
-            piece = _largest_piece(layout, segment, at, start + layout.part_bytes)
-            if piece is None and end > start:
-                yield Part(index, start, end, tuple(pieces))
+        for rank, at, stop in _shares(segment, layout.ranks):
+            if rank != owner and end > start:
+                yield Part(index, start, end, tuple(pieces), owner)
                 index, start, pieces = index + 1, end, []
-                continue
-            piece = piece or layout.piece(segment, at, min(at + TILE, segment.stop))
-            pieces.append(piece)
-            end = _padded_end(layout, piece)
-            at = piece.stop
-            if segment.numel == 0:
-                break
+            owner = rank
+            while at < stop or segment.numel == 0:
+                piece = _largest_piece(layout, segment, at, stop, start + layout.part_bytes)
+                if piece is None and end > start:
+                    yield Part(index, start, end, tuple(pieces), owner)
+                    index, start, pieces = index + 1, end, []
+                    continue
+                piece = piece or layout.piece(segment, at, min(at + TILE, stop))
+                pieces.append(piece)
+                end = _padded_end(layout, piece)
+                at = piece.stop
+                if segment.numel == 0:
+                    break
     if end > start or index == 0:
-        yield Part(index, start, end, tuple(pieces))
+        yield Part(index, start, end, tuple(pieces), owner)
 
 
-def _largest_piece(layout: Layout, segment: Segment, at: int, limit: int) -> Piece | None:
-    """The most whole tiles of `segment` from `at` that end at or before the file offset `limit`; None if none does."""
-    rest = layout.piece(segment, at, segment.stop)
+def _shares(segment: Segment, ranks: int) -> Iterator[tuple[int, int, int]]:
+    """(rank, start, stop) of what each rank has of a segment, in order; an empty one is rank 0's."""
+    if ranks == 1 or segment.numel == 0:
+        yield 0, segment.start, segment.stop
+        return
+    for rank in range(ranks):
+        start, stop = tiles_of(segment.spec, rank, ranks)
+        if start < stop:
+            yield rank, start, stop
+
+
+def _largest_piece(layout: Layout, segment: Segment, at: int, stop: int, limit: int) -> Piece | None:
+    """The most whole tiles of [at, stop) of `segment` that end before or at the file offset `limit`; None if none."""
+    rest = layout.piece(segment, at, stop)
     if _padded_end(layout, rest) <= limit:
         return rest
     tile_bytes = layout.encodings[segment.codec].encoded_bytes(TILE, segment.spec.dtype)
     tiles = (limit - rest.offset) // tile_bytes
-    stop = at + tiles * TILE
-    return layout.piece(segment, at, stop) if tiles > 0 and stop < segment.stop else None
+    end = at + tiles * TILE
+    return layout.piece(segment, at, end) if tiles > 0 and end < stop else None
 
 
 def _padded_end(layout: Layout, piece: Piece) -> int:

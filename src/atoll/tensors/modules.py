@@ -30,12 +30,15 @@ class Told(dict[str, Tensor]):
         self.buffers = dict(buffers)
 
 
-def named_tensors(model: nn.Module | Tensors, *, values: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+def named_tensors(
+    model: nn.Module | Tensors, *, values: bool = True, sharded: bool = False
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors that travel, each once, and the further names of tied ones.
 
     Args:
         model: a module (its `state_dict` decides the names), or a mapping name → tensor.
         values: whether they must have values; else tensors on the meta device will do.
+        sharded: whether they may be DTensors; `atoll.tensors.shards` knows what to make of those.
 
     Returns:
         (name → the model's own tensor, further name → owner's name).
@@ -50,7 +53,7 @@ def named_tensors(model: nn.Module | Tensors, *, values: bool = True) -> tuple[d
     for name, tensor in state.items():
         if isinstance(model, nn.Module) and name.endswith("_extra_state") and not isinstance(tensor, Tensor):
             continue
-        _require_dense(name, tensor, values)
+        _require_dense(name, tensor, values, sharded)
         assert isinstance(tensor, Tensor)
         identity = _identity(tensor)
         if identity is not None and identity in seen:
@@ -62,19 +65,21 @@ def named_tensors(model: nn.Module | Tensors, *, values: bool = True) -> tuple[d
     return owners, aliases
 
 
-def schema_of(model: nn.Module | Tensors, buffers: Iterable[str] = (), *, values: bool = True) -> Schema:
+def schema_of(
+    model: nn.Module | Tensors, buffers: Iterable[str] = (), *, values: bool = True, sharded: bool = False
+) -> Schema:
     """The schema of a model.
 
     Args:
         model: as `named_tensors`.
         buffers: shell patterns of further names that are averaged as buffers rather than stepped.
-        values: as `named_tensors`.
+        values, sharded: as `named_tensors`.
 
     Returns:
         Parameters of a float dtype in the group `params`, everything else in `buffers`. Of a plain mapping's tensors
         those are buffers of which it was told so; else the names of batch normalisation are known.
     """
-    owners, aliases = named_tensors(model, values=values)
+    owners, aliases = named_tensors(model, values=values, sharded=sharded)
     told: Mapping[str, bool] = model.buffers if isinstance(model, Told) else {}
     if isinstance(model, nn.Module):
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -124,23 +129,29 @@ def _identity(tensor: Tensor) -> object | None:
     """What two names of one tensor have in common; None for tensors that hold nothing to share."""
     if tensor.numel() == 0:
         return None
+    if is_sharded(tensor):  # here it may have no elements, and so no address: tied ones are one parameter
+        return id(tensor)
     where: object = tensor.data_ptr()
     if tensor.is_meta:  # it has no address, but shares the object that would have one
         where = (tensor.untyped_storage()._cdata, tensor.storage_offset())
     return (tensor.device, where, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-def _require_dense(name: str, tensor: object, values: bool) -> None:
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, a class that takes long to import."""
+    return hasattr(tensor, "placements")
+
+
+def _require_dense(name: str, tensor: object, values: bool, sharded: bool) -> None:
     if not isinstance(tensor, Tensor):
         raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor.", "Leave it out of the mapping.")
-    kind = type(tensor).__name__
     if tensor.layout != torch.strided or tensor.is_quantized:
         what = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise UsageError(f"{name!r} is a {what} tensor, which does not travel.", "Convert it to a dense one first.")
-    if kind == "DTensor":
+    if is_sharded(tensor) and not sharded:
         raise UsageError(
             f"{name!r} is a DTensor.",
-            "Join before the model is sharded; sharded workers are not supported yet.",
+            "Sharded models train with atoll.DiLoCo; elsewhere call full_tensor() on it first.",
         )
     if values and tensor.is_meta:
         raise UsageError(f"{name!r} is on the meta device: it has no values.", "Call model.to_empty(device=...) first.")

@@ -88,6 +88,7 @@ class RunInfo(Message):
         default_factory=dict, description="That codec's keyword arguments."
     )
     part_bytes: int = Field(gt=0)
+    ranks: int = Field(1, ge=1, description="Ranks of sharded workers; no part is of two of them.")
     connections: int = Field(gt=0, description="Parallel connections a worker should use for tensors.")
     heartbeat_interval_s: float = Field(ge=0)
     heartbeat_timeout_s: float = Field(ge=0)

@@ -77,6 +77,7 @@ class Connection:
         self._news, self._telling = threading.Event(), threading.RLock()
         self._warnings: dict[int, list[str]] = {}
         self.finished = False
+        self.on_wait: Callable[[], None] = lambda: None  # called every now and then while somebody else is waited for
         self.durable_versions: dict[int, int | None] = {}  # of each fragment, the newest that survives a power loss
         self._process = uuid.uuid4().hex[:16]
         self._labels = labels or {}
@@ -250,6 +251,7 @@ class Connection:
                 self.finished = True
             if reply.status != "wait" or (wait_s is not None and time.monotonic() - begin >= wait_s):
                 return reply
+            self.on_wait()
             if time.monotonic() - said >= 15.0:
                 said = time.monotonic()
                 LOG.info("%s: waiting %.0f s: %s", self.site, said - begin, reply.reason)
@@ -348,6 +350,7 @@ class Connection:
                 attempt += 1
                 if max_retries is not None and attempt > max_retries:
                     raise
+                self.on_wait()
                 wait_s = max(pause_s * random.uniform(0.75, 1.25), error.retry_after_s or 0.0)
                 level = LOG.warning if attempt in (1, 4) or attempt % 20 == 0 else LOG.debug
                 level("%s: cannot %s: %s Trying again in %.1f s.", self.site, what, error, wait_s)

@@ -47,7 +47,7 @@ class DeltaFile(PartsFile):
     """
 
     def __init__(self, folder: Path, downlink: Downlink, name: str = "delta") -> None:
-        super().__init__(folder / f"{name}.bin", downlink.layout.nbytes, downlink.parts)
+        super().__init__(folder / f"{name}.bin", downlink.layout.nbytes, downlink.parts, downlink.count)
         self.downlink = downlink
         self._note_path = folder / f"{name}.json"
 

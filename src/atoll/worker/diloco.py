@@ -22,21 +22,21 @@ from torch import nn
 
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
-from atoll.tensors.modules import named_tensors, schema_of
 from atoll.worker.border import border
-from atoll.worker.connection import START_RETRIES, default_site, require_site
+from atoll.worker.connection import default_site, require_site
 from atoll.worker.given import finite_metrics, last_words, positive, require_trains, sync_retries
 from atoll.worker.local import ALONE, ALONE_ENDED
+from atoll.worker.over_ranks import OverRanks
 from atoll.worker.ranks import Ranks
 from atoll.worker.reporting import LOG, ensure_lines, in_words, size
 from atoll.worker.session import Session
-from atoll.worker.whole import WholeModel
+from atoll.worker.sharded import Lead
 
 if TYPE_CHECKING:
     from atoll.worker.streaming import Streaming
 
 
-class DiLoCo(WholeModel):
+class DiLoCo(OverRanks):
     """Low-communication training around any loop; `optimizer.step()` is all that it needs to see.
 
     Args:
@@ -96,7 +96,6 @@ class DiLoCo(WholeModel):
         self._stopped = False
         self.sync_every = sync_every or 0
         self._streaming: Streaming | None = None
-        self._told: Any = None  # what this rank has in common with the others; None before the start
         self._pending_metrics: dict[str, float] = {}
         self._not_finite: set[str] = set()  # metrics of which that was said
         self._pace = (0, time.monotonic())
@@ -124,28 +123,21 @@ class DiLoCo(WholeModel):
             LOG.info("%s", ALONE)
             return self
         require_trains(self.optimizer, self.model.parameters())
-        self._tensors = named_tensors(self.model)[0]
-        self._told = self._ranks.agree(lambda: self._join(require_site(self._site or default_site())))
-        self._learn()
+        self._find_tensors()
+        try:
+            self._told = self._ranks.agree(lambda: self._join(require_site(self._site or default_site())), self._obey)
+            self._learn()
+        except BaseException:
+            self._end_share()
+            raise
         self._hook(self.optimizer)
         return self
 
     def _join(self, site: str) -> dict[str, Any]:
-        assert self._server
-        session = Session(
-            self._server,
-            site,
-            folder=self._folder,
-            schema=schema_of(self.model),
-            sync_every=self._given_sync_every,
-            num_fragments=self._given_fragments,
-            labels=self._labels,
-            filters=self._filters,
-            max_retries=START_RETRIES,
-            streams=True,
-        )
-        self._session = session
+        session = self._session = self._open(site)
         try:
+            if isinstance(session, Lead):
+                session.begin()
             self.sync_every = self._given_sync_every or session.info.sync_every or 500
             if session.streams:
                 self._stream(session)
@@ -172,13 +164,6 @@ class DiLoCo(WholeModel):
             else None,
         }
 
-    def _learn(self) -> None:
-        """Be where rank 0 is: its model, and when something is to be done next."""
-        if self._ranks.together:
-            self.sync_every, self.finished = self._told["sync_every"], self._told["finished"]
-            self._local_steps = self._told["local_steps"]
-            self._ranks.spread_(self._tensors.values())
-
     def _stream(self, session: Session) -> None:
         from atoll.worker.streaming import Streaming
 
@@ -200,6 +185,7 @@ class DiLoCo(WholeModel):
             return
         if session is None:
             self._stopped = not self._server or self._told is not None
+            self._end_share()
             if not self._server and error is None:
                 LOG.info("%s", ALONE_ENDED)
             self._spread_the_end(error)
@@ -232,11 +218,6 @@ class DiLoCo(WholeModel):
             self.seconds_waited,
         )
 
-    def _spread_the_end(self, error: BaseException | None) -> None:
-        """What was merged while the loop ended is every rank's."""
-        if error is None and self._told is not None and self._told["acts"] is not None:
-            self._ranks.spread_(self._tensors.values())
-
     def _end_streaming(self, streaming: Streaming, session: Session, error: BaseException | None) -> None:
         try:
             if error is None:
@@ -256,7 +237,7 @@ class DiLoCo(WholeModel):
         require_trains(self.optimizer, self.model.parameters())
         if self._hooks:
             self._unhook()
-            self._tensors = named_tensors(self.model)[0]
+            self._find_tensors()
             self._hook(optimizer)
 
     @border
@@ -274,8 +255,11 @@ class DiLoCo(WholeModel):
 
     @property
     def sync_metrics(self) -> dict[str, float]:
-        """Rounds, retries, reconnections, bytes and seconds waited so far; staleness of the last that counted."""
-        session = self._session
+        """Rounds, retries, reconnections, bytes and seconds waited so far; staleness of the last that counted.
+
+        The bytes of a sharded model are those of this rank.
+        """
+        session = self._session or self._share
         streaming = self._streaming
         merges = {"merges_waited": streaming.merges_waited, "merges_late": streaming.merges_late} if streaming else {}
         return {
@@ -317,7 +301,7 @@ class DiLoCo(WholeModel):
         if self.finished or not self._may_act():
             return
         begin = time.monotonic()
-        told = self._ranks.agree(self._act)
+        told = self._ranks.agree(self._act, self._obey)
         if told is None:
             return
         self._told = told

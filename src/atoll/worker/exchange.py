@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from atoll.codecs.update import codecs_of, encoded_layout
-from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused
+from atoll.errors import Gone, TicketClosed, UpdateRefused
 from atoll.failpoints import failpoint
 from atoll.filters.base import About, Filter, require_filters
+from atoll.tensors.chunks import Held
 from atoll.tensors.layout import Part, version_layout
 from atoll.tensors.modules import Tensors
 from atoll.tensors.schema import Schema
@@ -30,6 +31,7 @@ from atoll.worker.notes import name_of, read_note
 from atoll.worker.pulling import Puller
 from atoll.worker.reporting import LOG, Progress, progress, size
 from atoll.worker.residuals import Residuals
+from atoll.worker.sending import Sending, completed
 from atoll.worker.stretches import Stretches
 from atoll.worker.turns import Together
 
@@ -38,9 +40,6 @@ if TYPE_CHECKING:
 
 MAX_REFUSALS = 5
 """In a row, after which a worker gives up: it would train and be refused for ever."""
-
-MAX_CONFLICTS = 3
-"""In one submission: an attempt at a part that was given up may arrive late, and undo the one that took its place."""
 
 
 class Exchange:
@@ -54,6 +53,7 @@ class Exchange:
         schema: of the fragment.
         filters: that its updates pass through before they leave.
         cleanup: closes the files.
+        rank: of a sharded worker, whose parts alone are sent and pulled here.
 
     Attributes:
         refusals: updates of this process that were refused in a row.
@@ -72,6 +72,7 @@ class Exchange:
         schema: Schema,
         filters: Sequence[Filter],
         cleanup: ExitStack,
+        rank: int | None = None,
     ) -> None:
         self.connection, self.site, self.parts = connection, connection.site, parts
         self.folder, self.schema = folder, schema
@@ -79,13 +80,15 @@ class Exchange:
         self._named = "" if fragment is None else f" fragment {fragment}"
         self.refusals, self.resuming, self.settled = 0, False, 0
         info = connection.info
-        self.layout = version_layout(schema, info.part_bytes)
+        self.layout = version_layout(schema, info.part_bytes, info.ranks)
         self.codecs = codecs_of(info.codec, info.codec_options, sent=True)
+        layout = encoded_layout(schema, info.codec, self.codecs, info.part_bytes, info.ranks)
+        if rank is not None:
+            self.layout, layout = self.layout.of_rank(rank), layout.of_rank(rank)
         self.base = BaseFile(folder, self.layout, name_of("base", fragment))
         cleanup.callback(self.base.close)
         self._following = name_of("base-next", fragment)
         self._puller = Puller(connection, parts, folder, self.layout, fragment)
-        layout = encoded_layout(schema, info.codec, self.codecs, info.part_bytes)
         self.outbox = Outbox(folder, layout, name_of("outbox", fragment))
         cleanup.callback(self.outbox.close)
         self._stretches = Stretches(self.outbox.layout, self.layout, self.codecs)
@@ -94,7 +97,8 @@ class Exchange:
         cleanup.callback(self._turns.close)
         self.residuals: Residuals | None = None
         if self.codecs[info.codec].feedback:
-            self.residuals = self._turns.add(Residuals(folder, schema, name_of("residual", fragment)))
+            sparse = rank is not None
+            self.residuals = self._turns.add(Residuals(folder, schema, name_of("residual", fragment), sparse=sparse))
         self.controls: Controls | None = None
         self.filters = require_filters(filters)
 
@@ -119,6 +123,16 @@ class Exchange:
         """As `Puller.pull`, from the base file here, and by default into it."""
         self._puller.pull(version, digest, into, base or self.base, self.base, max_retries)
 
+    def rebase(self, version: int, digest: str, tensors: Tensors) -> None:
+        """Go on from another version, with what was trained since the base."""
+        moved = self.following()
+        try:
+            self.pull(version, digest, None, moved)
+            update.rebase_(tensors, self.base, moved)
+            self.base.replace_with(moved)
+        finally:
+            moved.close()
+
     def submit(
         self,
         ticket: messages.Ticket,
@@ -142,7 +156,7 @@ class Exchange:
             self.send(max_retries)
             return formed
         self._tell_submitting(ticket.round)
-        with progress(f"{self.site}: submitting{self._named}", self.outbox.layout.nbytes) as bar:
+        with progress(f"{self.site}: submitting{self._named}", self.outbox.layout.own_nbytes) as bar:
             with self.parts.pushing(
                 routes.parts_of(ticket.ticket),
                 self.outbox.fd,
@@ -172,6 +186,21 @@ class Exchange:
         if filtered is not None and control_difference is not None:
             # with filters a round takes no other
             control_difference = cast(update.Difference, control_difference).behind(filtered)
+        formed = self._write(ticket, tensors, on_part, control_difference, filtered)
+        digests = [digest.hex() for digest in formed.part_digests]
+        self._formed(formed.is_zero, steps)
+        self.outbox.seal(self._note(ticket, formed.digest, digests, weight, steps, metrics))
+        return formed
+
+    def _write(
+        self,
+        ticket: messages.Ticket,
+        tensors: Held,
+        on_part: Callable[[Part, bytes], None] | None,
+        control_difference: update.Runs | None = None,
+        filtered: Filtered | None = None,
+    ) -> update.Formed:
+        """Fill the outbox, which has no note yet."""
         self.outbox.begin(ticket.layout_digest)
         self._turns.begin(ticket.ticket)
         if self.residuals is not None:
@@ -189,25 +218,35 @@ class Exchange:
             self._losses,
         )
         self._turns.belongs_to(ticket.ticket, ticket.base_version)
-        self._losses.end(formed.is_zero, steps, bool(self.filters))
-        self.connection.warn(self.fragment, self._losses.warnings)
-        self.outbox.seal(
-            OutboxNote(
-                run=self.connection.info.run,
-                ticket=ticket.ticket,
-                fragment=ticket.fragment,
-                base_version=ticket.base_version,
-                base_digest=ticket.base_digest,
-                layout_digest=ticket.layout_digest,
-                digest=formed.digest,
-                part_digests=[digest.hex() for digest in formed.part_digests],
-                weight=weight,
-                steps=steps,
-                metrics=metrics,
-                round=ticket.round,
-            )
-        )
         return formed
+
+    def _formed(self, is_zero: bool, steps: int) -> None:
+        self._losses.end(is_zero, steps, bool(self.filters))
+        self.connection.warn(self.fragment, self._losses.warnings)
+
+    def _note(
+        self,
+        ticket: messages.Ticket,
+        digest: str,
+        part_digests: list[str],
+        weight: float,
+        steps: int,
+        metrics: dict[str, float],
+    ) -> OutboxNote:
+        return OutboxNote(
+            run=self.connection.info.run,
+            ticket=ticket.ticket,
+            fragment=ticket.fragment,
+            base_version=ticket.base_version,
+            base_digest=ticket.base_digest,
+            layout_digest=ticket.layout_digest,
+            digest=digest,
+            part_digests=part_digests,
+            weight=weight,
+            steps=steps,
+            metrics=metrics,
+            round=ticket.round,
+        )
 
     def send(self, max_retries: int | None = None) -> messages.Receipt:
         """Send what is in the outbox: the parts that the server lacks, then the word that it is complete.
@@ -219,58 +258,22 @@ class Exchange:
         note = self.outbox.note
         assert note is not None
         self._tell_submitting(note.round)
-        with progress(f"{self.site}: submitting{self._named}", self.outbox.layout.nbytes) as bar:
+        with progress(f"{self.site}: submitting{self._named}", self.outbox.layout.own_nbytes) as bar:
             return self._complete(bar, None if self.resuming else set(), None, max_retries)
 
     def _complete(
         self, bar: Progress, sent: Collection[int] | None, failure: BaseException | None, max_retries: int | None
     ) -> messages.Receipt:
-        """Send the parts but for those `sent`, then the word.
+        """As `completed`; then the outbox says so, too."""
+        assert self.outbox.note is not None
+        sending = Sending(self.connection, self.parts, self.outbox, bar, sent, failure)
+        receipt = completed(self.connection, self.outbox.note, sending.push, max_retries)
+        self._acknowledged()
+        return receipt
 
-        Args:
-            sent: indices; None: ask the server which it has.
-            failure: what ended an attempt that has begun already.
-        """
+    def _acknowledged(self) -> None:
         note = self.outbox.note
         assert note is not None
-        digests = {index: bytes.fromhex(text) for index, text in enumerate(note.part_digests)}
-        complete = messages.Complete(
-            digest=note.digest,
-            base_digest=note.base_digest,
-            weight=note.weight,
-            steps=note.steps,
-            metrics=note.metrics,
-        )
-
-        def submit() -> messages.Receipt:
-            nonlocal sent, failure
-            has, sent = sent, None
-            if failure is not None:
-                error, failure = failure, None
-                raise error
-            if has is None:
-                has = self.connection.parts_at_server(note.ticket, digests)
-            parts = [part for part in self.outbox.layout.parts if part.index not in has]
-            bar.resume()
-            self.parts.push(
-                routes.parts_of(note.ticket),
-                self.outbox.fd,
-                parts,
-                digests,
-                on_bytes=bar.add,
-                recorded=partial(self.connection.parts_at_server, note.ticket),
-            )
-            return self.connection.http.post(routes.COMPLETE.format(ticket=note.ticket), complete, messages.Receipt)
-
-        for conflicts in range(MAX_CONFLICTS + 1):
-            try:
-                receipt = self.connection.patiently(submit, max_retries, "submit")
-                self.connection.require_here()
-                break
-            except Conflict as error:  # by then `sent` is None: what the server lacks is asked and sent
-                if conflicts == MAX_CONFLICTS:
-                    raise
-                LOG.debug("%s: %s", self.site, error)
         self.outbox.mark_sent()
         self.resuming = False
         failpoint("worker.acknowledged")
@@ -278,10 +281,9 @@ class Exchange:
             "%s: submitted%s, %s for version %d",
             self.site,
             self._named,
-            size(self.outbox.layout.nbytes),
+            size(self.outbox.layout.own_nbytes),
             note.base_version,
         )
-        return receipt
 
     def _tell_submitting(self, number: int) -> None:
         self.connection.tell(state=f"submitting to round {number}")

@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -72,9 +72,12 @@ class ScratchFile:
 
     Attributes:
         is_new: it was not there, or had another size: whatever a note says of it, it holds zeros.
+
+    Args:
+        used: (offset, nbytes) of what is going to be written, which has to find room; by default all.
     """
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path, nbytes: int, used: Iterable[tuple[int, int]] | None = None) -> None:
         self.path = path
         self.nbytes = nbytes
         self._descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -83,8 +86,10 @@ class ScratchFile:
             self.is_new = os.fstat(self.fd).st_size != nbytes
             if self.is_new:
                 os.ftruncate(self.fd, 0)
-                if nbytes:
-                    os.posix_fallocate(self.fd, 0, nbytes)
+                os.ftruncate(self.fd, nbytes)
+                for offset, count in ((0, nbytes),) if used is None else used:
+                    if count:
+                        os.posix_fallocate(self.fd, offset, count)
         except OSError as error:
             self.close()
             path.unlink(missing_ok=True)
@@ -152,21 +157,27 @@ class ScratchFile:
 
 
 class PartsFile(ScratchFile):
-    """One that is cut into parts."""
+    """One that is cut into parts; where those of one rank are all that it holds, it has holes.
 
-    def __init__(self, path: Path, nbytes: int, parts: Sequence[Part]) -> None:
-        super().__init__(path, nbytes)
-        self._parts = parts
+    Args:
+        parts: that it holds.
+        count: of all parts, whosever.
+    """
+
+    def __init__(self, path: Path, nbytes: int, parts: Sequence[Part], count: int) -> None:
+        used = None if len(parts) == count else ((part.start, part.nbytes) for part in parts)
+        super().__init__(path, nbytes, used)
+        self._parts, self._count = parts, count
 
     def differing(self, digests: Sequence[str], among: Collection[Part] | None = None) -> list[Part]:
         """The parts whose bytes do not have their digest.
 
         Args:
-            digests: in hex, of every part in order, whichever are looked at.
-            among: the parts to look at; by default all.
+            digests: in hex, of every part in order, whosever, whichever are looked at.
+            among: the parts to look at; by default all that are ours.
         """
         looked_at = self._parts if among is None else among
-        if len(digests) != len(self._parts):  # of another cut: none can be told to be right
+        if len(digests) != self._count:  # of another cut: none can be told to be right
             return list(looked_at)
         return [part for part in looked_at if self.digest(part).hex() != digests[part.index]]
 
@@ -175,7 +186,7 @@ class BaseFile(PartsFile):
     """The version that a worker trains from, byte for byte as the server has it."""
 
     def __init__(self, folder: Path, layout: Layout, name: str = "base") -> None:
-        super().__init__(folder / f"{name}.safetensors", layout.nbytes, layout.parts)
+        super().__init__(folder / f"{name}.safetensors", layout.nbytes, layout.parts, len(layout.all_parts))
         self.layout, self.name = layout, name
         self._note_path = folder / f"{name}.json"
         if self.is_new:
@@ -255,7 +266,7 @@ class Outbox(PartsFile):
     """The update that a worker has formed and must be able to send until what it counts in is durable."""
 
     def __init__(self, folder: Path, layout: Layout, name: str = "outbox") -> None:
-        super().__init__(folder / f"{name}.bin", layout.nbytes, layout.parts)
+        super().__init__(folder / f"{name}.bin", layout.nbytes, layout.parts, len(layout.all_parts))
         self.layout = layout
         self._note_path = folder / f"{name}.json"
         self.note = read_note(self._note_path, OutboxNote)
@@ -284,6 +295,7 @@ class Outbox(PartsFile):
         failpoint("outbox.seal")
         self.note = note
         write_note(self._note_path, note)
+        failpoint("outbox.sealed")
 
     def mark_sent(self) -> None:
         """The server has it; kept, since a server that lost power may ask for it again."""

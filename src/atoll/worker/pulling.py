@@ -66,7 +66,7 @@ class Puller:
             if into is not None:
                 update.load_(into, base)
             return
-        manifest = self._manifest(version, max_retries)
+        manifest = self.manifest(version, max_retries)
         if manifest.digest != digest:
             raise Gone(f"Version {version} is no longer the one that was offered.", "Ask for the head again.")
         held = (source or base).note
@@ -88,7 +88,12 @@ class Puller:
         if wrong and into is not None:
             update.load_(into, base)
 
-    def _manifest(self, version: int, max_retries: int | None) -> messages.Manifest:
+    def manifest(self, version: int, max_retries: int | None) -> messages.Manifest:
+        """What the server says of a version.
+
+        Raises:
+            Gone: it no longer keeps it.
+        """
         path = routes.MANIFEST.format(fragment=self._fragment, version=version)
         return self._worker.patiently(
             lambda: self._worker.http.get(path, messages.Manifest), max_retries, f"pull version {version}"
@@ -213,7 +218,7 @@ class Puller:
             if delta.base_version <= note.version:
                 return []
             try:
-                manifest = self._manifest(delta.base_version, max_retries)
+                manifest = self.manifest(delta.base_version, max_retries)
             except Gone:
                 return []
             if manifest.digest != delta.base_digest:

@@ -23,9 +23,10 @@ class Residuals(Turns):
         folder: of the site in the run; locked by the caller.
         schema: of what is trained together.
         name: of the files.
+        sparse: whether only one rank's share is kept here.
     """
 
-    def __init__(self, folder: Path, schema: Schema, name: str = "residual") -> None:
+    def __init__(self, folder: Path, schema: Schema, name: str = "residual", *, sparse: bool = False) -> None:
         super().__init__(
             folder,
             name,
@@ -34,6 +35,7 @@ class Residuals(Turns):
                 for spec in schema.tensors
                 if spec.group == PARAMS
             ),
+            sparse=sparse,
         )
         if not self.found:
             self.zero()

@@ -34,12 +34,13 @@ class Session(Connection, Exchange):
         filters: that its updates pass through before they leave.
         max_retries: attempts after which a lost server is given up; None: never.
         streams: whether it can take part in a run that streams.
+        share: rank and number of ranks, where the model is sharded: this one's files are its own.
 
     Attributes:
         fragments: what it has of each of the run's fragments.
 
     Raises:
-        ConfigError: the run streams, and this worker cannot.
+        ConfigError: the run streams, and this worker cannot; or it is for another number of ranks.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Session(Connection, Exchange):
         filters: Sequence[Filter] = (),
         max_retries: int | None = None,
         streams: bool = False,
+        share: tuple[int, int] | None = None,
     ) -> None:
         Connection.__init__(self, server, site, labels=labels, max_retries=max_retries)
         self._cleanup = contextlib.ExitStack()
@@ -67,13 +69,24 @@ class Session(Connection, Exchange):
                     f"alpha {self.info.alpha:g}), and this worker takes whole rounds.",
                     "Train with atoll.DiLoCo(model, optimizer), or leave num_fragments, tau and alpha out of the run.",
                 )
+            if share is not None and share[1] != self.info.ranks:
+                raise ConfigError(
+                    f"The model of worker {site} is sharded over {share[1]} ranks, and the run {self.info.name!r} has "
+                    f"ranks = {self.info.ranks}.",
+                    f"Start the server with --ranks {share[1]}, or this worker with --nproc-per-node "
+                    f"{self.info.ranks} of torchrun.",
+                )
             if schema is not None:
                 schema.require_equal(self.schema.model, mine=f"worker {site}", theirs="the server")
-            where = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))) / site / self.info.run
+            where = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))) / site
+            if share is not None:  # what was kept for another division is of no use
+                where /= f"rank-{share[0]}-of-{share[1]}"
+            where /= self.info.run
             self._cleanup.enter_context(locked(where, site))
             self.fragments: tuple[Exchange, ...]
             if self.split.count == 1:
-                Exchange.__init__(self, self, parts, where, None, self.schema, filters, self._cleanup)
+                rank = share[0] if share else None
+                Exchange.__init__(self, self, parts, where, None, self.schema, filters, self._cleanup, rank)
                 self.fragments = (self,)
             else:
                 self.fragments = tuple(

@@ -6,6 +6,7 @@ places when the server says that this update was counted, and not before: a refu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,13 +53,15 @@ class Turns:
         folder: of the site in the run; locked by the caller.
         name: of the files.
         specs: the tensors, as they are kept.
+        sparse: whether little of them is going to be written.
     """
 
-    def __init__(self, folder: Path, name: str, specs: Iterable[TensorSpec]) -> None:
+    def __init__(self, folder: Path, name: str, specs: Iterable[TensorSpec], *, sparse: bool = False) -> None:
         layout = file_layout(list(specs), b"")
         self._segments = layout.by_name
         self._note_path = folder / f"{name}.json"
-        self._files = [ScratchFile(folder / f"{name}-{index}.bin", layout.nbytes) for index in (0, 1)]
+        self._sparse, used = sparse, () if sparse else None
+        self._files = [ScratchFile(folder / f"{name}-{index}.bin", layout.nbytes, used) for index in (0, 1)]
         note: TurnNote | None = read_note(self._note_path, TurnNote)
         if note is None or self._files[note.current].is_new or (note.pending and self._files[1 - note.current].is_new):
             self._note_path.unlink(missing_ok=True)  # the files are there from now on, and would be believed
@@ -71,7 +74,10 @@ class Turns:
         self.note = TurnNote()
         zeros = memoryview(bytes(CHUNK_BYTES))
         for file in self._files:
-            if not file.is_new:
+            if self._sparse:
+                os.ftruncate(file.fd, 0)
+                os.ftruncate(file.fd, file.nbytes)
+            elif not file.is_new:
                 for offset in range(0, file.nbytes, CHUNK_BYTES):
                     file.write(offset, zeros[: file.nbytes - offset])
 

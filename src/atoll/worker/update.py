@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atoll.codecs.base import Codec
 from atoll.tensors.alone import alone
-from atoll.tensors.chunks import CHUNK_ELEMENTS, assign_run_, bytes_of, run_of
+from atoll.tensors.chunks import CHUNK_ELEMENTS, Held, assign_run_, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES, Part, chunks
 from atoll.tensors.modules import Tensors
@@ -61,7 +61,7 @@ class Formed:
 def form_update(
     outbox: Outbox,
     base: BaseFile,
-    tensors: Tensors,
+    tensors: Held,
     codecs: Mapping[str, Codec],
     on_part: Callable[[Part, bytes], None] | None = None,
     stretches: Stretches | None = None,
@@ -102,7 +102,7 @@ class _Former:
         self,
         outbox: Outbox,
         base: BaseFile,
-        tensors: Tensors,
+        tensors: Held,
         codecs: Mapping[str, Codec],
         stretches: Stretches,
         control_difference: Runs | None,
@@ -216,7 +216,7 @@ class _Former:
         self.outbox.write(begin, data)
 
 
-def rebase_(tensors: Tensors, old: BaseFile, new: BaseFile) -> None:
+def rebase_(tensors: Held, old: BaseFile, new: BaseFile) -> None:
     """w ← b_head + (w − b_base), in place: local progress is carried over to the version that others moved on to.
 
     Buffers take the new version's values.
@@ -281,7 +281,7 @@ def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -
                 base.write(offset, memoryview(scratch)[: (stop - start) * spec.item_bytes])
 
 
-def load_(tensors: Tensors, base: BaseFile) -> None:
+def load_(tensors: Held, base: BaseFile) -> None:
     """Copy what the base file has of the tensors into them, in place."""
     scratch = bytearray(CHUNK_ELEMENTS * _WIDEST_BYTES)
     with torch.no_grad():

@@ -11,7 +11,6 @@ from functools import partial
 from atoll.errors import Gone, TicketClosed, UpdateRefused
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
-from atoll.worker import update
 from atoll.worker.connection import START_RETRIES, NetworkLost
 from atoll.worker.reporting import LOG, why_skipped
 from atoll.worker.session import Session
@@ -83,7 +82,7 @@ class WholeModel(ABC):
             if session.info.on_missed == "reset":
                 self._reset(session, ticket)
                 return
-            self._rebase(ticket.base_version, ticket.base_digest)
+            self._rebase(session, ticket.base_version, ticket.base_digest)
         weight, metrics = self._said()
         steps = self.step - self._base_step
         session.submit(
@@ -131,17 +130,9 @@ class WholeModel(ABC):
             version,
         )
 
-    def _rebase(self, version: int, digest: str) -> None:
+    def _rebase(self, session: Session, version: int, digest: str) -> None:
         """The head moved while we were away: carry local progress over to it."""
-        session = self._session
-        assert session is not None
-        moved = session.following()
-        try:
-            session.pull(version, digest, None, moved)
-            update.rebase_(self._tensors, session.base, moved)
-            session.base.replace_with(moved)
-        finally:
-            moved.close()
+        session.rebase(version, digest, self._tensors)
         self._version = version
         LOG.info("%s: the run moved on to version %d; local steps were carried over", session.site, version)
 

@@ -1,0 +1,117 @@
+"""DiLoCo in one of several ranks: what this process has of the model, and how it comes to be where rank 0 is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from atoll.errors import UsageError
+from atoll.filters.base import Filter
+from atoll.tensors.modules import is_sharded, named_tensors, schema_of
+from atoll.tensors.schema import Schema
+from atoll.tensors.shards import Shards
+from atoll.worker.connection import START_RETRIES
+from atoll.worker.ranks import Ranks
+from atoll.worker.session import Session
+from atoll.worker.sharded import Follow, Lead
+from atoll.worker.whole import WholeModel
+
+
+class OverRanks(WholeModel):
+    """Part of `DiLoCo`."""
+
+    model: nn.Module
+    sync_every: int
+    _ranks: Ranks
+    _server: str | None
+    _folder: Path | None
+    _labels: dict[str, str] | None
+    _filters: Sequence[Filter]
+    _given_sync_every: int | None
+    _given_fragments: int | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: Any = None  # what this rank has in common with the others; None before the start
+        self._schema = Schema(())
+        self._shards: Shards | None = None
+        self._share: Follow | None = None
+
+    def _find_tensors(self) -> None:
+        """What there is of the model in this process."""
+        self._shards = None
+        if not any(map(is_sharded, self.model.parameters())):
+            self._schema, self._tensors = schema_of(self.model), named_tensors(self.model)[0]
+            return
+        if self._filters:
+            raise UsageError(
+                "filters see whole tensors, and this model is sharded over ranks (FSDP2).",
+                "Leave filters out, or train with DistributedDataParallel.",
+            )
+        self._schema, shards = Shards.of(self.model, self._ranks.rank, self._ranks.count)
+        self._tensors = shards.locals
+        self._shards = shards if self._ranks.together else None
+
+    def _open(self, site: str) -> Session:
+        assert self._server
+        options: dict[str, Any] = {
+            "folder": self._folder,
+            "schema": self._schema,
+            "sync_every": self._given_sync_every,
+            "num_fragments": self._given_fragments,
+            "labels": self._labels,
+            "filters": self._filters,
+            "max_retries": START_RETRIES,
+            "streams": True,
+        }
+        session = (
+            Session(self._server, site, **options)
+            if self._shards is None
+            else Lead(self._server, site, shards=self._own_shards, ranks=self._ranks, **options)
+        )
+        session.on_wait = self._ranks.wait
+        return session
+
+    def _own_shards(self) -> Shards:
+        assert self._shards is not None
+        return self._shards
+
+    def _obey(self, name: str, order: dict[str, Any]) -> Any:
+        """At another rank than 0, which orders."""
+        if self._share is None:
+            assert self._server
+            self._share = Follow(
+                self._server,
+                order["given"]["site"],
+                shards=self._own_shards,
+                ranks=self._ranks,
+                folder=self._folder,
+                schema=self._schema,
+                max_retries=START_RETRIES,
+            )
+            return None
+        return self._share.obey(name, order)
+
+    def _end_share(self) -> None:
+        if self._share is not None:
+            self._share.leave()
+
+    def _learn(self) -> None:
+        """Be where rank 0 is: its model, and when something is to be done next."""
+        if self._ranks.together:
+            self.sync_every, self.finished = self._told["sync_every"], self._told["finished"]
+            self._local_steps = self._told["local_steps"]
+            self._spread()
+
+    def _spread(self) -> None:
+        """The whole model of rank 0, where every rank has one."""
+        if self._shards is None:
+            self._ranks.spread_(self._tensors.values())
+
+    def _spread_the_end(self, error: BaseException | None) -> None:
+        """What was merged while the loop ended is every rank's."""
+        if error is None and self._told is not None and self._told["acts"] is not None:
+            self._spread()

@@ -1,0 +1,139 @@
+"""One rank of a site whose model is sharded by FSDP2: trains on its share of the site's data, and writes what it has.
+
+python rank_of_a_sharded_site.py '{"site": "a", "out": "folder", …}', with torchrun's variables and ATOLL_SERVER.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from sharded_world import WEIGHTS, Awkward, build, data, inner
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import atoll
+from atoll.filters import NormClip
+from atoll.wire import routes
+from atoll.worker import diloco as diloco_module
+from atoll.worker.ranks import Ranks
+
+
+def local(value: Any) -> Tensor:
+    found: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return found
+
+
+def shard(model: Awkward, how: str) -> Awkward:
+    """`rows` is as it should be; the others are refused."""
+    ignored: set[nn.Parameter] = {model.gain}
+    ranks = dist.get_world_size()
+    if how in ("replicated", "columns"):
+        mesh, placement = init_device_mesh("cpu", (ranks,)), Replicate() if how == "replicated" else Shard(1)
+        model.wide.weight = nn.Parameter(distribute_tensor(model.wide.weight.detach(), mesh, [placement]))
+    elif how == "hybrid":
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("over", "within"))
+        fully_shard(model, ignored_params=ignored, mesh=mesh)
+    elif how == "rows":
+        for layer in (model.wide, model.last):  # tied parameters have to be in one group, here that of the whole
+            fully_shard(layer)
+        fully_shard(model, ignored_params=ignored)
+    return model
+
+
+class Counted(Ranks):
+    """Counts the bytes that this rank gives to the others, each to one of them."""
+
+    given = 0
+
+    def swap(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        Counted.given += sum(each.numel() for rank, each in enumerate(outgoing) if rank != self.rank)
+        return super().swap(outgoing, sizes)
+
+
+def hold(until: str | None) -> None:
+    """Wait for a file, and say so by one beside it."""
+    if until is not None:
+        Path(f"{until}.awaited-{dist.get_rank()}").touch()
+    while until is not None and not Path(until).exists():
+        time.sleep(0.01)
+
+
+def main(
+    site: str,
+    out: Path,
+    sharded: str = "rows",
+    steps: int = 100,
+    poison: int = -1,
+    held: dict[str, str] | None = None,
+    filters: bool = False,
+    otherwise: str = "",
+    dtype: str = "float64",
+    patience_s: float = 60.0,
+    **more: Any,
+) -> None:
+    """Args:
+    sharded: how; "" trains the whole model on every rank, as it is.
+    poison: the step in which the last rank's rows of a tensor become NaN.
+    held: step → file that has to be there before it.
+    patience_s: of the ranks with each other in training; a request of rank 0 to the server takes a tenth of it.
+    otherwise: what is done with the model in place of training it with DiLoCo.
+    """
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    routes.LONG_POLL_S = min(routes.LONG_POLL_S, patience_s / 10)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = build(dtype)
+    trained = shard(model, sharded)
+    if otherwise == "publish":
+        atoll.publish(model)
+    elif otherwise == "join":
+        with atoll.join(site=site, folder=out / "workers") as worker:
+            next(iter(worker)).load_into(model)
+    optimizer = inner(trained)
+    each = 16 // ranks
+    last = 16 if rank == ranks - 1 else each * (rank + 1)
+    inputs, targets = (values[each * rank : last].to(model.gain.dtype) for values in data(site))
+    share = len(inputs) * ranks / 16  # FSDP takes the mean over ranks, which may have more or fewer samples
+    trace: dict[str, Tensor] = {}
+    diloco_module.Ranks = Counted  # type: ignore[misc]
+    more |= {"site": site, "weight": WEIGHTS[site], "folder": out / "workers"}
+    with atoll.DiLoCo(trained, optimizer, filters=[NormClip(1.0)] if filters else (), **more) as diloco:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=patience_s))
+        for step in range(steps):
+            if diloco.finished:
+                break
+            hold((held or {}).get(str(step)))
+            optimizer.zero_grad()
+            ((model(inputs) - targets).square().mean() * share).backward()
+            grad = model.gain.grad
+            assert grad is not None
+            if ranks > 1:  # FSDP leaves what it ignores to the script
+                dist.all_reduce(grad)
+                grad /= ranks
+            if step == poison and rank == ranks - 1:
+                with torch.no_grad():
+                    local(model.wide.weight).fill_(float("nan"))
+            optimizer.step()
+            trace |= {f"{step}/{name}": local(p).detach().clone() for name, p in model.named_parameters()}
+        told = diloco.sync_metrics | {"finished": diloco.finished, "step": diloco.step}
+    told |= {"mean": model.mean.tolist(), "seen": int(model.seen), "given": Counted.given}
+    safetensors.torch.save_file(trace, out / f"{site}-{rank}.safetensors")
+    (out / f"{site}-{rank}.json").write_text(json.dumps(told))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    main(**given | {"out": Path(given["out"])})

@@ -1,0 +1,221 @@
+"""A model in fp64 whose tensors are awkward to share, sites with data of their own, and the numbers of whole rounds.
+
+`expected` is DiLoCo by the book in one process with plain tensors; nothing of Atoll's is used, and nothing is sharded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from atoll.testing.processes import Kept, Nursery, Process, free_port
+
+SCRIPT = Path(__file__).with_name("rank_of_a_sharded_site.py")
+WEIGHTS = {"a": 1.0, "b": 2.5}
+OUTER_LR, MOMENTUM = 0.6, 0.8
+HEAD = 5000
+
+
+class Awkward(nn.Module):
+    """Between two ranks: 151 and 150 rows with the border within a tile, 4 and 3 rows, and 1 and none.
+
+    `gain` is not sharded, and longer than a tile; `tied` is `down` under another name; `seen` counts forwards, `mean`
+    is a float buffer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.wide = nn.Linear(97, 301)
+        self.down = nn.Linear(301, 7)
+        self.tied = nn.Linear(301, 7, bias=False)
+        self.tied.weight = self.down.weight
+        self.last = nn.Linear(7, 1)
+        self.gain = nn.Parameter(torch.randn(HEAD))
+        self.mean: Tensor
+        self.seen: Tensor
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen += 1
+        self.mean += 0.25
+        hidden = torch.tanh(self.wide(inputs))
+        out: Tensor = self.last(torch.tanh(self.down(hidden) - 0.3 * self.tied(hidden.square())))
+        return out * (1 + 0.1 * self.gain.mean()) + 1e-3 * self.gain.square().mean()
+
+
+def build(dtype: str = "float64") -> Awkward:
+    return Awkward().to(getattr(torch, dtype))
+
+
+def inner(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-2, weight_decay=0.05)
+
+
+def data(site: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(ord(site))
+    return (
+        torch.randn(16, 97, dtype=torch.float64, generator=generator),
+        torch.randn(16, 1, dtype=torch.float64, generator=generator),
+    )
+
+
+def trained(site: str, steps: int) -> dict[str, Tensor]:
+    """The parameters after so many local steps of a site, from the initial model."""
+    model, (inputs, targets) = build(), data(site)
+    optimizer = inner(model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def expected(sites: str, *, sync_every: int, rounds: int) -> dict[str, list[dict[str, Tensor]]]:
+    """What each site's parameters are after every local step."""
+    models = {site: build() for site in sites}
+    optimizers = {site: inner(models[site]) for site in sites}
+    theta = {name: value.detach().clone() for name, value in build().named_parameters()}
+    momentum = {name: torch.zeros_like(value) for name, value in theta.items()}
+    total = sum(WEIGHTS[site] for site in sites)
+    traces: dict[str, list[dict[str, Tensor]]] = {site: [] for site in sites}
+    for step in range(1, sync_every * rounds + 1):
+        for site in sites:
+            inputs, targets = data(site)
+            optimizers[site].zero_grad()
+            (models[site](inputs) - targets).square().mean().backward()
+            optimizers[site].step()
+        with torch.no_grad():
+            for name in theta if step % sync_every == 0 else ():
+                parameters = {site: models[site].get_parameter(name) for site in sites}
+                gradient = torch.zeros_like(theta[name])
+                for site in sites:
+                    gradient += (theta[name] - parameters[site]) * (WEIGHTS[site] / total)
+                momentum[name] = MOMENTUM * momentum[name] + gradient
+                theta[name] = theta[name] - OUTER_LR * (gradient + MOMENTUM * momentum[name])
+                for parameter in parameters.values():
+                    parameter.copy_(theta[name])
+            for site in sites:
+                traces[site].append({name: p.detach().clone() for name, p in models[site].named_parameters()})
+    return traces
+
+
+SETTINGS: dict[str, Any] = {
+    "model": "sharded_model:build",
+    "algorithm": "diloco",
+    "codec": "none",
+    "outer_lr": OUTER_LR,
+    "outer_momentum": MOMENTUM,
+    "state_dir": "state",
+    "heartbeat_interval_s": 0.5,
+    "heartbeat_timeout_s": 60.0,
+    "threads": 1,
+    "ranks": 2,
+    "part_bytes": 2**16,
+    "min_free_bytes": 0,
+}
+
+
+def start_site(
+    nursery: Nursery,
+    folder: Path,
+    url: str,
+    site: str,
+    *,
+    ranks: int = 2,
+    failpoints: tuple[str, ...] = (),
+    **how: Any,
+) -> list[Process]:
+    """Start all ranks of a site; `how` is what the script is told, `failpoints` are those of each rank."""
+    port = str(free_port())
+    return [
+        nursery.start(
+            str(SCRIPT),
+            json.dumps({"site": site, "out": str(folder), **how}),
+            cwd=folder,
+            env={"ATOLL_SERVER": url, "RANK": str(rank), "WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": ""}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+            failpoints=failpoints[rank] if failpoints else "",
+        )
+        for rank in range(ranks)
+    ]
+
+
+class World:
+    """A run, served by `atoll server` in a process of its own that is started again whenever it was killed; and sites.
+
+    Args:
+        lives: failpoints of the server's first start, of its second, …
+    """
+
+    def __init__(self, nursery: Nursery, folder: Path, lives: tuple[str, ...] = (), **settings: Any) -> None:
+        self.folder, self.port = folder, free_port()
+        self._nursery = nursery
+        (folder / "sharded_model.py").write_text(
+            f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom sharded_world import build\n"
+        )
+        values = SETTINGS | {"port": self.port} | settings
+        flat = {key: value for key, value in values.items() if not isinstance(value, dict)}
+        for table in values.keys() - flat.keys():
+            flat |= {f"{table}.{key}": value for key, value in values[table].items()}
+        lines = (f"{key} = {json.dumps(value)}\n" for key, value in flat.items())
+        (folder / "run.toml").write_text("".join(lines))
+        self.server = Kept(self._start, lives)
+
+    def _start(self, failpoints: str) -> Process:
+        log = self.folder / "server.log"
+        return self._nursery.start("atoll", "server", "run.toml", cwd=self.folder, failpoints=failpoints, log=log)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def site(self, site: str, **how: Any) -> list[Process]:
+        """As `start_site`."""
+        return start_site(self._nursery, self.folder, self.url, site, **how)
+
+    def ended(self, *sites: list[Process]) -> None:
+        """Wait until all ranks and the server have ended well."""
+        for ranks in sites:
+            for rank in ranks:
+                assert rank.wait(90) == 0, rank.output()[-4000:]
+        assert self.server.wait() == 0
+
+
+def told(out: Path, site: str, rank: int) -> dict[str, Any]:
+    """What a rank has said of itself."""
+    found: dict[str, Any] = json.loads((out / f"{site}-{rank}.json").read_text())
+    return found
+
+
+def rows(value: Tensor, rank: int, ranks: int) -> Tensor:
+    """What `Shard(0)` gives a rank: `torch.chunk`, and nothing where there are fewer chunks than ranks."""
+    chunks = torch.chunk(value, ranks)
+    return chunks[rank] if rank < len(chunks) else value[:0]
+
+
+def require_close(out: Path, right: dict[str, list[dict[str, Tensor]]], ranks: int = 2, most: float = 1e-12) -> None:
+    """Every rank of every site has after every step the rows that it has to have."""
+    for site, trace in right.items():
+        for rank in range(ranks):
+            mine = safetensors.torch.load_file(out / f"{site}-{rank}.safetensors")
+            assert len(mine) == len(trace) * len(trace[0]), (site, rank)
+            for step, values in enumerate(trace):
+                for name, value in values.items():
+                    want = value if name == "gain" else rows(value, rank, ranks)
+                    got = mine[f"{step}/{name}"]
+                    assert got.shape == want.shape, (site, rank, name)
+                    error = float((got - want).abs().max()) if want.numel() else 0.0
+                    assert error <= most, f"{site}, rank {rank}, step {step}, {name}: {error}"

@@ -1,0 +1,251 @@
+"""What befalls a sharded worker: its server killed, its update refused, a rank killed, a round that it missed."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+from sharded_world import SETTINGS, World, build, expected, require_close, rows, start_site, trained
+
+import atoll
+from atoll.errors import ServerUnreachable
+from atoll.store.store import Store
+from atoll.testing.processes import Nursery, free_port, wait_until
+from atoll.worker.client import status
+
+
+def counted(folder: Path) -> list[tuple[str, int, int]]:
+    """(site, base version, how often) of every counted update."""
+    with closing(sqlite3.connect(folder / "state/journal.sqlite")) as journal:
+        found: list[tuple[str, int, int]] = journal.execute(
+            "SELECT site, base_version, count(*) FROM tickets WHERE state = 'counted' GROUP BY 1, 2 ORDER BY 1, 2"
+        ).fetchall()
+        return found
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [
+        pytest.param(("part.received=kill@7",), id="before-a-part-is-recorded", marks=pytest.mark.covers("F7")),
+        pytest.param(("accept.before=kill@2",), id="before-an-accept", marks=pytest.mark.covers("F8")),
+        pytest.param(("accept.after=kill@3",), id="after-an-accept", marks=pytest.mark.covers("F9")),
+        pytest.param(("head.after=kill@2", "part.recorded=kill@3"), id="twice", marks=pytest.mark.covers("F12")),
+    ],
+)
+def test_the_server_is_killed(nursery: Nursery, tmp_path: Path, lives: tuple[str, ...]) -> None:
+    """Rank 0 joins again, and the others go on under its new lease; every number is what it would have been."""
+    with World(nursery, tmp_path, lives, sync_every=2, rounds=3, num_workers=2, codec="none") as world:
+        world.ended(world.site("a"), world.site("b"))
+        assert world.server.deaths == len(lives), "a failpoint did not fire"
+    require_close(tmp_path, expected("ab", sync_every=2, rounds=3))
+    assert counted(tmp_path) == [(site, version, 1) for site in "ab" for version in range(3)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, rank: int) -> None:
+    """The other one ends and says why; started again, the worker goes on, and each update counts once."""
+    with World(nursery, tmp_path, sync_every=2, rounds=3, num_workers=1) as world:
+        points = ["", ""]
+        points[rank] = "worker.acknowledged=kill@2"
+        ranks = world.site("a", failpoints=(points[0], points[1]))
+        assert ranks[rank].wait(60) == -signal.SIGKILL
+        assert ranks[1 - rank].wait(60) == 1
+        assert "RunFailed: Another rank of this worker has ended" in ranks[1 - rank].output()
+        world.ended(world.site("a"))
+    assert counted(tmp_path) == [("a", version, 1) for version in range(3)]
+
+
+@pytest.mark.covers("F2")
+def test_what_was_formed_before_all_ranks_died_is_sent_by_their_successors(nursery: Nursery, tmp_path: Path) -> None:
+    """Rank 1 dies with its share of round two in its outbox, and the word that all is there was not said."""
+    right = expected("a", sync_every=2, rounds=2)["a"]
+    with World(nursery, tmp_path, sync_every=2, rounds=2, num_workers=1) as world:
+        ranks = world.site("a", failpoints=("", "outbox.sealed=kill@2"))
+        assert ranks[1].wait(60) == -signal.SIGKILL
+        assert ranks[0].wait(60) == 1
+        again = world.site("a")
+        world.ended(again)
+        assert "the update of an earlier process is in: round 2" in again[0].output()
+    assert counted(tmp_path) == [("a", 0, 1), ("a", 1, 1)]
+    final = safetensors.torch.load_file(tmp_path / "state/exports/model.safetensors")
+    for name, value in right[-1].items():
+        assert float((final[name] - value).abs().max()) <= 1e-12, name
+
+
+@pytest.mark.parametrize("sharded", ["rows", ""], ids=["sharded", "whole"])
+def test_ranks_have_patience_with_a_round_that_takes_longer_than_the_process_groups_timeout(
+    nursery: Nursery, tmp_path: Path, sharded: str
+) -> None:
+    """Site b is held up for twice the 3 s after which a rank gives another one up."""
+    go = tmp_path / "go"
+    with World(nursery, tmp_path, sync_every=2, rounds=1, num_workers=2) as world:
+        b = world.site("b", ranks=1, sharded="", held={"1": str(go)})
+        a = world.site("a", sharded=sharded, patience_s=3.0)
+        wait_until(lambda: waits(world.url) > 7.0, "a long wait for b", 60)
+        go.touch()
+        world.ended(a, b)
+    if sharded:
+        require_close(tmp_path, {"a": expected("ab", sync_every=2, rounds=1)["a"]})
+
+
+def waits(url: str) -> float:
+    """Seconds for which a round has waited for b alone."""
+    try:
+        missing = status(url).fragments[0].waiting_for
+    except ServerUnreachable:
+        return 0.0
+    return missing[0].for_s if [each.site for each in missing] == ["b"] else 0.0
+
+
+@pytest.mark.covers("F5")
+def test_ranks_that_stood_still_past_their_lease_go_on_under_the_new_one(nursery: Nursery, tmp_path: Path) -> None:
+    go, ways = tmp_path / "go", {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 1.0}
+    with World(nursery, tmp_path, sync_every=2, rounds=2, num_workers=1, **ways) as world:
+        ranks = world.site("a", held={"1": str(go)})
+        wait_until(lambda: all((tmp_path / f"go.awaited-{rank}").exists() for rank in (0, 1)), "round one", 60)
+        for rank in ranks:
+            rank.send(signal.SIGSTOP)
+        wait_until(lambda: status(world.url).workers[0].state == "dead", "the end of the lease", 60)
+        for rank in ranks:
+            rank.send(signal.SIGCONT)
+        go.touch()
+        world.ended(ranks)
+    assert "the server no longer knows this worker; joining again" in ranks[0].output()
+    require_close(tmp_path, expected("a", sync_every=2, rounds=2))
+
+
+def damage_head(state: Path) -> None:
+    """Flip the last byte of the newest version, as a page that never reached the disk would."""
+    with closing(sqlite3.connect(state / "journal.sqlite")) as journal:
+        (slot,) = journal.execute("SELECT slot FROM versions ORDER BY version DESC LIMIT 1").fetchone()
+    (path,) = [path for path in (state / "slots").iterdir() if "version" in path.name and path.stem.endswith(str(slot))]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0xFF
+    path.write_bytes(content)
+
+
+@pytest.mark.covers("F41")
+def test_a_server_that_falls_back_gets_every_ranks_share_again(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 2 is lost while the worker trains from it; what made it comes from the outboxes of both ranks."""
+    write_durable = Store.write_durable
+
+    def write_first(self: Store, fragment: int = 0) -> int | None:
+        return self.durable_version(fragment) if self.head(fragment).version > 1 else write_durable(self, fragment)
+
+    monkeypatch.setattr(Store, "write_durable", write_first)
+    options = SETTINGS | {"model": build(), "port": free_port(), "state_dir": tmp_path / "state"}
+    options |= {"sync_every": 2, "rounds": 3, "num_workers": 1}
+    server = atoll.Server(**options).start()
+    ranks = start_site(
+        nursery, tmp_path, server.url, "a", held={"3": str(tmp_path / "one"), "5": str(tmp_path / "two")}
+    )
+
+    def held(at: str) -> None:
+        wait_until(lambda: all((tmp_path / f"{at}.awaited-{rank}").exists() for rank in (0, 1)), at, 60)
+
+    held("one")
+    wait_until(lambda: server.status().durable_version == 1, "version 1 to be durable")
+    (tmp_path / "one").touch()
+    held("two")
+    server.stop()
+    damage_head(tmp_path / "state")
+    server = atoll.Server(**options).start()
+    assert server.status().fragments[0].version == 1
+    (tmp_path / "two").touch()
+    for rank in ranks:
+        assert rank.wait(60) == 0, rank.output()
+    server.run()
+    assert "the server fell back to version 1; submitting again" in ranks[0].output()
+    require_close(tmp_path, expected("a", sync_every=2, rounds=3))
+
+
+@pytest.mark.covers("X3")
+def test_a_disk_that_is_full_at_one_rank_ends_both(nursery: Nursery, tmp_path: Path) -> None:
+    with World(nursery, tmp_path, sync_every=2, rounds=3, num_workers=1) as world:
+        ranks = world.site("a", failpoints=("", "worker.write=enospc@4"))
+        for rank in ranks:
+            assert rank.wait(60) == 1
+        assert "rank-1-of-2" in ranks[0].output()
+        assert "Rank 1: " in ranks[0].output()
+        assert "cannot be written (failpoint worker.write: no space left on device)" in ranks[0].output()
+        assert "RunFailed: Rank 0 of this worker ended: Rank 1: " in ranks[1].output()
+
+
+@pytest.mark.covers("X3")
+def test_a_refusal_of_one_ranks_part_is_everybodys(nursery: Nursery, tmp_path: Path) -> None:
+    """The rows of the last rank become NaN in the second round; both ranks go back to the global model and go on."""
+    with World(nursery, tmp_path, sync_every=2, rounds=3, num_workers=1) as world:
+        ranks = world.site("a", poison=3)
+        world.ended(ranks)
+    assert "wide.weight" in ranks[0].output()
+    assert "local steps since version 1 are lost" in ranks[0].output()
+    for rank in (0, 1):
+        mine = safetensors.torch.load_file(tmp_path / f"a-{rank}.safetensors")
+        assert len(mine) == 8 * 7  # one round more than three, of seven parameters
+        assert all(bool(value.isfinite().all()) for value in mine.values())
+    assert counted(tmp_path) == [("a", version, 1) for version in range(3)]
+
+
+@pytest.mark.covers("L25")
+def test_local_steps_are_carried_over_to_the_version_that_others_moved_on_to(nursery: Nursery, tmp_path: Path) -> None:
+    """Site b is held up for a round; the outer step is plain, so b's update moves the head by what b has trained.
+
+    θ0 → a's update → θ1, which b never trained from. b: w = θ1 + (w − θ0), update θ1 − w, so θ2 = θ1 + (w − θ0).
+    """
+    ways = {"outer_lr": 1.0, "outer_momentum": 0.0, "quorum": 1, "round_deadline_s": 0.2}
+    with World(nursery, tmp_path, sync_every=2, rounds=2, num_workers=2, **ways) as world:
+        go, stay = tmp_path / "go", tmp_path / "stay"
+        b = world.site("b", held={"1": str(go)})
+        a = world.site("a", ranks=1, sharded="", held={"2": str(stay)})
+        wait_until(lambda: is_at(world.url, 1), "a round without b", 60)
+        go.touch()
+        assert b[0].wait(60) == 0, b[0].output()
+        stay.touch()
+        world.ended(a, b)
+    assert "local steps were carried over" in b[0].output()
+    start, one, two = (trained(*local) for local in (("a", 0), ("a", 2), ("b", 4)))
+    right = {name: one[name] + (two[name] - start[name]) for name in start}
+    for rank in (0, 1):
+        mine = safetensors.torch.load_file(tmp_path / f"b-{rank}.safetensors")
+        for name, value in right.items():
+            want = value if name == "gain" else rows(value, rank, 2)
+            assert mine[f"3/{name}"].shape == want.shape
+            assert float((mine[f"3/{name}"] - want).abs().sum()) <= 1e-9, name
+
+
+def test_an_update_whose_acknowledgement_was_lost_counts_once(nursery: Nursery, tmp_path: Path) -> None:
+    """The server dies once it has the first update, and the worker trains on meanwhile; the outer step is plain.
+
+    So the head is always what the worker has trained, however often it was there: a step that was sent twice, or never,
+    would show.
+    """
+    back, ways = tmp_path / "back", {"outer_lr": 1.0, "outer_momentum": 0.0}
+    with World(nursery, tmp_path, ("accept.after=kill",), sync_every=2, rounds=2, num_workers=1, **ways) as world:
+        ranks = world.site("a", max_sync_retries=0, held={"3": str(back)})
+        wait_until(lambda: world.server.deaths == 1, "the server's death", 60)
+        wait_until(lambda: is_at(world.url, 1), "the server's return", 60)
+        back.touch()
+        world.ended(ranks)
+    assert "synchronisation skipped at step 2" in ranks[0].output()
+    assert "the update of round 1 is in after all" in ranks[0].output()
+    assert counted(tmp_path) == [("a", 0, 1), ("a", 1, 1)]
+    right = trained("a", 4)
+    for rank in (0, 1):
+        mine = safetensors.torch.load_file(tmp_path / f"a-{rank}.safetensors")
+        for name, value in right.items():
+            want = value if name == "gain" else rows(value, rank, 2)
+            assert float((mine[f"3/{name}"] - want).abs().sum()) <= 1e-9, name
+
+
+def is_at(url: str, version: int) -> bool:
+    """Whether a server answers there, and its head is this version."""
+    try:
+        return status(url).fragments[0].version == version
+    except ServerUnreachable:
+        return False

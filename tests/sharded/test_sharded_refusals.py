@@ -1,0 +1,87 @@
+"""What does not go with sharded models is refused by name, at every rank, with the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sharded_world import World
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from atoll.config import Settings
+from atoll.errors import ConfigError, UsageError
+from atoll.testing.processes import Nursery
+from atoll.worker.ranks import Ranks
+
+
+@pytest.mark.covers("P4", "X3")
+@pytest.mark.parametrize(
+    ("ranks", "how", "what"),
+    [
+        (3, {}, "is sharded over 3 ranks, and the run 'atoll' has ranks = 2. Start the server with --ranks 3"),
+        (2, {"sharded": "columns"}, "wide.weight is laid out as ('S(1)',) over a mesh of (2,) ranks"),
+        (2, {"sharded": "replicated"}, "wide.weight is laid out as ('R',) over a mesh of (2,) ranks"),
+        (2, {"otherwise": "publish"}, "payload['wide.weight'] is a DTensor, which cannot travel."),
+        (1, {"otherwise": "join"}, "is a DTensor. Sharded models train with atoll.DiLoCo; elsewhere call full_"),
+        (2, {"filters": True}, "filters see whole tensors, and this model is sharded over ranks (FSDP2)."),
+    ],
+    ids=["another-number", "columns", "replicated", "published", "federated", "filters"],
+)
+def test_every_rank_is_told(nursery: Nursery, tmp_path: Path, ranks: int, how: dict[str, Any], what: str) -> None:
+    with World(nursery, tmp_path, sync_every=2, rounds=1, num_workers=1) as world:
+        for each in world.site("a", ranks=ranks, **how):
+            assert each.wait(60) == 1
+            assert what in " ".join(each.output().split()), each.output()
+
+
+@pytest.mark.covers("P4")
+def test_hybrid_sharding_is_refused(nursery: Nursery, tmp_path: Path) -> None:
+    with World(nursery, tmp_path, sync_every=2, rounds=1, num_workers=1, ranks=4) as world:
+        for each in world.site("a", ranks=4, sharded="hybrid"):
+            assert each.wait(60) == 1
+            assert "over a mesh of (2, 2) ranks, and 4 ranks are one worker" in each.output()
+
+
+@pytest.mark.covers("P4")
+def test_fsdp1_is_refused() -> None:
+    """It needs an accelerator to be made, but none to be known."""
+    model = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(model)
+    with pytest.raises(
+        UsageError, match=r"\(FSDP1\), whose parameters are flat\. Shard it with torch.distributed.fsdp"
+    ):
+        Ranks.here(nn.Sequential(model))
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ({"num_fragments": 2, "sync_every": 4}, "ranks is 2, and num_fragments is 2"),
+        ({"tau": 1}, "ranks is 2, and tau is 1"),
+        ({"alpha": 0.5}, "ranks is 2, and alpha is 0.5"),
+        ({"workflow": "flow.py:main"}, "ranks is 2, and workflow is 'flow.py:main'"),
+    ],
+)
+def test_settings_that_do_not_go_with_ranks(more: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=r"Leave .* out, or set ranks = 1") as raised:
+        Settings.build({"ranks": 2} | more)
+    assert what in str(raised.value)
+
+
+def test_controls_do_not_go_with_ranks(tmp_path: Path) -> None:
+    import atoll
+
+    with pytest.raises(ConfigError, match="ranks is 2, and algorithm is 'scaffold': controls are not sharded so far"):
+        atoll.Server(nn.Linear(2, 2), algorithm="scaffold", ranks=2, port=0, state_dir=tmp_path).start()
+
+
+def test_a_run_keeps_its_number_of_ranks(tmp_path: Path) -> None:
+    import atoll
+
+    settings: dict[str, Any] = {"port": 0, "state_dir": tmp_path, "min_free_bytes": 0}
+    atoll.Server(nn.Linear(2, 2), ranks=2, **settings).start().stop()
+    for ranks in (1, 3):
+        with pytest.raises(ConfigError, match=f"a run with ranks = 2, this start says {ranks}"):
+            atoll.Server(nn.Linear(2, 2), ranks=ranks, **settings).start()

@@ -1,0 +1,158 @@
+"""Workers whose model FSDP2 has sharded over their ranks, real processes on Gloo: each rank moves its own share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+from sharded_world import World, build, expected, require_close, rows, told
+
+import atoll
+from atoll.cli import export
+from atoll.tensors.layout import Layout, rows_of, update_layout, version_layout
+from atoll.tensors.modules import schema_of
+from atoll.testing.processes import Nursery
+
+
+def raw(ranks: int) -> tuple[Layout, Layout]:
+    """The layouts of a version and of an update without a codec."""
+    from atoll.codecs.none import NoneCodec
+
+    schema = schema_of(build())
+    return version_layout(schema, 2**16, ranks), update_layout(schema.tensors, lambda _: NoneCodec(), 2**16, ranks)
+
+
+@pytest.mark.covers("P4")
+def test_sharded_workers_train_as_one_that_is_whole(nursery: Nursery, tmp_path: Path) -> None:
+    """Three rounds of two sites of two ranks, to 1e-12; and each rank moves its parts, the two together the model.
+
+    Between the ranks go the elements of rank 1's rows in tiles that begin in rank 0's: of wide.weight 4·4096 − 151·97
+    = 1,737, of wide.bias 150, of down.weight 3·301 = 903, of down.bias 3; nothing of the last layer, whose row is rank
+    0's. To rank 0 before each of three updates, back to rank 1 after each of four versions; 8 bytes each.
+    """
+    with World(nursery, tmp_path, sync_every=3, rounds=3, num_workers=2) as world:
+        world.ended(world.site("a"), world.site("b"))
+    require_close(tmp_path, expected("ab", sync_every=3, rounds=3))
+    version, update = raw(2)
+    for site in "ab":
+        ranks = [told(tmp_path, site, rank) for rank in (0, 1)]
+        assert [said["given"] for said in ranks] == [4 * 8 * (1737 + 150 + 903 + 3), 3 * 8 * (1737 + 150 + 903 + 3)]
+        for rank, said in enumerate(ranks):  # four versions are pulled, the first and one a round
+            assert said["bytes_down"] == 4 * version.of_rank(rank).own_nbytes
+            assert said["bytes_up"] == 3 * update.of_rank(rank).own_nbytes
+            assert 0.35 < said["bytes_up"] / (3 * update.nbytes) < 0.65
+            # 9 forwards count up by one and by 0.25; integers take the maximum, floats the mean
+            assert (said["seen"], said["mean"]) == (9, [2.25] * 3)
+
+
+def test_each_rank_keeps_its_own_share_on_disk(nursery: Nursery, tmp_path: Path) -> None:
+    """The base file is as long as the version, and so is what error feedback keeps; most of them are holes."""
+    with World(nursery, tmp_path, sync_every=2, rounds=1, num_workers=1, codec="int8") as world:
+        world.ended(world.site("a"))
+    version, _ = raw(2)
+    for rank in (0, 1):
+        (folder,) = (tmp_path / "workers" / "a" / f"rank-{rank}-of-2").iterdir()
+        mine = version.of_rank(rank)
+        most = sum(-(-part.nbytes // 4096) + 1 for part in mine.parts) * 4096
+        assert (folder / "base.safetensors").stat().st_size == version.nbytes > most
+        kept = {path.name: path.stat().st_blocks * 512 for path in folder.iterdir()}
+        assert 0 < kept["base.safetensors"] <= most
+        assert 0 < max(kept["residual-0.bin"], kept["residual-1.bin"]) <= most
+
+
+def test_a_rank_may_have_no_rows(nursery: Nursery, tmp_path: Path) -> None:
+    """Of three ranks the second has the border of two tiles, and the last no row of two tensors."""
+    specs = {spec.name: spec for spec in schema_of(build()).tensors}
+    assert [rows_of(specs["last.weight"], rank, 3) for rank in range(3)] == [(0, 7), (7, 7), (7, 7)]
+    with World(nursery, tmp_path, sync_every=2, rounds=2, num_workers=1, ranks=3) as world:
+        world.ended(world.site("a", ranks=3))
+    require_close(tmp_path, expected("a", sync_every=2, rounds=2), ranks=3)
+
+
+def test_sharded_and_whole_workers_train_together(nursery: Nursery, tmp_path: Path) -> None:
+    right = expected("ab", sync_every=3, rounds=2)
+    with World(nursery, tmp_path, sync_every=3, rounds=2, num_workers=2) as world:
+        world.ended(world.site("a"), world.site("b", ranks=1, sharded=""))
+    require_close(tmp_path, {"a": right["a"]})
+    require_close(tmp_path, {"b": right["b"]}, ranks=1)
+    version, update = raw(2)
+    assert told(tmp_path, "b", 0)["bytes_down"] == 3 * version.nbytes
+    assert told(tmp_path, "b", 0)["bytes_up"] == 2 * update.nbytes
+
+
+def test_one_rank_has_the_whole_of_a_sharded_model(nursery: Nursery, tmp_path: Path) -> None:
+    with World(nursery, tmp_path, sync_every=2, rounds=1, num_workers=1, ranks=2) as world:
+        world.ended(world.site("a", ranks=1))
+    require_close(tmp_path, expected("a", sync_every=2, rounds=1), ranks=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("codec", ["bf16", "int4", "topk"])
+def test_every_rank_ends_with_its_rows_of_the_runs_model(
+    nursery: Nursery, tmp_path: Path, dtype: str, codec: str
+) -> None:
+    """To the bit, in other dtypes and codecs: the last version has come to where it belongs."""
+    how = {"codec": codec, "model_args": {"dtype": dtype}}
+    with World(nursery, tmp_path, sync_every=2, rounds=2, num_workers=1, **how) as world:
+        world.ended(world.site("a", dtype=dtype))
+    model = safetensors.torch.load_file(tmp_path / "state/exports/model.safetensors")
+    for rank in (0, 1):
+        mine = safetensors.torch.load_file(tmp_path / f"a-{rank}.safetensors")
+        for name, parameter in build(dtype).named_parameters():
+            want = model[name] if name == "gain" else rows(model[name], rank, 2)
+            assert mine[f"3/{name}"].dtype == parameter.dtype
+            assert mine[f"3/{name}"].equal(want), name
+            assert not want.numel() or not want.equal(rows(parameter, rank, 2) if name != "gain" else parameter)
+
+
+@pytest.mark.covers("L16")
+@pytest.mark.parametrize("down", ["none", "int8"])
+def test_codecs_lose_what_they_lose_of_a_whole_model(nursery: Nursery, tmp_path: Path, down: str) -> None:
+    """int8 has its blocks, and error feedback its residuals, where they are without ranks: the numbers are the same."""
+    folders = {name: tmp_path / name for name in ("sharded", "whole")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        how = {"codec": "int8", "downlink_codec": down}
+        with World(nursery, folder, sync_every=2, rounds=3, num_workers=1, **how) as world:
+            world.ended(world.site("a") if name == "sharded" else world.site("a", ranks=1, sharded=""))
+    whole = safetensors.torch.load_file(folders["whole"] / "a-0.safetensors")
+    right = [{name: whole[f"{step}/{name}"] for name, _ in build().named_parameters()} for step in range(6)]
+    require_close(folders["sharded"], {"a": right}, most=1e-10)
+    plain = expected("a", sync_every=2, rounds=3)["a"]
+    assert any(float((right[5][name] - plain[5][name]).abs().max()) > 1e-6 for name in right[5])  # int8 did lose
+    version, _ = raw(2)
+    for rank in (0, 1):  # the first version comes whole; of fp64, the others as an eighth and scales
+        whole_bytes = version.of_rank(rank).own_nbytes
+        times = told(folders["sharded"], "a", rank)["bytes_down"] / whole_bytes
+        assert times == 4 if down == "none" else 1 + 3 / 8 < times < 1 + 3 / 6
+
+
+MEAN = """
+def mean(updates):
+    total = sum(update.weight for update in updates)
+    for name in updates[0].tensors:
+        yield name, sum(update.tensors[name] * (update.weight / total) for update in updates)
+"""
+
+
+def test_an_aggregator_of_ones_own_and_the_export_know_nothing_of_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MEAN)
+    right = expected("ab", sync_every=2, rounds=2)
+    aggregator = str(tmp_path / "mine.py") + ":mean"
+    with World(nursery, tmp_path, sync_every=2, rounds=2, num_workers=2, aggregator=aggregator) as world:
+        world.ended(world.site("a"), world.site("b"))
+    require_close(tmp_path, right)
+    assert export.from_directory(tmp_path / "state", tmp_path / "out.safetensors") == 2
+    found = safetensors.torch.load_file(tmp_path / "out.safetensors")
+    assert found.keys() == build().state_dict().keys()
+    for name, value in right["a"][-1].items():
+        assert float((found[name] - value).abs().max()) <= 1e-12, name
+
+
+def test_a_running_server_is_exported_from_though_its_versions_are_cut_for_ranks(tmp_path: Path) -> None:
+    model = build()
+    with atoll.Server(model, ranks=3, part_bytes=2**16, port=0, state_dir=tmp_path / "s", min_free_bytes=0) as server:
+        assert export.from_server(server.url, tmp_path / "out.safetensors") == 0
+    found = safetensors.torch.load_file(tmp_path / "out.safetensors")
+    assert all(found[name].equal(value) for name, value in model.state_dict().items())
