@@ -264,7 +264,8 @@ class _Member:
             master.copy_(values)
         split = {key: torch.split(column, window.sizes) for key, column in held.items() if key != MASTER}
         before = None if first_round else self._states(window, split)
-        after = self._stepper.step_(torch.split(master, window.sizes), grads, before)
+        names = [extent.spec.name for extent in window.extents] if shared.rule.lrs else ()
+        after = self._stepper.step_(torch.split(master, window.sizes), grads, before, names)
         self._keep(window, split, before, after)
         if self._delta is not None:
             self._delta.add(window, values, master)

@@ -60,7 +60,8 @@ def step_whole(
             window = window_of([Extent(segment, start, stop)], rule.granularity)
             updates.reduce_(window, reduced[start:stop], scratch)
         squares += float(torch.dot(reduced, reduced))
-        (after,) = stepper.step_([master], [reduced.view(spec.shape)], None if before is None else [before])
+        states = None if before is None else [before]
+        (after,) = stepper.step_([master], [reduced.view(spec.shape)], states, [spec.name])
         failpoint("pass.write")
         if inputs.downlink is None:  # else what goes down of it is made part by part
             _write(outputs.version_fd, segment, values.copy_(master))

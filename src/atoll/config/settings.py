@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -109,6 +109,11 @@ class Settings(BaseModel):
         None, description="`sgd`, `adam`, … or `module:attribute`; by default the algorithm's own."
     )
     outer_lr: float | None = Field(None, gt=0, description="Outer learning rate; by default the algorithm's own.")
+    outer_lrs: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict,
+        description='Outer learning rates of some parameters, by their names: `{"head.*" = 0.3}`; of several patterns '
+        "that fit, the first.",
+    )
     outer_momentum: float | None = Field(None, ge=0, lt=1, description="Outer momentum; by default the algorithm's.")
     outer_options: dict[str, Any] = Field(
         default_factory=dict, description="Further keyword arguments of the outer optimizer."

@@ -15,7 +15,11 @@ from atoll.outer.probe import granularity_of
 from atoll.outer.rule import OuterRule
 
 
-def build_outer(target: str | Callable[..., Optimizer], options: Mapping[str, Any] | None = None) -> OuterRule:
+def build_outer(
+    target: str | Callable[..., Optimizer],
+    options: Mapping[str, Any] | None = None,
+    lrs: Mapping[str, float] | None = None,
+) -> OuterRule:
     """The outer optimizer `target` with `options`, put through the chunk contract.
 
     Args:
@@ -23,6 +27,7 @@ def build_outer(target: str | Callable[..., Optimizer], options: Mapping[str, An
             `torch.optim`, or a function (parameters, **options) → optimizer.
         options: keyword arguments. `fused` and `foreach` may be among them; by default `fused` where the class has it
             for CPU tensors, and never `foreach`.
+        lrs: pattern of names → the learning rate of these parameters.
 
     Raises:
         ConfigError: the name, an option or a value is wrong; or the optimizer cannot be an outer one: it couples
@@ -37,8 +42,11 @@ def build_outer(target: str | Callable[..., Optimizer], options: Mapping[str, An
     if known is not None:
         _require_known(label, given, known)
     given = _explicit_flags(label, factory, given, known or set())
-    granularity = granularity_of(OuterRule(label, factory, given))
-    return OuterRule(label, factory, given, granularity)
+    rule = OuterRule(label, factory, given)
+    granularity = granularity_of(rule)
+    if lrs and "lr" not in rule.make([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]:
+        raise ConfigError(f"outer_lrs is set, but the outer optimizer {label!r} has no lr.", "Leave outer_lrs out.")
+    return OuterRule(label, factory, given, granularity, lrs)
 
 
 def _arguments(factory: Callable[..., Optimizer]) -> set[str] | None:

@@ -11,6 +11,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -52,6 +53,7 @@ class OuterRule:
 
     Attributes:
         label: what the user called it.
+        lrs: pattern of names → the learning rate of these parameters; of several patterns that fit, the first.
         granularity: `chunk` where steps on runs of a tensor are bit-identical to steps on the tensor, else `tensor`.
     """
 
@@ -61,8 +63,10 @@ class OuterRule:
         factory: Callable[..., Optimizer],
         options: Mapping[str, Any],
         granularity: Granularity = "tensor",
+        lrs: Mapping[str, float] | None = None,
     ) -> None:
         self.label = label
+        self.lrs = dict(lrs or {})
         self.granularity: Granularity = granularity
         self._factory = factory
         self._options = dict(options)
@@ -104,6 +108,10 @@ class OuterRule:
             ]
         return self._specs[shape, dtype]
 
+    def lr_of(self, name: str) -> float | None:
+        """The learning rate of a parameter; None: the optimizer's own."""
+        return next((lr for pattern, lr in self.lrs.items() if fnmatchcase(name, pattern)), None)
+
     def stepper(self) -> Stepper:
         """What steps; one per thread."""
         return Stepper(self)
@@ -112,7 +120,8 @@ class OuterRule:
         """What decides the bits of a step, as plain values: to be recorded with the run."""
         optimizer = self.make([torch.nn.Parameter(torch.zeros(1))])
         group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-        return {
+        lrs = {"lrs": self.lrs} if self.lrs else {}
+        return lrs | {
             "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
             "options": {
                 key: value if isinstance(value, int | float | str | None) else str(value)
@@ -134,13 +143,20 @@ class Stepper:
         self._optimizer: Optimizer | None = None
         self._numbers: dict[str, type] | None = None
 
-    def step_(self, params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State] | None) -> list[State]:
+    def step_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State] | None,
+        names: Sequence[str] = (),
+    ) -> list[State]:
         """Step each of `params` (in place) along its gradient.
 
         Args:
             params: tensors, or runs of tensors, of one dtype.
             grads: of the same shapes and dtype; not kept.
             states: by key, changed in place or replaced; 0-d entries must be this call's own. None: the first round.
+            names: of the tensors, by which some have learning rates of their own; by default none has.
 
         Returns:
             The state of each afterwards, by key; numbers of Python's as 0-d tensors.
@@ -152,11 +168,14 @@ class Stepper:
             optimizer = self._rule.make(leaves)
         else:
             optimizer = self._reused()
-            optimizer.param_groups[0]["params"] = leaves
+            optimizer.param_groups[:] = [{**optimizer.param_groups[0], "params": leaves}]
             optimizer.state = defaultdict(dict, zip(leaves, map(self._thawed, states), strict=True))
+        whole = optimizer.param_groups[0]
+        if self._rule.lrs and names:
+            optimizer.param_groups[:] = _grouped(whole, leaves, [self._rule.lr_of(name) for name in names])
         optimizer.step()
         after = [_frozen(optimizer.state[leaf]) for leaf in leaves]
-        optimizer.param_groups[0]["params"] = []
+        optimizer.param_groups[:] = [{**whole, "params": []}]
         optimizer.state = defaultdict(dict)
         return after
 
@@ -177,6 +196,16 @@ class Stepper:
         return {
             key: self._numbers[key](value.item()) if key in self._numbers else value for key, value in state.items()
         }
+
+
+def _grouped(
+    group: Mapping[str, Any], leaves: Sequence[torch.nn.Parameter], lrs: Sequence[float | None]
+) -> list[dict[str, Any]]:
+    """The group's parameters, those of one learning rate in a group each."""
+    of: dict[float, list[torch.nn.Parameter]] = {}
+    for leaf, lr in zip(leaves, lrs, strict=True):
+        of.setdefault(group["lr"] if lr is None else lr, []).append(leaf)
+    return [{**group, "params": together, "lr": lr} for lr, together in of.items()]
 
 
 def _frozen(state: Mapping[str, Any]) -> State:

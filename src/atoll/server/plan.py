@@ -6,10 +6,12 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch.optim import Optimizer
 
+from atoll import registry
 from atoll.aggregation.custom.result import Accumulated
 from atoll.aggregation.state import state_layout, state_regions, version_regions
 from atoll.aggregation.tables import Tables
@@ -97,7 +99,8 @@ class Plan:
         codecs = codecs_of(algorithm.codec, algorithm.codec_options)
         if settings.aggregator:
             codecs[Accumulated.name] = Accumulated()
-        rule = build_outer(algorithm.outer, algorithm.outer_options)
+        rule = build_outer(algorithm.outer, algorithm.outer_options, settings.outer_lrs)
+        _require_fitting(settings, split)
         reducers = build_reducers(algorithm.algorithm.reduce, algorithm.reducer, algorithm.reducer_options)
         if settings.staleness_weight != "constant" and reducers[PARAMS].needs_all:
             raise ConfigError(
@@ -187,6 +190,21 @@ class Plan:
     def needs_steps(self) -> bool:
         """Whether an update without its number of local steps cannot be reduced."""
         return any(isinstance(reducer, NormalisedMean) for reducer in self.reducers.values())
+
+
+def _require_fitting(settings: Settings, split: Split) -> None:
+    """Every pattern of `outer_lrs` has to name something that is stepped.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    names = [spec.name for spec in split.schema.tensors if spec.group == PARAMS and spec.is_float]
+    for pattern in settings.outer_lrs:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"outer_lrs has {pattern!r}, which is the name of no parameter.",
+                registry.nearest(pattern, names, "Patterns are as those of files: head.*, *.bias."),
+            )
 
 
 def torch_build() -> str:

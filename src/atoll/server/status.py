@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from atoll.algorithms.resolve import ResolvedAlgorithm
@@ -44,7 +44,7 @@ def status_of(run: Run) -> status_messages.Status:
         uptime_s=now_s - run.started_s,
         model_bytes=run.plan.schema.model.nbytes,
         codec=algorithm.codec,
-        outer=_outer(algorithm),
+        outer=_outer(algorithm, settings.outer_lrs),
         tau=settings.tau,
         alpha=settings.alpha,
         dylu=settings.dylu,
@@ -76,12 +76,13 @@ def status_of(run: Run) -> status_messages.Status:
     )
 
 
-def _outer(algorithm: ResolvedAlgorithm) -> str:
+def _outer(algorithm: ResolvedAlgorithm, lrs: Mapping[str, float]) -> str:
     """`sgd(lr=0.7, momentum=0.9)`; delayed Nesterov's N by that name, its first steps not: the policy has them."""
     names, shown = {"delay": "N"}, algorithm.outer_options
     if algorithm.outer_name == "delayed_nesterov":
         shown = {key: value for key, value in shown.items() if key != "undelayed"}
     options = [f"{names.get(key, key)}={value}" for key, value in shown.items()]
+    options += [f"lr of {pattern}={lr:g}" for pattern, lr in lrs.items()]
     return f"{algorithm.outer_name}({', '.join(options)})"
 
 

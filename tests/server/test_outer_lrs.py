@@ -1,0 +1,110 @@
+"""Outer learning rates of some parameters: the server steps as torch does with parameter groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import atoll
+from atoll.errors import ConfigError
+from atoll.outer.delayed_nesterov import DelayedNesterov
+
+ROUNDS = 4
+LRS = {"head.bias": 2.0, "head.*": 0.25}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"body": nn.Linear(5, 70), "head": nn.Linear(70, 100)}).double()
+
+
+def changes(number: int) -> dict[str, Tensor]:
+    """What the only site trains in a round."""
+    generator = torch.Generator().manual_seed(number)
+    return {
+        name: torch.randn(value.shape, dtype=torch.float64, generator=generator)
+        for name, value in build().state_dict().items()
+    }
+
+
+def served(folder: Path, **settings: Any) -> dict[str, Tensor]:
+    """The model after a run whose site trains `changes`."""
+    options = {"algorithm": "fedavg", "rounds": ROUNDS, "num_workers": 1, "port": 0, "outer_lrs": LRS} | settings
+    with atoll.Server(build(), state_dir=folder / "state", **options) as server:
+        with atoll.join(server.url, site="a", folder=folder / "w") as worker:
+            for number, round_ in enumerate(worker):
+                model = round_.load_into(build())
+                with torch.no_grad():
+                    for name, value in model.named_parameters():
+                        value.sub_(changes(number)[name])
+                round_.submit(model, weight=1.0)
+        server.run()
+        return load_file(server.exports / "model.safetensors")
+
+
+def by_torch(make: Any) -> dict[str, Tensor]:
+    """The same by one torch optimizer with three groups."""
+    parameters = dict(build().named_parameters())
+    groups = [
+        {"params": [parameters["body.weight"], parameters["body.bias"]]},
+        {"params": [parameters["head.weight"]], "lr": 0.25},
+        {"params": [parameters["head.bias"]], "lr": 2.0},
+    ]
+    optimizer = make(groups)
+    for number in range(ROUNDS):
+        for name, parameter in parameters.items():
+            parameter.grad = changes(number)[name]
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+CASES = {
+    "sgd": (
+        {"outer_optimizer": "sgd", "outer_lr": 0.5, "outer_momentum": 0.5},
+        lambda groups: torch.optim.SGD(groups, lr=0.5, momentum=0.5),
+    ),
+    "adam": (
+        {"outer_optimizer": "adam", "outer_lr": 0.125},
+        lambda groups: torch.optim.Adam(groups, lr=0.125),
+    ),
+    "delayed": (
+        {"outer_optimizer": "sgd", "outer_lr": 0.5, "outer_momentum": 0.5, "dn_buffer_size": 2},
+        lambda groups: DelayedNesterov(groups, lr=0.5, momentum=0.5, delay=2),
+    ),
+}
+
+
+@pytest.mark.covers("L15")
+@pytest.mark.parametrize("case", CASES)
+def test_each_parameter_is_stepped_by_the_first_rate_whose_pattern_fits(tmp_path: Path, case: str) -> None:
+    settings, make = CASES[case]
+    got, right = served(tmp_path, **settings), by_torch(make)
+    for name, value in right.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=1e-12)
+
+
+def test_what_cannot_be_meant_is_refused_by_name(tmp_path: Path) -> None:
+    def begin(**settings: Any) -> None:
+        options = {"algorithm": "fedavg", "port": 0} | settings
+        with atoll.Server(build(), state_dir=tmp_path / "state", **options):
+            pass
+
+    with pytest.raises(
+        ConfigError, match=r"outer_lrs has 'haed\.bias', which is the name of no parameter.*'head.bias'"
+    ):
+        begin(outer_lrs={"haed.bias": 0.5})
+    with pytest.raises(ConfigError, match="outer_lrs"):
+        begin(outer_lrs={"head.*": 0})
+
+
+def test_status_says_them_and_another_start_must_too(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"algorithm": "fedavg", "port": 0, "state_dir": tmp_path / "state", "num_workers": 1}
+    with atoll.Server(build(), outer_lrs=LRS, **options) as server:
+        assert "lr of head.bias=2, lr of head.*=0.25" in server.status().outer
+    with pytest.raises(ConfigError, match="outer"):
+        atoll.Server(build(), **options).start()
