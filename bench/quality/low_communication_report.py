@@ -114,15 +114,15 @@ def gates(runs: Runs, base_bytes: float) -> list[Gate]:
     def fewer(name: str) -> float:
         return base_bytes / (mean(name, "up") + mean(name, "down"))
 
-    titles = {
-        "diloco": "DiLoCo, H = 20",
-        "streaming_int4": "streaming + int4 both ways, α = 0.5",
-        "streaming_int4_a0": "streaming + int4 both ways, α = 0",
+    promises = {
+        "diloco": ("DiLoCo, H = 20", 1.0, 20),
+        "streaming_int4": ("streaming + int4 both ways, α = 0.5", 2.0, 100),
+        "streaming_int4_a25": ("streaming + int4 both ways, α = 0.25", 2.0, 100),
+        "streaming_int4_a0": ("streaming + int4 both ways, α = 0", 2.0, 100),
     }
-    for name, percent, times in (("diloco", 1.0, 20), ("streaming_int4", 2.0, 100), ("streaming_int4_a0", 2.0, 100)):
+    for name, (title, percent, times) in promises.items():
         if {name, "data_parallel"} <= there:
             loss, bytes_ = above(runs, name, "data_parallel"), fewer(name)
-            title = titles[name]
             note = "" if loss <= percent else TRIED.get(name, "")
             found.append(Gate(f"{title}: loss above data-parallel, %", loss, f"<= {percent:g}", loss <= percent, note))
             found.append(Gate(f"{title}: times fewer bytes", bytes_, f">= {times}", bytes_ >= times))

@@ -55,5 +55,7 @@ WAYS: dict[str, Way] = {
     "slow_async": Way("async, one slow", {**H20, "mode": "async"}, slow=True),
     "slow_delayed": Way("async, delayed Nesterov, sync first, one slow", {**H20, **DELAYED}, slow=True),
     "slow_buffered": Way("async, a step for 3 updates, sync first, one slow", {**H20, **BUFFERED}, slow=True),
-    "slow_dylu": Way("the same with DyLU", {**H20, **DELAYED, "dylu": True}, slow=True),
+    "slow_dylu": Way(
+        "async, delayed Nesterov, sync first, DyLU, one slow", {**H20, **DELAYED, "dylu": True}, slow=True
+    ),
 }
