@@ -47,7 +47,19 @@ class Fault:
     worker: int
 
 
-FAULTS = ("kill", "restart", "twin", "stop", "continue", "leave", "fail", "poison", "clock forward", "clock back")
+FAULTS = (
+    "kill",
+    "restart",
+    "twin",
+    "stop",
+    "continue",
+    "leave",
+    "fail",
+    "end",
+    "poison",
+    "clock forward",
+    "clock back",
+)
 FATES = ("deliver", "deliver", "deliver", "deliver", "lose", "double", "late", "late reply")
 
 
@@ -174,6 +186,8 @@ class World:
                 newest.stop()
             case "continue":
                 newest.carry_on()
+            case "end":
+                newest.end()
             case "leave" | "fail":
                 newest.leave("out of memory" if fault.kind == "fail" else "")
             case "poison":
@@ -189,6 +203,8 @@ class World:
         for site, processes in zip(self.sites, self.workers, strict=True):
             for process in processes:
                 process.carry_on()
+            if processes[-1].ends:
+                processes[-1].kill()
             if not processes[-1].running:
                 processes.append(self._worker(site))
 

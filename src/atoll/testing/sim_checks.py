@@ -134,6 +134,11 @@ class Checks:
         self._awaited[fragment].discard(site)
         self.counts["refused"] += 1
 
+    def ends(self, site: str) -> None:
+        """It has said that it submits nothing more."""
+        for awaited in self._awaited.values():
+            awaited.discard(site)
+
     def trains(self, ticket: int) -> None:
         self.require(ticket not in self.acknowledged, f"ticket {ticket} is trained again after its acknowledgement")
 

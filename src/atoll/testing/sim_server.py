@@ -27,6 +27,7 @@ from atoll.rounds.events import (
     UpdateAccepted,
     UpdateRefused,
     VersionCommitted,
+    WorkerEnds,
     WorkerJoined,
     WorkerLeft,
     WorkerSeen,
@@ -75,7 +76,7 @@ class Rejected:
     reason: str
 
 
-Request = WorkerJoined | WorkerSeen | WorkerLeft | TicketRequested | Submit
+Request = WorkerJoined | WorkerSeen | WorkerEnds | WorkerLeft | TicketRequested | Submit
 Reply = LeaseGranted | LeaseRefused | TicketIssued | TicketWithheld | Receipt | Rejected | None
 
 
@@ -185,6 +186,8 @@ class SimServer:
 
     def _run(self, event: Event) -> tuple[Effect, ...]:
         self.state, effects = machine.step(self.state, event, self._clock_s())
+        if isinstance(event, WorkerEnds) and event.site in self.state.ending:
+            self.checks.ends(event.site)
         if self._carry_out(effects) or isinstance(event, UpdateAccepted | UpdateRefused | VersionCommitted):
             self._compare()
         return effects
@@ -204,6 +207,8 @@ class SimServer:
         self.checks.journalled(effect)
 
     def _compare(self) -> None:
+        if self.state.ending:  # a restart awaits them until they say it again
+            return
         restored, undone = machine.restore(self.rules, self.journal.snapshot(), self._clock_s())
         self.checks.require(
             undone == () and machine.snapshot(restored) == machine.snapshot(self.state),

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Protocol
 
 from atoll.rounds.effects import LeaseGranted, LeaseRefused, TicketIssued
-from atoll.rounds.events import TicketRequested, WorkerJoined, WorkerLeft, WorkerSeen
+from atoll.rounds.events import TicketRequested, WorkerEnds, WorkerJoined, WorkerLeft, WorkerSeen
 from atoll.testing.sim_checks import Checks, MadeUpdate
 from atoll.testing.sim_server import Receipt, Rejected, Reply, Request, Submit
 
@@ -48,7 +48,7 @@ class SimWorker:
         self.number = site.processes
         self.lease = 0
         self.running = True
-        self.stopped = False
+        self.stopped = self.ends = False
         self._held: list[Reply] = []
         self._training: dict[int, int] = {}
         for fragment in range(fragments):
@@ -83,9 +83,15 @@ class SimWorker:
             self.world.send(WorkerLeft(self.site.name, self.lease, error), self._receive)
         self.kill()
 
+    def end(self) -> None:
+        """Submit nothing more but what is under way, and stay for the results; heartbeats say so."""
+        self.ends = True
+        self._beat()
+
     def _beat(self) -> None:
         if self.lease:
-            self.world.send(WorkerSeen(self.site.name, self.lease), self._receive)
+            kind = WorkerEnds if self.ends else WorkerSeen
+            self.world.send(kind(self.site.name, self.lease), self._receive)
 
     def _poll(self, fragment: int) -> None:
         name = self.site.name
