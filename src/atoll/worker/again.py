@@ -25,14 +25,17 @@ def sent_again(
     Args:
         previous: what became of the site's ticket before.
     """
-    expired = previous is not None and previous.state == "expired"
+    fell_back = previous is not None and previous.state == "expired"
     if note is None or note.run != info.run or note.layout_digest != ticket.layout_digest:
         return None
     again = replace(
         note, ticket=ticket.ticket, base_version=ticket.base_version, base_digest=ticket.base_digest, sent=False
     )
-    if note.base_digest == ticket.base_digest and (expired or note.base_version == ticket.base_version):
-        return replace(again, base_version=note.base_version)
-    if info.mode == "async" and expired and note.sent and outcome_of(note.ticket).state == "expired":
+    same = note.base_digest == ticket.base_digest
+    if same and note.base_version == ticket.base_version:
         return again
-    return None
+    if not fell_back or outcome_of(note.ticket).state != "expired":  # it counts already: the head has its base's bits
+        return None
+    if same:
+        return replace(again, base_version=note.base_version)
+    return again if info.mode == "async" and note.sent else None

@@ -1,0 +1,57 @@
+"""Which updates are sent again when a server gives a ticket: those that it has forgotten, and no others."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll.wire import messages
+from atoll.worker.again import sent_again
+from atoll.worker.files import OutboxNote
+
+A, B, LAYOUT = "a" * 64, "b" * 64, "c" * 64
+LOST = messages.Outcome(ticket=8, state="expired", base_version=3)
+
+
+def note(*, sent: bool = True) -> OutboxNote:
+    """An update from version 3, whose bits are A, under ticket 8."""
+    return OutboxNote(
+        run="r", ticket=8, fragment=0, base_version=3, base_digest=A, layout_digest=LAYOUT, digest=B,
+        part_digests=[], weight=1.0, steps=2, sent=sent,
+    )  # fmt: skip
+
+
+def info(mode: str) -> messages.RunInfo:
+    return messages.RunInfo.model_construct(run="r", mode=mode)
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("version", "bits", "fate", "base"),
+    [
+        pytest.param(3, A, "expired", 3, id="the same version: it is for this round"),
+        pytest.param(5, A, "expired", 3, id="its version under another number: the server fell back"),
+        pytest.param(5, A, "counted", None, id="it counts, and left the bits as they were"),
+        pytest.param(5, B, "counted", None, id="it counts"),
+    ],
+)
+def test_only_what_the_server_has_forgotten(mode: str, version: int, bits: str, fate: str, base: int | None) -> None:
+    ticket = messages.Ticket(
+        ticket=9, fragment=0, round=4, base_version=version, base_digest=bits, layout_digest=LAYOUT
+    )
+
+    def outcome_of(number: int) -> messages.Outcome:
+        assert number == 8
+        return LOST.model_copy(update={"state": fate})
+
+    again = sent_again(note(), ticket, LOST, info(mode), outcome_of)
+    assert (again and (again.ticket, again.base_version, again.sent)) == (base and (9, base, False))
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize(("mode", "sent"), [("async", True), ("async", False), ("sync", True)])
+def test_an_asynchronous_run_takes_a_forgotten_update_against_its_head(mode: str, sent: bool) -> None:
+    """Where the server had acknowledged it; one that never came is part of what is local."""
+    ticket = messages.Ticket(ticket=9, fragment=0, round=4, base_version=2, base_digest=B, layout_digest=LAYOUT)
+    again = sent_again(note(sent=sent), ticket, LOST, info(mode), lambda number: LOST)
+    assert (again and again.base_version) == (2 if mode == "async" and sent else None)
