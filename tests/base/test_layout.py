@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from blake3 import blake3
+from encodings_of_layouts import Blocks, Raw
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -26,25 +27,6 @@ from atoll.tensors.layout import (
     version_layout,
 )
 from atoll.tensors.schema import ITEM_BYTES, Schema, TensorSpec
-
-
-@dataclasses.dataclass(frozen=True)
-class Raw:
-    name: str = "none"
-
-    def encoded_bytes(self, numel: int, dtype: str) -> int:
-        return numel * ITEM_BYTES[dtype]
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """As int8 with a scale per 256 values: a rate that is not a whole number of bytes per element."""
-
-    name: str = "blocks"
-
-    def encoded_bytes(self, numel: int, dtype: str) -> int:
-        return -(-numel // 256) * (256 + 4)
-
 
 RAW, BLOCKS = Raw(), Blocks()
 

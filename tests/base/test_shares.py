@@ -6,30 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from encodings_of_layouts import Blocks, Raw
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.tensors.layout import TILE, Layout, Piece, rows_of, tiles_of, update_layout, version_layout
-from atoll.tensors.schema import ITEM_BYTES, Schema, TensorSpec
-
-
-@dataclasses.dataclass(frozen=True)
-class Raw:
-    name: str = "none"
-
-    def encoded_bytes(self, numel: int, dtype: str) -> int:
-        return numel * ITEM_BYTES[dtype]
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """As int8 with a scale per 256 values."""
-
-    name: str = "blocks"
-
-    def encoded_bytes(self, numel: int, dtype: str) -> int:
-        return -(-numel // 256) * (256 + 4)
-
+from atoll.tensors.schema import Schema, TensorSpec
 
 SHAPES = st.one_of(
     st.just(()), st.tuples(st.integers(0, 40)), st.tuples(st.integers(1, 300), st.sampled_from([1, 3, 97, 1024, 4096]))

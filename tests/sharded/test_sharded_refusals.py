@@ -58,10 +58,10 @@ def test_fsdp1_is_refused() -> None:
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"num_fragments": 2, "sync_every": 4}, "ranks is 2, and num_fragments is 2"),
-        ({"tau": 1}, "ranks is 2, and tau is 1"),
-        ({"alpha": 0.5}, "ranks is 2, and alpha is 0.5"),
-        ({"workflow": "flow.py:main"}, "ranks is 2, and workflow is 'flow.py:main'"),
+        ({"num_fragments": 2, "sync_every": 4}, "num_fragments is 2, and ranks is 2"),
+        ({"tau": 1}, "tau is 1, and ranks is 2"),
+        ({"alpha": 0.5}, "alpha is 0.5, and ranks is 2"),
+        ({"workflow": "flow.py:main"}, "workflow is 'flow.py:main', and ranks is 2"),
     ],
 )
 def test_settings_that_do_not_go_with_ranks(more: dict[str, Any], what: str) -> None:

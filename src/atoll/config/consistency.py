@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from atoll.errors import ConfigError
@@ -120,13 +121,19 @@ def _require_streaming(settings: Settings) -> None:
         )
     if k == 1:
         return
-    for name, why in _WHOLE_MODELS.items():
+    _refuse_beside(settings, f"num_fragments is {k}", _WHOLE_MODELS, "set num_fragments to 1")
+
+
+def _refuse_beside(settings: Settings, this: str, others: Mapping[str, str], instead: str) -> None:
+    """Refuse settings that are not left at their defaults beside another one.
+
+    Args:
+        others: name → why they do not go together.
+    """
+    for name, why in others.items():
         value = getattr(settings, name)
         if value != type(settings).model_fields[name].default:
-            raise ConfigError(
-                f"{name} is {value!r}, and num_fragments is {k}: {why}.",
-                f"Leave {name} out, or set num_fragments to 1.",
-            )
+            raise ConfigError(f"{name} is {value!r}, and {this}: {why}.", f"Leave {name} out, or {instead}.")
 
 
 _NOT_SHARDED = {
@@ -141,13 +148,7 @@ _NOT_SHARDED = {
 def _require_unsharded(settings: Settings) -> None:
     if settings.ranks == 1:
         return
-    for name, why in _NOT_SHARDED.items():
-        value = getattr(settings, name)
-        if value != type(settings).model_fields[name].default:
-            raise ConfigError(
-                f"ranks is {settings.ranks}, and {name} is {value!r}: {why}.",
-                f"Leave {name} out, or set ranks = 1 and train without sharding.",
-            )
+    _refuse_beside(settings, f"ranks is {settings.ranks}", _NOT_SHARDED, "set ranks = 1 and train without sharding")
 
 
 def _require_the_rest(settings: Settings) -> None:
