@@ -68,13 +68,14 @@ def report(runs: Runs, settings: dict[str, Any], folder: Path) -> None:
 
 TEXT = f"""Loss in nats per byte of the global model on text that no worker has, against data-parallel training on the
 same seeds; the learning rate is the same for all. Bytes are those of updates and versions of all four workers
-together, counted where they are sent and received, without headers and messages, which do not grow with the model.
-"Fewer bytes" counts both directions, against a ring all-reduce of fp32 gradients at every step, which moves 2·3/4
-times the model each way at each of four workers; against one model at every step it is two thirds of that. Seconds
-are those of a run by the clock, on a machine that did other work, too; "s waited" is what a worker stood still. Where
-one worker is slow, a step takes {FAST_S * 1000:.0f} ms at least, the slow worker's {SLOW_S * 1000:.0f} ms; the others
-are not paced, and their seconds are not to be compared with those. Seed 100, on which settings were tried, is not
-among those of the table."""
+together, counted where they are sent and received, without headers and messages: about 4 kB for each exchange of a
+worker, whatever the model, which with int4 and a model so small would be an eighth more. "Fewer bytes" counts both
+directions, against a ring all-reduce of fp32 gradients at every step, which moves 2·3/4 times the model each way at
+each of four workers; against one model at every step it is two thirds of that. Seconds are those of a run by the
+clock, on a machine that did other work, too; "s waited" is what a worker stood still. Where one worker is slow, a
+step takes {FAST_S * 1000:.0f} ms at least, the slow worker's {SLOW_S * 1000:.0f} ms; the others are not paced, and
+their seconds are not to be compared with those. Seed 100, on which settings were tried, is not among those of the
+table."""
 
 
 def speeds(runs: Runs) -> str:
