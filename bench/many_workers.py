@@ -170,6 +170,7 @@ def report(options: argparse.Namespace, told: Told, seconds: list[float]) -> Non
     p50_ms, p99_ms = 1e3 * statistics.median(seconds), 1e3 * quantiles[98]
     early, late = told.anonymous_mb[1], max(told.anonymous_mb[2:])
     rounds_s = statistics.median(told.rounds_s[1:])
+    lately = told.anonymous_mb[-1] - told.anonymous_mb[len(told.anonymous_mb) // 2]
     gates = [
         Gate("errors, all requests", sum(told.errors.values()), "0", not told.errors, str(dict(told.errors))[:300]),
         Gate("heartbeat, p99, ms", p99_ms, "<= 50", p99_ms <= 50),
@@ -178,7 +179,7 @@ def report(options: argparse.Namespace, told: Told, seconds: list[float]) -> Non
             late - early,
             "<= 10",
             late - early <= 10,
-            f"{told.anonymous_mb[-1] - told.anonymous_mb[len(told.anonymous_mb) // 2]:.1f} MB of it in the second half.",
+            f"{lately:.1f} MB of it in the second half.",
         ),
     ]
     settings = {key: getattr(options, key) for key in ("workers", "width", "rounds", "train_s", "heartbeat_s")}
