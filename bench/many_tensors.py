@@ -69,7 +69,7 @@ def main() -> None:
     if given.json:
         print(json.dumps({str(count): steps for count, steps in least.items()}))
         return
-    print(f"{given.gb:g} GB, CPU seconds    {FEW} tensors    {MANY} tensors    ratio")
+    print(f"{given.gb:g} GB, least CPU s    {FEW} tensors    {MANY} tensors    ratio")
     for step in least[FEW]:
         few, many = least[FEW][step], least[MANY][step]
         print(f"{step:22} {few:12.3f} {many:14.3f} {many / few:9.2f}")

@@ -32,6 +32,7 @@ from low_communication_ways import (
     FAST_S,
     MARKS,
     NAME,
+    OWN_TEXT,
     RATE,
     SLOW_S,
     STEPS,
@@ -148,6 +149,7 @@ def run(way: Way, data: Data, seed: int) -> dict[str, Any]:
         options = {**way.settings, "rounds": rounds, "num_workers": WORKERS, "port": 0, "heartbeat_interval_s": 1.0}
         server = atoll.Server(model, state_dir=Path(folder) / "state", **options).start()
         told: list[dict[str, float]] = [{} for _ in range(WORKERS)]
+        step_s = [0.0] * WORKERS
 
         def work(worker: int) -> None:
             mine, following = build(seed), data.batches(worker, seed)
@@ -155,11 +157,14 @@ def run(way: Way, data: Data, seed: int) -> dict[str, Any]:
             with atoll.DiLoCo(
                 mine, optimizer, server=server.url, site=f"w{worker}", folder=Path(folder) / "workers"
             ) as diloco:
+                began = time.monotonic()
                 while (pace.steps < total) if is_async else (diloco.step < STEPS):
                     pace.wait(worker)
                     progress = pace.steps / total if is_async else diloco.step / STEPS
                     step_(mine, optimizer, progress, following())
                     pace.count()
+                trained_s = time.monotonic() - began - diloco.seconds_waited
+                step_s[worker] = trained_s / max(1, diloco.step)
             told[worker] = diloco.sync_metrics
 
         threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in range(WORKERS)]
@@ -195,6 +200,7 @@ def run(way: Way, data: Data, seed: int) -> dict[str, Any]:
         "seconds": seconds,
         "waited": sum(each["seconds_waited"] for each in told) / WORKERS,
         "steps": pace.steps / WORKERS,
+        "step_s": step_s,
         "staleness": stale,
     }
 
@@ -231,7 +237,7 @@ def main() -> None:
 def described(text: Path | None) -> dict[str, Any]:
     """What the figures depend on."""
     return {
-        "text": text.name if text else "Python's standard library",
+        "text": text.name if text else OWN_TEXT,
         "workers": WORKERS,
         "steps": STEPS,
         "batch": BATCH,

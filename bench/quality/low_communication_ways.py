@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NAME = "low_communication"
+OWN_TEXT = "Python's standard library"
 WORKERS, STEPS, BATCH, WINDOW = 4, 1500, 8, 64
 RATE, WARMUP, CLIP = 3e-3, 100, 1.0
 FAST_S, SLOW_S = 0.025, 0.075
-"""What a step takes at least where one worker has a third of the speed: more than four threads on two cores need."""
+"""What a step takes at least where one worker is to have a third of the speed. Four threads need most of the 25 ms of
+two cores: where others use those as well, the fast ones are slower, and the slow one has more than a third. What it
+came to is measured (`step_s`)."""
 MARKS = 10
 """How often the global model is measured on its way."""
 

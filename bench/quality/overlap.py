@@ -1,10 +1,12 @@
 """How long training stands still at synchronisations over a slow line: the whole model at once, and streaming.
 
-Two workers, a model of 8 MB in fp32, sent as bf16, pulled as it is. A local step sleeps 25 ms, H = 240: all of it is on
-one machine, so what is measured is waiting, not computing. The line lets 12 MB/s through, each way and connection, with
-a delay of 20 ms: without overlap the exchange of one of four fragments takes about a third of the time between two.
+Two workers, a model of 8 MB in fp32, sent as bf16, pulled as it is. A local step is a pause of 25 ms and a step of SGD:
+all of it is on one machine, so what is measured is waiting, not computing. The line lets 12 MB/s through, each way and
+connection, with a delay of 20 ms each way. H is such that without overlap the exchange of one of four fragments takes
+a third of the time between two; that it does is a gate, too.
 
     python bench/quality/overlap.py
+    python bench/quality/overlap.py --sync-every 240 --mb-per-s 4 --folder /tmp/slower
 """
 
 from __future__ import annotations
@@ -24,17 +26,9 @@ from torch import nn
 import atoll
 from atoll.testing.proxy import Pace, Proxy
 
-H, K, ROUNDS, STEP_S = 240, 4, 3, 0.025
-LINE = Pace(delay_s=0.02, bytes_per_s=12e6)
-SHARE = 2.0
-"""Percent of its time for which training may stand still with overlap."""
-
-RUNS: dict[str, dict[str, int]] = {
-    "the whole model": {},
-    f"{K} fragments, no overlap": {"num_fragments": K},
-    f"{K} fragments, τ = {H // K // 2}": {"num_fragments": K, "tau": H // K // 2},
-    f"{K} fragments, τ = {H // K}": {"num_fragments": K, "tau": H // K},
-}
+K, ROUNDS, STEP_S, DELAY_S = 4, 3, 0.025, 0.02
+SHARE, EXCHANGE = 2.0, 100 / 3
+"""Percent: of its time for which training may stand still with overlap; of its interval that an exchange is to take."""
 
 
 def build() -> nn.Module:
@@ -43,12 +37,12 @@ def build() -> nn.Module:
     return nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
 
 
-def measure(settings: dict[str, int]) -> dict[str, Any]:
-    """Seconds of the workers' loops, those that they waited, and how often a merge had to wait; means over both."""
+def measure(line: Pace, settings: dict[str, int]) -> dict[str, float]:
+    """Seconds of the workers' loops, those that they waited, their steps, bytes, and merges that had to wait; means."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         server = atoll.Server(
-            build(), num_workers=2, rounds=ROUNDS, sync_every=H, port=0, state_dir=folder / "state", **settings
+            build(), num_workers=2, rounds=ROUNDS, port=0, state_dir=folder / "state", **settings
         ).start()
         said: list[dict[str, float]] = []
 
@@ -62,9 +56,10 @@ def measure(settings: dict[str, int]) -> dict[str, Any]:
                 while not diloco.finished:
                     time.sleep(STEP_S)
                     optimizer.step()
-                said.append(diloco.sync_metrics | {"seconds": time.monotonic() - began})
+                told = {"seconds": time.monotonic() - began, "steps": float(diloco.step)}
+                said.append(diloco.sync_metrics | told)
 
-        with Proxy(server.port, LINE) as a, Proxy(server.port, LINE) as b:
+        with Proxy(server.port, line) as a, Proxy(server.port, line) as b:
             workers = [threading.Thread(target=train, args=each) for each in (("a", a.url), ("b", b.url))]
             for worker in workers:
                 worker.start()
@@ -75,46 +70,91 @@ def measure(settings: dict[str, int]) -> dict[str, Any]:
     def mean(key: str) -> float:
         return sum(each.get(key, 0.0) for each in said) / len(said)
 
-    return {key: mean(key) for key in ("seconds", "seconds_waited", "merges_waited", "rounds")}
+    keys = ("seconds", "seconds_waited", "steps", "merges_waited", "rounds", "bytes_up", "bytes_down")
+    return {key: mean(key) for key in keys}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sync-every", type=int, default=360, help="H, a multiple of 8")
+    parser.add_argument("--mb-per-s", type=float, default=12.0, help="of the line, each way and connection")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the results go")
     options = parser.parse_args()
     logging.getLogger("atoll").addHandler(logging.NullHandler())
+    h, line = options.sync_every, Pace(delay_s=DELAY_S, bytes_per_s=options.mb_per_s * 1e6)
+    every = h // K
+    runs: dict[str, dict[str, int]] = {
+        "the whole model": {},
+        f"{K} fragments, no overlap": {"num_fragments": K},
+        f"{K} fragments, τ = {every // 2}": {"num_fragments": K, "tau": every // 2},
+        f"{K} fragments, τ = {every}": {"num_fragments": K, "tau": every},
+    }
     figures = {}
-    for title, settings in RUNS.items():
-        figures[title] = found = measure(dict(settings))
+    for title, settings in runs.items():
+        figures[title] = found = measure(line, {"sync_every": h, **settings})
         print(f"{title}: {found['seconds']:.1f} s, waited {found['seconds_waited']:.2f} s", flush=True)
     _, alone, half, _ = figures.values()
-    exchange = 100 * alone["seconds_waited"] / alone["rounds"] / (H / K * STEP_S)
+    exchange = 100 * alone["seconds_waited"] / alone["rounds"] / (every * STEP_S)
     stalls = 100 * half["seconds_waited"] / half["seconds"]
+    plot(figures, options.folder)
     write(
         "overlap",
         title="How long training stands still over a slow line",
         command="python bench/quality/overlap.py",
-        settings={"H": H, "K": K, "rounds": ROUNDS, "step_s": STEP_S, "bytes_per_s": LINE.bytes_per_s},
+        settings={
+            "H": h,
+            "K": K,
+            "rounds": ROUNDS,
+            "step_s": STEP_S,
+            "bytes_per_s": line.bytes_per_s,
+            "delay_s": line.delay_s,
+            "runs": runs,
+        },
         figures={"runs": figures, "exchange_percent_of_interval": exchange},
         gates=[
-            Gate(f"τ = {H // K // 2}: training stands still, % of the time", stalls, f"<= {SHARE:g}", stalls <= SHARE)
+            Gate("an exchange without overlap, % of its interval", exchange, ">= 33.3", exchange >= EXCHANGE),
+            Gate(f"τ = {every // 2}: training stands still, % of the time", stalls, f"<= {SHARE:g}", stalls <= SHARE),
         ],
-        header=["", "s", "s waited", "waited, % of the time", "merges that waited"],
+        header=["", "s", "s waited", "waited, % of the time", "ms a step besides", "merges that waited"],
         rows=[
             [
                 title,
                 each["seconds"],
                 each["seconds_waited"],
                 100 * each["seconds_waited"] / each["seconds"],
+                1e3 * (each["seconds"] - each["seconds_waited"]) / each["steps"],
                 each["merges_waited"],
             ]
             for title, each in figures.items()
         ],
-        text=f"Two workers, 8 MB, {LINE.bytes_per_s / 1e6:g} MB/s each way and connection behind a proxy, H = {H}, "
-        f"{STEP_S * 1000:g} ms a step. Without overlap the exchange of a fragment takes {exchange:.0f} % of the time "
-        "between two of them.",
+        text=f"""Two workers, 8 MB, {options.mb_per_s:g} MB/s each way and connection behind a proxy, {
+            DELAY_S * 1e3:g} ms of delay each way, H = {h}. A step is a pause of {
+            STEP_S * 1e3:g} ms and one of SGD, so that threads that
+transfer find a core free; "ms a step besides" is what a step took without what was waited. Waited is all that holds
+up the training thread: taking, merging, the way there and back, and the other worker. Without overlap the exchange of
+a fragment takes {exchange:.0f} % of the time between two of them.""",
         folder=options.folder,
     )
+
+
+def plot(figures: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Seconds of every way, trained and waited."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
+    waited = [each["seconds_waited"] for each in figures.values()]
+    trained = [each["seconds"] - each["seconds_waited"] for each in figures.values()]
+    axes.barh(list(figures), trained, label="trained")
+    axes.barh(list(figures), waited, left=trained, label="stood still")
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    axes.legend()
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / "overlap.png", dpi=100)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

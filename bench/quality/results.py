@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -54,7 +55,12 @@ def write(
         text: what the reader should know besides.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    machine = {"cpu": platform.machine(), "torch": torch.__version__, "atoll": atoll.__version__}
+    machine = {
+        "cpu": platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "atoll": atoll.__version__,
+    }
     document = {
         "settings": {**settings, "command": command},
         "machine": machine,

@@ -87,7 +87,11 @@ def best_line(best: status_messages.BestStatus) -> str:
 
 
 def ring_bytes(model_bytes: int, workers: int, steps: int) -> float:
-    """What data-parallel training moves each way at a worker: 2·(n − 1)/n times the gradients in each step (fp32)."""
+    """What data-parallel training moves each way at a worker: 2·(n − 1)/n times the gradients in each step.
+
+    Args:
+        model_bytes: in its own dtype, as its gradients have; every parameter counts as trained.
+    """
     return 2 * (workers - 1) / workers * model_bytes * steps
 
 
