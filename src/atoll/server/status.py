@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -19,17 +20,19 @@ HISTORY = 20
 """Rounds that a status shows; `metrics.jsonl` has them all."""
 
 
+@functools.lru_cache(maxsize=4 * HISTORY)
+def _summary(text: str) -> status_messages.RoundSummary:
+    """Of a round; of hundreds of workers they are long, and the same ones are asked for again and again."""
+    return status_messages.RoundSummary.model_validate_json(text)
+
+
 def status_of(run: Run) -> status_messages.Status:
     """The status of a run."""
     now_s = time.monotonic()
     settings, algorithm = run.settings, run.plan.algorithm
     lost = [run.store.lost_versions(f) if each.lost else () for f, each in enumerate(run.state.rounds)]
     assert run.store.run is not None
-    history = [
-        status_messages.RoundSummary.model_validate_json(row.summary_json)
-        for row in run.store.history(HISTORY)
-        if row.summary_json
-    ]
+    history = [_summary(row.summary_json) for row in run.store.history(HISTORY) if row.summary_json]
     return status_messages.Status(
         run=run.store.run.run_id,
         name=settings.name,
