@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +18,28 @@ from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 LAST_VERSION = "GET .*/versions/1[ /]"
 
 
-def serve(folder: Path, **settings: object) -> atoll.Server:
-    options = {"codec": "none", "sync_every": 4, "rounds": 1, "port": 0, "heartbeat_interval_s": 1.0} | settings
-    return atoll.Server(build(), algorithm="diloco", state_dir=folder / "state", **options)  # type: ignore[arg-type]
+def serve(folder: Path, **settings: Any) -> atoll.Server:
+    options: dict[str, Any] = {
+        "codec": "none",
+        "sync_every": 4,
+        "rounds": 1,
+        "port": 0,
+        "heartbeat_interval_s": 1.0,
+    } | settings
+    return atoll.Server(build(), algorithm="diloco", state_dir=folder / "state", **options)
 
 
 def is_result(model: nn.Module, server: atoll.Server) -> bool:
     result = load_file(server.exports / "model.safetensors")
     return all(torch.equal(value, result[name]) for name, value in model.state_dict().items())
+
+
+def train_on(loop: atoll.DiLoCo, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Site a's steps from this one on, until it knows that the run is finished."""
+    while not loop.finished:
+        assert steps < 40, "it never learns that the run is finished"
+        local_step(model, optimizer, "a", steps)
+        steps += 1
 
 
 @pytest.mark.covers("L7", "L10")
@@ -40,11 +55,7 @@ def test_a_fragment_whose_last_version_could_not_be_pulled_is_not_taken_for_fini
                 local_step(model, optimizer, "a", step)
             lost = [Fault(LAST_VERSION, "down", at=BEFORE_HEADER, action="reset") for _ in range(2)]
             proxy.faults.extend(lost)
-            steps = 3
-            while not diloco.finished:
-                assert steps < 40, "it never learns that the run is finished"
-                local_step(model, optimizer, "a", steps)
-                steps += 1
+            train_on(diloco, model, optimizer, 3)
             assert all(fault.reached.is_set() for fault in lost)
             assert diloco.skipped == 2
         server.run()
@@ -70,11 +81,7 @@ def test_an_asynchronous_run_that_ends_without_us_does_not_end_our_loop_where_it
                 assert b.finished
             lost = Fault(LAST_VERSION, "down", at=BEFORE_HEADER, action="reset")
             proxy.faults.append(lost)
-            steps = 1
-            while not a.finished:
-                assert steps < 40, "it never learns that the run is finished"
-                local_step(model, mine, "a", steps)
-                steps += 1
+            train_on(a, model, mine, 1)
             assert lost.reached.is_set()
         server.run()
         assert is_result(model, server)

@@ -61,24 +61,7 @@ def test_the_last_line_says_how_long_a_transfer_was_interrupted(clock: Clock, ca
 
 @pytest.mark.covers("X4")
 def test_what_a_worker_does_in_a_run_is_said_in_words() -> None:
-    info = messages.RunInfo(
-        protocol=1,
-        run="r" * 32,
-        name="x",
-        algorithm="diloco",
-        on_missed="rebase",
-        rounds=3,
-        sync_every=60,
-        schema_digest="0" * 64,
-        schema_bytes=8,
-        fragments=1,
-        codec="bf16",
-        part_bytes=65536,
-        connections=1,
-        heartbeat_interval_s=30,
-        heartbeat_timeout_s=120,
-        idle_timeout_s=60,
-    )
+    info = messages.RunInfo.model_construct(codec="bf16", fragments=1)
     assert in_words(info, 60) == "H = 60, codec bf16"
     more = {"mode": "async", "sync_rounds_first": 2, "downlink_codec": "int4", "fragments": 3, "tau": 5, "alpha": 0.5}
     assert in_words(info.model_copy(update=more), 60) == (

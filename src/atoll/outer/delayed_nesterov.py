@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+
+from atoll.outer.each import EachTensor
 
 
-class DelayedNesterov(Optimizer):
+class DelayedNesterov(EachTensor):
     """SGD whose Nesterov momentum acts on every N-th step.
 
     Args:
@@ -40,19 +41,6 @@ class DelayedNesterov(Optimizer):
         if delay < 1 or undelayed < 0:
             raise ValueError(f"delay is {delay}, not at least 1, or undelayed is {undelayed}, below 0")
         super().__init__(params, {"lr": lr, "momentum": momentum, "delay": delay, "undelayed": undelayed})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One step along every gradient; returns what `closure` does, which computes them anew."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for theta in group["params"]:
-                if theta.grad is not None:
-                    self._step(theta, theta.grad, group)
-        return loss
 
     def _step(self, theta: Tensor, g: Tensor, group: dict[str, Any]) -> None:
         lr, beta, state = group["lr"], group["momentum"], self.state[theta]

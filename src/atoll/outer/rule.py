@@ -70,6 +70,7 @@ class OuterRule:
         self.granularity: Granularity = granularity
         self._factory = factory
         self._options = dict(options)
+        self._lr_of: dict[str, float | None] = {}  # asked for in every window of every round
         self._specs: dict[object, list[StateSpec]] = {}
 
     def make(self, parameters: Sequence[Tensor]) -> Optimizer:
@@ -110,7 +111,9 @@ class OuterRule:
 
     def lr_of(self, name: str) -> float | None:
         """The learning rate of a parameter; None: the optimizer's own."""
-        return next((lr for pattern, lr in self.lrs.items() if fnmatchcase(name, pattern)), None)
+        if name not in self._lr_of:
+            self._lr_of[name] = next((lr for pattern, lr in self.lrs.items() if fnmatchcase(name, pattern)), None)
+        return self._lr_of[name]
 
     def stepper(self) -> Stepper:
         """What steps; one per thread."""
@@ -168,14 +171,15 @@ class Stepper:
             optimizer = self._rule.make(leaves)
         else:
             optimizer = self._reused()
-            optimizer.param_groups[:] = [{**optimizer.param_groups[0], "params": leaves}]
+            optimizer.param_groups[0]["params"] = leaves
             optimizer.state = defaultdict(dict, zip(leaves, map(self._thawed, states), strict=True))
         whole = optimizer.param_groups[0]
         if self._rule.lrs and names:
             optimizer.param_groups[:] = _grouped(whole, leaves, [self._rule.lr_of(name) for name in names])
         optimizer.step()
         after = [_frozen(optimizer.state[leaf]) for leaf in leaves]
-        optimizer.param_groups[:] = [{**whole, "params": []}]
+        whole["params"] = []
+        optimizer.param_groups[:] = [whole]
         optimizer.state = defaultdict(dict)
         return after
 

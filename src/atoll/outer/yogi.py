@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+
+from atoll.outer.each import EachTensor
 
 
-class Yogi(Optimizer):
+class Yogi(EachTensor):
     """As `torch.optim.Adam`, with Yogi's rule for v.
 
     Args:
@@ -41,26 +42,14 @@ class Yogi(Optimizer):
             raise ValueError(f"eps is {eps}, not above zero")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One step along every gradient; returns what `closure` does, which computes them anew."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for x in group["params"]:
-                if x.grad is None:
-                    continue
-                g, state = x.grad, self.state[x]
-                if not state:
-                    state["m"] = torch.zeros_like(x)
-                    state["v"] = torch.full_like(x, group["eps"] ** 2)
-                m: Tensor = state["m"]
-                v: Tensor = state["v"]
-                m.mul_(beta1).add_(g, alpha=1 - beta1)
-                squared = g * g
-                v.addcmul_(squared, torch.sign(v - squared), value=-(1 - beta2))
-                x.addcdiv_(m, v.sqrt().add_(group["eps"]), value=-group["lr"])
-        return loss
+    def _step(self, x: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        (beta1, beta2), state = group["betas"], self.state[x]
+        if not state:
+            state["m"] = torch.zeros_like(x)
+            state["v"] = torch.full_like(x, group["eps"] ** 2)
+        m: Tensor = state["m"]
+        v: Tensor = state["v"]
+        m.mul_(beta1).add_(g, alpha=1 - beta1)
+        squared = g * g
+        v.addcmul_(squared, torch.sign(v - squared), value=-(1 - beta2))
+        x.addcdiv_(m, v.sqrt().add_(group["eps"]), value=-group["lr"])

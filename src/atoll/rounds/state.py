@@ -161,8 +161,10 @@ class State:
     ending: frozenset[str] = frozenset()
 
     @property
-    def active_s(self) -> dict[str, float]:
+    def active_s(self) -> Mapping[str, float]:
         """As `seen_s`, of members who may submit something."""
+        if not self.ending:
+            return self.seen_s
         return {site: last_s for site, last_s in self.seen_s.items() if site not in self.ending}
 
     @property

@@ -6,7 +6,7 @@ Everything here can be interrupted; what was formed is in the outbox, and is sen
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +20,7 @@ from atoll.tensors.layout import Part, version_layout
 from atoll.tensors.modules import Tensors
 from atoll.tensors.schema import Schema
 from atoll.transport.parts import Parts
+from atoll.transport.pushing import Pushing
 from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.again import sent_again
@@ -157,16 +158,20 @@ class Exchange:
             return formed
         self._tell_submitting(ticket.round)
         with progress(f"{self.site}: submitting{self._named}", self.outbox.layout.own_nbytes) as bar:
-            with self.parts.pushing(
-                routes.parts_of(ticket.ticket),
-                self.outbox.fd,
-                len(self.outbox.layout.parts),
-                partial(self.connection.parts_at_server, ticket.ticket),
-                on_bytes=bar.add,
-            ) as pushing:
+            with self._pushing(ticket, bar) as pushing:
                 formed = self.form(ticket, tensors, on_part=pushing.add, **how)
             self._complete(bar, pushing.sent, pushing.error, max_retries)
         return formed
+
+    def _pushing(self, ticket: messages.Ticket, bar: Progress) -> AbstractContextManager[Pushing]:
+        """Sends parts of the outbox that are ours, while later ones are formed."""
+        return self.parts.pushing(
+            routes.parts_of(ticket.ticket),
+            self.outbox.fd,
+            len(self.outbox.layout.parts),
+            partial(self.connection.parts_at_server, ticket.ticket),
+            on_bytes=bar.add,
+        )
 
     def form(
         self,

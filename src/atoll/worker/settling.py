@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from atoll.errors import Gone
+from atoll.errors import Gone, TicketClosed
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
 from atoll.worker.connection import NetworkLost
 from atoll.worker.exchange import Exchange
 from atoll.worker.files import BaseFile, OutboxNote
 from atoll.worker.reporting import LOG
+
+BROKE_OFF = (*NetworkLost, TicketClosed, Gone)
+"""What a synchronisation is skipped for, and training goes on."""
 
 
 def unsettled(exchange: Exchange) -> OutboxNote | None:

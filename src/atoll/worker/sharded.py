@@ -26,7 +26,7 @@ from typing import Any
 from atoll.errors import Gone, LeaseLost, UpdateRefused
 from atoll.tensors.modules import Tensors
 from atoll.tensors.shards import Shards
-from atoll.wire import messages, routes
+from atoll.wire import messages
 from atoll.worker import update
 from atoll.worker.exchange import Exchange
 from atoll.worker.files import BaseFile, OutboxNote
@@ -87,16 +87,7 @@ class Share(Session):
         given, shards, layout = messages.Ticket.model_validate(ticket), self._shards(), self.outbox.layout
         shards.gather_(self._ranks.swap)
         self._pushed = None
-        with (
-            progress(self._submitting, layout.own_nbytes) as bar,
-            self.parts.pushing(
-                routes.parts_of(given.ticket),
-                self.outbox.fd,
-                len(layout.parts),
-                partial(self.parts_at_server, given.ticket),
-                on_bytes=bar.add,
-            ) as pushing,
-        ):
+        with progress(self._submitting, layout.own_nbytes) as bar, self._pushing(given, bar) as pushing:
             formed = self._write(given, shards, pushing.add)
         self._pushed = given.ticket, pushing.sent, pushing.error
         digests = {part.index: digest.hex() for part, digest in zip(layout.parts, formed.part_digests, strict=True)}

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 
-from atoll.errors import Gone, TicketClosed, UpdateRefused
+from atoll.errors import TicketClosed, UpdateRefused
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
 from atoll.worker import update
@@ -31,7 +31,7 @@ from atoll.worker.files import BaseFile
 from atoll.worker.flight import Flight, Fragment, pulled
 from atoll.worker.reporting import LOG, why_skipped
 from atoll.worker.session import Session
-from atoll.worker.settling import begin_from_base, ended_without_us, pull_newest, settle, unsettled
+from atoll.worker.settling import BROKE_OFF, begin_from_base, ended_without_us, pull_newest, settle, unsettled
 
 DRAIN_S = 60.0
 """At the end, how long what is under way is waited for."""
@@ -133,24 +133,24 @@ class Streaming:
     def after_step(self, step: int) -> bool:
         """A local step was made: merge what is to be merged, and take what is due; returns whether anything was."""
         self._step = step
-        ready = [flight for flight in self._flights if self._is_ready(flight, step)]
+        ready = [flight for flight in self._flights if self._is_ready(flight)]
         for flight in ready:
             if flight in self._flights:  # else it was landed while another one was waited for
                 self._land(flight)
-        due = not self.finished and self._is_due(step)
+        due = not self.finished and self._is_due()
         if due:
             self._due_step = step
             self._turn()
         return due or bool(ready)
 
-    def _is_due(self, step: int) -> bool:
+    def _is_due(self) -> bool:
         """Whether a fragment's turn has come: every H/K steps, or H_w/K where this worker has an H_w of its own."""
         h = min((each.local_steps for each in self._fragments if each.local_steps), default=self._sync_every)
-        return step - self._due_step >= max(1, h // len(self._fragments))
+        return self._step - self._due_step >= max(1, h // len(self._fragments))
 
-    def _is_ready(self, flight: Flight, step: int) -> bool:
+    def _is_ready(self, flight: Flight) -> bool:
         """Whether a result is to be merged now; where the run waits for its workers, it then is waited for."""
-        if step < flight.step + self._tau:
+        if self._step < flight.step + self._tau:
             return flight in self._broken()  # its turn comes again, before what is later in the order
         if flight.done.is_set():
             return True
@@ -180,9 +180,9 @@ class Streaming:
                     )
                 self._lost = False
                 if fragment is self._pick():
-                    self._take(fragment, self._step)
+                    self._take(fragment)
                     break
-        except (*NetworkLost, TicketClosed, Gone) as error:
+        except BROKE_OFF as error:
             assert fragment is not None
             self._skip(fragment, error)
         self._look_whether_finished()
@@ -237,18 +237,18 @@ class Streaming:
         self._rebase(fragment, reply)
         return True
 
-    def _take(self, fragment: Fragment, step: int) -> None:
+    def _take(self, fragment: Fragment) -> None:
         """Form the update, and send it on its way."""
         ticket, exchange = fragment.ticket, fragment.exchange
         if fragment.finished or ticket is None:  # none where the head moved while it was pulled, and moves again
             return
         weight, metrics = self._said()
-        steps = step - fragment.base_step
+        steps = self._step - fragment.base_step
         exchange.form(ticket, self._own(fragment), weight=weight, steps=steps, metrics=metrics)
         fragment.ticket = None
         self._next = (fragment.index + 1) % len(self._fragments)
-        self.newest_step = step
-        flight = Flight(fragment, step, self._retries)
+        self.newest_step = self._step
+        flight = Flight(fragment, self._step, self._retries)
         self._flights.append(flight)
         if self._tau == 0:
             flight.run()
@@ -276,7 +276,7 @@ class Streaming:
             )
             exchange.outbox.clear()
             exchange.refused(flight.error)
-        elif isinstance(flight.error, (*NetworkLost, TicketClosed, Gone)):
+        elif isinstance(flight.error, BROKE_OFF):
             self._skip(fragment, flight.error)
             return
         elif flight.error is not None:
@@ -307,8 +307,7 @@ class Streaming:
 
     def _broken(self) -> list[Flight]:
         """Updates whose way broke off, so that they may have to be submitted anew."""
-        errors = (*NetworkLost, TicketClosed, Gone)
-        return [flight for flight in self._flights if flight.done.is_set() and isinstance(flight.error, errors)]
+        return [flight for flight in self._flights if flight.done.is_set() and isinstance(flight.error, BROKE_OFF)]
 
     # -- what else may come
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from functools import partial
 
-from atoll.errors import Gone, TicketClosed, UpdateRefused
+from atoll.errors import TicketClosed, UpdateRefused
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
 from atoll.worker.connection import START_RETRIES, NetworkLost
 from atoll.worker.reporting import LOG, why_skipped
 from atoll.worker.session import Session
-from atoll.worker.settling import begin_from_base, ended_without_us, pull_newest, settle, unsettled
+from atoll.worker.settling import BROKE_OFF, begin_from_base, ended_without_us, pull_newest, settle, unsettled
 
 
 class WholeModel(ABC):
@@ -48,7 +48,7 @@ class WholeModel(ABC):
                 session.outbox.clear()
                 session.refused(error)
                 self._pull_head()
-        except (*NetworkLost, TicketClosed, Gone) as error:
+        except BROKE_OFF as error:
             if isinstance(error, TicketClosed) and ended_without_us(session, partial(self._finish, session)):
                 return
             self.skipped += 1
