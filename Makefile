@@ -1,8 +1,10 @@
 # Needs Python 3.11 or newer and make; everything else comes from the package index into .venv.
 #   make demo        real training across processes, on this machine
 #   make test        the tests            make check       format, lint, types
+#   make test-all    those too that take long, and repeat with other settings what the others show
 #   make bench       figures              make behaviours  which test shows which behaviour
 #   make reference   docs from the code   make clean       remove what the targets above made
+#   make pythons     environments with other Pythons, for the tests of what needs no torch
 # Another interpreter: make test PYTHON=python3.12.
 
 PYTHON ?= python3
@@ -17,13 +19,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check bench behaviours reference clean
+.PHONY: demo test test-all check bench behaviours reference pythons clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
 	$(BIN)/atoll demo $(DEMO_ARGS)
 
 test: $(VENV)/.test
+	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not long" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.test
 	$(BIN)/pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 check: $(VENV)/.test
@@ -39,12 +44,15 @@ bench: $(VENV)/.demo
 behaviours: $(VENV)/.test
 	$(BIN)/python tools/behaviours.py
 
+pythons: $(VENV)/.test
+	$(BIN)/python tools/pythons.py
+
 reference: $(VENV)/.test
 	$(BIN)/python tools/reference.py
 	$(BIN)/python tools/diagrams.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .venv-3.* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and pinned: left to itself, pip takes the newest build and its gigabytes of CUDA.

@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "atoll"
 
 LAYERS: list[set[str]] = [
-    {"_version", "errors", "failpoints", "latch", "posix", "sizes"},
+    {"_version", "children", "errors", "failpoints", "latch", "posix", "sizes"},
     {"registry"},
     {"config"},
     {"tensors"},
@@ -24,6 +24,7 @@ LAYERS: list[set[str]] = [
     {"rounds"},
     {"wire"},
     {"store", "aggregation", "transport"},
+    {"placement"},
     {"server", "worker"},
     {"integrations", "simulate"},
     {"recipes", "lightning", "payloads"},
@@ -58,6 +59,7 @@ LIGHT: dict[str, set[str]] = {
     "atoll": {"torch", "aiohttp", "pydantic"},
     "atoll.lightning": {"lightning", "pytorch_lightning", "aiohttp"},
     "atoll.cli.main": {"torch", "aiohttp", "matplotlib"},
+    "atoll.recipes": {"torch", "aiohttp"},
     "atoll.config": {"torch", "aiohttp"},
     "atoll.registry": {"torch"},
     "atoll.tensors.schema": {"torch", "numpy"},

@@ -17,6 +17,7 @@ PUBLIC = [
     "Scaffold",
     "Server",
     "Settings",
+    "Simulation",
     "TensorRef",
     "__version__",
     "fetch",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.config import NOT_SETTINGS, Settings
+from atoll.config import NOT_SETTINGS, Settings, lasting
 from atoll.errors import BY_CODE
 
 TOOL = Path(__file__).parents[1] / "tools" / "reference.py"
@@ -34,6 +34,17 @@ def test_every_setting_has_its_flag_and_variable(pages: Path) -> None:
     assert found["durability"][3:5] == ["process` or `power", "process"]
     assert found["outer_momentum"][3] == "number ≥ 0, < 1"
     assert set(NOT_SETTINGS) - {"ATOLL_FAILPOINTS"} <= set(found)
+
+
+def test_every_setting_says_what_becomes_of_it_when_it_is_changed(pages: Path) -> None:
+    """`tests/server/test_changed_settings.py` shows some of each kind."""
+    kinds = (lasting.FROZEN, lasting.FROZEN_OUTER, lasting.AT_THE_BEGINNING, lasting.FOR_SITES)
+    named = [key for kind in kinds for key in kind]
+    assert len(set(named)) == len(named)
+    assert set(named) <= set(Settings.model_fields)
+    found = rows(pages / "settings.md")
+    chosen = {key: found[key][6] for key in ("tau", "outer_lr", "seed", "connections", "rounds", "state_dir")}
+    assert list(chosen.values()) == ["no", "no", "not read", "sites: later", "yes", "another run"]
 
 
 @pytest.mark.covers("X3")

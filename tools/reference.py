@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from atoll import config, errors
+from atoll.config import lasting
 
 KINDS: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -23,9 +24,17 @@ WORKER = {
     "ATOLL_SITE": "Name of this worker: letters, digits, `.`, `_`, `-`; by default made of host and process.",
     "ATOLL_TOKEN": "Bearer token, at the server and its workers; or a 0600 file named by `ATOLL_TOKEN_FILE`.",
     "ATOLL_MAX_SYNC_RETRIES": "Attempts before DiLoCo skips a synchronisation with a lost server; by default 6.",
+    "ATOLL_GIVE_UP_S": "Seconds without an answer of the server after which it is not waited for any more; by default "
+    "86400, a day; 0: for ever.",
     "ATOLL_DIR": "Folder of the base and outbox files, each as large as the model; by default `.atoll`.",
     "ATOLL_NEW_CONTROLS": "1: a site that has lost its SCAFFOLD control begins at zero, and is not refused.",
     "ATOLL_TLS_CA": "PEM file with the authority of the server's certificate; by default the system's.",
+    "ATOLL_PEER_HOST": "In a swarm, the address that a worker listens on for the others; by default 127.0.0.1.",
+    "ATOLL_PEER_PORT": "Its port there; by default any free one.",
+    "ATOLL_PEER_NAME": "The name or address that others reach it under; by default that of `ATOLL_PEER_HOST`.",
+    "ATOLL_PEER_TLS_CERT": "PEM file with the certificate that it shows them.",
+    "ATOLL_PEER_TLS_KEY": "PEM file with the key of that certificate.",
+    "ATOLL_PEER_INSECURE": "1: it may listen beyond this machine without TLS.",
 }
 """What a worker reads beside its arguments. `config.NOT_SETTINGS` has the same names, and those for tests."""
 
@@ -44,6 +53,23 @@ EXIT_CODES = {
 }
 
 
+LASTING = {
+    "free": ("yes", "holds from that start on, for sites that are running, too"),
+    "sites": ("sites: later", "every site has the value of its own start"),
+    "beginning": ("not read", "it is of the initial model, and another model is refused"),
+    "frozen": ("no", "it is refused, with both values"),
+    "run": ("another run", "the folder says which run it is"),
+}
+"""How long a value lasts → what the table says, and what that means."""
+
+
+def _lasts(key: str) -> str:
+    """The key of `LASTING` for a setting."""
+    tables = {"frozen": lasting.FROZEN + lasting.FROZEN_OUTER, "beginning": lasting.AT_THE_BEGINNING}
+    tables |= {"sites": lasting.FOR_SITES, "run": ("state_dir",)}
+    return next((how for how, keys in tables.items() if key in keys), "free")
+
+
 def settings_page() -> str:
     lines = [
         "# Settings",
@@ -52,8 +78,12 @@ def settings_page() -> str:
         "and a variable; a flag wins over the environment, the environment over the file. A key,",
         "flag or `ATOLL_` variable that does not exist is refused. Units: `_s` seconds, `_bytes` bytes.",
         "",
-        "| key | flag | variable | type | default | meaning |",
-        "|---|---|---|---|---|---|",
+        "What becomes of another value when the server of a run is [started again](../operations.md#what-may-change):",
+        "",
+        *(f"- **{words}**: {what}." for words, what in LASTING.values()),
+        "",
+        "| key | flag | variable | type | default | meaning | changed |",
+        "|---|---|---|---|---|---|---|",
     ]
     for key, field in config.Settings.model_fields.items():
         flag, variable = f"--{key.replace('_', '-')}", config.ENV_PREFIX + key.upper()
@@ -64,6 +94,7 @@ def settings_page() -> str:
             _kind(field),
             _default(field),
             field.description or "",
+            LASTING[_lasts(key)][0],
         ]
         lines.append(_row(cells))
     lines += [

@@ -17,124 +17,25 @@ import logging
 import math
 import statistics
 import tempfile
-import textwrap
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from pictures import Pictures, cifar10
-from results import FOLDER, Gate, write
+from scaffold_report import found_before, report
+from scaffold_tasks import ALGORITHMS, CONCENTRATION, LEAST, PILOT, SITES, TASKS, Task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
 import atoll.lightning
 from atoll.cli.demo_data import deal, digits
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-SITES, CONCENTRATION, LEAST = 8, 0.1, 20
-PILOT = 100
-"""The seed on which learning rates were chosen; no result is of it."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """A data set, and how it is trained; the same for all algorithms but for the servers' own settings.
-
-    Attributes:
-        steps: optimizer steps of every site in every round, as in the paper; 0: see `epochs`.
-        rate: of the sites' SGD.
-        adam_rate: of FedAdam's server.
-        mu: of FedProx.
-        epochs: of every site's own pictures in every round, where the steps are not the same for all.
-        measured_every: rounds from one measurement of the global model to the next; divides `rounds`.
-        cosine: whether the rate falls from round to round, to nearly zero in the last.
-        chosen: how the rates were.
-    """
-
-    title: str
-    channels: list[int]
-    image: list[int]
-    rounds: int
-    steps: int
-    batch: int
-    rate: float
-    adam_rate: float
-    mu: float = 0.01
-    epochs: int = 0
-    measured_every: int = 1
-    cosine: bool = False
-    chosen: str = ""
-
-    def settings(self, algorithm: str) -> dict[str, Any]:
-        """What the server of an algorithm is told besides."""
-        own: dict[str, dict[str, Any]] = {
-            "fedprox": {"local_options": {"mu": self.mu}},
-            "fedadam": {"outer_lr": self.adam_rate},
-        }
-        return own.get(algorithm, {})
-
-
-RATES = (
-    f"Of 0.05 and 0.1 the rate was taken as for digits, on seed {PILOT} with 100 steps over 20 rounds; FedAdam's of "
-    "0.01, 0.03 and 0.1 with 40 steps of batch 32."
-)
-
-CIFAR10 = Task(
-    "CIFAR-10",
-    [16, 32, 64],
-    [3, 32, 32],
-    rounds=24,
-    steps=400,
-    batch=64,
-    rate=0.05,
-    adam_rate=0.01,
-    measured_every=4,
-    cosine=True,
-    chosen="A round is about four epochs of an average site, and the rate falls from round to round by a cosine: both "
-    f"as in the reference, which has 50 rounds and a larger network. {RATES} With 100 steps a round over 48 rounds, on "
-    "the same three seeds, SCAFFOLD ended 0.45 points below FedAvg (see scaffold_cifar10_short); these settings were "
-    f"then tried on seed {PILOT}, where it ended at 63.3 % and FedAvg at 60.7 %, and left as they were.",
-)
-
-TASKS = {
-    "digits": Task(
-        "digits",
-        [16, 32],
-        [1, 8, 8],
-        rounds=20,
-        steps=45,
-        batch=16,
-        rate=0.05,
-        adam_rate=0.03,
-        chosen="Of 0.02, 0.05 and 0.1 the rate was taken with which FedAvg and SCAFFOLD together are best in the mean "
-        f"over the rounds on seed {PILOT}, which is not among those above; FedAdam's of 0.01, 0.03 and 0.1 likewise "
-        "(the program does it with its option pilot). μ is Atoll's default. 45 steps are about "
-        "four epochs of an average site; with 20, tried before "
-        f"on seed {PILOT} too, SCAFFOLD ended 0.5 points above FedAvg at the same rate, and below it at 0.1 and 0.2.",
-    ),
-    "cifar10": CIFAR10,
-    "cifar10_short": replace(
-        CIFAR10,
-        rounds=48,
-        steps=100,
-        chosen="A round is about one epoch of an average site; the rate falls from round to round by a cosine, as in "
-        f"the reference. {RATES} With those 40 steps and a constant rate, and with 160, both tried on that seed for 20 "
-        "and 16 rounds, SCAFFOLD was 2 to 4 points below FedAvg. With one epoch of each site's own pictures a round in "
-        "place of 100 steps, weights from 370 to 11,798, it ended at 48.4 % there, and FedAvg at 62.0 %: its controls "
-        "count every site alike. What it gains hangs on the steps of a round: with 400 it gains, see scaffold_cifar10.",
-    ),
-}
-ALGORITHMS = ["fedavg", "fedprox", "fedadam", "scaffold"]
 
 
 class Classifier(LightningModule):
@@ -316,114 +217,6 @@ def main() -> None:
             report(name, task, runs, command)
     if not options.dry and not options.seeds:
         report(name, task, runs, command)
-
-
-def settings_of(task: Task) -> dict[str, Any]:
-    """What a result was made with, but for its seeds."""
-    return {
-        "sites": SITES,
-        "concentration": CONCENTRATION,
-        "least": LEAST,
-        **asdict(task),
-        "algorithms": {algorithm: task.settings(algorithm) for algorithm in ALGORITHMS},
-        "pilot_seed": PILOT,
-    }
-
-
-def found_before(name: str, task: Task) -> dict[str, list[dict[str, Any]]]:
-    """The figures that docs/results has, by algorithm.
-
-    Raises:
-        SystemExit: they are of other settings.
-    """
-    kept = json.loads((FOLDER / f"scaffold_{name}.json").read_text())
-    now = {key: value for key, value in settings_of(task).items() if key != "chosen"}
-    if {key: kept["settings"].get(key, 0) for key in now} != now:
-        raise SystemExit(f"docs/results/scaffold_{name}.json is of other settings: leave --more out.")
-    found: dict[str, list[dict[str, Any]]] = kept["figures"]
-    return {algorithm: found.get(algorithm, []) for algorithm in ALGORITHMS}
-
-
-def report(name: str, task: Task, runs: dict[str, list[dict[str, Any]]], command: str) -> None:
-    """Write the results, gates included; with seeds that both have, where some runs are still to come."""
-    lacking = [algorithm for algorithm, several in runs.items() if len(several) < max(map(len, runs.values()))]
-    runs = {algorithm: sorted(several, key=lambda each: each["seed"]) for algorithm, several in runs.items() if several}
-    if not runs.keys() >= {"scaffold", "fedavg"}:
-        return
-    both = {each["seed"] for each in runs["scaffold"]} & {each["seed"] for each in runs["fedavg"]}
-
-    def mean(algorithm: str, key: str) -> float:
-        return statistics.mean(found[key][-1] if key == "accuracy" else found[key] for found in runs[algorithm])
-
-    pair = [[found for found in runs[algorithm] if found["seed"] in both] for algorithm in ("scaffold", "fedavg")]
-    each = [ours["accuracy"][-1] - other["accuracy"][-1] for ours, other in zip(*pair, strict=True)]
-    gained = statistics.mean(each)
-    failed = sum(found["failed"] for several in runs.values() for found in several)
-    gates = [
-        Gate(
-            f"SCAFFOLD above FedAvg behind round {task.rounds}, points, mean of the seeds",
-            round(gained, 2),
-            "> 0",
-            gained > 0,
-        ),
-        Gate("failed aggregations, all runs", failed, "0", failed == 0),
-    ]
-    rows = []
-    for algorithm, several in runs.items():
-        over = statistics.mean(statistics.mean(found["accuracy"][1:]) for found in several)
-        ends = " ".join(f"{found['accuracy'][-1]:.1f}" for found in several)
-        times = [mean(algorithm, "seconds"), mean(algorithm, "cpu_seconds")]
-        more = 100 * (times[1] / mean("fedavg", "cpu_seconds") - 1)
-        rows.append([algorithm, round(mean(algorithm, "accuracy"), 2), ends, round(over, 2), *times, f"{more:+.1f} %"])
-    paragraphs = [
-        "Accuracy of the global model on test pictures that no site has. Every site makes "
-        f"{task.steps} steps of plain SGD a round, batch {task.batch}, rate {task.rate:g} for all algorithms, so that "
-        f"the weights are nearly equal; FedAdam's server has rate {task.adam_rate:g}, FedProx μ = {task.mu:g}. "
-        f"{task.chosen}",
-        f"SCAFFOLD less FedAvg, points, seed by seed: {', '.join(f'{value:+.2f}' for value in each)}.",
-        f"Seconds are those of a run: server, {SITES} threads of sites over HTTP and the measuring, "
-        "on a machine that did other work too, which those by the clock show; those of the CPU are the fairer ones.",
-    ]
-    if lacking:
-        paragraphs.append(f"Not run yet, or not with every seed: {', '.join(lacking)}. The option more adds runs.")
-    plot(task, runs, FOLDER / f"scaffold_{name}.png")
-    write(
-        f"scaffold_{name}",
-        title=f"SCAFFOLD and others on {task.title}: {SITES} sites, Dirichlet {CONCENTRATION}, {task.rounds} rounds of "
-        f"{task.steps} steps",
-        command=command,
-        settings={"seeds": sorted(both), **settings_of(task)},
-        figures=runs,
-        gates=gates,
-        header=[
-            "algorithm",
-            "ends at, %",
-            "each seed",
-            "mean over the rounds, %",
-            "s",
-            "s of CPU",
-            "CPU against FedAvg",
-        ],
-        rows=rows,
-        text="\n\n".join(textwrap.fill(paragraph, 118) for paragraph in paragraphs),
-    )
-
-
-def plot(task: Task, runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Accuracy by round: the mean of the seeds, and from the least to the greatest of them."""
-    figure, panel = plt.subplots(figsize=(7, 4.2))
-    for algorithm, several in runs.items():
-        points = list(zip(*(found["accuracy"] for found in several), strict=True))
-        at = range(0, task.rounds + 1, task.measured_every)
-        dashes = "--" if algorithm == "fedprox" else "-"
-        panel.plot(at, [statistics.mean(values) for values in points], label=algorithm, ls=dashes)
-        panel.fill_between(at, [min(v) for v in points], [max(v) for v in points], alpha=0.12)
-    panel.set_title(f"{task.title}, {SITES} sites, Dirichlet {CONCENTRATION}")
-    panel.set_xlabel("round")
-    panel.set_ylabel("accuracy, %")
-    panel.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,10 @@
 
     atoll.lightning.patch(trainer)             # each trainer.fit is a round
 
+    atoll.Simulation(model, client=train, workers=200, rounds=10).run()    # virtual workers, on this machine
+
+    atoll.recipes.FedAvgRecipe(…).execute(atoll.recipes.LocalEnv(num_clients=2))    # a run in one call
+
 Importing this module is cheap: each name below brings what it needs when it is first used.
 """
 
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from atoll.config import Settings
     from atoll.errors import AtollError
     from atoll.server.embed import Server
+    from atoll.simulate.simulation import Simulation
     from atoll.tensors.lazy import resolve
     from atoll.tensors.reference import TensorRef
     from atoll.worker.by_hand import FedProx, Scaffold
@@ -47,6 +52,7 @@ __all__ = [
     "Scaffold",
     "Server",
     "Settings",
+    "Simulation",
     "TensorRef",
     "__version__",
     "fetch",
@@ -70,6 +76,7 @@ _HOMES = {
     "Scaffold": "atoll.worker.by_hand:Scaffold",
     "Server": "atoll.server.embed:Server",
     "Settings": "atoll.config:Settings",
+    "Simulation": "atoll.simulate.simulation:Simulation",
     "TensorRef": "atoll.tensors.reference:TensorRef",
     "__version__": "atoll._version:VERSION",
     "fetch": "atoll.worker.fetch:fetch",
@@ -85,7 +92,7 @@ _HOMES = {
 }
 
 
-_ROOMS = {"lightning", "payloads"}
+_ROOMS = {"lightning", "payloads", "recipes"}
 """Modules that are brought when they are first used, as `import atoll.lightning` does."""
 
 

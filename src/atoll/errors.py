@@ -18,6 +18,7 @@
     │   └── BadRequest         it did not understand what we said
     ├── TransferError          the network between the two
     │   ├── ServerUnreachable  nobody answers
+    │   ├── ServerLost         nobody has answered for so long that nobody is waited for any more
     │   ├── TransferStalled    no byte moved for the idle timeout
     │   └── TransferAborted    whoever started it told it to stop
     ├── StoreError             this machine's disk
@@ -124,6 +125,10 @@ class TransferError(AtollError):
 
 class ServerUnreachable(TransferError):
     code = "unreachable"
+
+
+class ServerLost(TransferError):
+    code = "server_lost"
 
 
 class TransferStalled(TransferError):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from atoll.integrations import lightning as _lightning
-from atoll.integrations.lightning import is_running, patch, rounds
+from atoll.integrations.lightning import evaluates, is_running, patch, rounds
 
 if TYPE_CHECKING:
     from atoll.integrations.lightning_callback import AtollCallback
 
-__all__ = ["AtollCallback", "is_running", "patch", "rounds"]
+__all__ = ["AtollCallback", "evaluates", "is_running", "patch", "rounds"]
 
 
 def __getattr__(name: str) -> Any:

@@ -65,6 +65,9 @@ TABLES: dict[str, dict[str, str]] = {
         "constant": "atoll.reducers.staleness:constant",
         "inverse_sqrt": "atoll.reducers.staleness:inverse_sqrt",
     },
+    "workflows": {
+        "cross_site_evaluation": "atoll.server.evaluation:cross_site_evaluation",
+    },
 }
 """kind → name → "module:attribute". One line here is all that a built-in extension adds outside its own file."""
 
@@ -73,6 +76,17 @@ def names(kind: str) -> list[str]:
     """Every name of `kind` that can be loaded, built-in ones first."""
     plugins = [point.name for point in entry_points(group=f"atoll.{kind}") if point.name not in TABLES[kind]]
     return [*TABLES[kind], *sorted(plugins)]
+
+
+OPTIONS = {
+    "cross_site_evaluation": ("versions", "site_models", "sites", "evaluation_timeout_s"),
+}
+"""Arguments of registered workflows that a run file may give as keys, without importing them to know."""
+
+
+def options(kind: str, name: str) -> tuple[str, ...]:
+    """The keys that a table of the run file may have for this name beside the common ones."""
+    return OPTIONS.get(name, ()) if kind == "workflows" else ()
 
 
 def load(kind: str, name: str) -> Any:

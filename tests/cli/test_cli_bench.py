@@ -111,8 +111,8 @@ def test_on_disk_and_in_memory_are_compared(atoll_command, tmp_path) -> None:
     assert answer["same_bits"] is True
     assert answer["disk"]["digest"] == answer["memory"]["digest"]
     assert answer["disk"]["exact"] is answer["memory"]["exact"] is True
-    assert answer["disk"]["server_memory_files_mb"] == 0
-    assert answer["memory"]["server_memory_files_mb"] >= 4 * 2  # two versions and two spools at least
+    assert answer["disk"]["memory_files_mb"] == 0
+    assert answer["memory"]["memory_files_mb"] >= 4 * 2  # two versions and two spools at least
     assert [answer[way]["settings"]["download_to_disk"] for way in ("disk", "memory")] == [True, False]
 
 

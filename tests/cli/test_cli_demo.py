@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from atoll.children import Children
 from atoll.cli import demo_data, demo_models, demo_summary
-from atoll.cli.children import Children
 
 
 def running(folder: Path) -> list[str]:
@@ -83,7 +83,7 @@ def test_the_ring_formula(tmp_path, monkeypatch) -> None:
 
 
 def test_children_are_ended_also_where_they_ignore_a_request(monkeypatch) -> None:
-    from atoll.cli import children
+    from atoll import children
 
     monkeypatch.setattr(children, "GRACE_S", 0.2)
     stubborn = (

@@ -70,7 +70,7 @@ def test_a_server_that_does_not_answer_is_exit_5_and_the_command_is_not_started(
 
 
 def test_a_server_that_is_not_up_yet_is_waited_for(canned, monkeypatch, capsys) -> None:
-    from atoll.cli import ask
+    from atoll.transport import ask
 
     real, refused = ask.ask, iter([True, True])
 

@@ -106,16 +106,19 @@ def test_every_variable_exists(page: Path) -> None:
         assert written <= known, written - known
 
 
+ARGUMENTS = ("max_sync_retries", "min_clients", "min_responses", "num_clients", "num_rounds", "round_s")
+"""Names that look like settings, and are arguments, or a field of a bench's result."""
+
+
 def test_every_setting_in_the_pages_exists() -> None:
     """What looks like a setting with a unit, or is assigned a value in back quotes, is one."""
     for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
-        for code in inline_code(page) if page.name != "behaviours.md" else []:
+        others = page.name == "behaviours.md" or page.name.startswith("from-")  # whose names are not ours alone
+        for code in [] if others else inline_code(page):
             if found := re.fullmatch(r"([a-z_]+) = .+", code):
                 assert found.group(1) in {*Settings.model_fields, "on_missed"}, f"{page.name}: {code}"
             if re.fullmatch(r"(heartbeat|idle|round|min|max|keep|num)_[a-z_]+", code):
-                assert code in {*Settings.model_fields, "max_sync_retries", "min_responses", "round_s"}, (
-                    f"{page.name}: {code}"
-                )
+                assert code in {*Settings.model_fields, *ARGUMENTS}, f"{page.name}: {code}"
 
 
 @by_page
@@ -160,6 +163,33 @@ def test_the_messages_in_operations_are_those_of_the_code(texts: str) -> None:
     for message in quoted:
         for piece in filter(None, message.split("…")):
             assert piece in texts, f"{message!r}: nobody says {piece!r}"
+
+
+def rows_of(page: Path) -> list[list[str]]:
+    """Cells of every table of a page, without the first rows."""
+    headings = re.findall(r"^## (.+)$", prose(page), re.MULTILINE)
+    return [row for heading in headings for row in table_rows(page, heading)]
+
+
+@pytest.mark.covers("L26", "X3")
+def test_the_messages_in_troubleshooting_are_those_of_the_code(texts: str) -> None:
+    rows = rows_of(DOCS / "troubleshooting.md")
+    assert len(rows) > 40
+    assert {len(row) for row in rows} == {4}, [row for row in rows if len(row) != 4]
+    quoted = [cells[0][1:].partition("`")[0] for cells in rows if cells[0].startswith("`")]
+    assert len(quoted) > 35
+    for message in quoted:
+        for piece in filter(None, message.split("…")):
+            assert piece in texts, f"{message!r}: nobody says {piece!r}"
+    assert all(symptom and cause and remedy for symptom, cause, _, remedy in rows)
+
+
+@pytest.mark.covers("L26")
+def test_the_warning_of_staleness_names_its_part_of_troubleshooting(texts: str) -> None:
+    named = re.search(r"More: (docs/troubleshooting\.md), (.+)", texts)
+    assert named is not None
+    heading = named[2].partition("\x00")[0]
+    assert any("versions behind" in row[0] for row in table_rows(ROOT / named[1], heading))
 
 
 def test_the_metrics_in_operations_are_those_of_the_server(tmp_path: Path) -> None:

@@ -112,7 +112,48 @@ subprocess.run(started, check=True, env=os.environ | {"ATOLL_SERVER": server.url
 """
     + END,
 )
+RECIPE = """\
+import os
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+Path("my_models.py").write_text(
+    "import torch\\n"
+    "class Net(torch.nn.Linear):\\n"
+    "    def __init__(self):\\n"
+    "        super().__init__(4, 2)\\n"
+)
+Path("train.py").write_text(
+    "import atoll, torch\\n"
+    "from my_models import Net\\n"
+    "model = Net()\\n"
+    "with atoll.join() as worker:\\n"
+    "    for round in worker:\\n"
+    "        round.load_into(model)\\n"
+    "        with torch.no_grad():\\n"
+    "            model.bias += 1.0\\n"
+    "        round.submit(model, weight=1, metrics={'bias': model.bias.mean().item()})\\n"
+)
+"""
+QUICKSTART = (
+    SERVE.format(algorithm="fedavg")
+    + """
+from torch.utils.data import DataLoader
+load_data = lambda *given: (DataLoader(dataset), DataLoader(dataset))
+test = lambda net, loader: (0.5, 0.9)
+net, partitions, batch_size, local_epochs, learning_rate = model, 2, 4, 1, 0.1
+
+def train(net, *rest):
+    with torch.no_grad():
+        net.bias += 1.0
+    return 0.5
+os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "site-1"
+"""
+)
 AROUND = {
+    "recipe": (RECIPE, "assert result.finished and len(result.history) == 5 and result.model.exists()\n"),
+    "hello_pt": (FEDAVG + "evaluate, test_loader = lambda model, data: 0.9, dataset\n", END),
+    "quickstart_pytorch": (QUICKSTART, END),
     "sharded": SHARDED,
     "diloco": (DILOCO, END),
     "fedavg": (FEDAVG, END),
@@ -172,8 +213,8 @@ def test_a_script_takes_part_in_a_run_as_it_is_printed(page: Path, block: Block,
     run(f"{before}\n{script}\n{after}", tmp_path, block.name)
 
 
-def test_both_scripts_of_the_readme_are_run() -> None:
-    assert [block.name for page, block in MARKED if page == ROOT / "README.md"] == ["diloco", "fedavg"]
+def test_the_scripts_of_the_readme_are_run() -> None:
+    assert [block.name for page, block in MARKED if page == ROOT / "README.md"] == ["diloco", "fedavg", "recipe"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

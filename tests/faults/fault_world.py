@@ -12,11 +12,12 @@ import json
 import signal
 import sqlite3
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from site_threads import Threads
 from small_run import SITES, build, train_
@@ -171,11 +172,34 @@ def left_undisturbed(folder: Path, **settings: Any) -> Result:
     return Result(folder)
 
 
-class SiteProcess:
-    """One site as a process of its own, running `fault_worker.py`."""
+class Others(Protocol):
+    """Sites that train beside the one that is disturbed."""
 
-    def __init__(self, nursery: Nursery, folder: Path, url: str, site: str) -> None:
-        self._nursery, self._folder = nursery, folder
+    def join(self) -> None: ...
+
+
+@contextlib.contextmanager
+def beside(server: atoll.Server, others: Others) -> Iterator[None]:
+    """Disturb a site within; then the others come to the end of the run, and the server with them."""
+    yield
+    others.join()
+    server.run()
+
+
+def require_ends_soon_by_ctrl_c(site: Process) -> None:
+    """Though nothing moves on its connections: not only when `idle_timeout_s`, which is 60, is over."""
+    begin_s = time.monotonic()
+    site.send(signal.SIGINT)
+    assert site.wait(100.0) != 0
+    assert time.monotonic() - begin_s < 30.0
+    assert "KeyboardInterrupt" in site.output()
+
+
+class SiteProcess:
+    """One site as a process of its own, running a script that lies beside this file."""
+
+    def __init__(self, nursery: Nursery, folder: Path, url: str, site: str, script: str = "fault_worker.py") -> None:
+        self._nursery, self._folder, self._script = nursery, folder, Path(__file__).with_name(script)
         self._env = {"ATOLL_SERVER": url, "ATOLL_SITE": site, "ATOLL_DIR": str(folder / "workers")}
         self.starts = 0
 
@@ -183,7 +207,7 @@ class SiteProcess:
         """Start it; `hold` "2:PATH" lets it wait in the training of round 2 until PATH exists."""
         self.starts += 1
         return self._nursery.start(
-            str(Path(__file__).with_name("fault_worker.py")),
+            str(self._script),
             cwd=self._folder,
             env=self._env | ({"HOLD": hold} if hold else {}) | env,
             failpoints=failpoints,
@@ -208,14 +232,14 @@ class SiteProcess:
         return process
 
 
+def lines(process: Process) -> Iterator[dict[str, Any]]:
+    """What a `SiteProcess` has written of itself so far."""
+    return (json.loads(line) for line in process.output().splitlines() if line.startswith("{"))
+
+
 def said(process: Process, what: str, number: int | None = None) -> dict[str, Any] | None:
     """The first line of this kind (and round) that a `SiteProcess` has written; None where there is none yet."""
-    for line in process.output().splitlines():
-        if line.startswith("{"):
-            told: dict[str, Any] = json.loads(line)
-            if told["what"] == what and number in (None, told.get("round")):
-                return told
-    return None
+    return next((each for each in lines(process) if each["what"] == what and number in (None, each.get("round"))), None)
 
 
 def told(process: Process, what: str, number: int | None = None) -> dict[str, Any]:

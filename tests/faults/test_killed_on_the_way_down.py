@@ -12,6 +12,7 @@ from fault_world import (
     ServerProcess,
     SiteProcess,
     Sites,
+    beside,
     build,
     left_undisturbed,
     serving,
@@ -68,13 +69,10 @@ def test_a_worker_is_killed_while_it_adds_to_its_base(
     nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
 ) -> None:
     """Three of the six parts are those of the next version: the base is neither, and the other three are pulled."""
-    other = Sites(server.url, tmp_path, names=["b"])
-    site = SiteProcess(nursery, tmp_path, server.url, "a")
-    again = site.killed_and_again("delta.part=kill@3")
-    other.join()
+    with beside(server, Sites(server.url, tmp_path, names=["b"])):
+        again = SiteProcess(nursery, tmp_path, server.url, "a").killed_and_again("delta.part=kill@3")
     assert len(WHOLE.parts) == 6
     assert told(again, "trains", 2)["down"] == sum(part.nbytes for part in WHOLE.parts[3:])
-    server.run()
     Result(tmp_path).require_same(undisturbed)
 
 
@@ -82,12 +80,10 @@ def test_a_worker_is_killed_while_a_difference_comes(
     nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
 ) -> None:
     """The base is as it was, and what came of the difference is kept: the rest of it is asked for."""
-    other = Sites(server.url, tmp_path, names=["b"])
-    site = SiteProcess(nursery, tmp_path, server.url, "a")
-    again = site.killed_and_again("pull.part=kill@8")  # six parts of version 0, then two of the difference
-    other.join()
+    with beside(server, Sites(server.url, tmp_path, names=["b"])):
+        # six parts of version 0, then two of the difference
+        again = SiteProcess(nursery, tmp_path, server.url, "a").killed_and_again("pull.part=kill@8")
     assert told(again, "trains", 2)["down"] == sum(part.nbytes for part in down().parts[2:])
-    server.run()
     Result(tmp_path).require_same(undisturbed)
 
 
@@ -95,10 +91,7 @@ def test_a_worker_that_missed_its_answer_goes_on(
     nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
 ) -> None:
     """Killed while it trains from a base that was added to: that is believed, and nothing is pulled."""
-    other = Sites(server.url, tmp_path, names=["b"])
-    site = SiteProcess(nursery, tmp_path, server.url, "a")
-    again = site.killed_in_training_and_again(2)
-    other.join()
+    with beside(server, Sites(server.url, tmp_path, names=["b"])):
+        again = SiteProcess(nursery, tmp_path, server.url, "a").killed_in_training_and_again(2)
     assert told(again, "trains", 2)["down"] == 0
-    server.run()
     Result(tmp_path).require_same(undisturbed)

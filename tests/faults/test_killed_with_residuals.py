@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fault_world import Result, SiteProcess, Sites, left_undisturbed, serving
+from fault_world import Result, SiteProcess, Sites, beside, left_undisturbed, serving
 
 from atoll.testing.processes import Nursery
 
@@ -20,10 +20,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
 @pytest.mark.parametrize("place", ["worker.write=kill@20", "outbox.seal=kill@2", "worker.acknowledged=kill@2"])
 def test_what_was_left_over_is_added_once(nursery: Nursery, tmp_path: Path, undisturbed: Result, place: str) -> None:
     """In its second round: amid the files, with all written and nothing said, and with all sent and nothing heard."""
-    with serving(tmp_path, codec="int4") as server:
-        other = Sites(server.url, tmp_path, names=["b"])
-        site = SiteProcess(nursery, tmp_path, server.url, "a")
-        site.killed_and_again(place)
-        other.join()
-        server.run()
+    with serving(tmp_path, codec="int4") as server, beside(server, Sites(server.url, tmp_path, names=["b"])):
+        SiteProcess(nursery, tmp_path, server.url, "a").killed_and_again(place)
     Result(tmp_path).require_same(undisturbed)

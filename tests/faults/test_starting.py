@@ -13,9 +13,9 @@ import trustme
 from fault_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, Sites, serving, write_run_file
 
 import atoll
-from atoll.cli.ask import ask
 from atoll.errors import AuthError, ServerUnreachable
 from atoll.testing.processes import Nursery, wait_until
+from atoll.transport.ask import ask
 from atoll.wire import messages, routes
 from atoll.worker import federated
 from atoll.worker.client import status

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fault_world import SITES, build, serving
+from fault_world import KILLED, SITES, SiteProcess, beside, build, lines, require_ends_soon_by_ctrl_c, serving
 from stream_world import EVERY_UPDATE, FRAGMENTS, SETTINGS, STEPS, Left, StreamingSites, same
 
 import atoll
 from atoll.tensors.fragments import split
 from atoll.tensors.layout import version_layout
 from atoll.tensors.modules import schema_of
-from atoll.testing.processes import Nursery, Process
+from atoll.testing.processes import Nursery
 from atoll.testing.proxy import Fault, Proxy
 from atoll.worker.session import Session
 
@@ -111,29 +107,6 @@ def test_an_earlier_process_left_updates_of_two_fragments(tmp_path: Path, server
     assert Left(tmp_path).counted == [each for each in EVERY_UPDATE if each != ("a", 2, 0, 1)]
 
 
-class StreamingSite:
-    """One site as a process of its own, running `stream_worker.py`."""
-
-    def __init__(self, nursery: Nursery, folder: Path, url: str, site: str) -> None:
-        self._nursery, self._folder = nursery, folder
-        self._env = {"ATOLL_SERVER": url, "ATOLL_SITE": site, "ATOLL_DIR": str(folder / "workers")}
-        self.starts = 0
-
-    def start(self, failpoints: str = "") -> Process:
-        self.starts += 1
-        return self._nursery.start(
-            str(Path(__file__).with_name("stream_worker.py")),
-            cwd=self._folder,
-            env=self._env,
-            failpoints=failpoints,
-            log=self._folder / f"worker-{self._env['ATOLL_SITE']}-{self.starts}.log",
-        )
-
-
-def lines(process: Process) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in process.output().splitlines() if line.startswith("{")]
-
-
 @pytest.mark.covers("L10", "F1")
 def test_killed_while_a_fragment_comes_down_it_resumes_at_the_part(
     nursery: Nursery, tmp_path: Path, server: atoll.Server
@@ -143,15 +116,10 @@ def test_killed_while_a_fragment_comes_down_it_resumes_at_the_part(
         version_layout(each, SETTINGS["part_bytes"]).parts for each in split(schema_of(build()), FRAGMENTS).schemas
     ]
     assert len(parts[0]) > 3
-    other = StreamingSites(server.url, tmp_path, names=["b"], steps=100)
-    site = StreamingSite(nursery, tmp_path, server.url, "a")
-    first = site.start(f"pull.part=kill@{sum(map(len, parts)) + 3}")
-    assert first.wait(60) == -signal.SIGKILL
-    again = site.start()
-    assert again.wait(90) == 0
-    other.join()
-    server.run()
-    assert lines(again)[0]["down"] == sum(part.nbytes for part in parts[0][3:])
+    with beside(server, StreamingSites(server.url, tmp_path, names=["b"], steps=100)):
+        site = SiteProcess(nursery, tmp_path, server.url, "a", "stream_worker.py")
+        again = site.killed_and_again(f"pull.part=kill@{sum(map(len, parts)) + 3}")
+    assert next(lines(again))["down"] == sum(part.nbytes for part in parts[0][3:])
     assert all(times == 1 for *_, times in Left(tmp_path).counted)
 
 
@@ -159,21 +127,19 @@ def test_killed_while_a_fragment_comes_down_it_resumes_at_the_part(
 def test_killed_with_an_update_half_sent_its_next_process_sends_the_rest(
     nursery: Nursery, tmp_path: Path, server: atoll.Server
 ) -> None:
-    other = StreamingSites(server.url, tmp_path, names=["b"], steps=100)
-    with Proxy(server.port) as proxy:
+    others = StreamingSites(server.url, tmp_path, names=["b"], steps=100)
+    with beside(server, others), Proxy(server.port) as proxy:
         stall = Fault("PUT .*/parts/1 ", "up", at=1000, action="stall")
         proxy.faults.append(stall)
-        site = StreamingSite(nursery, tmp_path, proxy.url, "a")
+        site = SiteProcess(nursery, tmp_path, proxy.url, "a", "stream_worker.py")
         first = site.start()
         assert stall.reached.wait(60)
-        assert first.kill() == -signal.SIGKILL
+        assert first.kill() == KILLED
         before = len(proxy.requests)
         again = site.start()
         assert again.wait(90) == 0
         ticket = next(line for line in proxy.requests[:before] if "/parts/1 " in line).split("/parts/")[0]
         sent = [line.split("/parts/")[1].split()[0] for line in proxy.requests[before:] if line.startswith(ticket)]
-    other.join()
-    server.run()
     assert "1" in sent
     assert "0" not in sent
     assert all(times == 1 for *_, times in Left(tmp_path).counted)
@@ -187,13 +153,9 @@ def test_ctrl_c_ends_it_soon_though_what_is_under_way_stands_still(
     with Proxy(server.port) as proxy:
         stall = Fault("PUT .*/parts/0 ", "up", at=1000, action="stall")
         proxy.faults.append(stall)
-        site = StreamingSite(nursery, tmp_path, proxy.url, "a").start()
+        site = SiteProcess(nursery, tmp_path, proxy.url, "a", "stream_worker.py").start()
         assert stall.reached.wait(60)
-        begin_s = time.monotonic()
-        site.send(signal.SIGINT)
-        assert site.wait(100.0) != 0
-        assert time.monotonic() - begin_s < 30.0  # idle_timeout_s is 60
-        assert "KeyboardInterrupt" in site.output()
+        require_ends_soon_by_ctrl_c(site)
         proxy.cut()
     StreamingSites(server.url, tmp_path, names=["a"], steps=100).join()
     other.join()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +15,10 @@ from fault_world import (
     Result,
     SiteProcess,
     Sites,
+    beside,
     build,
     left_undisturbed,
+    require_ends_soon_by_ctrl_c,
     said,
     serving,
     told,
@@ -51,8 +52,7 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
         yield server
 
 
-def require_same(folder: Path, server: atoll.Server, undisturbed: Result) -> None:
-    server.run()
+def require_same(folder: Path, undisturbed: Result) -> None:
     result = Result(folder)
     result.require_same(undisturbed)
     assert len(result.tickets) == len(EVERY_SITE_AND_ROUND), "an open ticket is given again, not another one"
@@ -62,33 +62,28 @@ def require_same(folder: Path, server: atoll.Server, undisturbed: Result) -> Non
 def test_killed_while_pulling_it_resumes_at_the_part(
     nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
 ) -> None:
-    other = Sites(server.url, tmp_path, names=["b"])
-    site = SiteProcess(nursery, tmp_path, server.url, "a")
-    again = site.killed_and_again("pull.part=kill@3")
-    other.join()
+    with beside(server, Sites(server.url, tmp_path, names=["b"])):
+        again = SiteProcess(nursery, tmp_path, server.url, "a").killed_and_again("pull.part=kill@3")
     # three of the six parts were there
     assert told(again, "trains", 1)["down"] == sum(version_bytes()[3:])
-    require_same(tmp_path, server, undisturbed)
+    require_same(tmp_path, undisturbed)
 
 
 @pytest.mark.covers("F2")
 def test_killed_while_training_it_goes_on_under_its_open_ticket(
     nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
 ) -> None:
-    other = Sites(server.url, tmp_path, names=["b"])
-    site = SiteProcess(nursery, tmp_path, server.url, "a")
-    again = site.killed_in_training_and_again(2)
-    other.join()
+    with beside(server, Sites(server.url, tmp_path, names=["b"])):
+        again = SiteProcess(nursery, tmp_path, server.url, "a").killed_in_training_and_again(2)
     assert told(again, "trains", 2)["down"] == 0  # the base was whole
-    require_same(tmp_path, server, undisturbed)
+    require_same(tmp_path, undisturbed)
 
 
 @pytest.mark.covers("F3", "L10")
 def test_killed_while_submitting_it_resumes_at_the_part(
     nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
 ) -> None:
-    other = Sites(server.url, tmp_path, names=["b"])
-    with Proxy(server.port) as proxy:
+    with beside(server, Sites(server.url, tmp_path, names=["b"])), Proxy(server.port) as proxy:
         stall = Fault("PUT .*/parts/3 ", "up", at=1, action="stall")
         proxy.faults.append(stall)
         site = SiteProcess(nursery, tmp_path, proxy.url, "a")
@@ -98,12 +93,11 @@ def test_killed_while_submitting_it_resumes_at_the_part(
         assert first.kill() == KILLED
         again = site.start()
         assert again.wait(60) == 0
-    other.join()
     begins = told(again, "begins")
     # its update was formed: it is not trained again, and the three parts of its first request are not sent again
     assert begins["round"] == 2
     assert begins["up"] == sum(update_bytes()[3:])
-    require_same(tmp_path, server, undisturbed)
+    require_same(tmp_path, undisturbed)
 
 
 @pytest.mark.covers("F3")
@@ -118,11 +112,7 @@ def test_ctrl_c_ends_it_soon_though_the_network_stands_still(
         proxy.faults.append(fault)
         site = SiteProcess(nursery, tmp_path, proxy.url, "a").start()
         assert fault.reached.wait(30.0)
-        begin = time.monotonic()
-        site.send(signal.SIGINT)
-        assert site.wait(100.0) != 0
-        assert time.monotonic() - begin < 30.0  # idle_timeout_s is 60
-        assert "KeyboardInterrupt" in site.output()
+        require_ends_soon_by_ctrl_c(site)
     other.join()
 
 
@@ -130,26 +120,22 @@ def test_ctrl_c_ends_it_soon_though_the_network_stands_still(
 def test_killed_before_its_update_is_whole_it_trains_the_round_again(
     nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
 ) -> None:
-    other = Sites(server.url, tmp_path, names=["b"])
-    site = SiteProcess(nursery, tmp_path, server.url, "a")
-    again = site.killed_and_again("outbox.seal=kill@2")
-    other.join()
+    with beside(server, Sites(server.url, tmp_path, names=["b"])):
+        again = SiteProcess(nursery, tmp_path, server.url, "a").killed_and_again("outbox.seal=kill@2")
     begins = told(again, "begins")
     assert (begins["round"], begins["up"]) == (2, 0)
-    require_same(tmp_path, server, undisturbed)
+    require_same(tmp_path, undisturbed)
 
 
 @pytest.mark.covers("F4")
 def test_killed_after_the_acknowledgement_its_update_counts_once(
     nursery: Nursery, tmp_path: Path, server: atoll.Server, undisturbed: Result
 ) -> None:
-    other = Sites(server.url, tmp_path, names=["b"])
-    site = SiteProcess(nursery, tmp_path, server.url, "a")
-    again = site.killed_and_again("worker.acknowledged=kill@2")
-    other.join()
+    with beside(server, Sites(server.url, tmp_path, names=["b"])):
+        again = SiteProcess(nursery, tmp_path, server.url, "a").killed_and_again("worker.acknowledged=kill@2")
     begins = told(again, "begins")
     assert (begins["round"], begins["up"]) == (3, 0)
-    require_same(tmp_path, server, undisturbed)
+    require_same(tmp_path, undisturbed)
 
 
 @pytest.mark.parametrize(

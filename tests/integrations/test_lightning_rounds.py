@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import atoll
 import atoll.lightning
 from atoll.errors import UsageError
-from atoll.worker.federated import FederatedRound
+from atoll.worker.federated_round import FederatedRound
 from atoll.worker.session import Session
 
 

@@ -16,7 +16,8 @@ from transformers_world import MOMENTUM, MU, ROUNDS, STEPS, TARGETS, One, rate, 
 import atoll
 from atoll.errors import UsageError
 from atoll.filters import NormClip
-from atoll.integrations.transformers import AtollCallback, _metrics_in
+from atoll.integrations.training import metrics_in
+from atoll.integrations.transformers import AtollCallback
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_what_the_trainer_logs_beside_metrics_stays_here() -> None:
         "grad_norm": 2.0,
         "learning_rate": 0.1,
     }
-    assert _metrics_in(logs) == {"loss": 0.5, "eval_loss": 0.25}
+    assert metrics_in(logs) == {"loss": 0.5, "eval_loss": 0.25}
 
 
 def test_accumulated_gradients_are_one_step(serve: Any, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 
 from atoll.rounds import machine, recovery, settle
+from atoll.rounds.effects import ExpectedChanged
+from atoll.rounds.events import AggregatorLost
 from atoll.testing import schedules
 from atoll.testing.schedules import MUTANTS, Fault, Schedule, Violation, explore, simulate
 
@@ -43,7 +45,7 @@ def test_clock_jumps_change_nothing():
 FOUND_AS = {
     "no dedupe": "the mean of its updates",
     "acknowledge before journal": "acknowledged ticket",
-    "lost expected": "closed without awaited",
+    "lost expected": "closed without awaited|the journal makes",
     "quorum of one": "a round closed with 1 of",
     "two-step commit": "the mean of its updates",
     "wall clock": "declared dead, but was heard|closed without awaited|the journal makes",
@@ -98,3 +100,26 @@ def test_a_failing_schedule_is_reported_small():
     notes = "\n".join(caught.value.__notes__)
     assert "in Schedule(" in notes
     assert notes.count("Fault(") <= 1  # one crash between the two writes is all that it takes
+
+
+@pytest.mark.covers("P10")
+def test_no_schedule_of_a_swarm_breaks_a_promise():
+    """An accepted update is in exactly one version, or its ticket is open again."""
+    seen = explore(examples=400, swarm=True)
+    wanted = ("versions", "crashes", "lose", "RoundReopened", "TicketsExpired", "ExpectedChanged")
+    assert all(seen[what] > 10 for what in wanted), f"the search hardly meets some of what it is for: {seen}"
+
+
+@pytest.mark.covers("P10")
+def test_a_round_that_forgets_whom_it_waits_for_when_it_is_open_again_is_found(monkeypatch):
+    step = machine.step
+
+    def forgets(state, event, now_s):
+        after, effects = step(state, event, now_s)
+        if isinstance(event, AggregatorLost):
+            effects = tuple(effect for effect in effects if not isinstance(effect, ExpectedChanged))
+        return after, effects
+
+    monkeypatch.setattr(machine, "step", forgets)
+    with pytest.raises(Violation, match="the journal makes"):
+        explore(examples=400, swarm=True, shrink=False)

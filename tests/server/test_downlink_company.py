@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from down_world import Reference, clients, down_bytes, play, require_equal, serve, start, through, trained
+from down_world import Reference, clients, down_bytes, mixed, play, require_equal, serve, start, through, trained
 from own_world import MEAN, write
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import atoll
 from atoll import registry
 from atoll.cli import export
-from atoll.errors import StateCorrupt, UsageError
+from atoll.errors import Gone, StateCorrupt
 from atoll.filters import NormClip
+from atoll.testing.proxy import Fault, Proxy
 
 
 def whole_pull(server: atoll.Server, folder: Path) -> tuple[dict[str, Tensor], int]:
@@ -159,18 +160,49 @@ def test_masters_that_were_damaged_are_never_exported(tmp_path: Path, options: d
     assert not (tmp_path / "never.safetensors").exists()
 
 
-def test_atoll_export_takes_the_masters_from_a_directory_and_refuses_what_workers_hold(tmp_path: Path) -> None:
-    reference, out = Reference(start()), tmp_path / "model.safetensors"
-    with serve(tmp_path) as server:
+@pytest.mark.covers("L16")
+def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp_path: Path) -> None:
+    """θ, and the same file bit for bit as the server's own export: of the head, and of a version that is still kept."""
+    reference, theta, out = Reference(mixed()), {}, tmp_path / "model.safetensors"
+    with serve(tmp_path, mixed()) as server, Proxy(server.port) as line:
         sites = clients(server, tmp_path)
         assert export.from_server(server.url, out) == 0
-        require_equal(load_file(out), start())  # the initial model is both
+        require_equal(load_file(out), mixed())  # the initial model is both
         for number in (1, 2):
             play(sites, number, reference)
+            for client in sites.values():
+                assert client.next_round() == number + 1
+            theta[number] = reference.exported
+        flipped = Fault(r"GET .*/model/1 ", "down", at=1000, action="flip")
+        broken = Fault(r"GET .*/model/2 ", "down", at=5000, action="reset")
+        line.faults += [flipped, broken]
+        assert export.from_server(line.url, out) == 2
+        assert flipped.reached.is_set()
+        assert broken.reached.is_set()
+        assert (line.count(r"GET .*/model/1 "), line.count(r"GET .*/model/3 ")) == (2, 1)  # they alone came again
+        own = server.save_state(tmp_path / "own.safetensors")
+        assert out.read_bytes() == own.read_bytes()
+        require_equal(load_file(out), theta[2])
+        assert not torch.equal(theta[2]["large"], reference.held["large"])
+        assert export.from_server(server.url, out, version=1) == 1
+        require_equal(load_file(out), theta[1])
+        with pytest.raises(Gone):
+            export.from_server(server.url, out, version=9)
         for client in sites.values():
-            assert client.next_round() == 3
             client.close()
-        with pytest.raises(UsageError, match="go down as int8: what can be pulled is what workers hold"):
-            export.from_server(server.url, out)
     assert export.from_directory(tmp_path / "state", out) == 2
-    require_equal(load_file(out), reference.exported)
+    assert out.read_bytes() == own.read_bytes()
+
+
+def test_atoll_export_takes_the_masters_of_every_fragment_from_a_server(tmp_path: Path) -> None:
+    model, out = nn.Sequential(nn.Linear(60, 70), nn.Linear(70, 80)), tmp_path / "model.safetensors"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"algorithm": "diloco", "num_fragments": 2, "sync_every": 2, "num_workers": 1}
+    with serve(tmp_path, model, buffers=(), rounds=0, **options) as server:
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
+            for _ in range(6):
+                optimizer.zero_grad()
+                model(torch.ones(1, 60)).square().mean().backward()
+                optimizer.step()
+        assert export.from_server(server.url, out) == min(each.version for each in server.status().fragments) == 3
+        assert out.read_bytes() == server.save_state(tmp_path / "own.safetensors").read_bytes()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
+import sys
 import threading
 import tracemalloc
 from pathlib import Path
@@ -14,6 +18,13 @@ from torch import nn
 import atoll
 from atoll.cli.bench_run import Bench, measure
 from atoll.transport import host
+
+BENCH = Path(__file__).resolve().parents[2] / "bench" / "largest_round.py"
+_spec = importlib.util.spec_from_file_location("largest_round", BENCH)
+assert _spec is not None
+assert _spec.loader is not None
+largest_round = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(largest_round)
 
 
 @pytest.mark.slow
@@ -30,6 +41,51 @@ def test_a_model_ten_times_as_large_takes_no_more_memory_on_either_side(codec: s
     assert large["server_peak_anon_mb"] <= 200
     assert large["worker_peak_anon_mb"] < small["worker_peak_anon_mb"] + 20
     assert large["worker_peak_anon_mb"] <= 64
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.covers("P18", "D1", "D9")
+def test_four_workers_with_three_times_the_model_take_no_more_memory_on_either_side() -> None:
+    """At a size that a test can afford: 0.1 and 0.3 GB × 4 workers, in processes of their own, through files.
+
+    What it shows is that anonymous memory does not follow: 0.2 GB more of model at each worker, and 2.4 GB more of
+    updates and versions at the server. `python bench/largest_round.py` does it with 5 GB, or what fits.
+    """
+    how: dict[str, Any] = {"workers": 4, "rounds": 2, "tensors": 20}
+    small, large = (measure(Bench(gb=gb, **how), lambda _: None) for gb in (0.1, 0.3))
+    said = largest_round.compared(small, large)
+    assert said["ok"], said
+    assert large["bytes_down"] > 2.5 * small["bytes_down"] > 0  # it did move the model
+
+
+GB = 10**9
+
+
+@pytest.mark.covers("P18")
+@pytest.mark.parametrize(
+    ("disk", "memory", "fits"),
+    [
+        (100 * GB, 100 * GB, 5.0),  # 17 times 5 GB are 85 GB of files
+        (57 * GB, 100 * GB, 3.0),  # 0.9·57/17 = 3.02
+        (100 * GB, 16 * GB, 3.0),  # 0.75·16/4
+        (1 * GB, 100 * GB, 0.0),
+    ],
+    ids=["all", "disk", "memory", "none"],
+)
+def test_the_largest_round_is_what_the_free_disk_and_memory_take(disk: int, memory: int, fits: float) -> None:
+    assert largest_round.largest_gb(5.0, 4, disk, memory) == fits
+
+
+@pytest.mark.slow
+def test_the_largest_round_says_how_much_memory_it_took(tmp_path: Path) -> None:
+    argv = [sys.executable, str(BENCH), "--gb", "0.02", "--workers", "2", "--rounds", "1", "--dir", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["ok"]
+    assert said["gb"] == [0.002, 0.02]
+    assert "0.02 GB × 2 workers" in done.stderr
 
 
 @pytest.mark.covers("D2")

@@ -58,6 +58,19 @@ def test_who_waits_for_a_round(tmp_path: Path) -> None:
     session.leave()
 
 
+def test_who_has_submitted_is_told_once_for_whom_the_round_waits(tmp_path: Path) -> None:
+    server = serve(tmp_path, num_workers=2)
+    with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with atoll.Client(server.url, site="b", folder=tmp_path / "w") as other:
+            other.register()
+            assert client.next_round() == 1
+            client.submit(client.pull())
+            request = messages.TicketRequest(wait_s=0.0)
+            reply = client._session.http.post(routes.TICKETS, request, messages.TicketReply, timeout_s=60.0)
+            assert reply.reason == "its update is in; the round waits for b"
+    server.stop()
+
+
 def test_who_waits_for_a_task(tmp_path: Path) -> None:
     def workflow(controller: Controller) -> None:
         controller.sites(at_least=2)

@@ -95,6 +95,7 @@ def main(
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = build(dtype)
     trained = shard(model, sharded)
+    dist.barrier()  # a rank that is refused ends, and with rank 0 the store by which others make their groups
     if otherwise == "publish":
         atoll.publish(model)
     elif otherwise == "join":

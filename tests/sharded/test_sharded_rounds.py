@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -59,6 +60,18 @@ def test_each_rank_keeps_its_own_share_on_disk(nursery: Nursery, tmp_path: Path)
         kept = {path.name: path.stat().st_blocks * 512 for path in folder.iterdir()}
         assert 0 < kept["base.safetensors"] <= most
         assert 0 < max(kept["residual-0.bin"], kept["residual-1.bin"]) <= most
+
+
+@pytest.mark.covers("D4")
+def test_a_site_that_is_divided_anew_keeps_no_files_of_its_earlier_divisions(nursery: Nursery, tmp_path: Path) -> None:
+    home = tmp_path / "workers" / "a"
+    for ranks, how in ((1, {"sharded": ""}), (3, {}), (2, {})):
+        run: dict[str, Any] = {"state_dir": f"state-{ranks}", "ranks": ranks, "sync_every": 2, "rounds": 1}
+        with World(nursery, tmp_path, num_workers=1, **run) as world:
+            world.ended(world.site("a", ranks=ranks, **how))
+        if ranks == 3:
+            assert {path.name for path in home.iterdir()} == {f"rank-{rank}-of-3" for rank in range(3)}
+    assert {path.name for path in home.iterdir()} == {"rank-0-of-2", "rank-1-of-2"}
 
 
 def test_a_rank_may_have_no_rows(nursery: Nursery, tmp_path: Path) -> None:

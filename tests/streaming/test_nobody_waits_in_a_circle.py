@@ -26,13 +26,14 @@ class Hand:
     def __init__(self, url: str, folder: Path, site: str = "b") -> None:
         self.session = Session(url, site, folder=folder, streams=True)
 
-    def submits(self, fragment: int) -> None:
-        """To the round that is open, or opens next; what is submitted is a change of zero."""
+    def submits(self, fragment: int, change: float = 0.0) -> None:
+        """To the round that is open, or opens next."""
         exchange = self.session.fragments[fragment]
         ticket = exchange.next_round(wait_s=30.0).ticket
         assert ticket is not None
         exchange.pull(ticket.base_version, ticket.base_digest, None)
-        exchange.form(ticket, dict(build().state_dict()), weight=1.0, steps=2, metrics={})
+        local = {name: value + change for name, value in build().state_dict().items()}
+        exchange.form(ticket, local, weight=1.0, steps=2, metrics={})
         exchange.send()
 
 
@@ -91,4 +92,31 @@ def test_a_failed_update_is_sent_again_before_a_later_round_is_waited_for(
             b.submits(fragment)
         a.join()
         assert versions(server) == [3, 3]
+        b.session.leave()
+
+
+@pytest.mark.covers("L4", "L7")
+def test_who_waited_for_a_round_of_the_others_submits_to_the_next_one_when_they_do(tmp_path: Path) -> None:
+    """a joins when round 1 is open for b alone, and waits for its end after two steps, in which b had its turn.
+
+    Where a submitted to round 2 of fragment 0 at once, it would wait for b there, with two steps in its update, while b
+    waits for it in round 1 of fragment 1.
+    """
+    with serve(tmp_path, **(OPTIONS | {"num_workers": 1, "rounds": 2}), tau=1) as server:
+        b = Hand(server.url, tmp_path / "b")
+        for exchange in b.session.fragments:
+            assert exchange.next_round(wait_s=30.0).ticket is not None
+        a = Sites(server.url, tmp_path, ["a"], 100)
+        wait_until(lambda: doing(server, "a") == ("waiting for the round", 2), "a, which waits for fragment 0")
+        b.submits(0, change=0.1)
+        wait_until(lambda: doing(server, "a") == ("waiting for the round", 4), "a, which waits for fragment 1")
+        assert versions(server) == [1, 0]
+        assert [each.site for each in server.status().fragments[0].waiting_for] == ["a", "b"]
+        b.submits(1, change=0.1)
+        wait_until(lambda: [each.site for each in server.status().fragments[0].waiting_for] == ["b"], "a's update")
+        b.submits(0, change=0.1)
+        b.submits(1, change=0.1)
+        a.join()
+        assert versions(server) == [2, 2]
+        assert a.loops["a"].rounds == 2
         b.session.leave()

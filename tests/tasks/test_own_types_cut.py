@@ -151,7 +151,7 @@ def test_tensors_of_a_head_arrive_with_tasks_ahead_of_them_and_with_answers(
                 if number == 0:
                     wait_until(lambda: len(list(kept.glob("*"))) == 2, "both tasks at the server")
                     if not request_task_tensors:
-                        wait_until(lambda: pulled_ahead(worker._ahead), "the second task's tensors")
+                        wait_until(lambda: pulled_ahead(worker._answering._ahead), "the second task's tensors")
                 assert same(task.payload)
                 task.answer(task.payload)
         server.run()

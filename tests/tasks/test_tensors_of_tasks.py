@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from site_threads import together
 
 import atoll
 from atoll.errors import RunFailed
 from atoll.testing.processes import wait_until
-from atoll.testing.proxy import Fault, Proxy
+from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
+from atoll.wire import messages, routes
+from atoll.wire import task_messages as tm
 
 SHARED = torch.arange(300_000.0)
 FIRST = {
@@ -229,3 +232,77 @@ def test_a_stall_that_passes_is_no_error(tmp_path: Path, request_line: str, dire
         server.run()
     assert all(fault.reached.is_set() for fault in faults)
     assert torch.equal(came["result"]["w"], torch.full((100_000,), 2.0))
+
+
+@pytest.mark.covers("T2")
+def test_tensors_of_answers_come_before_their_messages_and_are_matched_by_task(tmp_path: Path) -> None:
+    """Two sites, a task each. The tensors of a's answer are at the server, its message is held until b's is taken."""
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=2, timeout_s=60)
+
+        def ask(site: str, tree: Any) -> None:
+            came[site] = controller.send(site, "train", tree, timeout_s=60).payload
+
+        with ThreadPoolExecutor(2) as pool:
+            for sent in [pool.submit(ask, "a", FIRST), pool.submit(ask, "b", SECOND)]:
+                sent.result()
+
+    uploaded = threading.Event()
+
+    def held() -> None:
+        """As the message of a's answer is about to come: its object is here, with a note, which those of tasks lack."""
+        came["before"] = (sum(name.endswith(".json") for name in kept(tmp_path)), "a" in came)
+        uploaded.set()
+        wait_until(lambda: "b" in came, "b's answer")
+        came["meanwhile"] = "a" in came
+
+    def site(url: str, name: str) -> None:
+        with atoll.tasks(url, name) as worker:
+            for task in worker.tasks():
+                if name == "b":
+                    assert uploaded.wait(30)
+                came[f"task of {name}"] = task.id
+                assert task.answer(task.payload)
+
+    message = Fault("/v1/tasks/.*/answer", "up", at=BEFORE_HEADER, action="reset", wait=held)
+    with serve(tmp_path, main) as server, Proxy(server.port) as slow:
+        slow.faults.append(message)
+        together(lambda: site(slow.url, "a"), lambda: site(server.url, "b"))
+        server.run()
+        lines = [line.split()[1] for line in slow.requests if re.match(r"(PUT|POST) /v1/(objects/|tasks/)", line)]
+    assert message.reached.is_set()
+    assert came["before"] == (1, False)
+    assert not came["meanwhile"]
+    assert bits([came["a"], came["b"]]) == bits([FIRST, SECOND])
+    answers = [line for line in lines if line.endswith("/answer")]
+    assert answers == [f"/v1/tasks/{came['task of a']}/answer"] * 2  # what was broken is sent again, alone
+    assert max(lines.index(line) for line in lines if line.startswith("/v1/objects/")) < lines.index(answers[0])
+    assert kept(tmp_path) == []
+
+
+@pytest.mark.covers("T2")
+def test_an_answer_that_comes_before_its_tensors_is_refused_and_the_task_stays_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other order does not exist for answers: a message names what is here and whole. No site of ours does this."""
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        came["payload"] = controller.send("a", "train", FIRST, timeout_s=60).payload
+
+    with serve(tmp_path, main) as server:
+        with atoll.tasks(server.url, "a") as worker:
+            for task in worker.tasks():
+                opening = messages.ObjectOpen(head_bytes=64, nbytes=4096, part_bytes=2**20, inline=False, expires_s=60)
+                opened = worker._connection.http.post(routes.OBJECTS, opening, messages.ObjectOpened)
+                key = tm.ObjectKey(object=opened.object, secret=opened.secret, digest="0" * 64, expires_at=2**31)
+                assert not task._send(tm.TaskAnswer(body=tm.Body(object=key)))
+                assert f"Object {opened.object[:8]} has not arrived yet" in caplog.text
+                assert len(kept(tmp_path)) == 1  # the task's own; of the answer nothing
+                assert "payload" not in came
+                assert task.answer(task.payload)
+        server.run()
+    assert bits(came["payload"]) == bits(FIRST)
+    assert kept(tmp_path) == []

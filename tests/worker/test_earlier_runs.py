@@ -15,6 +15,7 @@ from torch import nn
 import atoll
 from atoll.errors import StateLocked, StoreError
 from atoll.wire import messages
+from atoll.worker.earlier import folder_of, remove_earlier
 from atoll.worker.files import locked
 
 
@@ -165,3 +166,32 @@ def test_a_lock_whose_folder_is_removed_at_that_moment_is_taken_anew(
         assert (folder / "lock").read_text().startswith(f"process {os.getpid()} on ")
         with pytest.raises(StateLocked), locked(folder, "a"):
             pass
+
+
+@pytest.mark.covers("D4")
+@pytest.mark.parametrize(
+    ("share", "stays"),
+    [
+        (None, {"run"}),
+        ((0, 2), {"rank-0-of-2/run", "rank-1-of-2/run", "rank-1-of-2/old", "rank-1-of-3/old", "rank-1-of-3/run"}),
+        (
+            (1, 2),
+            {"rank-0-of-2/run", "rank-1-of-2/run", "rank-0-of-2/old", "run", "old"}
+            | {f"rank-{rank}-of-3/{run}" for rank in (0, 2) for run in ("old", "run")},
+        ),
+    ],
+    ids=["whole", "first-of-two", "second-of-two"],
+)
+def test_files_of_another_number_of_ranks_go_each_by_one_rank(
+    tmp_path: Path, share: tuple[int, int] | None, stays: set[str]
+) -> None:
+    """Whole, two ranks and three, in an earlier run and in this one; what a rank leaves, another one takes."""
+    homes = ["", *(f"rank-{rank}-of-{ranks}/" for ranks in (2, 3) for rank in range(ranks))]
+    for each in (tmp_path / "a" / f"{home}{run}" for home in homes for run in ("old", "run")):
+        each.mkdir(parents=True)
+        (each / "lock").touch()
+        (each / "base.safetensors").write_bytes(b"x" * 100)
+    remove_earlier(folder_of(tmp_path / "a", "run", share), "a", share)
+    left = {str(path.parent.relative_to(tmp_path / "a")) for path in (tmp_path / "a").rglob("lock")}
+    assert left == stays
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {name.partition("/")[0] for name in stays}

@@ -50,7 +50,7 @@ class PartStats:
     """What a part holds.
 
     Attributes:
-        digest: BLAKE3 of its bytes.
+        digest: BLAKE3 of its bytes; empty where it was not asked for.
         sumsq: of all `params` in it, decoded, in fp64; not finite where they are not.
         bad: what is wrong with it, naming the tensor; None where nothing is.
     """
@@ -104,6 +104,8 @@ class Inspection:
         part: Part,
         write: Callable[[memoryview], None],
         read: Callable[[memoryview, int], None] | None = None,
+        *,
+        hashed: bool = True,
     ) -> PartInspector:
         """Look at a part from its first byte.
 
@@ -111,11 +113,12 @@ class Inspection:
             part: one of the layout's.
             write: given every byte of it once, in order and in runs, before they are looked at.
             read: fills memory with what was written at a byte of the update; None: the part keeps its memory.
+            hashed: whether the digest is wanted; who formed the part has it already.
         """
         spans = self._spans.get(part.index)
         if spans is None:
             spans = self._spans[part.index] = tuple(self._cut(part))
-        return PartInspector(self, part, spans, write, read)
+        return PartInspector(self, part, spans, write, read, hashed)
 
     def lend(self) -> Scratch:
         """A scratch, to be given back."""
@@ -202,12 +205,13 @@ class PartInspector:
         spans: tuple[_Span, ...],
         write: Callable[[memoryview], None],
         read: Callable[[memoryview, int], None] | None,
+        hashed: bool,
     ) -> None:
         self._inspection, self._spans, self._write, self._read = inspection, spans, write, read
         self._index, self._next = part.index, 0
         self._filled = self._written = 0  # of the next span
         self._scratch: Scratch | None = None
-        self._hasher, self._sumsq, self._bad = blake3(), 0.0, list[str]()
+        self._hasher, self._sumsq, self._bad = blake3() if hashed else None, 0.0, list[str]()
         self._busy, self._left = threading.Lock(), False
 
     def __enter__(self) -> PartInspector:
@@ -287,12 +291,14 @@ class PartInspector:
         """
         if not self.complete:
             raise BadRequest(f"Part {self._index} is not all there.", "Send it again.")
-        return PartStats(self._hasher.digest(), self._sumsq, self._bad[0] if self._bad else None)
+        digest = self._hasher.digest() if self._hasher is not None else b""
+        return PartStats(digest, self._sumsq, self._bad[0] if self._bad else None)
 
     def _look(self, span: _Span, scratch: Scratch) -> None:
         view = scratch.view("source", span.stop - span.start)
         self._write(view[self._written :])
-        self._hasher.update(view)
+        if self._hasher is not None:
+            self._hasher.update(view)
         for look in span.looks:
             low, high = look.start - span.start, look.stop - span.start
             encoded = scratch.raw("source", high)[low:]

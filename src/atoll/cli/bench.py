@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from atoll import registry
-from atoll.cli.children import raise_on_sigterm
+from atoll.children import raise_on_sigterm
 from atoll.errors import RunFailed
 
 app = typer.Typer(help="Measure rounds on this machine: seconds, memory, bytes, exactness.", no_args_is_help=True)
@@ -21,6 +21,11 @@ app = typer.Typer(help="Measure rounds on this machine: seconds, memory, bytes, 
 class Durability(StrEnum):
     process = "process"
     power = "power"
+
+
+class Placement(StrEnum):
+    server = "server"
+    swarm = "swarm"
 
 
 CODECS = ", ".join([*registry.TABLES["codecs"], "or a plugin's"])
@@ -52,9 +57,10 @@ def round_command(
     ] = "none",
     durability: Annotated[Durability, typer.Option(help="What an acknowledged update survives.")] = Durability.process,
     disk_streaming: Annotated[
-        bool, typer.Option(help="Whether the server keeps updates and versions in files, or in memory.")
+        bool, typer.Option(help="Whether updates and versions are files, or in memory, where rounds are aggregated.")
     ] = True,
     compare: Annotated[bool, typer.Option("--compare", help="Both, one after the other: the same bits?")] = False,
+    placement: Annotated[Placement, typer.Option(help="Where rounds are aggregated.")] = Placement.server,
     directory: Folder = None,
     json: Json = False,
 ) -> None:
@@ -64,7 +70,7 @@ def round_command(
     raise_on_sigterm()
     ways = [True, False] if compare else [disk_streaming]
     how = (gb, workers, rounds, tensors, codec, downlink_codec, durability.value, directory)
-    runs = [measure(Bench(*how, way), _say) for way in ways]
+    runs = [measure(Bench(*how, way, placement.value), _say) for way in ways]
     same = len({figures["digest"] for figures in runs}) == 1
     if json:
         both = {"disk": runs[0], "memory": runs[-1], "same_bits": same}
@@ -73,7 +79,7 @@ def round_command(
         for figures in runs:
             print("\n".join(report(figures)) + ("\n" if compare else ""), flush=True)
         if compare:
-            print(f"{'disk and memory':<17}{'the same bits' if same else 'DIFFERENT BITS'}", flush=True)
+            print(f"{'disk and memory':<19}{'the same bits' if same else 'DIFFERENT BITS'}", flush=True)
     for figures in runs:
         _require_exact(figures)
     if not same:
@@ -135,14 +141,16 @@ def report(figures: dict[str, Any]) -> list[str]:
         + (
             "updates and versions on disk"
             if settings["download_to_disk"]
-            else f"{figures['server_memory_files_mb']:.1f} MB of updates and versions"
+            else f"{figures['memory_files_mb']:.1f} MB of updates and versions where rounds are aggregated"
         ),
         "worker memory": f"{figures['worker_peak_anon_mb']:.1f} MB anonymous above the model",
         "bytes": f"{figures['bytes_up'] / 1e6:.1f} MB up, {figures['bytes_down'] / 1e6:.1f} MB down",
+        "through the server": f"{figures['server_bytes_up'] / 1e6:.1f} MB up, "
+        f"{figures['server_bytes_down'] / 1e6:.1f} MB down",
         "CPU": ", ".join(f"{name} {value:.1f} s" for name, value in figures["cpu_s"].items()),
         "result": "exact: every worker's model is bit for bit what it should be" if figures["exact"] else "WRONG",
     }
-    return [f"{name:<17}{value}" for name, value in rows.items()]
+    return [f"{name:<19}{value}" for name, value in rows.items()]
 
 
 def _say(text: str) -> None:

@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.cli.children import Children
+import urllib3
+
+from atoll.children import Children
 from atoll.cli.processes import Peaks, cpu_s, memory_files_bytes
 from atoll.cli.text import size
 from atoll.errors import RunFailed, UsageError
@@ -28,7 +30,8 @@ class Bench:
         gb: of the model, in 10⁹ bytes.
         downlink_codec: how versions go down.
         folder: where files go while it runs; by default the system's temporary folder.
-        download_to_disk: as the setting: false keeps the server's updates and versions in memory.
+        download_to_disk: as the setting: false keeps updates and versions in memory where rounds are aggregated.
+        placement: as the setting: where that is.
     """
 
     gb: float
@@ -40,10 +43,20 @@ class Bench:
     durability: str = "process"
     folder: Path | None = None
     download_to_disk: bool = True
+    placement: str = "server"
 
     @property
     def total_bytes(self) -> int:
         return int(self.gb * 1e9)
+
+    @property
+    def disk_bytes(self) -> int:
+        """The initial model, some versions, and per worker a spool, a base file and an outbox.
+
+        More where less travels.
+        """
+        more = self.downlink_codec != "none"  # masters and deltas at the server, a delta at each worker
+        return self.total_bytes * (5 + 6 * more + (3 + more) * self.workers)
 
 
 def measure(bench: Bench, say: Callable[[str], None]) -> dict[str, Any]:
@@ -73,13 +86,10 @@ def steady(rounds: Sequence[float]) -> Sequence[float]:
 
 
 def _require_space(bench: Bench, folder: Path) -> None:
-    """The initial model, some versions, and per worker a spool, a base file and an outbox; more where less travels."""
-    more = bench.downlink_codec != "none"  # masters and deltas at the server, a delta at each worker
-    needed = bench.total_bytes * (5 + 6 * more + (3 + more) * bench.workers)
     free = shutil.disk_usage(folder).free
-    if free < needed:
+    if free < bench.disk_bytes:
         raise UsageError(
-            f"{folder.parent} has {size(free)} free; this needs about {size(needed)}.",
+            f"{folder.parent} has {size(free)} free; this needs about {size(bench.disk_bytes)}.",
             "Name another folder with --dir.",
         )
 
@@ -137,13 +147,21 @@ class _Conductor:
             exact.append(bool(checked["exact"]))
             digests.add(str(checked["digest"]))
             worker.go()
-        in_memory_mb = memory_files_bytes(server.process.pid) / 1e6
+        holding = [server] if bench.placement == "server" else workers
+        in_memory_mb = max(memory_files_bytes(child.process.pid) for child in holding) / 1e6
+        through = _status(url)
         for worker in workers:
             worker.process.wait()
         server.go()
         server.process.wait()
         figures = self._figures(server, workers, trained, server_cpu_s, all(exact) and len(digests) == 1)
-        return figures | {"server_memory_files_mb": round(in_memory_mb, 1), "digest": min(digests)}
+        return figures | {
+            "memory_files_mb": round(in_memory_mb, 1),
+            "server_bytes_up": through["bytes_up"],
+            "server_bytes_down": through["bytes_down"],
+            "aggregators": [summary["aggregator"] for summary in through["history"]],
+            "digest": min(digests),
+        }
 
     def _server(self) -> tuple[_Child, str]:
         bench = self.bench
@@ -161,6 +179,7 @@ class _Conductor:
             "state_dir": str(self.folder / "state"),
             "min_free_bytes": 0,
             "download_to_disk": bench.download_to_disk,
+            "placement": bench.placement,
         }
         self._initial()
         child = self._spawn("server", "serve", {"settings": settings}, threads=None)
@@ -223,6 +242,10 @@ class _Conductor:
             "rounds_s": [round(seconds, 4) for seconds in rounds_s],
             "server_peak_anon_mb": round(self.peaks.peak_mb(server.process.pid), 1),
             "worker_peak_anon_mb": round(max(self.peaks.peak_mb(worker.process.pid) for worker in workers), 1),
+            "workers_peak_anon_mb": {
+                f"worker-{index:03d}": round(self.peaks.peak_mb(worker.process.pid), 1)
+                for index, worker in enumerate(workers)
+            },
             "bytes_up": sum(int(said["bytes_up"]) for said in trained),
             "bytes_down": sum(int(said["bytes_down"]) for said in trained),
             "cpu_s": {
@@ -238,6 +261,12 @@ class _Conductor:
             },
             "settings": settings,
         }
+
+
+def _status(url: str) -> dict[str, Any]:
+    """What the server says of the run."""
+    answer: dict[str, Any] = urllib3.request("GET", f"{url}/v1/status").json()
+    return answer
 
 
 def _environment(threads: int | None) -> dict[str, str]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.children import Children, Terminated, raise_on_sigterm
+from atoll.children import Children, Terminated, raise_on_sigterm
 from atoll.errors import AtollError, RunFailed, ServerUnreachable, UsageError
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def _status(demo: Demo, children: Children, address: str) -> status_messages.Sta
     Raises:
         RunFailed: the server has ended with an error.
     """
-    from atoll.cli.ask import ask
+    from atoll.transport.ask import ask
     from atoll.wire import routes, status_messages
 
     try:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import atoll
+from atoll.children import Terminated, raise_on_sigterm
 from atoll.cli import demo_data
-from atoll.cli.children import Terminated, raise_on_sigterm
 from atoll.cli.demo_models import (
     CONTEXT_BYTES,
     accuracy,

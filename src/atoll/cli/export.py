@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.cli.directory import journal_of, no_run
-from atoll.errors import Gone, StateCorrupt, StateLocked, UsageError
+from atoll.errors import Gone, PartCorrupt, StateCorrupt, StateLocked, UsageError
 
 if TYPE_CHECKING:
     from atoll.tensors.layout import Layout
     from atoll.tensors.schema import Schema
     from atoll.transport.client import Http
+    from atoll.transport.parts import Parts
+    from atoll.wire.messages import Manifest, RunInfo
 
 READ_BYTES = 2**20
 Source = tuple["Layout", int, int | None]
@@ -57,7 +59,7 @@ def command(
     if state_dir is not None:
         written = best_of_directory(state_dir, out) if best else from_directory(state_dir, out, version)
     else:
-        from atoll.cli.ask import server_address
+        from atoll.transport.ask import server_address
 
         address = server_address(server)
         written = best_of_server(address, out) if best else from_server(address, out, version)
@@ -143,7 +145,7 @@ def best_of_server(server: str, out: Path) -> int:
         UsageError: the run tracks no metric.
         Gone: none was measured yet, or it can only be copied on the server's machine.
     """
-    from atoll.cli.ask import ask
+    from atoll.transport.ask import ask
     from atoll.wire import routes, status_messages
 
     best = ask(server, routes.STATUS, status_messages.Status).best
@@ -248,25 +250,70 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
     from atoll.wire import messages, routes
 
     info = http.get(routes.RUN, messages.RunInfo)
-    if info.downlink_codec != "none" and any(heads):
-        raise UsageError(
-            f"This run's versions go down as {info.downlink_codec}: what can be pulled is what workers hold, not the "
-            "model.",
-            "On the server's machine take model.safetensors, or atoll export --state-dir when it is stopped.",
-        )
     split = http.get(routes.SCHEMA, messages.SchemaMessage).to_split()
     sources: list[Source] = []
     with contextlib.ExitStack() as stack:
         parts = stack.enter_context(contextlib.closing(Parts(http, info.connections, info.idle_timeout_s)))
         for fragment, (version, schema) in enumerate(zip(heads, split.schemas, strict=True)):
             layout = version_layout(schema, info.part_bytes, info.ranks)
+            fd, _ = stack.enter_context(_beside(out))
+            sources.append((layout, fd, None))
+            if info.downlink_codec != "none":  # the version has what workers hold; the server casts its masters
+                for part in layout.parts:
+                    path = routes.MODEL_PART.format(fragment=fragment, version=version, part=part.index)
+                    _File(fd).write(part.start, _checked(parts, path, part.nbytes))
+                continue
             manifest = http.get(routes.MANIFEST.format(fragment=fragment, version=version), messages.Manifest)
             path = routes.VERSION_DATA.format(fragment=fragment, version=version, digest=manifest.digest)
             digests = [bytes.fromhex(digest) for digest in manifest.part_digests]
-            fd, _ = stack.enter_context(_beside(out))
-            parts.pull(path, digests, layout.parts, [_File(fd)])
-            sources.append((layout, fd, None))
+            if info.placement == "swarm" and version:
+                _pull_from_workers(manifest, info, http, layout, fd)
+            else:
+                parts.pull(path, digests, layout.parts, [_File(fd)])
         _write(sources, out, split.schema)
+
+
+def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: Layout, fd: int) -> None:
+    """In a swarm: fetch a version from one of the workers that have it.
+
+    Raises:
+        Gone: none of them has it any more, or none is to be reached from here.
+    """
+    from atoll.errors import AtollError
+    from atoll.wire import routes
+    from atoll.worker.peering import connected
+
+    why = "no worker that is here has it."
+    for source in manifest.sources:
+        try:
+            with connected(source, info.idle_timeout_s, http.counters) as (ref, parts):
+                path = routes.OBJECT_DATA.format(object=ref.object)
+                digests = [bytes.fromhex(digest) for digest in manifest.part_digests]
+                return parts.pull(path, digests, layout.parts, [_File(fd)])
+        except AtollError as error:
+            why = error.message
+    raise Gone(
+        f"Version {manifest.version} of this swarm cannot be pulled: {why}",
+        "Ask again from a machine that reaches the workers, while they take part; at the end each has the result.",
+    )
+
+
+def _checked(parts: Parts, path: str, nbytes: int) -> memoryview:
+    """The bytes at a path that its BLAKE3 follows; asked for again where they arrive damaged.
+
+    Raises:
+        PartCorrupt: that does not help.
+    """
+    from blake3 import blake3
+
+    from atoll.transport.parts import PART_ATTEMPTS
+    from atoll.wire import routes
+
+    for _ in range(PART_ATTEMPTS):
+        body = memoryview(parts.read(path, nbytes + routes.DIGEST_BYTES))
+        if len(body) == nbytes + routes.DIGEST_BYTES and blake3(body[:nbytes]).digest() == body[nbytes:]:
+            return body[:nbytes]
+    raise PartCorrupt(f"{path} arrived damaged {PART_ATTEMPTS} times.", "Look at the network.")
 
 
 def _write(sources: Sequence[Source], out: Path, schema: Schema) -> None:

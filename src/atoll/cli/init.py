@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from atoll import registry
 from atoll.config import DEFAULT_PORT, Settings
+from atoll.config.text import to_toml
 from atoll.errors import UsageError
 
 SECTIONS: dict[str, tuple[str, ...]] = {
@@ -55,26 +59,79 @@ LOW_COMMUNICATION = {
 ALGORITHMS = registry.TABLES["algorithms"]
 
 
+@dataclass(frozen=True)
+class Template:
+    """A project that runs as it is.
+
+    Attributes:
+        algorithm: of its run file.
+        chosen: further settings that its run file chooses.
+        algorithms: others that its script serves as well.
+        module, extra: what it needs beyond Atoll, and what of Atoll brings it.
+        like: another template, whose files it has, too.
+    """
+
+    algorithm: str
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    algorithms: tuple[str, ...] = ()
+    module: str = ""
+    extra: str = ""
+    like: str = ""
+
+
+TEMPLATES = {
+    "fedavg": Template("fedavg"),
+    "scaffold": Template("scaffold", like="fedavg"),
+    "diloco": Template("diloco", {"sync_every": 20}),
+    "lightning": Template(
+        "fedavg",
+        algorithms=tuple(name for name in ALGORITHMS if name != "diloco"),
+        module="lightning",
+        extra="lightning",
+    ),
+    "transformers": Template(
+        "fedavg", {"rounds": 5}, algorithms=tuple(ALGORITHMS), module="transformers", extra="transformers"
+    ),
+    "swarm": Template(
+        "fedavg",
+        {"placement": "swarm"},
+        algorithms=tuple(name for name in ALGORITHMS if name not in ("diloco", "scaffold", "fedprox")),
+        like="fedavg",
+    ),
+    "custom": Template(
+        "fedavg",
+        {"aggregator": "aggregator.py:ByAgreement", "aggregator_options": {"sharpness": 1.0}},
+        like="fedavg",
+    ),
+}
+"""Folders of `cli/templates`."""
+
+
 def command(
     directory: Annotated[Path, typer.Argument(help="Folder to write into; made if need be.", metavar="[DIR]")] = Path(
         "."
     ),
     algorithm: Annotated[
-        str, typer.Option(help=f"What the server is to run: {', '.join(ALGORITHMS)}.", metavar="NAME")
-    ] = "fedavg",
+        str | None,
+        typer.Option(
+            help=f"What the server is to run: {', '.join(ALGORITHMS)}.", metavar="NAME", show_default="fedavg"
+        ),
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(
+            help=f"A project with data and a README that runs as it is: {', '.join(TEMPLATES)}.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write run.toml, model.py and train.py: a run that works as it is, to be made your own."""
-    if algorithm not in ALGORITHMS:
+    if algorithm is not None and algorithm not in ALGORITHMS:
         hint = registry.nearest(algorithm, ALGORITHMS, f"Those that it has: {', '.join(ALGORITHMS)}.")
         raise UsageError(f"Atoll has no algorithm {algorithm!r}.", hint)
     name = directory.resolve().name or "atoll"
-    templates = files("atoll.cli") / "templates"
-    script = "train_diloco.py" if algorithm == "diloco" else "train_fedavg.py"  # every federated one has the same
-    contents = {
-        "run.toml": run_file(algorithm, name),
-        "model.py": (templates / "model.py").read_text(encoding="utf-8"),
-        "train.py": (templates / script).read_text(encoding="utf-8"),
-    }
+    contents = _plain(algorithm or "fedavg", name) if template is None else _project(template, algorithm, name)
     present = [entry for entry in contents if (directory / entry).exists()]
     if present:
         raise UsageError(
@@ -85,7 +142,46 @@ def command(
     for entry, content in contents.items():
         (directory / entry).write_text(content, encoding="utf-8")
     print(f"Wrote {', '.join(contents)} in {directory}.\n")
+    needs = TEMPLATES[template] if template else Template("")
+    if needs.module and not find_spec(needs.module):
+        print(f"It needs {needs.module}, which is not installed: pip install 'atoll[{needs.extra}]'\n")
     print(next_commands(directory))
+
+
+def _plain(algorithm: str, name: str) -> dict[str, str]:
+    """The three files of a run, by their names."""
+    templates = files("atoll.cli") / "templates"
+    script = "train_diloco.py" if algorithm == "diloco" else "train_fedavg.py"  # every federated one has the same
+    return {
+        "run.toml": run_file(algorithm, name),
+        "model.py": (templates / "model.py").read_text(encoding="utf-8"),
+        "train.py": (templates / script).read_text(encoding="utf-8"),
+    }
+
+
+def _project(template: str, algorithm: str | None, name: str) -> dict[str, str]:
+    """The files of a template, by their names.
+
+    Raises:
+        UsageError: there is no such template, or its script is of another algorithm.
+    """
+    if template not in TEMPLATES:
+        near = registry.nearest(template, TEMPLATES)
+        raise UsageError(f"Atoll has no template {template!r}; it has {', '.join(TEMPLATES)}.", near)
+    made = TEMPLATES[template]
+    if algorithm not in (None, made.algorithm, *made.algorithms):
+        others = ", ".join(dict.fromkeys([made.algorithm, *made.algorithms]))
+        raise UsageError(
+            f"The template {template!r} is not of algorithm {algorithm!r}.",
+            f"It may be {others}, or leave --template out.",
+        )
+    texts = {
+        entry.name: entry.read_text(encoding="utf-8")
+        for folder in filter(None, (made.like, template))
+        for entry in sorted((files("atoll.cli") / "templates" / folder).iterdir(), key=lambda entry: entry.name)
+        if entry.is_file()
+    }
+    return {"run.toml": run_file(algorithm or made.algorithm, name, made.chosen)} | texts
 
 
 def next_commands(directory: Path) -> str:
@@ -101,8 +197,12 @@ def next_commands(directory: Path) -> str:
     )
 
 
-def run_file(algorithm: str, name: str) -> str:
-    """The text of a run file: what is chosen stands as it is, every default as a comment."""
+def run_file(algorithm: str, name: str, more: Mapping[str, Any] | None = None) -> str:
+    """The text of a run file: what is chosen stands as it is, every default as a comment.
+
+    Args:
+        more: further settings that are chosen.
+    """
     chosen = {
         "name": name[:100],
         "model": "model:build",
@@ -111,6 +211,7 @@ def run_file(algorithm: str, name: str) -> str:
         "algorithm": algorithm,
         "rounds": 10,
         **({"sync_every": 20} if algorithm == "diloco" else {}),
+        **(more or {}),
     }
     lines = [
         "# A run of Atoll: `atoll server run.toml`. Every key is also a flag (--sync-every 100) and an environment",
@@ -121,6 +222,11 @@ def run_file(algorithm: str, name: str) -> str:
         lines += ["", f"# ---- {title} {'-' * (70 - len(title))}"]
         for key in keys:
             lines += ["", *_setting(key, chosen)]
+    shown = {key for keys in SECTIONS.values() for key in keys}
+    if others := [key for key in chosen if key not in shown]:
+        lines += ["", f"# ---- Of this project {'-' * 53}"]
+        for key in others:
+            lines += ["", *_setting(key, chosen)]
     return "\n".join(lines) + "\n"
 
 
@@ -128,22 +234,8 @@ def _setting(key: str, chosen: dict[str, Any]) -> list[str]:
     field = Settings.model_fields[key]
     comment = [f"# {line}" for line in textwrap.wrap(field.description or "", 98)]
     if key in chosen:
-        return [*comment, f"{key} = {_toml(chosen[key])}"]
+        return [*comment, f"{key} = {to_toml(chosen[key])}"]
     default = field.get_default(call_default_factory=True)
     if default is PydanticUndefined or default is None:
         return [*comment, f"# {key} ="]
-    return [*comment, f"# {key} = {_toml(default)}"]
-
-
-def _toml(value: Any) -> str:
-    """A setting's value as TOML."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return str(value)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    text = str(value).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{text}"'
+    return [*comment, f"# {key} = {to_toml(default)}"]

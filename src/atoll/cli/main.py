@@ -6,8 +6,8 @@ import sys
 
 import typer
 
-from atoll.cli import audit, bench, demo, export, init, server, status, worker
-from atoll.cli.children import Terminated
+from atoll.children import Terminated
+from atoll.cli import audit, bench, demo, evaluate, export, init, server, simulate, status, worker
 from atoll.errors import AtollError
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -23,8 +23,10 @@ app = typer.Typer(
 )
 app.command("server", context_settings=server.CONTEXT)(server.command)
 app.command("worker", context_settings=worker.CONTEXT)(worker.command)
+app.command("simulate")(simulate.command)
 app.command("status")(status.command)
 app.command("export")(export.command)
+app.command("evaluate")(evaluate.command)
 app.command("audit")(audit.command)
 app.command("init")(init.command)
 app.command("demo")(demo.command)

@@ -19,7 +19,7 @@ import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from atoll.cli.children import Terminated, raise_on_sigterm
+from atoll.children import Terminated, raise_on_sigterm
 from atoll.cli.status import WATCH_S, live_table
 from atoll.cli.text import (
     against_data_parallel,
@@ -34,7 +34,7 @@ from atoll.cli.text import (
     staleness,
     streaming,
 )
-from atoll.config import Settings
+from atoll.config import TRAIN, Settings, entries_of
 from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -115,10 +115,13 @@ def run_until_finished(settings: Settings) -> None:
 def _announce(server: Server, settings: Settings) -> None:
     status = server.status()
     LOG.info("listening on %s", server.url)
-    if settings.workflow is not None:
+    if not _has_rounds(settings):
         LOG.info("run %s (%s): a workflow; files in %s", status.name, status.run[:8], settings.state_dir)
-        LOG.info("the workflow %s begins; start workers that take part with atoll.tasks", settings.workflow)
+        name = settings.workflow or " → ".join(each.name for each in status.workflows)
+        LOG.info("the workflow %s begins; start workers that take part with atoll.tasks", name)
         return
+    if status.workflows:
+        LOG.info("workflows: %s", " → ".join(each.name for each in status.workflows))
     LOG.info(
         "run %s (%s): %s, %s, model of %s, %s%s, %s; files in %s",
         status.name,
@@ -129,7 +132,7 @@ def _announce(server: Server, settings: Settings) -> None:
         codecs(status),
         f", sync every {status.sync_every}" if status.sync_every else "",
         f"{status.rounds} rounds" if status.rounds else "until it is stopped",
-        settings.save_dir or settings.state_dir / "exports",
+        settings.exports,
     )
     dylu = "DyLU: slower workers take fewer steps" if status.dylu else ""
     LOG.info("%s", "; ".join(filter(None, [streaming(status), dylu, f"outer optimizer {status.outer}"])))
@@ -150,8 +153,17 @@ def _watch(server: Server) -> None:
         return
     reminder = Reminder(time.monotonic())
     while not server.wait(WATCH_S):
-        if server.settings.workflow is None and (waiting := reminder.line(server.status().fragments, time.monotonic())):
+        status = server.status()
+        trains = not status.workflows or any(
+            each.kind == TRAIN and each.state == "running" for each in status.workflows
+        )
+        if trains and (waiting := reminder.line(status.fragments, time.monotonic())):
             LOG.info("%s", waiting)
+
+
+def _has_rounds(settings: Settings) -> bool:
+    trains = any(entry.kind == TRAIN for entry in entries_of(settings.workflows))
+    return settings.workflow is None and (trains or not settings.workflows)
 
 
 class Reminder:
@@ -194,7 +206,7 @@ def _together(told: Mapping[int, str], count: int) -> str:
 def _summary(server: Server, seconds: float) -> str:
     status = server.status()
     last = status.history[-1].metrics if status.history else {}
-    rounds = server.settings.workflow is None
+    rounds = _has_rounds(server.settings)
     at, refused = (
         (f" at version {status.version}", f", {counted(status.refused, 'update')} refused") if rounds else ("", "")
     )

@@ -24,6 +24,8 @@ from atoll.cli.text import (
     streaming,
     task_line,
     task_totals,
+    time_left,
+    workflow_lines,
 )
 from atoll.errors import ServerUnreachable
 
@@ -47,7 +49,7 @@ def command(
     watch: Annotated[bool, typer.Option("--watch", help="Ask again every second, until the run is finished.")] = False,
 ) -> None:
     """Show workers, rounds, and who is awaited for how long and why."""
-    from atoll.cli.ask import server_address
+    from atoll.transport.ask import server_address
 
     address = server_address(server)
     status = _ask(address)
@@ -65,7 +67,7 @@ def command(
 
 
 def _ask(address: str) -> status_messages.Status:
-    from atoll.cli.ask import ask
+    from atoll.transport.ask import ask
     from atoll.wire import routes, status_messages
 
     return ask(address, routes.STATUS, status_messages.Status)
@@ -161,7 +163,8 @@ def headline(status: status_messages.Status, address: str) -> list[str]:
         f"{status.name} at {address}: {status.algorithm}, {status.policy}, run {status.run[:8]}, epoch {status.epoch}"
         f"{', FINISHED' if status.finished else ''}",
         f"model {size(status.model_bytes)}, {codecs(status)}, sync every {status.sync_every or '—'}, "
-        f"rounds {f'{status.rounds} in all' if status.rounds else 'until stopped'}, up {duration(status.uptime_s)}",
+        f"rounds {f'{status.rounds} in all' if status.rounds else 'until stopped'}, up {duration(status.uptime_s)}"
+        f"{f', {told}' if (told := time_left(status.left_s)) else ''}",
         f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent, {counted(status.deaths, 'death')}, "
         f"{counted(status.refused, 'update')} refused, durability {status.durability}{durable}",
     ]
@@ -174,13 +177,27 @@ def headline(status: status_messages.Status, address: str) -> list[str]:
         lines.append(f"outer optimizer {status.outer}{'; ' + behind if behind else ''}")
     if status.best is not None:
         lines.append(best_line(status.best))
+    lines += workflow_lines(status.workflows)
     if status.tasks:
         lines.append(task_totals(status.tasks))
     for fragment in status.fragments:
         waiting = awaited(fragment)
         name = f"fragment {fragment.fragment}: " if len(status.fragments) > 1 else ""
         lines.append(f"{name}version {fragment.version}, {fragment.phase}{f'; {waiting}' if waiting else ''}")
+        if fragment.place is not None:
+            lines.append(f"{name}{placed(fragment.place)}")
     return lines + [f"warning: {warning}" for warning in status.warnings]
+
+
+def placed(place: status_messages.PlaceStatus) -> str:
+    """Where a fragment of a swarm is aggregated."""
+    there = ", ".join(place.collected) or "no update yet"
+    parts = [
+        f"aggregated by {place.aggregator}, which has {there}" if place.aggregator else "aggregated by nobody now",
+        f"checked by {place.checker}" if place.checker else "",
+        f"newest version at {', '.join(place.holders)}" if place.holders else "newest version at no worker",
+    ]
+    return "; ".join(filter(None, parts))
 
 
 def plain(status: status_messages.Status, address: str) -> list[str]:

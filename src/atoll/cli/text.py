@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from atoll.wire.units import duration as duration
 from atoll.wire.units import size as size
+from atoll.wire.units import time_left as time_left
 
 if TYPE_CHECKING:
     from atoll.wire import status_messages
 
 
-def duration(seconds: float) -> str:
-    """0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+QUIET_S = 30.0
+"""For how long nothing of a workflow has to move before people are told."""
 
 
 def counted(count: int, what: str) -> str:
@@ -77,6 +73,17 @@ def task_line(task: status_messages.TaskStatus) -> str:
         f"task {task.number} {task.name}: {task.way} to {', '.join(task.sites)}; "
         f"{count} of {len(task.sites)} answers{f' ({ways})' if ways else ''}{waits}, {duration(task.seconds)}"
     )
+
+
+def workflow_lines(workflows: Sequence[status_messages.WorkflowStatus]) -> list[str]:
+    """Which workflow runs, and what of the others; nothing for a run without a list of them."""
+    lines = []
+    for place, each in enumerate(workflows, start=1):
+        detail = f"; {each.detail}" if each.detail and each.state != "done" else ""
+        quiet = f"; nothing has moved for {duration(each.quiet_s)}" if each.quiet_s >= QUIET_S else ""
+        time = f", {duration(each.seconds)}" if each.seconds else ""
+        lines.append(f"workflow {place} of {len(workflows)} {each.name}: {each.state}{time}{detail}{quiet}")
+    return lines
 
 
 def best_line(best: status_messages.BestStatus) -> str:
@@ -140,9 +147,9 @@ class _Lines(logging.StreamHandler[TextIO]):
         return sys.stdout
 
 
-def log_lines() -> None:
-    """Let everything that Atoll's parts log appear as lines on standard output, with the time of day."""
-    handler = _Lines()
+def log_lines(stream: TextIO | None = None) -> None:
+    """Let everything that Atoll's parts log appear as lines, with the time of day; by default on standard output."""
+    handler = _Lines() if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logger = logging.getLogger("atoll")
     logger.handlers[:] = [handler]

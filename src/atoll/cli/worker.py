@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.cli.children import END_WITH_PARENT
+from atoll.children import END_WITH_PARENT
 from atoll.errors import ConfigError, ServerUnreachable, UsageError, VersionSkew
 
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": False}
@@ -57,7 +57,7 @@ def command(
     ] = 0,
 ) -> None:
     """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from a flag."""
-    from atoll.cli.ask import server_address
+    from atoll.transport.ask import server_address
 
     address = server_address(server)
     environment = os.environ | {"ATOLL_SERVER": address}
@@ -79,7 +79,7 @@ def _require_server(address: str, told: list[int]) -> str:
         ServerUnreachable: it did not answer in that time, or its certificate is not accepted.
         VersionSkew: it speaks another protocol.
     """
-    from atoll.cli.ask import ask
+    from atoll.transport.ask import ask
     from atoll.wire import messages, routes
 
     end = time.monotonic() + SERVER_WAIT_S

@@ -2,5 +2,28 @@
 
 from atoll.config.settings import DEFAULT_PORT, IDLE_TIMEOUT_S, Settings
 from atoll.config.sources import ENV_PREFIX, NOT_SETTINGS, OTHER_NAMES
+from atoll.config.workflows import (
+    TRAIN,
+    Component,
+    WorkflowEntry,
+    component_at,
+    components_of,
+    entries_of,
+    is_reference,
+)
 
-__all__ = ["DEFAULT_PORT", "ENV_PREFIX", "IDLE_TIMEOUT_S", "NOT_SETTINGS", "OTHER_NAMES", "Settings"]
+__all__ = [
+    "DEFAULT_PORT",
+    "ENV_PREFIX",
+    "IDLE_TIMEOUT_S",
+    "NOT_SETTINGS",
+    "OTHER_NAMES",
+    "TRAIN",
+    "Component",
+    "Settings",
+    "WorkflowEntry",
+    "component_at",
+    "components_of",
+    "entries_of",
+    "is_reference",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from atoll.config.workflows import TRAIN, components_of, entries_of
 from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ def require_consistent(settings: Settings) -> None:
     _require_rounds(settings)
     _require_streaming(settings)
     _require_unsharded(settings)
+    _require_workflows(settings)
+    _require_swarm(settings)
     _require_the_rest(settings)
 
 
@@ -141,6 +144,7 @@ _NOT_SHARDED = {
     "tau": "the same holds for results that are merged later",
     "alpha": "a merge that keeps a share is of whole tensors",
     "workflow": "tasks have payloads, and no ranks",
+    "workflows": "the same holds for theirs",
 }
 """Settings that do not go with sharded workers so far, and why."""
 
@@ -149,6 +153,74 @@ def _require_unsharded(settings: Settings) -> None:
     if settings.ranks == 1:
         return
     _refuse_beside(settings, f"ranks is {settings.ranks}", _NOT_SHARDED, "set ranks = 1 and train without sharding")
+
+
+def _require_workflows(settings: Settings) -> None:
+    entries = entries_of(settings.workflows)
+    components_of(settings.components)
+    if not entries:
+        return
+    if settings.workflow:
+        raise ConfigError(
+            f"workflow is {settings.workflow!r}, and workflows has {len(entries)}.",
+            f'Give that one among the workflows: {{path = "{settings.workflow}"}}.',
+        )
+    trains = [entry.kind == TRAIN for entry in entries]
+    if settings.rounds and not any(trains):
+        raise ConfigError(
+            f"rounds is {settings.rounds}, and workflows has no training: {', '.join(each.name for each in entries)}.",
+            'Add {kind = "train"} to workflows, or leave rounds out.',
+        )
+    if any(trains[:-1]) and not settings.rounds and not settings.early_stop_rounds:
+        raise ConfigError(
+            f"rounds is 0, so training never ends, and workflow {entries[trains.index(True) + 1].name!r} comes after "
+            "it.",
+            "Set rounds, or early_stop_rounds.",
+        )
+
+
+_NOT_IN_A_SWARM = {
+    "workflow": "a workflow has no rounds to place",
+    "workflows": "an evaluation takes the versions of the server, which has none",
+    "aggregator": "an aggregator of your own runs at the server",
+    "task_result_filters": "they run at the server, which sees no update; filter at the sites",
+    "persistor": "it runs at the server, which has no tensors",
+    "save_every": "the server has no tensors to export; the run's result is at every site",
+    "best_metric": "the server has no tensors of the best version to keep",
+    "downlink_codec": "differences are made where all versions pass",
+    "ranks": "a sharded worker has the whole model nowhere",
+    "durability": "what the server writes through is not where the tensors are",
+}
+"""Settings that do not go with a swarm so far, and why."""
+
+_OF_THEIR_OWN = ("algorithm", "outer_optimizer", "reducer", "staleness_weight", "codec")
+
+
+def _require_swarm(settings: Settings) -> None:
+    """What a run has to be that is aggregated by its workers."""
+    if settings.placement == "server":
+        _refuse_beside(
+            settings, "placement is 'server'", {"aggregators": "the server aggregates"}, "set placement = 'swarm'"
+        )
+        return
+    told = dict(_NOT_IN_A_SWARM)
+    if settings.downlink_codec == "none":
+        del told["downlink_codec"]
+    _refuse_beside(settings, "placement is 'swarm'", told, "set placement = 'server'")
+    if settings.num_workers < 2:
+        raise ConfigError(
+            f"placement is 'swarm', and num_workers is {settings.num_workers}: who aggregates needs a second worker, "
+            "which checks each version and holds it, too.",
+            "Set num_workers to 2 or more, or placement = 'server'.",
+        )
+    for name in _OF_THEIR_OWN:
+        if ":" in str(getattr(settings, name) or ""):
+            raise ConfigError(
+                f"{name} is {getattr(settings, name)!r}, and placement is 'swarm': workers run no code that a server "
+                "names.",
+                "Register it by an entry point of a package that every site has installed, or set placement = "
+                "'server'.",
+            )
 
 
 def _require_the_rest(settings: Settings) -> None:

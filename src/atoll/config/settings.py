@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from atoll import registry
 from atoll.config.consistency import require_consistent
 from atoll.config.sources import environment_layer, file_layer
+from atoll.config.workflows import with_components
 from atoll.errors import AtollError, ConfigError
 from atoll.sizes import CHUNK_BYTES, ChunkBytes
 
@@ -57,6 +58,17 @@ class Settings(BaseModel):
     sample_min: int = Field(1, ge=1, description="Workers that a round asks for at least.")
     sample_seed: int = Field(0, description="Seed of the draws.")
     sync_every: int = Field(500, ge=1, description="Local optimizer steps between two synchronisations (DiLoCo's H).")
+
+    placement: Literal["server", "swarm"] = Field(
+        "server",
+        description="Where rounds are aggregated: `server`, or `swarm`: on a worker, another one each round; tensors "
+        "then travel between workers alone.",
+    )
+    aggregators: tuple[str, ...] = Field(
+        (),
+        description="Sites that aggregate the rounds of a swarm, in turn; by default all of them, in an order that "
+        "`seed` decides.",
+    )
 
     mode: Literal["sync", "async"] = Field(
         "sync",
@@ -172,6 +184,22 @@ class Settings(BaseModel):
         description="A function that sends tasks to the sites and collects results, in place of rounds, as "
         "`my_file.py:attribute` or `module:attribute`; it is called with a `controller`.",
     )
+    client: str | None = Field(
+        None,
+        description="What each virtual worker of `atoll simulate` runs: a function of a worker, as "
+        "`my_file.py:function` or `module:function`, or a script, `my_file.py`.",
+    )
+    workflows: tuple[dict[str, Any], ...] = Field(
+        (),
+        description="What the run does, in this order: tables `{kind}` with `train` (the rounds) or "
+        "`cross_site_evaluation`, or `{path, args}` with a function of your own, each with `start_timeout_s` and "
+        "`progress_timeout_s`; by default the rounds alone.",
+    )
+    components: tuple[dict[str, Any], ...] = Field(
+        (),
+        description="Parts that workflows, filters, the aggregator and the persistor refer to as `@id`: tables "
+        "`{id, path, args}`.",
+    )
     stream_tasks: tuple[str, ...] = Field(
         ("train",), description="Tasks whose tensors are streamed in parts; those of others travel inline, in one go."
     )
@@ -283,6 +311,11 @@ class Settings(BaseModel):
                 merged[key], source[key] = value, where
         return cls.build(merged, source)
 
+    @property
+    def exports(self) -> Path:
+        """Folder of the run's `model.safetensors` and `metrics.jsonl`."""
+        return self.save_dir or self.state_dir / "exports"
+
     @classmethod
     def build(cls, values: Mapping[str, Any], source: Mapping[str, str] | None = None) -> Settings:
         """Settings from a plain mapping.
@@ -297,7 +330,7 @@ class Settings(BaseModel):
                     f"{where.get(key, 'settings')}: there is no setting {key!r}.", _nearest(key, values[key])
                 )
         try:
-            return cls.model_validate(_with_class_path(values))
+            return cls.model_validate(with_components(_with_class_path(values)))
         except ValidationError as error:
             raise _readable(error, where) from None
 

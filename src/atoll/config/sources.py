@@ -26,12 +26,24 @@ NOT_SETTINGS = frozenset(
         "ATOLL_TOKEN",
         "ATOLL_DIR",
         "ATOLL_MAX_SYNC_RETRIES",
+        "ATOLL_GIVE_UP_S",
         "ATOLL_TLS_CA",
         "ATOLL_NEW_CONTROLS",
+        "ATOLL_PEER_HOST",
+        "ATOLL_PEER_PORT",
+        "ATOLL_PEER_NAME",
+        "ATOLL_PEER_TLS_CERT",
+        "ATOLL_PEER_TLS_KEY",
+        "ATOLL_PEER_INSECURE",
         "ATOLL_FAILPOINTS",
     }
 )
 """ATOLL_* variables that are no setting of a run: they belong to a worker, are secret, or are for tests."""
+
+FOLDERS = ("tls_cert", "tls_key", "token_file", "state_dir", "save_dir")
+CODE = ("aggregator", "persistor", "workflow")
+FILTERS = ("task_result_filters", "task_data_filters")
+"""Settings that may be paths: files and folders, code in a file, tables of which each names code."""
 
 OTHER_NAMES = {"ATOLL_TENSOR_DOWNLOAD_TO_DISK": "download_to_disk"}
 """Variables that are not named after their setting."""
@@ -52,14 +64,16 @@ def file_layer(path: Path, fields: Fields) -> Layer:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}.", "A run file is TOML: key = value, one a line.") from None
     layer = {key: (value, str(path)) for key, value in table.items()}
-    for key in ("tls_cert", "tls_key", "token_file", "state_dir", "save_dir"):
+    for key in FOLDERS:
         if isinstance(table.get(key), str):
             layer[key] = (path.parent / table[key], str(path))
     layer.setdefault("state_dir", (path.parent / fields["state_dir"].default, str(path)))
-    for key in ("aggregator", "persistor", "workflow"):
+    for key in CODE:
         if isinstance(table.get(key), str) and registry.is_file(table[key]):
             layer[key] = (str(path.parent / table[key]), str(path))
-    for key in ("task_result_filters", "task_data_filters"):
+    if isinstance(client := table.get("client"), str) and (client.endswith(".py") or registry.is_file(client)):
+        layer["client"] = (str(path.parent / client), str(path))
+    for key in (*FILTERS, "workflows", "components"):
         if isinstance(table.get(key), list):
             layer[key] = ([_beside(each, path) for each in table[key]], str(path))
     model = table.get("model")
@@ -72,7 +86,16 @@ def _beside(entry: Any, path: Path) -> Any:
     """A table whose `path` names a file relative to the run file, relative to the current folder."""
     target = entry.get("path") if isinstance(entry, dict) else None
     if isinstance(target, str) and registry.is_file(target):
-        return {**entry, "path": str(path.parent / target)}
+        entry = {**entry, "path": str(path.parent / target)}
+    versions = entry.get("versions") if isinstance(entry, dict) else None
+    if isinstance(versions, list):
+        entry = {
+            **entry,
+            "versions": [
+                str(path.parent / each) if isinstance(each, str) and each.endswith(".safetensors") else each
+                for each in versions
+            ],
+        }
     return entry
 
 

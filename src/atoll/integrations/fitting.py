@@ -5,7 +5,7 @@ Nothing is imported from Lightning: `lightning.pytorch` and `pytorch_lightning` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -49,6 +49,23 @@ class Limits:
 def _further(limit: int | None, done: int) -> int | None:
     """`limit` more than `done`; None and −1 are no limit."""
     return limit if limit is None or limit < 0 else limit + done
+
+
+def require_alone(callbacks: Sequence[Any]) -> None:
+    """Refuse a Trainer with several callbacks of Atoll: one of them would wait in a hook for the update of another.
+
+    Args:
+        callbacks: Atoll's, of one Trainer.
+
+    Raises:
+        UsageError: there are several; their sites.
+    """
+    if len(callbacks) > 1:
+        sites = ", ".join(repr(callback.site) for callback in callbacks)
+        raise UsageError(
+            f"The Trainer has {len(callbacks)} callbacks of Atoll, for the sites {sites}.",
+            "Give it one: a Trainer is one site. Another site is another process, with a Trainer of its own.",
+        )
 
 
 def require_whole_model(trainer: Any) -> None:
@@ -116,6 +133,52 @@ def require_unscaled(trainer: Any, algorithm: str) -> None:
             f"The Trainer scales gradients (precision {trainer.precision}), and {algorithm} corrects steps.",
             "Use precision='bf16-mixed' or '32-true', or run fedavg.",
         )
+
+
+def require_own_weights(trainer: Any, algorithm: str = "") -> None:
+    """Refuse callbacks that put an average into the module where it does not belong.
+
+    Args:
+        algorithm: that goes by where the optimizer's steps have led; none: any.
+
+    Raises:
+        UsageError: which callback, and what to do instead.
+    """
+    for callback in trainer.callbacks:
+        if _is_a(callback, "StochasticWeightAveraging"):
+            raise UsageError(
+                "StochasticWeightAveraging keeps its average and its begin from fit to fit: behind the first round it "
+                "would submit a mean over earlier rounds' models.",
+                "Use EMAWeightAveraging or WeightAveraging, which begin anew in each fit, or none: the server's mean "
+                "is one already.",
+            )
+        if algorithm and _is_a(callback, "WeightAveraging"):
+            raise UsageError(
+                f"{type(callback).__name__} replaces the weights by an average at the end of each fit, and {algorithm} "
+                "goes by where the optimizer's steps have led.",
+                "Leave it out, or run fedavg.",
+            )
+
+
+def require_averaged(trainer: Any) -> None:
+    """Refuse weights of before the round, which a callback that averaged nothing has put back into the module.
+
+    Raises:
+        UsageError: which callback it is.
+    """
+    for callback in trainer.callbacks:
+        average = getattr(callback, "_average_model", None)
+        if _is_a(callback, "WeightAveraging") and not int(getattr(average, "n_averaged", 1)):
+            raise UsageError(
+                f"{type(callback).__name__} averaged nothing in this fit, and has put back the weights of before the "
+                "round.",
+                "Let it average in every fit: lower update_starting_at_step or update_starting_at_epoch, or look at "
+                "should_update.",
+            )
+
+
+def _is_a(callback: Any, name: str) -> bool:
+    return any(kind.__name__ == name for kind in type(callback).__mro__)
 
 
 def samples_of(batch: Any) -> int:

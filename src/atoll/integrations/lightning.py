@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
+from atoll.integrations import fitting
 from atoll.worker.border import border
 
 if TYPE_CHECKING:
     from atoll.integrations.lightning_callback import AtollCallback
 
-__all__ = ["AtollCallback", "is_running", "patch", "rounds"]
+__all__ = ["AtollCallback", "evaluates", "is_running", "patch", "rounds"]
 
 
 def __getattr__(name: str) -> Any:
@@ -69,16 +70,52 @@ def is_running(trainer: Any) -> bool:
     Without a server: True before the first fit, then False.
 
     Raises:
-        UsageError: the Trainer takes part in no run.
+        UsageError: the Trainer takes part in no run, or as several sites.
     """
+    return _callback_of(trainer).is_running(trainer)
+
+
+def _callback_of(trainer: Any) -> AtollCallback:
     from atoll.integrations.lightning_callback import AtollCallback
 
     found = [callback for callback in trainer.callbacks if isinstance(callback, AtollCallback)]
-    if len(found) != 1:
+    if not found:
+        raise UsageError("The Trainer has 0 callbacks of Atoll.", "Call atoll.lightning.patch(trainer) first, once.")
+    fitting.require_alone(found)
+    return found[0]
+
+
+@border
+def evaluates(trainer: Any, module: Any, dataloaders: Any = None, *, datamodule: Any = None) -> None:
+    """Take part in cross-site evaluation: each model is measured by `trainer.validate`, within `is_running`.
+
+    Call it behind `patch`, before the first fit.
+
+    Args:
+        module: is filled with each model in turn; one that is fitted, too, gets its round's model before it trains.
+        dataloaders, datamodule: as `trainer.validate` takes them; by default the module's own.
+
+    Raises:
+        UsageError: the Trainer takes part in no run, or has begun to; or it has several ranks.
+    """
+    callback = _callback_of(trainer)
+    if trainer.world_size > 1:
         raise UsageError(
-            f"The Trainer has {len(found)} callbacks of Atoll.", "Call atoll.lightning.patch(trainer) first, once."
+            f"The Trainer has {trainer.world_size} ranks, and models are evaluated at one.",
+            "Evaluate in a script of one rank: atoll.tasks and worker.evaluates.",
         )
-    return found[0].is_running(trainer)
+    if callback.on_join or callback._worker is not None or callback._diloco is not None:
+        raise UsageError("The Trainer has begun, or evaluates already.", "Call it once, before the first fit.")
+
+    def measure(model: Any) -> dict[str, float]:
+        callback.measuring = True
+        try:
+            found = trainer.validate(model, dataloaders, datamodule=datamodule, verbose=False)
+        finally:
+            callback.measuring = False
+        return {name: float(value) for each in found for name, value in each.items()}
+
+    callback.on_join.append(lambda worker: worker.evaluates(measure, model=module))
 
 
 def rounds(trainer: Any) -> Iterator[int]:

@@ -27,13 +27,14 @@ from atoll.integrations import fitting
 from atoll.tensors.modules import named_tensors
 from atoll.wire import messages
 from atoll.worker.border import border
-from atoll.worker.connection import default_site, info_of, require_site
+from atoll.worker.connection import info_of
 from atoll.worker.correction import Correction, Proximal, Shifted
 from atoll.worker.diloco import DiLoCo
 from atoll.worker.federated import Worker, join
 from atoll.worker.local import ALONE, Round
 from atoll.worker.ranks import Ranks
 from atoll.worker.reporting import LOG, ensure_lines
+from atoll.worker.site import default_site, require_site
 
 NOTHING_LEFT = "The run is finished: this fit trains nothing."
 
@@ -97,11 +98,11 @@ class AtollCallback(Callback):
         self._diloco: DiLoCo | None = None
         self._module: Any = None
         self._fits, self._finished = 0, False
-        self._in_round = False
-        self._samples = 0
+        self._in_round, self.measuring, self._samples = False, False, 0  # measuring: for cross-site evaluation
         self._first_step: int | None = None  # the Trainer's count when training began; None: it did not
         self._open_step: int | None = None  # the one whose batch has not ended
         self._global_metrics: dict[str, float] = {}
+        self.on_join: list[Callable[[Worker], object]] = []
 
     # -- what a script asks
 
@@ -125,8 +126,11 @@ class AtollCallback(Callback):
 
     @border
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        fitting.require_alone([callback for callback in trainer.callbacks if isinstance(callback, AtollCallback)])
         if self._server and stage in ("fit", "validate"):
             fitting.require_whole_model(trainer)
+        if self._server and stage == "fit":
+            fitting.require_own_weights(trainer)
 
     @border
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -161,26 +165,27 @@ class AtollCallback(Callback):
         self._open_step = None
         if self._weight is None and (self._in_round or self._diloco is not None):
             self._samples += fitting.samples_of(batch)
-        if self._diloco is not None and self._diloco.finished:
+        if self._diloco is not None and self._diloco.over:
             trainer.should_stop = True
 
     @border
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self._limits.restore(trainer)
-        if self._diloco is not None and self._diloco.finished:
+        if self._diloco is not None and self._diloco.over:
             self._stop_diloco()
         if not self._in_round:
             return
         self._in_round = False
         ranks = self._ranks(trainer)
         steps = self._require_steps(trainer)
+        fitting.require_averaged(trainer)
         samples = ranks.total(self._samples)
         ranks.agree(lambda: self._submit(trainer, pl_module, steps, samples))
         self._let_go()
 
     @border
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        if _is_validating(trainer) and self._server:
+        if _is_validating(trainer) and self._server and not self.measuring:
             self._module = pl_module
             ranks = self._ranks(trainer)
             state = ranks.agree(self._state)
@@ -190,7 +195,7 @@ class AtollCallback(Callback):
                 self._finish(ranks, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if _is_validating(trainer):
+        if _is_validating(trainer) and not self.measuring:
             self._global_metrics = fitting.metrics_of(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -218,13 +223,15 @@ class AtollCallback(Callback):
         info = self._info
         if info is None or (self._worker is None and self._diloco is None):  # behind an error the run may be another
             ensure_lines()
-            info = self._info = info_of(self._server, self._site)
+            info = self._info = info_of(self._server, self.site)
         if info.sync_every:
             return "diloco"
         if self._worker is None:
-            worker = join(self._server, self._site, folder=self._folder, labels=self._labels, filters=self._filters)
+            worker = join(self._server, self.site, folder=self._folder, labels=self._labels, filters=self._filters)
             assert isinstance(worker, Worker)
             self._worker, self._rounds = worker, iter(worker)
+            for told in self.on_join:
+                told(worker)
             weakref.finalize(self, worker.leave)  # a script that just ends leaves, too
         if self._round is None:
             assert self._rounds is not None
@@ -232,7 +239,8 @@ class AtollCallback(Callback):
         return "finished" if self._round is None else "round"
 
     @property
-    def _site(self) -> str:
+    def site(self) -> str:
+        """This worker's name."""
         self._given_site = require_site(self._given_site or default_site())
         return self._given_site
 
@@ -272,6 +280,8 @@ class AtollCallback(Callback):
         algorithm, local = ranks.agree(told)
         if local.get("correction", "none") == "none":
             return
+        if local["correction"] == "scaffold":
+            fitting.require_own_weights(trainer, algorithm)
         fitting.require_unscaled(trainer, algorithm)
         optimizer = fitting.the_optimizer(trainer, module, algorithm)
 
@@ -339,6 +349,7 @@ class AtollCallback(Callback):
             raise UsageError(
                 "The run is DiLoCo's, and the Trainer has several ranks.", "Give each DiLoCo worker one device."
             )
+        fitting.require_own_weights(trainer, "diloco")
         optimizer = fitting.the_optimizer(trainer, module, "diloco")
         if self._diloco is not None and self._diloco.model is module:
             self._diloco.follow(optimizer)
@@ -353,7 +364,7 @@ class AtollCallback(Callback):
             module,
             optimizer,
             server=self._server,
-            site=self._site,
+            site=self.site,
             weight=weight,
             metrics=lambda: fitting.metrics_of(trainer),
             folder=self._folder,
@@ -362,14 +373,14 @@ class AtollCallback(Callback):
         )
         self._diloco = diloco.start()
         weakref.finalize(trainer, diloco.stop)
-        if diloco.finished:
+        if diloco.over:
             LOG.warning(NOTHING_LEFT)
             self._limits.train_nothing(trainer)
 
     def _stop_diloco(self, error: BaseException | None = None) -> None:
         diloco, self._diloco = self._diloco, None
         if diloco is not None:
-            self._finished = diloco.finished
+            self._finished = diloco.over
             diloco.stop(error)
 
 

@@ -10,7 +10,6 @@ from round to round; the global model is loaded into the parameters in place. Th
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import sys
 import threading
@@ -25,22 +24,22 @@ from torch.optim import Optimizer
 
 from atoll.errors import UsageError
 from atoll.filters.base import Filter, require_filters
+from atoll.integrations.fitting import require_alone
 from atoll.worker.border import border
-from atoll.worker.connection import default_site, info_of
+from atoll.worker.connection import info_of
 from atoll.worker.correction import Correction
 from atoll.worker.diloco import DiLoCo
 from atoll.worker.federated import join
-from atoll.worker.given import finite_metrics
 from atoll.worker.local import Round
 from atoll.worker.reporting import LOG
+from atoll.worker.site import default_site
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
     raise UsageError("Hugging Face transformers is not installed.", "pip install 'atoll[transformers]'.") from error
 
-_NO_METRICS = ("_runtime", "_per_second", "_time")
-"""Ends of what the Trainer logs beside a metric of an evaluation."""
+from atoll.integrations.training import callbacks_of_the_caller, innermost, metrics_in, require_plain, samples_of_step
 
 _BEGUN = threading.local()
 """`part`: a weak reference to what began in this thread last. A thread has one Trainer that trains."""
@@ -83,10 +82,16 @@ class AtollCallback(TrainerCallback):
     ) -> None:
         if sync_every is not None and sync_every < 1:
             raise UsageError(f"sync_every is {sync_every}.", "Give the number of optimizer steps of a round.")
-        self._server, self._site, self._sync_every = server, site, sync_every
+        self._server, self._given_site, self._sync_every = server, site, sync_every
         self._weight, self._module, self._folder, self._labels = weight, module, folder, labels
         self._filters = require_filters(filters)
         self._part: _Rounds | _Hooked | None = None
+        self._taking_part = False
+
+    @property
+    def site(self) -> str:
+        """This worker's name."""
+        return self._given_site or default_site()
 
     @property
     def rounds(self) -> int:
@@ -98,6 +103,7 @@ class AtollCallback(TrainerCallback):
 
     def leave(self, error: BaseException | None = None) -> None:
         """Stop taking part; for programs that go on after `trainer.train()` has failed. Idempotent."""
+        self._taking_part = False
         if self._part is not None:
             self._part.leave(error)
 
@@ -108,16 +114,20 @@ class AtollCallback(TrainerCallback):
         """Join the run and load the global model.
 
         Raises:
-            UsageError: the Trainer runs in several processes, or in a way that hides its optimizer.
+            UsageError: the Trainer runs in several processes, or hides its optimizer, or is several sites.
             SchemaMismatch: the run trains another model.
         """
-        _require_plain(args)
+        require_plain(args)
+        require_alone(callbacks_of_the_caller(AtollCallback))
+        module = self._module if self._module is not None else kwargs["model"]
+        optimizer = innermost(kwargs["optimizer"])
+        if self._taking_part and args.auto_find_batch_size and self._part is not None and self._part.module is module:
+            with self._leaving():
+                self._part.begin_again(optimizer, control)
+            return
         self.leave()
         _leave_failed()
-        module = self._module if self._module is not None else kwargs["model"]
-        optimizer = _innermost(kwargs["optimizer"])
-        server = self._server or os.environ.get("ATOLL_SERVER")
-        site = self._site or default_site()
+        server, site = self._server or os.environ.get("ATOLL_SERVER"), self.site
         where: dict[str, Any] = {"server": server, "site": site, "folder": self._folder, "labels": self._labels}
         where["filters"] = self._filters
         if server and info_of(server, site).sync_every:
@@ -129,13 +139,14 @@ class AtollCallback(TrainerCallback):
         atexit.register(_leave_at_exit, _BEGUN.part)
         with self._leaving():
             self._part.begin(control, scaled=bool(args.fp16))
+            self._taking_part = True
 
     @border
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step; at the end of a round submit, wait, and load."""
         if self._part is not None:
             with self._leaving():
-                self._part.after_step(control, _samples_of_step(args, state, kwargs.get("train_dataloader")))
+                self._part.after_step(control, samples_of_step(args, state, kwargs.get("train_dataloader")))
 
     @border
     def on_epoch_end(
@@ -156,7 +167,7 @@ class AtollCallback(TrainerCallback):
     ) -> None:
         """Keep the loss and what evaluations measured for the next update."""
         if self._part is not None:
-            self._part.report(_metrics_in(logs or {}))
+            self._part.report(metrics_in(logs or {}))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -185,7 +196,7 @@ class _Rounds:
         weight: float | Callable[[], float] | None,
         where: dict[str, Any],
     ) -> None:
-        self._module, self._optimizer, self._sync_every, self._weight = module, optimizer, sync_every, weight
+        self.module, self._optimizer, self._sync_every, self._weight = module, optimizer, sync_every, weight
         self._worker = join(**where)
         self._alone = where["server"] is None
         self._following: Iterator[Round] = iter(self._worker)
@@ -200,9 +211,17 @@ class _Rounds:
         if not self._alone:
             self._next(control)
 
+    def begin_again(self, optimizer: Optimizer, control: TrainerControl) -> None:
+        """The Trainer tries smaller batches behind an error: the same round, from its global model."""
+        self._optimizer = optimizer
+        self.steps, self.samples, self._metrics = 0, 0, {}
+        if self._round is not None:
+            LOG.info("the Trainer begins anew, and so does round %d", self._round.number)
+            self._load()
+
     def after_step(self, control: TrainerControl, samples: int) -> None:
         if self.finished:  # the run was over when the Trainer began, and it takes one step nevertheless
-            self._worker.load_into(self._module)
+            self._worker.load_into(self.module)
             return
         self.steps, self.samples = self.steps + 1, self.samples + samples
         if self.steps == self._sync_every:
@@ -233,7 +252,7 @@ class _Rounds:
             return
         given = self._weight() if callable(self._weight) else self._weight
         weight = self.samples if given is None else given
-        self._round.submit(self._module, weight=weight, metrics=self._metrics)
+        self._round.submit(self.module, weight=weight, metrics=self._metrics)
         self.steps, self.samples, self._metrics = 0, 0, {}
         self.rounds += 1
         self._next(control)
@@ -241,11 +260,15 @@ class _Rounds:
     def _next(self, control: TrainerControl) -> None:
         self._round = next(self._following, None)
         if self._round is None:
-            self._worker.load_into(self._module)
+            self._worker.load_into(self.module)
             self.finished = control.should_training_stop = True
             return
-        self._round.load_into(self._module)
-        self._correction = self._round.correct(self._module, self._optimizer)
+        self._load()
+
+    def _load(self) -> None:
+        assert self._round is not None
+        self._round.load_into(self.module)
+        self._correction = self._round.correct(self.module, self._optimizer)
         if self._scaled and self._correction.changes_training:
             raise UsageError(
                 "The Trainer scales gradients (fp16), and this run's algorithm corrects local training.",
@@ -260,19 +283,28 @@ class _Hooked:
         self._diloco = diloco
 
     @property
+    def module(self) -> nn.Module:
+        return self._diloco.model
+
+    @property
     def rounds(self) -> int:
         return self._diloco.rounds
 
     @property
     def finished(self) -> bool:
-        return self._diloco.finished
+        return self._diloco.over
 
     def begin(self, control: TrainerControl, *, scaled: bool) -> None:
         self._diloco.start()
         self.after_step(control, 0)
 
+    def begin_again(self, optimizer: Optimizer, control: TrainerControl) -> None:
+        """The Trainer tries smaller batches behind an error: the weights are where they were, and go on."""
+        self._diloco.follow(optimizer)
+        self.after_step(control, 0)
+
     def after_step(self, control: TrainerControl, samples: int) -> None:
-        if self._diloco.finished:
+        if self._diloco.over:
             control.should_training_stop = True
 
     def after_epoch(self, control: TrainerControl) -> None:
@@ -283,59 +315,6 @@ class _Hooked:
 
     def leave(self, error: BaseException | None = None) -> None:
         self._diloco.stop(error)
-
-
-def _require_plain(args: TrainingArguments) -> None:
-    """Refuse what this callback would see only a part of."""
-    if args.world_size > 1:
-        raise UsageError(
-            f"The Trainer runs in {args.world_size} processes, and each would be a worker of its own.",
-            "Start one process a site: without torchrun, or with --nproc-per-node 1.",
-        )
-    if args.deepspeed:
-        raise UsageError(
-            "The Trainer runs under DeepSpeed, which keeps parameters and steps to itself.",
-            "Train without it; a run of several sites does what its data parallelism would.",
-        )
-
-
-def _samples_of_step(args: TrainingArguments, state: TrainerState, loader: Any) -> int:
-    """Samples behind the optimizer step that has ended: full batches, but for what is left at the end of an epoch."""
-    batch = state.train_batch_size or args.train_batch_size
-    full = int(batch * args.gradient_accumulation_steps)
-    try:
-        samples, batches = len(loader.dataset), len(loader)
-    except (AttributeError, TypeError):  # a stream, whose end nobody knows
-        return full
-    steps = math.ceil(batches / args.gradient_accumulation_steps)
-    if not steps or state.global_step % steps:
-        return full
-    if not (batches - 1) * batch < samples <= batches * batch:  # a sampler of its own length, or drop_last
-        samples = batches * batch
-    return samples - (steps - 1) * full
-
-
-def _innermost(optimizer: Any) -> Optimizer:
-    """The optimizer that steps, without Accelerate's wrapper, whose hooks nobody calls."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            f"The Trainer's optimizer is a {type(optimizer).__name__}.", "Use one that is a torch.optim.Optimizer."
-        )
-    return optimizer
-
-
-def _metrics_in(logs: dict[str, Any]) -> dict[str, float]:
-    """The training loss and `eval_…`, where they are finite numbers; not how long something took."""
-    numbers = {
-        key: value
-        for key, value in logs.items()
-        if (key == "loss" or key.startswith("eval_"))
-        and not key.endswith(_NO_METRICS)
-        and isinstance(value, int | float)
-    }
-    return finite_metrics(numbers, "trainer")
 
 
 def _leave_failed() -> None:

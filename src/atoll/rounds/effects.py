@@ -97,6 +97,16 @@ class TicketsExpired:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundReopened:
+    """[journal] The round from `base_version` is open again, and so are these tickets: their updates come once more."""
+
+    fragment: int
+    base_version: int
+    tickets: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RoundClosed:
     """[journal] Freeze the round and reduce exactly these tickets, in this order (by site name)."""
 
@@ -133,6 +143,7 @@ Effect = (
     | TicketIssued
     | TicketWithheld
     | TicketsExpired
+    | RoundReopened
     | RoundClosed
     | BestFound
     | RunFinished
@@ -142,5 +153,14 @@ Effect = (
 
 def for_journal(effect: Effect) -> bool:
     """Whether `effect` is marked [journal]."""
-    kept = LeaseGranted | LeaseEnded | RoundOpened | ExpectedChanged | TicketsExpired | RoundClosed | RunFinished
+    kept = (
+        LeaseGranted
+        | LeaseEnded
+        | RoundOpened
+        | ExpectedChanged
+        | TicketsExpired
+        | RoundReopened
+        | RoundClosed
+        | RunFinished
+    )
     return isinstance(effect, kept) or (isinstance(effect, TicketIssued) and effect.new)

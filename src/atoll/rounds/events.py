@@ -80,6 +80,14 @@ class VersionCommitted:
 
 
 @dataclass(frozen=True, slots=True)
+class AggregatorLost:
+    """The worker that reduced the round of `fragment` has gone, and what it had collected with it: swarm runs only."""
+
+    fragment: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """Nothing else happened; deadlines and silences are judged."""
 
@@ -93,5 +101,6 @@ Event = (
     | UpdateAccepted
     | UpdateRefused
     | VersionCommitted
+    | AggregatorLost
     | TimePassed
 )

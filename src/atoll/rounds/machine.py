@@ -24,13 +24,16 @@ from atoll.rounds.effects import (
     ENDS,
     FINISHED,
     BestFound,
+    ExpectedChanged,
     LeaseEnded,
     LeaseGranted,
+    RoundReopened,
     RunFinished,
     TicketIssued,
     TicketWithheld,
 )
 from atoll.rounds.events import (
+    AggregatorLost,
     Event,
     TicketRequested,
     TimePassed,
@@ -108,6 +111,8 @@ def step(state: State, event: Event, now_s: float) -> Result:
             _update(draft, number, "update refused", reason)
         case VersionCommitted(fragment, version, value):
             _commit(draft, fragment, version, value)
+        case AggregatorLost(fragment, reason):
+            _collect_again(draft, fragment, reason)
         case TimePassed():
             timeout_s = state.rules.heartbeat_timeout_s
             silent = membership.silent(state.seen_s, timeout_s, now_s)
@@ -237,6 +242,27 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
     else:
         open_next(draft, fragment, "version committed")
         settle(draft)
+
+
+def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
+    """What was collected for the round is lost: its tickets are open again, for whoever still has an update of them."""
+    round_ = draft.round(fragment)
+    if round_.phase not in ("open", "closing"):
+        return
+    phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "aggregator lost")
+    lost = [ticket for ticket in round_.tickets.values() if ticket.state == "accepted"]
+    if not lost and phase == round_.phase:
+        return
+    for ticket in lost:
+        state = advance(f"Ticket {ticket.id}", TICKET, ticket.state, "aggregator lost")
+        draft.put(replace(ticket, state=state, order=0))
+    alive = draft.state.active_s.keys()
+    expected = {ticket.site: draft.now_s for ticket in lost if ticket.site in alive} | dict(round_.expected)
+    draft.change_round(fragment, phase=phase, expected=expected, frozen=(), until_s=None, first_s=None)
+    draft.emit(RoundReopened(fragment, round_.head, tuple(sorted(ticket.id for ticket in lost)), reason))
+    draft.emit(ExpectedChanged(fragment, round_.head, tuple(sorted(expected))))  # who left since it was frozen is not
+    draft.wake.add(fragment)
+    settle(draft)
 
 
 def _measure(draft: Draft, measured: Measured) -> None:

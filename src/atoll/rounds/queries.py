@@ -19,6 +19,8 @@ def missing(state: State, fragment: int) -> tuple[tuple[str, float], ...]:
 def why(state: State, fragment: int, now_s: float) -> str:
     """What the fragment waits for, in one plain sentence without a subject."""
     round_ = state.rounds[fragment]
+    if round_.phase == "gathering" and state.rules.held:
+        return "does not train at present: a workflow of tasks has the sites"
     if round_.phase == "gathering":
         here = len(membership.alive(state.members))
         return f"waits for {state.rules.num_workers} workers to join, {here} {'has' if here == 1 else 'have'}"

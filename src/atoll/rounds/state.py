@@ -32,6 +32,7 @@ class Rules:
         tracking: which version is the best, and when that ends the run.
         max_staleness: versions between the base of an update and the one that it is applied to; None: no limit.
         max_inflight: fragments of one worker that may be under way at a time.
+        held: training has not begun: no first round opens, whoever joins.
     """
 
     num_workers: int
@@ -44,9 +45,10 @@ class Rules:
     tracking: Tracking = field(default_factory=Tracking)
     max_staleness: int | None = None
     max_inflight: int = 1
+    held: bool = False
 
     @classmethod
-    def from_settings(cls, settings: Settings, fragments: int = 1) -> Rules:
+    def from_settings(cls, settings: Settings, fragments: int = 1, *, held: bool = False) -> Rules:
         """The rules of a run: a barrier, quorum and deadline where both are set, or asynchronous steps."""
         return cls(
             num_workers=settings.num_workers,
@@ -64,6 +66,7 @@ class Rules:
             ),
             max_staleness=settings.max_staleness,
             max_inflight=settings.max_inflight,
+            held=held,
         )
 
     @property

@@ -31,6 +31,8 @@ MEMBER: Table = {
 ROUND: Table = {
     ("gathering", "enough workers joined"): "open",
     ("open", "policy closes"): "closing",
+    ("open", "aggregator lost"): "open",
+    ("closing", "aggregator lost"): "open",
     ("closing", "version committed"): "open",
     ("closing", "last version committed"): "finished",
 }
@@ -45,6 +47,7 @@ TICKET: Table = {
     ("open", "its site ends"): "expired",
     ("open", "run finished"): "expired",
     ("accepted", "update accepted"): "accepted",
+    ("accepted", "aggregator lost"): "open",
     ("accepted", "version committed"): "counted",
     ("refused", "update refused"): "refused",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.server.plan import Plan
+from atoll.placement.plan import Plan
 from atoll.wire.units import size
 
 

@@ -24,8 +24,8 @@ from atoll.aggregation.close import UpdateSource
 from atoll.aggregation.custom.channel import Channel
 from atoll.aggregation.custom.result import result_layout
 from atoll.errors import AtollError, ConfigError, RunFailed
+from atoll.placement.plan import Plan
 from atoll.server.filters import Filtering
-from atoll.server.plan import Plan
 from atoll.store.rows import TicketRow
 from atoll.store.slots import Slot, SlotPool, disk_error
 from atoll.store.store import Store

@@ -81,7 +81,7 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], run: Run
         if operation.lease:
             arguments["lease"] = run.require_lease(request.headers.get(routes.LEASE_HEADER))
         if takes_message:
-            arguments["message"] = await _read(request, operation.request)  # type: ignore[arg-type]
+            arguments["message"] = await _read(request, operation.request, operation.body_bytes)  # type: ignore[arg-type]
         if operation.request is bytes or operation.reply is bytes or operation.name == "join":
             arguments["request"] = request
         result = await method(**arguments)
@@ -96,13 +96,13 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], run: Run
     return handle
 
 
-async def _read(request: web.Request, kind: type[Message]) -> Message:
+async def _read(request: web.Request, kind: type[Message], most_bytes: int) -> Message:
     if request.content_type != "application/json":
         raise BadRequest(f"The body is {request.content_type}.", "Send application/json.")
-    if (request.content_length or 0) > routes.CONTROL_BODY_BYTES:
-        raise web.HTTPRequestEntityTooLarge(routes.CONTROL_BODY_BYTES, request.content_length or 0)
+    if (request.content_length or 0) > most_bytes:
+        raise web.HTTPRequestEntityTooLarge(most_bytes, request.content_length or 0)
     async with asyncio.timeout(10.0):
-        body = await request.read()
+        body = await request.clone(client_max_size=most_bytes).read()
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -163,8 +163,8 @@ def _guard(gate: Gate, run: Run) -> Any:
             response = problem("method", f"{request.method[:20]} is not possible here.", "See /openapi.json.")
             response.headers["Allow"] = ", ".join(sorted(refused.allowed_methods))
             return response
-        except web.HTTPRequestEntityTooLarge:
-            return problem("too_large", f"The body has more than {routes.CONTROL_BODY_BYTES} bytes.", "Send less.")
+        except web.HTTPRequestEntityTooLarge as refused:
+            return problem("too_large", f"{refused.text}.", "Send less.")
         except ConnectionError as error:  # an ordinary lost worker; it joins again or is declared dead
             LOG.debug("%s %s: %s", request.method, request.path, error)
             break_off(request)

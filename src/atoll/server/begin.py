@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import uuid
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
+from atoll.config.lasting import FROZEN
 from atoll.errors import ConfigError
+from atoll.placement.plan import FragmentPlan, Plan, cpu_capability, torch_build
 from atoll.server.model import initial_model, is_known, loaded_model, schema_for, write_version
 from atoll.server.persistor import Persistor
-from atoll.server.plan import FragmentPlan, Plan, cpu_capability, torch_build
 from atoll.server.roster import now_text
 from atoll.store.rows import Recovered, RunRow
 from atoll.store.store import Store
@@ -29,19 +34,11 @@ LOG = logging.getLogger("atoll.server")
 Outer = Callable[..., Optimizer] | None
 """The outer optimizer that a program gives: a class, or a function (parameters, **options) → optimizer."""
 
-FROZEN_SETTINGS = (
-    "algorithm",
-    "codec",
-    "codec_options",
-    "downlink_codec",
-    "downlink_codec_options",
-    "mode",
-    "sync_rounds_first",
-    "part_bytes",
-    "download_to_disk",
-)
-"""What cannot change between two starts of one run, beside the outer optimizer: files on disk hang on it, or updates
-that wait to be applied."""
+UNNAMED = {"num_fragments": 1, "ranks": 1, "placement": "server"}
+"""What the journal of an earlier Atoll means that does not name them."""
+
+SAME_BITS = ("torch", "cpu_capability")
+"""Written down with the outer optimizer: another one is told of, and not refused."""
 
 
 def open_run(
@@ -79,7 +76,8 @@ def open_run(
             given = loaded_model(settings, loaded)
         plan = _take_up(settings, given, outer, store.run) if store.run else _create(settings, given, outer, store)
         _tell_of_the_way_down(plan)
-        store.shape([fragment.shapes() for fragment in plan.fragments])
+        shapes = [fragment.shapes() for fragment in plan.fragments]
+        store.shape([each.elsewhere() for each in shapes] if plan.is_swarm else shapes)
         recovered = store.recover()
         if len(recovered.heads) < len(plan.fragments):
             # the run was begun, but killed before its first version
@@ -107,11 +105,24 @@ def _tell_of_the_way_down(plan: Plan) -> None:
         )
 
 
-def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, store: Store) -> Plan:
+def plan_of(settings: Settings, given: nn.Module | Tensors | None = None, outer: Outer = None) -> Plan:
+    """The plan of a run that begins with these settings.
+
+    Args:
+        given, outer: as `open_run`.
+
+    Raises:
+        ConfigError: the model or a setting cannot be used.
+    """
     schema = schema_for(settings, initial_model(settings, given))
     if CONTROL in resolve(settings).algorithm.reduce:
         schema = schema.with_controls()
-    plan = Plan.make(settings, split(schema, settings.num_fragments), outer)
+    return Plan.make(settings, split(schema, settings.num_fragments), outer)
+
+
+def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, store: Store) -> Plan:
+    plan = plan_of(settings, given, outer)
+    schema = plan.schema
     places = {"fragments": list(plan.split.places)} if plan.streams else {}
     store.create_run(
         RunRow(
@@ -130,15 +141,7 @@ def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer,
 def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, row: RunRow) -> Plan:
     """The plan of the run that is there; refused under settings or a model that it was not begun with."""
     plan = Plan.make(settings, split_of(json.loads(row.schema_json)), outer)
-    one = {"num_fragments": 1, "ranks": 1}  # which are not written down
-    before: Mapping[str, object] = one | json.loads(row.settings_json)
-    now: Mapping[str, object] = one | json.loads(_frozen(settings, plan))
-    for key in before:
-        if before[key] != now.get(key):
-            raise ConfigError(
-                f"{settings.state_dir} has a run with {key} = {before[key]!r}, this start says {now.get(key)!r}.",
-                "Start it with the old value, or begin a new run in another state_dir.",
-            )
+    _require_same(settings, UNNAMED | json.loads(row.settings_json), json.loads(_frozen(settings, plan)))
     if given is not None or settings.model is not None:
         if not is_known(settings, given, plan.schema.model):
             mine = schema_for(settings, initial_model(settings, given))
@@ -155,12 +158,35 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer
     return plan
 
 
+def _require_same(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse what a run lives by and this start has otherwise.
+
+    Raises:
+        ConfigError: the first such setting, both values, and the remedy.
+    """
+    for key in sorted(before, key=(*FROZEN, *before).index):
+        old, new = before[key], now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            old, new = _differing(old, new)
+        if old != new:
+            raise ConfigError(
+                f"{settings.state_dir} has a run with {key} = {old!r}, this start says {new!r}.",
+                "Start it with the old value, or begin a new run in another state_dir.",
+            )
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What two tables do not have in common, options of the outer optimizer among their other entries."""
+    flat = [{**{k: v for k, v in each.items() if k != "options"}, **each.get("options", {})} for each in (old, new)]
+    same = {key for key in flat[0] if key in flat[1] and flat[0][key] == flat[1][key]} | set(SAME_BITS)
+    return [{key: value for key, value in each.items() if key not in same} for each in flat]
+
+
 def _frozen(settings: Settings, plan: Plan) -> str:
-    chosen: dict[str, object] = {key: getattr(settings, key) for key in FROZEN_SETTINGS}
-    chosen["codec"], chosen["downlink_codec"] = plan.algorithm.codec, settings.downlink_codec or "none"
-    for key in ("num_fragments", "ranks"):
-        if getattr(settings, key) > 1:
-            chosen |= {key: getattr(settings, key)}
+    algorithm = plan.algorithm
+    chosen: dict[str, object] = {key: getattr(settings, key) for key in FROZEN}
+    chosen |= {"codec": algorithm.codec, "downlink_codec": settings.downlink_codec or "none"}
+    chosen |= {"sync_every": algorithm.sync_every, "local_options": algorithm.local}
     return json.dumps(chosen | {"outer_optimizer": plan.rule.describe()}, sort_keys=True, default=str)
 
 
@@ -173,13 +199,30 @@ def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors, there: Co
     schema_for(plan.settings, model).require_equal(plan.schema.model, mine="the initial model", theirs="the run")
     for index, fragment in enumerate(plan.fragments):
         if index not in there:
-            _write_fragment(index, fragment, store, model)
+            _write_fragment(index, fragment, store, model, is_swarm=plan.is_swarm)
 
 
-def _write_fragment(index: int, plan: FragmentPlan, store: Store, model: nn.Module | Tensors) -> None:
+@contextmanager
+def initial_file(folder: Path, fragment: int, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Version 0 of a fragment of a swarm, which the first worker pulls from the server."""
+    fd = os.open(folder / f"initial-{fragment}.safetensors", flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _write_fragment(
+    index: int, plan: FragmentPlan, store: Store, model: nn.Module | Tensors, *, is_swarm: bool
+) -> None:
     draft = store.begin_version(index, 0)
     try:
-        digests = write_version(draft.version_fd, plan.version, plan.header, model)
+        if is_swarm:
+            with initial_file(store.directory, index, os.O_RDWR | os.O_CREAT) as fd:
+                digests = write_version(fd, plan.version, plan.header, model)
+                os.fsync(fd)
+        else:
+            digests = write_version(draft.version_fd, plan.version, plan.header, model)
     except BaseException:
         draft.abandon()
         raise

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from atoll.errors import AtollError, Gone
+from atoll.placement.plan import Plan
 from atoll.rounds.best import Measured
 from atoll.server.best import BestVersion
 from atoll.server.exports import Exports
 from atoll.server.passing import passing
 from atoll.server.persistor import Persistor
-from atoll.server.plan import Plan
 from atoll.server.space import RETRY_S
 from atoll.store.rows import VersionRow
 from atoll.store.store import Store
@@ -95,8 +95,10 @@ class Behind:
                 self.best.path,
             )
 
-    async def save_result(self) -> Path:
-        """Write the head as the run's result."""
+    async def save_result(self) -> Path | str:
+        """Write the head as the run's result; that of a swarm is at its sites."""
+        if self._plan.is_swarm:
+            return "each site writes it to its own folder"
         path = await self._saved("the result", self.exports.save)
         if self.persistor is not None:
             heads = self._store.heads()

@@ -12,10 +12,10 @@ import math
 import os
 from pathlib import Path
 
+from atoll.placement.plan import Plan
 from atoll.rounds.best import Measured, Tracking
 from atoll.server.exports import export_model
 from atoll.server.persistor import Best
-from atoll.server.plan import Plan
 from atoll.store.rows import HistoryRow
 from atoll.store.store import Store
 from atoll.wire import status_messages

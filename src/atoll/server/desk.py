@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from atoll.errors import ConfigError, Conflict, PartCorrupt, TicketClosed
 from atoll.posix import OwnedFile
@@ -40,6 +40,7 @@ class Answer(OwnedFile):
         error: what the site failed with; empty where it did not.
         way: how its payload came: streamed, inline or skipped.
         key: names the answer: the same one may come again.
+        lost: why none is waited for any more: `gone` or `stuck`; empty for what the site itself has answered.
     """
 
     site: str
@@ -49,6 +50,7 @@ class Answer(OwnedFile):
     text: str | None = None
     contents: Contents | None = None
     fd: int = -1
+    lost: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,20 @@ class Desk:
         objects: holds what travels.
         wake: lets whoever waits for a task, or for an answer, look again.
         alive: gives the sites that take part.
+
+    Attributes:
+        active: whether the run sends tasks, now or later.
+        trains: whether it has rounds, now or later; `rounds` says which of it.
+        follows: whether tasks come behind its rounds.
+        moves: counts what is sent and answered.
     """
 
     def __init__(self, objects: ObjectStore, wake: Callable[[], None], alive: Callable[[], list[str]]) -> None:
         self.objects, self.wake, self.alive = objects, wake, alive
-        self.active = self.finished = False
+        self.active = self.finished = self.follows = False
+        self.trains = True
+        self.rounds: Literal["to come", "now", "over"] = "now"
+        self.moves = 0
         self.received: Callable[[Answer, str], Answer] | None = None  # what an answer passes, in a thread
         self.counts: dict[str, int] = {"streamed": 0, "inline": 0, "skipped": 0}
         self.warnings: dict[str, str] = {}  # by the name of the task
@@ -139,13 +150,18 @@ class Desk:
         if not self.active:
             raise ConfigError("This server has no workflow: it gives out no tasks.", "Take part with atoll.join.")
 
+    @property
+    def tasks_now(self) -> bool:
+        """Whether a site that asks for a round is to look for tasks: before the rounds, or behind them."""
+        return self.active and not self.finished and self.rounds != "now"
+
     def require_rounds(self) -> None:
         """Refuse rounds on a server of tasks.
 
         Raises:
             ConfigError: it is one.
         """
-        if self.active:
+        if not self.trains:
             raise ConfigError("This server has a workflow, and no rounds.", "Take part with atoll.tasks.")
 
     # -- what the workflow does
@@ -179,6 +195,7 @@ class Desk:
         number = sum(self.counts.values()) + 1
         task = Open(number, message, shared, own, tuple(sites), time.monotonic())
         self.counts[task.way] += 1
+        self.moves += 1
         self.names.add(name)
         for site, error in failed.items():
             task.answers[site] = Answer(site, "", error=error)
@@ -186,6 +203,11 @@ class Desk:
         self._open[message.task] = task
         self.wake()
         return task
+
+    def give_up(self, task: Open, site: str, lost: str, why: str) -> None:
+        """Wait for a site's answer no more: that is its answer, and one that comes later is not taken."""
+        task.answers[site] = Answer(site, "", error=why, lost=lost)
+        self._taken[task.message.task, site] = ""
 
     def close(self, task: Open) -> None:
         """No answer to it is taken any more, and its payload goes. Idempotent."""
@@ -283,6 +305,7 @@ class Desk:
             raise
         task = self._open[task_id]
         task.answers[answer.site] = answer
+        self.moves += 1
         self._let_go(task.own.get(answer.site))  # nobody else reads it
         self._taken[task_id, answer.site] = answer.key
         while len(self._taken) > REMEMBERED:

@@ -9,12 +9,11 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,17 +24,20 @@ from atoll.latch import Latch
 from atoll.server.app import HTTP_LOG, make_app
 from atoll.server.auth import open_gate
 from atoll.server.begin import open_run
+from atoll.server.course import Course
 from atoll.server.exports import export_model
+from atoll.server.model import NO_MODEL
 from atoll.server.persistor import Persistor
 from atoll.server.run import Run
 from atoll.server.site_filters import Given
 from atoll.server.status import status_of
 from atoll.server.task_filters import TaskFilters
-from atoll.server.workflow import Function, Workflow, wanted
+from atoll.server.workflow import Function
 from atoll.tensors.modules import Tensors
 from atoll.transport.door import Door, open_door, raise_files_limit, runner_of
 from atoll.transport.tls import server_context
 from atoll.wire import status_messages
+from atoll.wire.evaluations import Evaluation
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
@@ -47,8 +49,6 @@ GRACE_SAID_S = 1.0
 """Workers that live take it sooner than that; from then on it is said who is awaited."""
 WATCHED_S = 3.0
 """Who asked for the status so shortly ago asks every second, and is to see that the run is finished."""
-NO_MODEL = {"nothing": torch.zeros(1)}
-"""Of a run that has a workflow and no model: the state directory has one in any case."""
 READ_BYTES = 2**16
 """Of a body that is held before anybody reads it; a part's reader takes more. Who sends bodies that nobody asked for
 costs no more than this."""
@@ -69,6 +69,8 @@ class Server:
             answers also `{site: {task: filters}}`. In place of the setting `task_result_filters`.
         data_filters: that payloads of tasks pass through before they are sent, in the same forms; in place of the
             setting `task_data_filters`.
+        evaluation: arguments of a cross-site evaluation: the server does that alone, over what its state directory has,
+            and leaves the run where it is.
         settings: of the run; or give them as keywords: `Server(model, num_workers=3, rounds=10)`.
 
     Raises:
@@ -84,6 +86,7 @@ class Server:
         outer_optimizer: Callable[..., Optimizer] | str | None = None,
         filters: Given = (),
         data_filters: Given = (),
+        evaluation: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         if isinstance(model, str):
@@ -99,12 +102,17 @@ class Server:
         self._outer = outer_optimizer
         self.settings = settings or Settings.build(options)
         self._model = model
-        self._function = workflow
-        self._has_workflow = wanted(self.settings, workflow)
         self._filters = TaskFilters(self.settings, data_filters, filters)
-        if not self._has_workflow:
+        self._course = Course.of(self.settings, workflow, self._filters, evaluation)
+        if self._course is None or not self._course.sends_tasks:
             self._filters.require_rounds()
-        if self._has_workflow and model is None and self.settings.model is None and not self.settings.persistor:
+        if (
+            self._course is not None
+            and not self._course.trains
+            and model is None
+            and self.settings.model is None
+            and not self.settings.persistor
+        ):
             self._model = NO_MODEL
         self._gate = open_gate(self.settings)
         self._thread: threading.Thread | None = None
@@ -178,7 +186,7 @@ class Server:
     @property
     def exports(self) -> Path:
         """Folder of `model.safetensors` and `metrics.jsonl`."""
-        return self.settings.save_dir or self.settings.state_dir / "exports"
+        return self.settings.exports
 
     @property
     def finished(self) -> bool:
@@ -195,6 +203,11 @@ class Server:
             if self._last_status is not None:  # it ended while it was asked
                 return self._last_status
             raise
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The matrix of the last cross-site evaluation, as far as it is; None where there was none."""
+        return self._course.evaluated() if self._course is not None and self._course.evaluated is not None else None
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the run is finished; False when the time is over before.
@@ -260,10 +273,12 @@ class Server:
         files = raise_files_limit()
         listener = _listen(self.settings)
         try:
-            workflow = Workflow(self.settings, self._function, self._filters) if self._has_workflow else None
+            course = self._course
+            if course is not None:
+                course.load()
             persistor = Persistor(self.settings) if self.settings.persistor else None
             opened = open_run(self.settings, self._model, persistor, self._outer)
-            run = Run(*opened, persistor, self._filters.results)
+            run = Run(*opened, persistor, self._filters.results, course)
         except BaseException:
             listener.close()
             raise
@@ -277,15 +292,15 @@ class Server:
                 context = server_context(self.settings.tls_cert, self.settings.tls_key)
             run.start()
             self._run = run
-            if workflow is not None:
-                workflow.start(run)
+            if course is not None:
+                course.start(run)
             self.port = listener.getsockname()[1]
             door = await open_door(listener, runner, context, files=files, idle_timeout_s=self.settings.idle_timeout_s)
             self._ready.set()
             await self._until_end(run)
         finally:
-            if workflow is not None and self._run is not None:
-                workflow.stop()
+            if course is not None:
+                course.stop()
             run.send_away()
             if door is not None:
                 await door.close()

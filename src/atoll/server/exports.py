@@ -8,11 +8,12 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from atoll.placement.plan import Plan
+from atoll.placement.result import export_header as export_header
 from atoll.server.model_file import ModelFile
-from atoll.server.plan import Plan
 from atoll.store.store import Store
-from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, safetensors_header
-from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
+from atoll.tensors.layout import Layout
+from atoll.tensors.schema import TensorSpec
 from atoll.wire import status_messages
 
 MODEL = "model.safetensors"
@@ -24,7 +25,7 @@ class Exports:
 
     def __init__(self, plan: Plan, store: Store) -> None:
         self._plan, self._store = plan, store
-        self.folder: Path = plan.settings.save_dir or plan.settings.state_dir / "exports"
+        self.folder: Path = plan.settings.exports
         self._lock = threading.Lock()
 
     def save(self, heads: Sequence[int] | None = None) -> Path:
@@ -97,29 +98,6 @@ def model_runs(owners: Sequence[TensorSpec], sources: Sequence[tuple[Layout, int
     of = {name: file for (layout, *_), file in zip(sources, files, strict=True) for name in layout.by_name}
     for spec in owners:
         yield from of[spec.name].runs(spec)
-
-
-def export_header(schema: Schema, told: Mapping[str, str] | None = None) -> tuple[bytes, list[TensorSpec]]:
-    """Header of an export, and the tensors behind it: every one, and each tied one again under its further name.
-
-    Its metadata say which names are tied, and which are buffers.
-
-    Args:
-        schema: of the whole model.
-        told: further metadata of the header.
-    """
-    schema = schema.model
-    owners = {spec.name: spec for spec in schema.tensors}
-    named = [(spec, spec.name) for spec in schema.tensors] + [
-        (TensorSpec(alias, owners[owner].dtype, owners[owner].shape, owners[owner].group), owner)
-        for alias, owner in schema.aliases
-    ]
-    ordered = sorted(named, key=lambda pair: -pair[0].item_bytes)
-    metadata = {"format": "pt", BUFFER_NAMES: json.dumps([spec.name for spec, _ in named if spec.group == BUFFERS])}
-    if schema.aliases:
-        metadata[TIED] = json.dumps(dict(schema.aliases))
-    header = safetensors_header([spec for spec, _ in ordered], metadata | dict(told or {}))
-    return header, [owners[owner] for _, owner in ordered]
 
 
 def _line(summary_json: str, at: str) -> str:

@@ -23,9 +23,9 @@ from atoll.errors import ConfigError, RunFailed, TicketClosed, UsageError
 from atoll.failpoints import failpoint
 from atoll.filters.base import About, Filter
 from atoll.filters.chain import BadFilter, Chain
+from atoll.placement.plan import FragmentPlan, Plan
 from atoll.posix import OwnedFile, read_at, write_at
 from atoll.server.aside import Aside
-from atoll.server.plan import FragmentPlan, Plan
 from atoll.server.site_filters import SiteFilters
 from atoll.store.rows import TicketRow
 from atoll.store.slots import disk_error

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from atoll.errors import ConfigError, SchemaMismatch, VersionSkew
+from atoll.placement.plan import Plan
 from atoll.server.auth import Identity
-from atoll.server.plan import Plan
 from atoll.store.store import Store
 from atoll.wire import messages, routes
 from atoll.wire.units import size

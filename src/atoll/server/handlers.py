@@ -10,21 +10,23 @@ from dataclasses import replace
 
 from aiohttp import web
 
+from atoll.aggregation.inspect import PartStats
 from atoll.errors import (
     BadRequest,
+    ConfigError,
     Conflict,
-    DiskFull,
     Gone,
-    StoreError,
     TicketClosed,
     UpdateRefused,
 )
 from atoll.failpoints import failpoint
+from atoll.placement.placed import placed_settings
 from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
 from atoll.server.auth import IDENTITY
 from atoll.server.fit import require_fit
+from atoll.server.info import run_info
 from atoll.server.metrics import prometheus
 from atoll.server.objects import ObjectHandlers
 from atoll.server.outcome import outcome_of
@@ -32,23 +34,20 @@ from atoll.server.roster import Lease, Presence, now_text
 from atoll.server.run import Run
 from atoll.server.space import require_space
 from atoll.server.status import status_of, why
+from atoll.server.swarm import Swarm
 from atoll.server.tasks import TaskHandlers
 from atoll.server.uploads import Uploads
 from atoll.server.versions import VersionHandlers
 from atoll.store.rows import PartRow, TicketRow
+from atoll.store.spool import PartWriter
 from atoll.tensors.layout import Layout
 from atoll.transport.host import parts_within
-from atoll.wire import messages, routes, status_messages
+from atoll.wire import evaluations, messages, routes, status_messages, swarm_messages
 
 LOG = logging.getLogger("atoll.server")
 
 COMMIT_S = 1.0
 """How long a ticket waits for a commit that is under way, whatever its worker has asked for."""
-
-REFUSALS = 5
-"""In a row, after which a site is sent away: it would train and be refused for ever."""
-LOOK = "look at the learning rate, the data and the loss at this site."
-STEPS = "report them: submit(model, steps=…), or round.correct(model, optimizer), which counts them."
 
 
 class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
@@ -63,35 +62,14 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
     # -- what a run is
 
     async def get_run(self) -> messages.RunInfo:
-        settings, algorithm = self.plan.settings, self.plan.algorithm
         assert self.store.run is not None
-        return messages.RunInfo(
-            protocol=routes.PROTOCOL,
-            run=self.store.run.run_id,
-            name=settings.name,
-            algorithm=algorithm.name,
-            local=dict(algorithm.local),
-            on_missed=algorithm.algorithm.on_missed,
-            rounds=settings.rounds,
-            sync_every=algorithm.sync_every,
-            mode=settings.mode,
-            sync_rounds_first=settings.sync_rounds_first,
-            schema_digest=self.plan.schema.digest,
-            schema_bytes=self.plan.schema.nbytes,
-            fragments=len(self.plan.fragments),
-            tau=settings.tau,
-            alpha=settings.alpha,
-            max_inflight=settings.max_inflight,
-            codec=algorithm.codec,
-            codec_options=algorithm.codec_options,
-            downlink_codec=settings.downlink_codec or "none",
-            downlink_codec_options=settings.downlink_codec_options,
-            part_bytes=settings.part_bytes,
-            ranks=settings.ranks,
-            connections=settings.connections,
-            heartbeat_interval_s=settings.heartbeat_interval_s,
-            heartbeat_timeout_s=settings.heartbeat_timeout_s,
-            idle_timeout_s=settings.idle_timeout_s,
+        desk, course = self.run.desk, self.run.course
+        return run_info(self.plan, self.store.run.run_id).model_copy(
+            update={
+                "trains": desk.trains,
+                "sends_tasks": desk.active,
+                "keeps_local": course is not None and course.keeps_local,
+            }
         )
 
     async def get_schema(self) -> messages.SchemaMessage:
@@ -100,6 +78,15 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
     async def get_status(self) -> status_messages.Status:
         self.run.watched_s = time.monotonic()
         return status_of(self.run)
+
+    async def get_evaluation(self) -> evaluations.Evaluation:
+        course = self.run.course
+        if course is None or course.evaluated is None:
+            raise Gone(
+                "This server has evaluated nothing across sites.",
+                'Add {kind = "cross_site_evaluation"} to the workflows of the run, or use atoll evaluate RUN.TOML.',
+            )
+        return course.evaluated()
 
     async def get_metrics(self) -> web.Response:
         return web.Response(
@@ -113,6 +100,8 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
 
     async def join(self, message: messages.Join, request: web.Request) -> messages.Joined:
         require_fit(message, request[IDENTITY], self.plan, self.store)
+        if self.run.swarm is not None:
+            self.run.swarm.peers.joins(message)
         previous = self.run.roster.get(message.site)
         presence = Presence(
             site=message.site,
@@ -161,6 +150,13 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         until_s = time.monotonic() + message.wait_s
         previous = self.store.last_ticket(lease.site, message.fragment)
         while True:
+            if message.tasks and self.run.desk.rounds == "to come":
+                return self._wait_reply(message.fragment, "tasks come before the rounds", previous)
+            if self.run.swarm is not None and (reason := self.run.swarm.waits(lease.site, message.fragment)):
+                if time.monotonic() >= until_s:
+                    return self._wait_reply(message.fragment, reason, previous)
+                await self.run.changed(min(1.0, until_s - time.monotonic()))
+                continue
             effects = self.run.apply(ev.TicketRequested(lease.site, lease.number, message.fragment))
             for effect in effects:
                 match effect:
@@ -183,20 +179,9 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         self, lease: Lease, ticket: int, fragment: int, base_version: int, previous: TicketRow | None
     ) -> messages.TicketReply:
         head = self.store.head(fragment)
-        presence = self.run.roster.get(lease.site)
-        if presence is not None:
-            presence.bases[fragment] = base_version
         return messages.TicketReply(
             status="ticket",
-            ticket=messages.Ticket(
-                ticket=ticket,
-                fragment=fragment,
-                round=self.run.state.rounds[fragment].number,
-                base_version=base_version,
-                base_digest=head.digest,
-                layout_digest=self.plan.fragments[fragment].update.digest,
-                local_steps=self.run.local_steps(lease.site),
-            ),
+            ticket=self.given(lease.site, ticket, fragment, base_version, head.digest),
             previous=self._previous(previous, ticket),
             head_version=head.version,
             head_digest=head.digest,
@@ -204,16 +189,35 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             round=self.run.state.rounds[fragment].number,
         )
 
+    def given(self, site: str, ticket: int, fragment: int, base_version: int, digest: str) -> messages.Ticket:
+        """A ticket that the machine has issued, as its site is given it."""
+        presence = self.run.roster.get(site)
+        if presence is not None:
+            presence.bases[fragment] = base_version
+        return messages.Ticket(
+            ticket=ticket,
+            fragment=fragment,
+            round=self.run.state.rounds[fragment].number,
+            base_version=base_version,
+            base_digest=digest,
+            layout_digest=self.plan.fragments[fragment].update.digest,
+            local_steps=self.run.local_steps(site),
+        )
+
     def _wait_reply(
         self, fragment: int, reason: str, previous: TicketRow | None, *, ended: bool = False
     ) -> messages.TicketReply:
         head = self.store.head(fragment)
-        state = self.run.state
+        state, desk = self.run.state, self.run.desk
         if reason == fx.FINISHED:
             told = state.rules.tracking.why(state.progress) or reason
         else:
-            rest = why(self.run, fragment, time.monotonic())
-            told = reason if rest == reason else f"{reason}; the round {rest}"
+            now_s = time.monotonic()
+            rest, known = why(self.run, fragment, now_s), machine.why(state, fragment, now_s)
+            if reason.endswith(known):  # "its update is in; the round waits for b" has it already
+                told = reason + rest.removeprefix(known)
+            else:
+                told = rest if rest.startswith(reason) else f"{reason}; the round {rest}"
         return messages.TicketReply(
             status="finished" if reason == fx.FINISHED else "ended" if ended else "wait",
             previous=self._previous(previous, None),
@@ -223,6 +227,8 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             round=self.run.state.rounds[fragment].number,
             waiting_for=[site for site, _ in machine.missing(state, fragment)],
             reason=told,
+            tasks=desk.follows and not desk.finished if reason == fx.FINISHED else desk.rounds == "to come",
+            left_s=self.run.left.of(state, time.monotonic()),
         )
 
     def _previous(self, row: TicketRow | None, ticket: int | None) -> messages.Outcome | None:
@@ -256,13 +262,19 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         incoming = self._uploads.incoming(request, lease.site)
         for each in following[:count]:
             async with self._uploads.received(incoming, lease.site, ticket, fragment, each) as (writer, stats):
-                self._require_open(lease, ticket)
-                if stats.bad is not None:
-                    self._refuse(lease, ticket, stats.bad)
-                failpoint("part.received")
-                self.store.record_part(ticket, each.index, stats.digest, stats.sumsq, writer)
+                self.record_part(lease, ticket, each.index, stats, writer)
             self.run.apply(ev.WorkerSeen(lease.site, lease.number))
         return messages.PartReceipt(ticket=ticket, part=each.index, digest=stats.digest.hex())
+
+    def record_part(
+        self, lease: Lease, ticket: int, part: int, stats: PartStats, writer: PartWriter | None = None
+    ) -> None:
+        """A part is in its spool, and was looked at; `writer` is who wrote it, where others may, too."""
+        self._require_open(lease, ticket)
+        if stats.bad is not None:
+            self.run.judge.refuse(lease.site, ticket, stats.bad)
+        failpoint("part.received")
+        self.store.record_part(ticket, part, stats.digest, stats.sumsq, writer)
 
     def _require_open(self, lease: Lease, ticket: int) -> None:
         refusal = machine.may_submit(self.run.state, lease.site, lease.number, ticket)
@@ -272,22 +284,6 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             reason = self.store.ticket(ticket).reason  # the journal's: the machine forgets tickets that have ended
             told = refusal if reason in refusal else f"Ticket {ticket} is over: {reason}."
             raise TicketClosed(told, "Ask for the next ticket.")
-
-    def _refuse(self, lease: Lease, ticket: int, reason: str, remedy: str = LOOK) -> None:
-        """Quarantine an update with its reason; the round goes on with the others."""
-        self.store.refuse(ticket, reason)
-        self.run.refused += 1
-        self.run.apply(ev.UpdateRefused(ticket, reason))
-        presence = self.run.roster.setdefault(lease.site, Presence(lease.site))
-        presence.refused_in_a_row += 1
-        LOG.warning("%s: update refused: %s", lease.site, reason)
-        if presence.refused_in_a_row >= REFUSALS:
-            told = f"{presence.refused_in_a_row} updates in a row were refused, the last because {reason}"
-            self.run.apply(ev.WorkerLeft(lease.site, lease.number, told))
-        raise UpdateRefused(
-            f"The update of {lease.site} is refused: {reason}.",
-            f"The round goes on with the others; {remedy}",
-        )
 
     async def complete(self, lease: Lease, ticket: int, message: messages.Complete) -> messages.Receipt:
         row = self.store.ticket(ticket)
@@ -300,11 +296,9 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
                 )
             )
         self._require_open(lease, ticket)
-        if message.base_digest not in (None, self.store.version_digest(row.fragment, row.base_version)):
-            raise TicketClosed(
-                f"The update for ticket {ticket} was trained from another version {row.base_version} than the run's.",
-                "The server's state was restored; ask for the next ticket.",
-            )
+        self._require_its_base(row, message)
+        if self.run.swarm is not None:
+            return await self._offer(self.run.swarm, lease, row, message)
         parts, layout = self.store.parts(ticket), self.plan.fragments[row.fragment].update
         missing = [part.index for part in layout.parts if part.index not in parts]
         if missing:
@@ -319,7 +313,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
                 "Send them again.",
             )
         norm = math.sqrt(sum(part.sumsq for part in parts.values()))
-        self._require_plausible(lease, ticket, norm, message)
+        self.run.judge.require_plausible(lease.site, ticket, message, norm)
         if self.run.filtering.has(lease.site):
             said = replace(row, digest=digest, weight=message.weight, steps=message.steps, metrics=message.metrics)
             reason = await self.run.filtering.refusal(said, self.run.state.rounds[row.fragment].number)
@@ -329,31 +323,59 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             if _digest(layout, self.store.parts(ticket)) != digest:
                 raise Conflict(f"A part of ticket {ticket} came anew meanwhile.", "Complete it again.")
             if reason:
-                self._refuse(lease, ticket, reason, "the filter is the server's.")
-        try:
-            accepted = self.store.accept(ticket, digest, message.weight, message.steps, dict(message.metrics), norm)
-        except DiskFull:
-            raise
-        except StoreError as error:
-            self.run.fail(error)
-            raise
-        self.run.offer(accepted)
-        self.run.apply(ev.UpdateAccepted(ticket, accepted.accepted_order))
-        if lease.site in self.run.roster:
-            presence = self.run.roster[lease.site]
-            presence.refused_in_a_row = 0
-            trained = message.steps * self.plan.fragments[row.fragment].schema.model.nbytes
-            presence.gradient_bytes = min(presence.gradient_bytes + trained, messages.NUMBER_BELOW - 1)
+                self.run.judge.refuse(lease.site, ticket, reason, "the filter is the server's.")
+        accepted = self.run.judge.accept(lease.site, ticket, message, norm)
         return self._receipt(accepted)
 
-    def _require_plausible(self, lease: Lease, ticket: int, norm: float, message: messages.Complete) -> None:
-        settings, weight = self.plan.settings, message.weight
-        if self.plan.needs_steps and not message.steps:
-            self._refuse(lease, ticket, "it reports no local steps, by which this run divides", STEPS)
-        if weight > settings.max_weight:
-            self._refuse(lease, ticket, f"its weight is {weight:g}, above max_weight {settings.max_weight:g}")
-        if settings.max_update_norm and norm > settings.max_update_norm:
-            self._refuse(lease, ticket, f"its norm is {norm:.4g}, above max_update_norm {settings.max_update_norm:g}")
+    def _require_its_base(self, row: TicketRow, message: messages.Complete) -> None:
+        if message.base_digest not in (None, self.store.version_digest(row.fragment, row.base_version)):
+            raise TicketClosed(
+                f"The update for ticket {row.ticket} was trained from another version {row.base_version} than the "
+                "run's.",
+                "The server's state was restored; ask for the next ticket.",
+            )
+
+    async def _offer(self, swarm: Swarm, lease: Lease, row: TicketRow, message: messages.Complete) -> messages.Receipt:
+        """In a swarm another worker pulls the update: this waits for it, for some time."""
+        if message.source is None:
+            raise BadRequest(
+                f"The update of {lease.site} has no source, and in a swarm another worker pulls it.",
+                "Use the same Atoll version on both sides.",
+            )
+        until_s = time.monotonic() + routes.LONG_POLL_S
+        swarm.offer(lease.site, row.ticket, row.fragment, message)
+        while True:
+            row = self.store.ticket(row.ticket)
+            if row.state == "refused":
+                raise UpdateRefused(f"The update of {lease.site} is refused: {row.reason}.", "The round goes on.")
+            if row.is_in:
+                return self._receipt(row)
+            self._require_open(lease, row.ticket)
+            unpulled = row.ticket not in swarm.offers
+            if unpulled or time.monotonic() >= until_s:
+                return messages.Receipt(
+                    ticket=row.ticket,
+                    digest=message.digest,
+                    fragment=row.fragment,
+                    base_version=row.base_version,
+                    accepted=False,
+                    unpulled=unpulled,
+                )
+            await swarm.news(until_s - time.monotonic())
+
+    # -- swarms
+
+    async def get_swarm_plan(self) -> swarm_messages.SwarmPlan:
+        self._swarm()
+        return swarm_messages.SwarmPlan(settings=placed_settings(self.plan.settings))
+
+    async def work_in_swarm(self, lease: Lease, message: swarm_messages.PeerReport) -> swarm_messages.PeerWork:
+        return await self._swarm().report(lease, message)
+
+    def _swarm(self) -> Swarm:
+        if self.run.swarm is None:
+            raise ConfigError("The run is no swarm: the server aggregates.", "Set placement = 'swarm' at the server.")
+        return self.run.swarm
 
     def _receipt(self, row: TicketRow) -> messages.Receipt:
         assert row.digest is not None

@@ -33,6 +33,8 @@ def write(effect: fx.Effect, store: Store, roster: MutableMapping[str, Presence]
                 store.issue_ticket(ticket, site, fragment, base_version)
         case fx.TicketsExpired(tickets, reason):
             store.expire(tickets, reason)
+        case fx.RoundReopened(fragment, base_version, tickets, reason):
+            store.reopen(fragment, base_version, tickets, reason)
         case fx.RoundClosed(fragment, base_version, tickets):
             store.freeze(fragment, base_version, tickets)
         case fx.RunFinished():

@@ -22,6 +22,14 @@ from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, chunks
 from atoll.tensors.modules import Tensors, Told, named_tensors, schema_of
 from atoll.tensors.schema import BUFFERS, CONTROL, Schema
 
+NO_MODEL = {"nothing": torch.zeros(1)}
+"""Of a run that has workflows and no model: the state directory has one in any case."""
+
+
+def is_no_model(schema: Schema) -> bool:
+    """Whether a run has no model but that."""
+    return [spec.name for spec in schema.tensors] == list(NO_MODEL)
+
 
 def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.Module | Tensors:
     """The model that version 0 holds.

@@ -21,7 +21,7 @@ from atoll.store.slots import region_digest
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.header import Header, read_header
-from atoll.tensors.layout import Layout, file_layout
+from atoll.tensors.layout import Layout, Part, chunks, file_layout
 from atoll.tensors.schema import TensorSpec
 
 
@@ -46,6 +46,18 @@ class ModelFile:
         """
         for start in range(0, spec.numel, CHUNK_ELEMENTS):
             yield bytes_of(self._run(spec, start, min(start + CHUNK_ELEMENTS, spec.numel)))
+
+    def part(self, part: Part) -> Iterator[memoryview]:
+        """The bytes of a part of the version's file, with the masters in it, a run at a time.
+
+        Raises:
+            StateCorrupt: a file ends early.
+        """
+        header_bytes = min(part.stop, self._layout.header_bytes) - part.start
+        if header_bytes > 0:
+            yield bytes_of(_read(self._version_fd, part.start, header_bytes, torch.uint8))
+        for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
+            yield bytes_of(self._run(piece.segment.spec, start, stop))
 
     def tensor(self, spec: TensorSpec) -> Tensor:
         """A tensor, in new memory."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from atoll.placement.plan import Plan
 from atoll.rounds import dylu
 from atoll.rounds.state import State
-from atoll.server.plan import Plan
 from atoll.server.roster import Presence
 
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from atoll import registry
 from atoll.config import Settings
 from atoll.errors import ConfigError, Gone
+from atoll.placement.plan import Plan
 from atoll.posix import read_at
 from atoll.server.model_file import ModelFile
-from atoll.server.plan import Plan
 from atoll.store.store import Store
 from atoll.tensors.lazy import Handle, LazyState, resolve
 from atoll.tensors.modules import Tensors

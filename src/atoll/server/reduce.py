@@ -7,20 +7,53 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from atoll.aggregation.close import PassInputs, PassOutputs, UpdateSource, run_pass
+from atoll.aggregation.close import PassOutputs, UpdateSource
+from atoll.placement.closing import close
+from atoll.placement.plan import Plan
 from atoll.server.aggregator import Aggregator
 from atoll.server.filters import Filtering
 from atoll.server.outcome import staleness
-from atoll.server.plan import Plan
 from atoll.store.rows import TicketRow, VersionRow
 from atoll.store.slots import disk_error
 from atoll.store.store import Store
 from atoll.wire import status_messages
-from atoll.wire.units import size
+from atoll.wire.units import size, time_left
 
 WEIGHTS_APART = 4.0
 """Largest by smallest weight of a round, from which on it is said what SCAFFOLD makes of it."""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What the journal says of a frozen round.
+
+    Attributes:
+        rows: its tickets, in order.
+        behind: of each, how many versions its base is behind that of the round.
+        scales: what staleness leaves of each.
+        population: how many workers had joined the run.
+        control_scale: what the base's controls are multiplied by.
+    """
+
+    rows: list[TicketRow]
+    behind: list[int]
+    scales: list[float]
+    population: int
+    control_scale: float
+
+
+def frozen_round(plan: Plan, store: Store, fragment: int, base_version: int, tickets: Sequence[int]) -> Frozen:
+    """The round that these tickets were frozen for."""
+    rows, frozen = [store.ticket(ticket) for ticket in tickets], store.round(fragment, base_version)
+    population, lost = frozen.population if frozen else 0, store.lost_versions(fragment)
+    behind = [staleness(base_version, row.base_version, lost) for row in rows]
+    summary = json.loads(store.version(fragment, base_version).summary_json or "{}")
+    before = summary.get("population", population)
+    return Frozen(
+        rows, behind, [plan.staleness_weight(s) for s in behind], population, before / population if population else 1.0
+    )
 
 
 def close_round(
@@ -48,43 +81,31 @@ def close_round(
         SyncFailed: fsync failed; the server must end.
     """
     begin = time.monotonic()
-    rows = [store.ticket(ticket) for ticket in tickets]
-    planned = plan.fragments[fragment]
+    frozen = frozen_round(plan, store, fragment, base_version, tickets)
+    rows, planned = frozen.rows, plan.fragments[fragment]
     base = store.pin_version(fragment, base_version)
     version = store.next_version(fragment)
     draft = store.begin_version(fragment, version)
-    frozen = store.round(fragment, base_version)
-    population = frozen.population if frozen else 0
-    lost = store.lost_versions(fragment)
-    behind = [staleness(base_version, row.base_version, lost) for row in rows]
-    before = json.loads(base.row.summary_json or "{}").get("population", population)
     try:
         sources = [filtering.source(row) for row in rows]
-        result = run_pass(
-            PassInputs(
-                version_layout=planned.version,
-                base_fd=base.fd,
-                updates=[
-                    UpdateSource(row.site, source.fd, planned.update, row.weight, source.norm, plan.staleness_weight(s))
-                    for row, source, s in zip(rows, sources, behind, strict=True)
-                ],
-                state_header=planned.state[0] if planned.state else b"",
-                state_layout=planned.state_layout,
-                state_fd=store.state_file(fragment) if base.row.state_digests else None,
-                control_scale=before / population if population else 1.0,
-                downlink=planned.downlink,
-                reduced=aggregator.aggregate(store, rows, number, cancelled) if aggregator else None,
-            ),
-            PassOutputs(draft.version_fd, draft.state_fd, draft.delta_fd),
-            rule=plan.rule,
-            reducers=plan.reducers_of(population, [row.steps for row in rows]),
-            codecs=plan.codecs,
-            threads=plan.threads,
+        result = close(
+            plan,
+            fragment,
+            base_fd=base.fd,
+            state_fd=store.state_file(fragment) if base.row.state_digests else None,
+            updates=[
+                UpdateSource(row.site, source.fd, planned.update, row.weight, source.norm, scale)
+                for row, source, scale in zip(rows, sources, frozen.scales, strict=True)
+            ],
+            steps=[row.steps for row in rows],
+            population=frozen.population,
+            control_scale=frozen.control_scale,
+            outputs=PassOutputs(draft.version_fd, draft.state_fd, draft.delta_fd),
             cancelled=cancelled,
-            tables=planned.tables,
+            reduced=aggregator.aggregate(store, rows, number, cancelled) if aggregator else None,
         )
-        summary = _summary(fragment, number, version, rows, time.monotonic() - begin, result.grad_norm, population)
-        summary = summary.model_copy(update={"staleness": behind})
+        seconds = time.monotonic() - begin
+        summary = summary_of(fragment, number, version, frozen, seconds, result.grad_norm)
         row = store.commit_version(
             draft,
             digest=result.digest,
@@ -106,16 +127,11 @@ def close_round(
     return row, summary
 
 
-def _summary(
-    fragment: int,
-    number: int,
-    version: int,
-    rows: Sequence[TicketRow],
-    seconds: float,
-    grad_norm: float,
-    population: int,
+def summary_of(
+    fragment: int, number: int, version: int, frozen: Frozen, seconds: float, grad_norm: float
 ) -> status_messages.RoundSummary:
-    """Metrics are averaged by the updates' weights, per key over those that reported it."""
+    """What is told of a round; metrics are averaged by the updates' weights, per key over those that reported it."""
+    rows = frozen.rows
     means: dict[str, float] = {}
     counts: dict[str, int] = {}
     for key in sorted({key for row in rows for key in row.metrics}):
@@ -133,7 +149,8 @@ def _summary(
         seconds=seconds,
         grad_norm=grad_norm if math.isfinite(grad_norm) else None,
         bytes_up=sum(row.bytes for row in rows),
-        population=population,
+        population=frozen.population,
+        staleness=frozen.behind,
     )
 
 
@@ -149,8 +166,11 @@ def unequal_weights(summary: status_messages.RoundSummary) -> str:
     )
 
 
-def in_words(summary: status_messages.RoundSummary, row: VersionRow, *, streams: bool = False) -> str:
-    """A round, for the log."""
+def in_words(
+    summary: status_messages.RoundSummary, row: VersionRow, left_s: float | None, *, streams: bool = False
+) -> str:
+    """A round, for the log, and how long the run still takes."""
+    left = f"; {told}" if (told := time_left(left_s)) else ""
     of = f" of fragment {summary.fragment}" if streams else ""
     numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())
     behind = f", {', '.join(map(str, summary.staleness))} behind" if any(summary.staleness) else ""
@@ -158,5 +178,5 @@ def in_words(summary: status_messages.RoundSummary, row: VersionRow, *, streams:
     return (
         f"round {summary.round}{of}: version {row.version} from {count} update{'' if count == 1 else 's'} "
         f"({', '.join(summary.workers)}{behind}), {size(summary.bytes_up)}, reduced in {summary.seconds:.2f} s"
-        f"{f'; {numbers}' if numbers else ''}"
+        f"{f'; {numbers}' if numbers else ''}{left}"
     )

@@ -20,10 +20,11 @@ class Result:
         site: its name.
         task: the task's name.
         error: what the site failed with; empty where it did not.
+        lost: `gone` or `stuck` where the site was given up, and `error` says why; else empty.
     """
 
     def __init__(self, task: str, answer: Answer) -> None:
-        self.site, self.task, self.error = answer.site, task, answer.error
+        self.site, self.task, self.error, self.lost = answer.site, task, answer.error, answer.lost
         self._text = answer.text
         self._stored: Stored | None = None
         self._loaded: list[Any] = []

@@ -6,9 +6,10 @@ Nothing of it decides about a round: it is what a worker said last, and may be w
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -16,6 +17,8 @@ from atoll.errors import AtollError, BadRequest, LeaseLost, Superseded
 from atoll.rounds import effects as fx
 from atoll.store.rows import MemberRow
 from atoll.wire import messages
+
+LOG = logging.getLogger("atoll.server")
 
 
 @dataclass
@@ -112,3 +115,12 @@ def lease_refused(lease: Lease, effect: fx.LeaseRefused, holder: Presence | None
 def now_text() -> str:
     """The wall clock, for people; nothing is decided by it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def note_end(roster: MutableMapping[str, Presence], effect: fx.LeaseEnded) -> None:
+    """A worker takes part no more: the log says so, and status why."""
+    why, presence = effect.why, roster.setdefault(effect.site, Presence(effect.site))
+    presence.state, presence.error = why, effect.detail if why != "left" else ""
+    how = {"dead": "is dead", "failed": "failed"}.get(why, why)
+    detail = f": {effect.detail}" if effect.detail else ""
+    (LOG.info if why == "left" else LOG.warning)("%s %s%s", effect.site, how, detail)

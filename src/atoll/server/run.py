@@ -12,8 +12,10 @@ import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from atoll.errors import AtollError, Busy, DiskFull, RunFailed, StoreError
+from atoll.placement.plan import Plan
 from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
@@ -25,22 +27,27 @@ from atoll.server.best import measured_of, missing, value_of
 from atoll.server.desk import Desk
 from atoll.server.filters import Filtering
 from atoll.server.journalled import write
+from atoll.server.judge import Judge
+from atoll.server.left import TimeLeft
 from atoll.server.pace import Pace
 from atoll.server.passing import directory_gone, passing
 from atoll.server.persistor import Persistor
-from atoll.server.plan import Plan
 from atoll.server.reduce import close_round, in_words, unequal_weights
 from atoll.server.restore import snapshot_of
-from atoll.server.roster import Lease, Presence, lease_refused, roster_of
+from atoll.server.roster import Lease, lease_refused, note_end, roster_of
 from atoll.server.site_filters import SiteFilters
 from atoll.server.space import RETRY_S
 from atoll.server.stale import Stale
+from atoll.server.swarm import Reopened, Swarm
 from atoll.server.turnstile import Turnstile
 from atoll.store.objects import ObjectStore
 from atoll.store.rows import Recovered, TicketRow
 from atoll.store.store import Store
 from atoll.tensors.alone import stay_alone
 from atoll.tensors.schema import CONTROL
+
+if TYPE_CHECKING:
+    from atoll.server.course import Course
 
 LOG = logging.getLogger("atoll.server")
 
@@ -58,13 +65,15 @@ class Run:
         recovered: Recovered,
         persistor: Persistor | None,
         filters: SiteFilters,
+        course: Course | None = None,
     ) -> None:
         self.plan, self.store, self.settings = plan, store, plan.settings
         self.roster = roster_of(
             recovered.members, [store.newest_bases(fragment) for fragment in range(len(plan.fragments))]
         )
         self.pace, self.stale, self.advice = Pace(plan, self.roster), Stale(plan), advice(plan)
-        self.finished = asyncio.Event()
+        self.left = TimeLeft(self.settings.rounds, len(plan.fragments))
+        self.course, self.finished, self.trained = course, asyncio.Event(), asyncio.Event()
         self.failed: AtollError | None = None
         self.ended = asyncio.Event()
         self.trouble: dict[int, str] = {}
@@ -85,15 +94,17 @@ class Run:
         self.aside = Aside()
         self.filtering = Filtering(filters, plan, store, self.aside)
         self.aggregator: Aggregator | None = None
+        self.judge = Judge(self)
+        self.swarm = Swarm(plan, store, self) if plan.is_swarm else None
         self._changed, self._ending = Turnstile(), False
         self._cancelled = threading.Event()
         self._said_missing = self._said_apart = False
-        self._has_controls = any(spec.group == CONTROL for spec in plan.schema.tensors)
+        self.has_controls = any(spec.group == CONTROL for spec in plan.schema.tensors)
         self._untold: list[ev.Event] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.state: machine.State
         self._saving_best: asyncio.Task[None] | None = None
-        self._rules = machine.Rules.from_settings(self.settings, len(plan.fragments))
+        self._rules = machine.Rules.from_settings(self.settings, len(plan.fragments), held=course is not None)
         tracking = self._rules.tracking
         history = store.history(None, 0) if tracking.metric else []
         self._recovered = snapshot_of(recovered, tracking.follow_all(measured_of(history, tracking.metric)))
@@ -128,7 +139,9 @@ class Run:
         if self.state.progress.best is not None:  # a kill may have come before it was written
             self._saving_best = self._spawn(self.behind.save_best(self.state.progress.best))
         for fragment, round_ in enumerate(self._recovered.fragments):
-            if round_.frozen is not None and self.state.rounds[fragment].phase == "closing":
+            if self.swarm is not None:  # what was collected is known again once its worker reports
+                self.apply(ev.AggregatorLost(fragment, "the server was started again"))
+            elif round_.frozen is not None and self.state.rounds[fragment].phase == "closing":
                 LOG.info("the round from version %d was closed before the restart: reducing it again", round_.head)
                 self._spawn(self._close(fragment, round_.frozen.base_version, round_.frozen.tickets))
         self._spawn(self._tick())
@@ -212,17 +225,9 @@ class Run:
 
     def _act(self, effect: fx.Effect) -> None:
         match effect:
-            case fx.LeaseEnded(site, _, why, detail):
-                presence = self.roster.setdefault(site, Presence(site))
-                presence.state, presence.error = why, detail if why != "left" else ""
-                self.deaths += why == "dead"
-                log = LOG.info if why == "left" else LOG.warning
-                log(
-                    "%s %s%s",
-                    site,
-                    {"dead": "is dead", "failed": "failed"}.get(why, why),
-                    f": {detail}" if detail else "",
-                )
+            case fx.LeaseEnded():
+                note_end(self.roster, effect)
+                self.deaths += effect.why == "dead"
             case fx.RoundOpened(fragment, _, expected):
                 number = self.state.rounds[fragment].number
                 LOG.debug("round %d of fragment %d is open for %s", number, fragment, ", ".join(expected))
@@ -293,6 +298,9 @@ class Run:
         number = self.state.rounds[fragment].number
         while True:
             try:
+                if self.swarm is not None:
+                    row, summary = await self.swarm.close(fragment, base_version, tickets, number)
+                    break
                 await self.filtering.prepare_accepted([self.store.ticket(ticket) for ticket in tickets], number)
                 row, summary = await asyncio.get_running_loop().run_in_executor(
                     self.io,
@@ -308,6 +316,8 @@ class Run:
                     self.aggregator,
                 )
                 break
+            except Reopened:
+                return
             except Exception as error:
                 reason = passing(error)
                 if reason is None:
@@ -322,16 +332,17 @@ class Run:
         for site in summary.workers:
             if site in self.roster:
                 self.roster[site].rounds += 1
-        LOG.info("%s", in_words(summary, row, streams=self.plan.streams))
         self.stale.look_at(summary)
-        if self._has_controls and not self._said_apart and (apart := unequal_weights(summary)):
+        if self.has_controls and not self._said_apart and (apart := unequal_weights(summary)):
             self._said_apart = True
             LOG.warning("%s", apart)
         value = value_of(summary, tracking.metric) if (tracking := self._rules.tracking).metric else None
         if tracking.metric and value is None and not self._said_missing:
             self._said_missing = True
             LOG.warning("%s", missing(summary, tracking))
+        self.left.committed(self.state.rounds[fragment].opened_s, time.monotonic())
         self.apply(ev.VersionCommitted(fragment, row.version, value))
+        LOG.info("%s", in_words(summary, row, self.left.of(self.state, time.monotonic()), streams=self.plan.streams))
         heads, done = self.store.heads(), min(round_.done for round_ in self.state.rounds)
         last = summary.round == done
         if last and done == self.settings.sync_rounds_first and not self.state.finished:
@@ -355,8 +366,9 @@ class Run:
         await self.behind.handed()
         why = self._rules.tracking.why(self.state.progress)
         number = min(self.store.heads())
-        LOG.info("the run is finished at version %d%s: %s", number, f", {why}" if why else "", path)
-        self.finished.set()
+        what = "the run" if self.course is None else "training"
+        LOG.info("%s is finished at version %d%s: %s", what, number, f", {why}" if why else "", path)
+        (self.finished if self.course is None else self.trained).set()
         self.wake()
 
     async def _tick(self) -> None:
@@ -368,6 +380,8 @@ class Run:
             self.objects.sweep()
             with contextlib.suppress(DiskFull):
                 self.apply(ev.TimePassed())
+                if self.swarm is not None:
+                    self.swarm.look()
 
     def _spawn(self, coroutine: object) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)  # type: ignore[arg-type]

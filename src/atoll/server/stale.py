@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from atoll.server.plan import Plan
+from atoll.placement.plan import Plan
 from atoll.wire import status_messages
 
 LOG = logging.getLogger("atoll.server")
@@ -40,7 +40,8 @@ class Stale:
         told = (
             f"an update of {site} was {worst} versions behind: stale updates slow training down, or undo it. Set "
             "dylu = true so that slow sites take fewer steps, staleness_weight = 'inverse_sqrt', dn_buffer_size to the "
-            "number of sites, or max_staleness to refuse such updates"
+            "number of sites, or max_staleness to refuse such updates. "
+            "More: docs/troubleshooting.md, Updates far behind"
         )
         self.warnings = [told]
         LOG.warning("%s", told)

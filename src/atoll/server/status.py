@@ -41,13 +41,14 @@ def status_of(run: Run) -> status_messages.Status:
         protocol=routes.PROTOCOL,
         epoch=run.store.epoch,
         rounds=settings.rounds,
-        finished=run.state.finished,
+        finished=run.state.finished if run.course is None else run.desk.finished,
         stopped=run.state.rules.tracking.why(run.state.progress),
         best=_best(run),
         uptime_s=now_s - run.started_s,
+        left_s=run.left.of(run.state, now_s),
         model_bytes=run.plan.schema.model.nbytes,
         codec=algorithm.codec,
-        outer=_outer(algorithm, settings.outer_lrs),
+        outer=outer_in_words(algorithm, settings.outer_lrs),
         tau=settings.tau,
         alpha=settings.alpha,
         dylu=settings.dylu,
@@ -62,6 +63,7 @@ def status_of(run: Run) -> status_messages.Status:
         refused=run.refused,
         staleness={str(behind): count for behind, count in sorted(run.stale.counts.items())},
         tasks=run.desk.counts if run.desk.active else {},
+        workflows=run.course.status() if run.course is not None else [],
         sent=run.desk.status(),
         durability=settings.durability,
         durable_version=min(durable) if (durable := _durable(run)) else None,
@@ -79,7 +81,7 @@ def status_of(run: Run) -> status_messages.Status:
     )
 
 
-def _outer(algorithm: ResolvedAlgorithm, lrs: Mapping[str, float]) -> str:
+def outer_in_words(algorithm: ResolvedAlgorithm, lrs: Mapping[str, float]) -> str:
     """`sgd(lr=0.7, momentum=0.9)`; delayed Nesterov's N by that name, its first steps not: the policy has them."""
     names, shown = {"delay": "N"}, algorithm.outer_options
     if algorithm.outer_name == "delayed_nesterov":
@@ -119,6 +121,7 @@ def _fragment(run: Run, index: int, now_s: float) -> status_messages.FragmentSta
         phase=round_.phase,
         waiting_for=waiting,
         reason=run.trouble.get(index) or why(run, index, now_s),
+        place=run.swarm.status(index) if run.swarm is not None else None,
     )
 
 
@@ -127,7 +130,8 @@ def why(run: Run, index: int, now_s: float) -> str:
     missing = [site for site, _ in machine.missing(run.state, index)]
     unheard = [site for site in missing if site in run.roster and not run.roster[site].heard]
     silent = f"not heard since the server restarted: {', '.join(unheard)}" if unheard else ""
-    return "; ".join(filter(None, [machine.why(run.state, index, now_s), silent]))
+    place = run.swarm.trouble(index) if run.swarm is not None else ""
+    return "; ".join(filter(None, [machine.why(run.state, index, now_s), place, silent]))
 
 
 def _durable(run: Run) -> list[int]:

@@ -34,6 +34,8 @@ class TaskHandlers:
                 return tm.TaskReply(status="task", task=task)
             if desk.finished:
                 return tm.TaskReply(status="finished")
+            if message.rounds and desk.rounds == "now":
+                return tm.TaskReply(status="rounds")
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return tm.TaskReply(status="wait")

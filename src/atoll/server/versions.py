@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from aiohttp import web
+import asyncio
+import functools
+from collections.abc import Callable, Iterator
 
-from atoll.errors import Gone
-from atoll.server.plan import Plan
+from aiohttp import web
+from blake3 import blake3
+
+from atoll.errors import BadRequest, Gone
+from atoll.placement.plan import Plan
+from atoll.server.begin import initial_file
+from atoll.server.model_file import ModelFile
 from atoll.server.run import Run
+from atoll.store.copies import Held
 from atoll.store.handles import PinnedDelta, PinnedVersion
 from atoll.store.store import Store
 from atoll.transport.host import serve_file
+from atoll.transport.sockets import Idle, break_off
 from atoll.wire import messages, routes
 
 
@@ -30,6 +39,7 @@ class VersionHandlers:
             nbytes=layout.nbytes,
             part_digests=[digest.hex() for digest in row.part_digests],
             delta=self._delta(fragment, version),
+            sources=self.run.swarm.sources(fragment, version, row.digest) if self.run.swarm else [],
         )
 
     def _delta(self, fragment: int, version: int) -> messages.Delta | None:
@@ -46,14 +56,73 @@ class VersionHandlers:
         )
 
     async def get_version(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
+        if self.run.swarm is not None:
+            return await self._serve_initial(fragment, version, digest, request)
         pinned = self.store.pin_version(fragment, version)
         return await self._serve(pinned, self.plan.fragments[fragment].version.nbytes, digest, request)
+
+    async def _serve_initial(
+        self, fragment: int, version: int, digest: str, request: web.Request
+    ) -> web.StreamResponse:
+        """All that the server of a swarm has of the model."""
+        if version or self.store.version_digest(fragment, version) != digest:
+            raise Gone(
+                f"Version {version} lies with the workers of this swarm.", "Ask for its manifest, which says where."
+            )
+        with initial_file(self.store.directory, fragment) as fd:
+            return await serve_file(
+                request,
+                fd,
+                self.plan.fragments[fragment].version.nbytes,
+                digest,
+                pool=self.run.io,
+                idle_timeout_s=self.plan.settings.idle_timeout_s,
+                revoked=lambda: False,
+                on_bytes=lambda count: self._count_down(request, count),
+            )
 
     async def get_delta(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
         pinned = self.store.pin_delta(fragment, version)
         downlink = self.plan.fragments[fragment].downlink
         nbytes = downlink.layout.nbytes if downlink else 0
         return await self._serve(pinned, nbytes, digest, request)
+
+    async def get_model_part(self, fragment: int, version: int, part: int, request: web.Request) -> web.StreamResponse:
+        hold = functools.partial(self.store.reading if self.plan.has_masters else self.store.pinned, fragment, version)
+        with hold() as files:
+            layout = self.plan.fragments[fragment].version
+            if part >= len(layout.parts):
+                raise BadRequest(f"There is no part {part}; the version has {len(layout.parts)}.")
+            runs = ModelFile(layout, *files).part(layout.parts[part])
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        response.content_length = layout.parts[part].nbytes + routes.DIGEST_BYTES
+        await response.prepare(request)
+        await self._send_made(request, response, runs, hold)
+        return response
+
+    async def _send_made(
+        self, request: web.Request, response: web.StreamResponse, runs: Iterator[memoryview], hold: Callable[[], Held]
+    ) -> None:
+        """Send bytes that are in no file, made a run at a time, and the BLAKE3 of them.
+
+        The files are held while a run is made, never while it is sent: a reader that stands still holds nothing.
+        """
+        hasher, loop = blake3(), asyncio.get_running_loop()
+        with Idle(request, self.plan.settings.idle_timeout_s, lambda count: self._count_down(request, count)) as idle:
+            while True:
+                try:
+                    with hold():
+                        run = await loop.run_in_executor(self.run.io, next, runs, None)
+                except Gone:  # between two runs; asked again, it is answered so
+                    break_off(request)
+                    return
+                if run is None:
+                    break
+                hasher.update(run)
+                await response.write(run)
+                idle.add(len(run))
+            await response.write(hasher.digest())
+            await response.write_eof()
 
     async def _serve(
         self, pinned: PinnedVersion | PinnedDelta, nbytes: int, digest: str, request: web.Request

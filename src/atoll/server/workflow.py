@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import functools
 import logging
 import threading
 import time
@@ -22,13 +21,12 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from atoll import registry
-from atoll.config import Settings
-from atoll.errors import ConfigError, RunFailed, UsageError
+from atoll.errors import RunFailed, UsageError
 from atoll.server.desk import Answer, Open
 from atoll.server.parcels import Packing, Parcels
 from atoll.server.result import Result
 from atoll.server.run import Run
+from atoll.server.signs import Patience
 from atoll.server.task_filters import TaskFilters
 from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.payload import pack
@@ -54,15 +52,31 @@ class Controller:
     """What a workflow is given: it sends tasks and collects what sites answer.
 
     Several threads of a workflow may use it at a time: a site gets the tasks one after the other, oldest first.
+
+    Attributes:
+        name: of the workflow, as the run file has it.
+        run: the server's own state, for workflows that come with Atoll; it changes without notice.
     """
 
-    def __init__(self, run: Run, loop: asyncio.AbstractEventLoop, filters: TaskFilters) -> None:
-        self._run, self._loop = run, loop
+    def __init__(
+        self,
+        run: Run,
+        loop: asyncio.AbstractEventLoop,
+        filters: TaskFilters,
+        name: str = "workflow",
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.name, self.run = name, run
+        self._run, self._loop, self._note = run, loop, note
         self._lock, self._stopped = threading.Lock(), False
         self._asked: set[concurrent.futures.Future[Any]] = set()
         self._sizes = ChunkSizes(run.settings.tensor_download_chunk_size, run.settings.np_download_chunk_size)
         self._filters = filters
-        self._packing = Packing(run, filters, self._sizes, self._ask)
+        self._packing = Packing(run, filters, self._sizes, self.ask)
+
+    def note(self, text: str) -> None:
+        """Let the status say how far the workflow is; also a sign of life, by which its progress limit goes."""
+        self._note(str(text)[:200])
 
     def sites(self, at_least: int = 0, *, timeout_s: float | None = None) -> list[str]:
         """The sites that take part at this moment, in the order of their names.
@@ -87,7 +101,7 @@ class Controller:
                 await self._run.changed(min(deadline_s - time.monotonic(), 1.0))
             return there
 
-        return self._ask(wait())
+        return self.ask(wait())
 
     def broadcast(
         self,
@@ -97,6 +111,7 @@ class Controller:
         sites: Sequence[str] | None = None,
         min_responses: int | None = None,
         timeout_s: float | None = None,
+        progress_timeout_s: float = 0.0,
     ) -> list[Result]:
         """Send a task to several sites and collect what they answer.
 
@@ -111,6 +126,8 @@ class Controller:
                 which this is an error. None: a site that is gone is waited for, and whatever has come is returned.
             timeout_s: seconds from when it is sent, after which nothing more is waited for; None: for ever. For as long
                 a full disk is waited for; and a site whose filters take longer is not sent it, which is its answer.
+            progress_timeout_s: a site that shows nothing for so long (no byte, no step, no other word of what it does)
+                is given up, which is its answer; 0: never.
 
         Returns:
             A result for each site that answered, in the order of their names.
@@ -120,6 +137,18 @@ class Controller:
             UsageError: the payload cannot travel, the name is none, `sites` are no names, or `timeout_s` is no time.
             DiskFull: the server's disk was full for `timeout_s`, or became full while the payload was written.
         """
+        patience = Patience(_limit(progress_timeout_s))
+        return self._send(task, payload, sites, min_responses, timeout_s, patience)
+
+    def _send(
+        self,
+        task: str,
+        payload: Any,
+        sites: Sequence[str] | None,
+        min_responses: int | None,
+        timeout_s: float | None,
+        patience: Patience,
+    ) -> list[Result]:
         _require_name(task)
         _deadline(timeout_s)  # refused before anything is written
         chosen = _named(sites) if sites is not None else self.sites(min_responses or 1, timeout_s=timeout_s)
@@ -131,22 +160,37 @@ class Controller:
         parcels = self._packing.parcels(task, chosen, pack(payload), timeout_s)
         del payload
         try:
-            answers = self._ask(self._collect(task, chosen, parcels, min_responses, timeout_s))
+            answers = self.ask(self._collect(task, chosen, parcels, min_responses, timeout_s, patience))
         finally:
             parcels.discard()
         self._filters.warn_of_strangers(self._run.roster)
         return [Result(task, answer) for answer in sorted(answers, key=lambda answer: answer.site)]
 
-    def send(self, site: str, task: str, payload: Any = None, *, timeout_s: float | None = None) -> Result:
+    def send(
+        self,
+        site: str,
+        task: str,
+        payload: Any = None,
+        *,
+        timeout_s: float | None = None,
+        progress_timeout_s: float = 0.0,
+    ) -> Result:
         """Send a task to one site, as `broadcast`.
 
         Raises:
             RunFailed: it did not answer in time.
         """
-        results = self.broadcast(task, payload, sites=[site], timeout_s=timeout_s)
+        results = self.broadcast(
+            task, payload, sites=[site], timeout_s=timeout_s, progress_timeout_s=progress_timeout_s
+        )
         if not results:
             raise RunFailed(f"Site {site} did not answer task {task!r} within {timeout_s:g} s.", "Look at its log.")
         return results[0]
+
+    def attempt(self, site: str, task: str, payload: Any, progress_timeout_s: float) -> Result:
+        """Send a task to one site; that it has gone, or moves nothing, is a result, too (`Result.lost`)."""
+        patience = Patience(progress_timeout_s, gone_too=True)
+        return self._send(task, payload, [site], None, None, patience)[0]
 
     # -- inside
 
@@ -157,12 +201,13 @@ class Controller:
         parcels: Parcels,
         min_responses: int | None,
         timeout_s: float | None,
+        patience: Patience,
     ) -> list[Answer]:
         desk = self._run.desk
         streamed = name in self._run.settings.stream_tasks
         task = desk.open(name, sites, *parcels.hold(), parcels.failed, streamed=streamed, sizes=self._sizes)
         try:
-            await self._answered(task, min_responses, timeout_s)
+            await self._answered(task, min_responses, timeout_s, patience)
             if min_responses is not None and task.good < min_responses:
                 raise RunFailed(
                     f"Task {name!r} got {task.good} of {min_responses} answers: {_lacking(task)}.",
@@ -176,9 +221,18 @@ class Controller:
         finally:
             desk.close(task)
 
-    async def _answered(self, task: Open, min_responses: int | None, timeout_s: float | None) -> None:
+    async def _answered(
+        self, task: Open, min_responses: int | None, timeout_s: float | None, patience: Patience
+    ) -> None:
         deadline_s, say_s = _deadline(timeout_s), time.monotonic() + SAY_S
-        while missing := task.missing:
+        while task.missing:
+            for site in task.missing:
+                lost, why = patience.over(self._run, site)
+                if lost:
+                    self._run.desk.give_up(task, site, lost, why)
+            missing = task.missing
+            if not missing:
+                return
             alive, now_s = self._run.desk.alive(), time.monotonic()
             enough = min_responses is not None and task.good >= min_responses
             if now_s >= deadline_s or (enough and not any(site in alive for site in missing)):
@@ -188,7 +242,7 @@ class Controller:
                 LOG.info("task %r waits for %s", task.message.name, ", ".join(missing))
             await self._run.changed(min(deadline_s - now_s, 1.0))
 
-    def _ask(self, work: Coroutine[Any, Any, T]) -> T:
+    def ask(self, work: Coroutine[Any, Any, T]) -> T:
         """Do it on the server's loop.
 
         Raises:
@@ -209,6 +263,15 @@ class Controller:
             with self._lock:
                 self._asked.discard(asked)
 
+    def require_running(self) -> None:
+        """For threads of a workflow that wait for something else.
+
+        Raises:
+            ServerStops: the server ends, or the workflow was given up.
+        """
+        if self._stopped:
+            raise ServerStops
+
     def stop(self) -> None:
         """End what the workflow waits for, and refuse the rest."""
         with self._lock:
@@ -216,83 +279,6 @@ class Controller:
             asked = list(self._asked)
         for future in asked:
             future.cancel()
-
-
-class Workflow:
-    """The thread of a user's function; its end is the run's.
-
-    Args:
-        settings, given: name the function, or are it.
-        filters: of what is sent and answered.
-
-    Raises:
-        ConfigError: the settings name no function.
-    """
-
-    def __init__(self, settings: Settings, given: Function | None, filters: TaskFilters) -> None:
-        self._name = str(settings.workflow or getattr(given, "__name__", "workflow"))
-        found = given if given is not None else registry.load_attribute(self._name)
-        if not callable(found):
-            raise ConfigError(
-                f"workflow {self._name!r} is a {type(found).__name__}.", "Name a function of one argument."
-            )
-        self._function: Function = found
-        self._filters = filters
-
-    def start(self, run: Run) -> None:
-        """Begin the function, from its beginning; called on the server's event loop."""
-        self._run, self._loop = run, asyncio.get_running_loop()
-        self._controller = Controller(run, self._loop, self._filters)
-        run.desk.active = True
-        if self._filters.results:  # without them no answer needs a thread
-            run.desk.received = self._filters.received
-        if self._filters.data:
-            LOG.info("what is sent to sites passes through filters: %s", self._filters.data)
-        threading.Thread(target=self._main, args=(self._controller,), name="atoll-workflow", daemon=True).start()
-
-    def stop(self) -> None:
-        """Let go of the function: what it asks from now on ends it."""
-        self._controller.stop()
-
-    def _main(self, controller: Controller) -> None:
-        end: Callable[[], None] = self._finish
-        try:
-            self._function(controller)
-        except ServerStops:
-            return
-        except BaseException as error:  # sys.exit, too: the server would wait for ever
-            LOG.error("the workflow %s failed", self._name, exc_info=error)
-            failed = RunFailed(
-                f"The workflow {self._name} failed: {type(error).__name__}: {error}",
-                "The traceback is in the log; a start of the server begins it again.",
-            )
-            end = functools.partial(self._run.fail, failed)
-        try:
-            self._loop.call_soon_threadsafe(end)
-        except RuntimeError:  # the server has ended meanwhile
-            LOG.debug("the workflow %s outlived its server", self._name)
-
-    def _finish(self) -> None:
-        LOG.info("the workflow %s has ended", self._name)
-        self._filters.warn_of_unsent(self._run.desk.names)
-        self._run.desk.finish()
-        self._run.finished.set()
-
-
-def wanted(settings: Settings, given: Function | None) -> bool:
-    """Whether a server runs a workflow in place of rounds.
-
-    Raises:
-        UsageError: two are named. ConfigError: it has rounds, too.
-    """
-    if given is not None and settings.workflow is not None:
-        raise UsageError("Server got a workflow, and its settings name another.", "Give one of them.")
-    if given is not None and settings.rounds:
-        raise ConfigError(
-            f"A workflow is given, and rounds is {settings.rounds}: a run has a workflow or rounds.",
-            "Leave rounds out; the run is finished when the workflow returns.",
-        )
-    return given is not None or settings.workflow is not None
 
 
 def _lacking(task: Open) -> str:
@@ -311,6 +297,17 @@ def _deadline(timeout_s: float | None) -> float:
     if not timeout_s >= 0:  # NaN, too, with which nothing would ever be late
         raise UsageError(f"timeout_s is {timeout_s!r}.", "Give seconds, 0 or more; or None to wait for ever.")
     return time.monotonic() + timeout_s
+
+
+def _limit(progress_timeout_s: float) -> float:
+    """Seconds.
+
+    Raises:
+        UsageError: it is no time.
+    """
+    if not 0 <= progress_timeout_s < float("inf"):
+        raise UsageError(f"progress_timeout_s is {progress_timeout_s!r}.", "Give seconds; 0 sets no limit.")
+    return progress_timeout_s
 
 
 def _named(sites: Sequence[str]) -> list[str]:

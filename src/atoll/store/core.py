@@ -41,9 +41,9 @@ class Core:
         self.pins: list[PinnedVersion] = []  # oldest first
         self._shapes: tuple[FragmentShapes, ...] = ()
 
-    def transaction(self) -> AbstractContextManager[None]:
-        """Make several changes one: all of them survive a kill, or none."""
-        return self.journal.transaction()
+    def transaction(self, *, flat: bool = False) -> AbstractContextManager[None]:
+        """Make several changes one: all of them survive a kill, or none; `flat` as for `Journal.transaction`."""
+        return self.journal.transaction(flat=flat)
 
     def shape(self, fragments: Sequence[FragmentShapes]) -> None:
         """Tell the sizes of the run's files; before `recover`, on every start.

@@ -51,6 +51,7 @@ class Journal:
         self.lock = threading.RLock()
         self._level: str = "FULL" if durability == "power" else "NORMAL"
         self._depth = 0
+        self._flat = self._torn = False
         self._committed: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
         self._broken: SyncFailed | None = None
@@ -85,10 +86,12 @@ class Journal:
             raise StateCorrupt(f"{self.path} is damaged: {answer}.", NEW_RUN)
 
     @contextmanager
-    def transaction(self, *, synced: bool = False) -> Iterator[None]:
+    def transaction(self, *, synced: bool = False, flat: bool = False) -> Iterator[None]:
         """All or nothing. One inside another is part of it, and can fail alone.
 
         Args:
+            flat: none inside it can fail alone, but for one that has changed nothing by then: cheaper where there are
+                many. Outermost only.
             synced: on return it survives a power loss, whatever the journal's durability; outermost only.
 
         Raises:
@@ -99,6 +102,11 @@ class Journal:
             if self._broken:
                 raise self._broken
             outermost = self._depth == 0
+            if self._flat and not outermost:
+                with self._part_of_flat():
+                    yield
+                return
+            self._flat, self._torn = flat, False
             lifted = synced and outermost and self._level != "FULL"
             marks = len(self._committed), len(self._undo)
             if lifted:
@@ -108,6 +116,8 @@ class Journal:
                 self._depth += 1
                 try:
                     yield
+                    if self._torn:
+                        raise StoreError("A change failed in the middle of others, which are undone with it.")
                     if outermost:
                         failpoint("journal.commit")
                     self._db.execute("COMMIT" if outermost else f"RELEASE level{self._depth - 1}")
@@ -124,6 +134,19 @@ class Journal:
                 for action in done:
                     action()
 
+    @contextmanager
+    def _part_of_flat(self) -> Iterator[None]:
+        marks, changes = (len(self._committed), len(self._undo)), self._db.total_changes
+        self._depth += 1
+        try:
+            yield
+        except BaseException:
+            self._torn = self._torn or self._db.total_changes != changes
+            self._forget(*marks)
+            raise
+        finally:
+            self._depth -= 1
+
     def _roll_back(self, committed: int, undo: int) -> None:
         if self._db.in_transaction:  # SQLite ends it by itself where the disk is full
             if self._depth == 1:
@@ -131,6 +154,10 @@ class Journal:
             else:
                 self._db.execute(f"ROLLBACK TO level{self._depth - 1}")
                 self._db.execute(f"RELEASE level{self._depth - 1}")
+        self._forget(committed, undo)
+
+    def _forget(self, committed: int, undo: int) -> None:
+        """What was to follow a transaction does not; what follows its end does."""
         actions = reversed(self._undo[undo:])
         del self._committed[committed:], self._undo[undo:]
         for action in actions:

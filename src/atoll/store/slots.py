@@ -41,11 +41,13 @@ class FileShape:
         nbytes: its size.
         header: its first bytes; the same in every slot, written when it is made.
         regions: per digest of a row the ranges (offset, nbytes) that it covers, in order.
+        elsewhere: whether its bytes lie with workers: the file here is empty, and its digests are theirs.
     """
 
     nbytes: int
     header: bytes
     regions: tuple[Ranges, ...]
+    elsewhere: bool = False
 
     @property
     def header_digest(self) -> bytes:
@@ -70,8 +72,19 @@ class FragmentShapes:
     update_parts: Ranges
     delta: FileShape | None = None
 
+    def elsewhere(self) -> FragmentShapes:
+        """Of a run whose tensors lie with its workers: files without a byte, rows as ever, and no parts to come."""
+
+        def empty(shape: FileShape | None) -> FileShape | None:
+            return shape and FileShape(0, b"", tuple(() for _ in shape.regions), elsewhere=True)
+
+        version = empty(self.version)
+        assert version is not None
+        return FragmentShapes(version, empty(self.state), self.update_bytes, (), empty(self.delta))
+
     def by_kind(self) -> dict[str, FileShape]:
-        spool = FileShape(self.update_bytes, b"", tuple((part,) for part in self.update_parts))
+        nbytes = 0 if self.version.elsewhere else self.update_bytes
+        spool = FileShape(nbytes, b"", tuple((part,) for part in self.update_parts))
         shapes = {VERSION: self.version, SPOOL: spool, STATE: self.state, DELTA: self.delta}
         return {kind: shape for kind, shape in shapes.items() if shape is not None}
 
@@ -236,6 +249,8 @@ def is_slot_name(name: str) -> bool:
 
 def verify(fd: int, shape: FileShape, digests: tuple[bytes, ...]) -> bool:
     """Whether a file has the shape's header, and bytes of these digests."""
+    if shape.elsewhere:
+        return len(digests) == len(shape.regions)
     if len(digests) != len(shape.regions) or os.pread(fd, len(shape.header), 0) != shape.header:
         return False
     return all(region_digest(fd, ranges) == digest for ranges, digest in zip(shape.regions, digests, strict=True))

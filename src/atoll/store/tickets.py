@@ -244,6 +244,39 @@ class Tickets(Members):
         """
         self._end(tickets, "expired", reason)
 
+    def reopen(self, fragment: int, base_version: int, tickets: Sequence[int], reason: str) -> None:
+        """What was accepted of a round is lost with the worker that had collected it: its updates may come again.
+
+        Accepted tickets become open ones; the round, frozen or not, is open. The same again changes nothing.
+        """
+        with self.transaction():
+            for row in (self.ticket(ticket) for ticket in tickets):
+                if row.state == "accepted":
+                    self.journal.execute(
+                        "UPDATE tickets SET state = 'open', digest = NULL, weight = 0, norm = 0, accepted_order = 0, "
+                        "slot = NULL WHERE ticket = ?",
+                        row.ticket,
+                    )
+                    self.journal.count("bytes", -row.bytes)
+                    self._after_reopening(row)
+            self.journal.execute(
+                "UPDATE rounds SET state = 'open', tickets_json = '[]' WHERE fragment = ? AND base_version = ? "
+                "AND state = 'frozen'",
+                fragment,
+                base_version,
+            )
+            audit.append(
+                self.journal,
+                "reopened",
+                fragment=fragment,
+                base_version=base_version,
+                tickets=list(tickets),
+                reason=reason,
+            )
+
+    def _after_reopening(self, row: TicketRow) -> None:
+        self.journal.after_commit(lambda: self._drop_spools([row], "open", "it is collected again"))
+
     def _end(self, tickets: Sequence[int], state: TicketState, reason: str) -> None:
         with self.transaction():
             rows = [self.ticket(ticket) for ticket in tickets]

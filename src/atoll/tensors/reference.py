@@ -72,7 +72,7 @@ class TensorRef:
     @property
     def server(self) -> str:
         """Address of who serves it: http://host:port."""
-        return f"{'https' if self.secure else 'http'}://{self._place}"
+        return address_of(self.host, self.port, secure=self.secure)
 
     @property
     def name(self) -> str:
@@ -90,4 +90,13 @@ class TensorRef:
 
     @property
     def _place(self) -> str:
-        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        return _place(self.host, self.port)
+
+
+def address_of(host: str, port: int, *, secure: bool) -> str:
+    """How an address is written: http://host:port, or https."""
+    return f"{'https' if secure else 'http'}://{_place(host, port)}"
+
+
+def _place(host: str, port: int) -> str:
+    return f"{f'[{host}]' if ':' in host else host}:{port}"

@@ -196,6 +196,8 @@ class World:
                 self.wall_jump_s += DAY_S
             case "clock back":
                 self.wall_jump_s -= DAY_S
+            case "lose":
+                self.server.lose(fault.worker % self.schedule.fragments)
 
     def heal(self) -> None:
         """Faults stop: messages arrive, the disk holds, and every site has one process that runs."""
@@ -231,13 +233,14 @@ def simulate(schedule: Schedule, mutant: Mutant = "") -> Counter[str]:
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    """Any schedule: up to four workers, two fragments, and a dozen faults."""
+def schedules(draw: st.DrawFn, swarm: bool = False) -> Schedule:
+    """Any schedule: up to four workers, two fragments, and a dozen faults; in a swarm, aggregating workers are lost."""
     workers = draw(st.integers(2, 4))
     num_workers = draw(st.integers(1, workers))
     min_workers = draw(st.integers(1, num_workers))
     is_async = draw(st.booleans())
-    fault = st.builds(Fault, st.integers(0, int(FAULTS_END_S)), st.sampled_from(FAULTS), st.integers(0, workers - 1))
+    kinds = FAULTS + ("lose",) * len(FAULTS) * swarm
+    fault = st.builds(Fault, st.integers(0, int(FAULTS_END_S)), st.sampled_from(kinds), st.integers(0, workers - 1))
     crash = st.tuples(st.integers(1, 25), st.sampled_from(("before", "after")))
     return Schedule(
         workers=workers,
@@ -257,11 +260,12 @@ def schedules(draw: st.DrawFn) -> Schedule:
     )
 
 
-def explore(examples: int, mutant: Mutant = "", shrink: bool = True) -> Counter[str]:
+def explore(examples: int, mutant: Mutant = "", shrink: bool = True, swarm: bool = False) -> Counter[str]:
     """Play `examples` schedules, the same ones each time; how often what happened in all of them.
 
     Args:
         mutant: a key of `MUTANTS` plants that bug.
+        swarm: whether workers aggregate, and are lost with what they had collected.
         shrink: whether a schedule that fails is made small before it is reported.
 
     Raises:
@@ -279,7 +283,7 @@ def explore(examples: int, mutant: Mutant = "", shrink: bool = True) -> Counter[
         report_multiple_bugs=False,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(schedules())
+    @hypothesis.given(schedules(swarm))
     def play(schedule: Schedule) -> None:
         try:
             total.update(simulate(schedule, mutant))

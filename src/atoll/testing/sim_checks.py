@@ -16,6 +16,7 @@ from atoll.rounds.effects import (
     LeaseGranted,
     RoundClosed,
     RoundOpened,
+    RoundReopened,
     TicketIssued,
 )
 from atoll.testing.sim_journal import SimJournal
@@ -57,6 +58,7 @@ class Checks:
     counts: Counter[str] = field(default_factory=Counter)
     made: dict[int, MadeUpdate] = field(default_factory=dict)
     acknowledged: set[int] = field(default_factory=set)
+    reopened: set[int] = field(default_factory=set)
     versions: list[list[tuple[int, ...]]] = field(init=False)
     model: list[Fraction] = field(init=False)
     _lease: dict[str, int] = field(default_factory=dict)
@@ -98,6 +100,10 @@ class Checks:
                 self.require(base == len(self.versions[fragment]), f"a round opened from version {base}")
                 self._awaited[fragment] = set(expected)
                 self._opened_s[fragment] = self.now_s
+            case RoundReopened(fragment, base, tickets):  # its workers still have what they sent
+                self.acknowledged -= set(tickets)
+                self.reopened |= set(tickets)
+                self._closed.discard((fragment, base))
             case ExpectedChanged(fragment, _, expected):
                 self._awaited[fragment] |= {site for site in expected if site in self._lease}
             case TicketIssued(_, ticket, _, base, new=True):

@@ -15,6 +15,7 @@ from atoll.rounds.effects import (
     LeaseGranted,
     RoundClosed,
     RoundOpened,
+    RoundReopened,
     RunFinished,
     TicketIssued,
     TicketsExpired,
@@ -88,6 +89,10 @@ class SimJournal:
             case TicketsExpired(numbers, reason):
                 for number in numbers:
                     self.tickets[number] = replace(self.tickets[number], state="expired", reason=reason)
+            case RoundReopened(fragment, _, numbers):
+                self.fragments[fragment] = replace(self.fragments[fragment], frozen=None)
+                for number in numbers:
+                    self.tickets[number] = replace(self.tickets[number], state="open", order=0)
             case RunFinished():
                 self.finished = True
             case _:

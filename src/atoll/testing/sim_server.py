@@ -16,11 +16,13 @@ from atoll.rounds.effects import (
     LeaseGranted,
     LeaseRefused,
     RoundClosed,
+    RoundReopened,
     TicketIssued,
     TicketWithheld,
     for_journal,
 )
 from atoll.rounds.events import (
+    AggregatorLost,
     Event,
     TicketRequested,
     TimePassed,
@@ -128,6 +130,15 @@ class SimServer:
         self._surviving(lambda: self._serve(request, replies))
         return replies
 
+    def lose(self, fragment: int) -> None:
+        """Of a swarm: who aggregates a fragment is lost, and all that it had collected."""
+        if self.up:
+            self._surviving(lambda: self._forget(fragment))
+
+    def _forget(self, fragment: int) -> None:
+        self._run(AggregatorLost(fragment, "it has gone"))
+        self._compare()
+
     def _surviving(self, action: Callable[[], None]) -> None:
         try:
             action()
@@ -204,6 +215,8 @@ class SimServer:
 
     def _record(self, effect: Effect) -> None:
         self.checks.require(self.journal.apply(effect), f"{effect} is not for the journal")
+        if isinstance(effect, RoundReopened):
+            self.journal.updates = [each for each in self.journal.updates if each[0] not in effect.tickets]
         self.checks.journalled(effect)
 
     def _compare(self) -> None:
@@ -274,6 +287,8 @@ class SimServer:
     def _pass(self, fragment: int) -> None:
         """Reduce the frozen round and move the head: one write."""
         round_ = self.state.rounds[fragment]
+        if round_.phase != "closing":  # it was opened again meanwhile
+            return
         updates = [(number, update) for number, update in self.journal.updates if number in round_.frozen]
         total = sum(update.weight for _, update in updates)
         mean = sum((Fraction(u.weight, total) * (u.value or 0) for _, u in updates), Fraction(0))

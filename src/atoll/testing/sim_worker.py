@@ -130,6 +130,15 @@ class SimWorker:
 
     def _train(self, ticket: int, fragment: int) -> None:
         """Begin, unless the reply is an old one: of an update that is done or waits in the outbox."""
+        reopened = ticket in self.checks.reopened
+        if (
+            reopened
+            and ticket in self.site.done
+            and fragment not in self.site.outbox
+            and fragment not in self._training
+        ):
+            self.site.outbox[fragment] = (ticket, self.checks.made[ticket])  # what it sent is collected once more
+            return
         old = ticket in self.site.done or ticket <= self._training.get(fragment, 0)
         if old or fragment in self.site.outbox:
             return

@@ -294,13 +294,24 @@ class Bypass(asyncio.Protocol):
         assert self._transport is not None
         self._transport.set_write_buffer_limits(high=0)
         await self._written.wait()
+        sent = told = 0  # by threads, and of it to `idle`: a peer that has all may close before the last is told
+
+        def move(at: int) -> int:
+            nonlocal sent
+            moved = send(sock, fd, at, stop, revoked)
+            sent += moved
+            return moved
+
         with self._socket() as sock:
             idle.on_end = lambda: shut(sock)
-            while start < stop and not revoked():
-                moved = await in_thread(pool, partial(send, sock, fd, start, stop, revoked))
-                start += idle.add(moved)
-                if not moved and start < stop and not revoked():
-                    await ready(sock, writable=True)
+            try:
+                while start < stop and not revoked():
+                    count = idle.add(await in_thread(pool, partial(move, start)))
+                    start, told = start + count, told + count
+                    if not count and start < stop and not revoked():
+                        await ready(sock, writable=True)
+            finally:
+                idle.add(sent - told)
         if self._transport is not None:
             self._transport.set_write_buffer_limits()
         return start == stop

@@ -77,7 +77,7 @@ class Http:
         self.lease = self.secret = ""
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         secure = {"ssl_context": self.secure} if self.secure else {}
-        self._pool = urllib3.connection_from_url(self.server, maxsize=4, retries=False, **secure)
+        self._pool = urllib3.connection_from_url(self.server, maxsize=16, retries=False, **secure)
 
     def close(self) -> None:
         self._pool.close()
@@ -102,6 +102,10 @@ class Http:
         """POST a message whose answer has no body."""
         body = message.model_dump_json(exclude_defaults=True).encode()
         self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
+
+    def reach(self, path: str, *, timeout_s: float) -> None:
+        """GET whatever is there: an answer is enough."""
+        self._request("GET", path, timeout_s=timeout_s)
 
     def delete(self, path: str, *, timeout_s: float = 30.0) -> None:
         """DELETE what is at a path."""

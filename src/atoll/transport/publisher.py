@@ -7,15 +7,16 @@ it is published, and read by byte range: no receiver waits for another, and one 
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import os
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,13 +28,14 @@ from atoll.posix import FULL, nameless_file, read_at
 from atoll.tensors.cuts import Cut
 from atoll.tensors.objects import Extent, write_object
 from atoll.tensors.payload import Packed
-from atoll.tensors.reference import TensorRef
+from atoll.tensors.reference import TensorRef, address_of
 from atoll.transport.door import files_limit, open_door, runner_of
 from atoll.transport.host import problem, serve_file
+from atoll.transport.served import Served as Served
 from atoll.transport.sockets import break_off
 from atoll.transport.tls import is_loopback, server_context
 from atoll.wire import routes
-from atoll.wire.objects import Manifest, new_id, require_secret, seal
+from atoll.wire.objects import FileManifest, Manifest, new_id, require_secret, seal
 
 LOG = logging.getLogger("atoll.objects")
 
@@ -42,32 +44,6 @@ T = TypeVar("T")
 THREADS = 4
 """They move bytes of all receivers in turn; each holds one chunk."""
 LONGEST_S = 10 * 365 * 86400.0
-
-
-@dataclass(eq=False)
-class Served:
-    """An object of this process.
-
-    Attributes:
-        inline: whether its bytes go with its manifest.
-        until_s: monotonic, when it expires.
-        readers: requests that read `fd` at this moment; on the host's loop alone.
-        gone: it is served no more.
-    """
-
-    sealed: str
-    manifest: Manifest
-    inline: bool
-    fd: int
-    until_s: float
-    digest: str
-    readers: int = 0
-    gone: threading.Event = field(default_factory=threading.Event)
-
-    def close_if_unread(self) -> None:
-        if self.gone.is_set() and not self.readers and self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
 
 class ObjectHost:
@@ -109,13 +85,11 @@ class ObjectHost:
         self._objects: dict[str, Served] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="atoll-objects")
-        self._stopping = asyncio.Event()
-        self._ready = threading.Event()
+        self._stopping, self._ready = asyncio.Event(), threading.Event()
         self._error: BaseException | None = None
         self._closed = False
         self._listener = _listen(host, port)
-        address = self._listener.getsockname()
-        self.port: int = address[1]
+        self.port: int = self._listener.getsockname()[1]
         self.name = name or (socket.gethostname() if host in ("0.0.0.0", "::") else host)
         self._loop = asyncio.new_event_loop()
         self._over = Latch()  # Thread.join, broken off by a signal, takes the thread for one that ended
@@ -136,15 +110,53 @@ class ObjectHost:
         """
         draft = written(packed, cut, self._folder)
         try:
-            manifest = Manifest(draft.extent, tuple(draft.digests))
-            secret, object_id, digest = new_id(), new_id(), draft.digest
-            served = Served(seal(secret), manifest, cut.inline, draft.fd, time.monotonic() + expires_s, digest)
-            self._on_loop(lambda: self._begin(object_id, served, expires_s))
+            return self._put(draft.fd, Manifest(draft.extent, tuple(draft.digests)), cut.inline, expires_s)
         except BaseException:
             draft.close()
             raise
+
+    def serve(
+        self,
+        fd: int,
+        nbytes: int,
+        digest: str,
+        digests: Sequence[bytes],
+        on_bytes: Callable[[int], None] = lambda _: None,
+    ) -> TensorRef:
+        """Serve a file as it is, until it is withdrawn; it must not change meanwhile.
+
+        Args:
+            fd: stays the caller's.
+            nbytes: of the file.
+            digest: what names it; both sides know how it follows from those of its parts, and how it is cut.
+            digests: BLAKE3 of its parts.
+            on_bytes: told what was sent of it.
+        """
+        mine = os.dup(fd)
+        try:
+            return self._put(mine, FileManifest(nbytes, digest, tuple(digests)), False, LONGEST_S, on_bytes)
+        except BaseException:
+            os.close(mine)
+            raise
+
+    def _put(
+        self,
+        fd: int,
+        manifest: Manifest | FileManifest,
+        inline: bool,
+        expires_s: float,
+        on_bytes: Callable[[int], None] = lambda _: None,
+    ) -> TensorRef:
+        secret, object_id, digest = new_id(), new_id(), manifest.digest
+        served = Served(seal(secret), manifest, inline, fd, time.monotonic() + expires_s, digest, on_bytes)
+        self._on_loop(lambda: self._begin(object_id, served, expires_s))
         expires_at = int(time.time() + expires_s)
         return TensorRef(self.name, self.port, self._context is not None, object_id, secret, digest, expires_at)
+
+    @property
+    def address(self) -> str:
+        """Where others reach this host."""
+        return address_of(self.name, self.port, secure=self._context is not None)
 
     def withdraw(self, ref: TensorRef) -> bool:
         """Serve an object no more; who pulls it is broken off. False where it is none of this host's."""
@@ -202,12 +214,11 @@ class ObjectHost:
 
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
         served = self._find(request)
-        manifest = served.manifest
+        message = served.manifest.message()
         if served.inline:
-            data = bytearray(manifest.extent.nbytes)
+            data = bytearray(served.manifest.nbytes)
             read_at(served.fd, memoryview(data), 0)
-            manifest = replace(manifest, inline=bytes(data))
-        message = manifest.message()
+            message = message.model_copy(update={"inline": base64.b64encode(data).decode()})
         return web.Response(body=message.model_dump_json().encode(), content_type="application/json")
 
     async def _data(self, request: web.Request) -> web.StreamResponse:
@@ -217,12 +228,12 @@ class ObjectHost:
             return await serve_file(
                 request,
                 served.fd,
-                served.manifest.extent.nbytes,
+                served.manifest.nbytes,
                 served.digest,
                 pool=self._pool,
                 idle_timeout_s=self._idle_timeout_s,
                 revoked=served.gone.is_set,
-                on_bytes=lambda _: None,
+                on_bytes=served.on_bytes,
             )
         finally:
             served.readers -= 1
@@ -255,6 +266,7 @@ class ObjectHost:
         app.router.add_get(routes.OBJECT, self._manifest)
         app.router.add_get(routes.OBJECT_DATA, self._data)
         app.router.add_delete(routes.OBJECT, self._remove)
+        app.router.add_get(routes.HEALTH, _health)
         runner = runner_of(app, LOG, read_bytes=2**16, linger_s=0.5)
         door = await open_door(
             self._listener, runner, self._context, files=files_limit(), idle_timeout_s=self._idle_timeout_s
@@ -267,6 +279,10 @@ class ObjectHost:
                 self._drop(object_id)
             await door.close()
             await runner.cleanup()
+
+
+async def _health(_: web.Request) -> web.StreamResponse:
+    return web.Response(text="ok\n")
 
 
 @web.middleware

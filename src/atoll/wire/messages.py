@@ -26,6 +26,9 @@ Hex32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Hex16 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 """Id or secret of an object in hex."""
 
+Reference = Annotated[str, StringConstraints(max_length=512, pattern=r"^atoll-refs?://")]
+"""A `TensorRef` as text. Whoever has it can pull what it names."""
+
 LEASE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}:[0-9]{1,18}:[0-9A-Za-z]{0,64}$"
 """`site:number:process`: a worker sends back what it was given, and never makes one up."""
 
@@ -88,11 +91,17 @@ class RunInfo(Message):
         default_factory=dict, description="That codec's keyword arguments."
     )
     part_bytes: int = Field(gt=0)
+    placement: Literal["server", "swarm"] = Field("server", description="Where rounds are aggregated.")
     ranks: int = Field(1, ge=1, description="Ranks of sharded workers; no part is of two of them.")
     connections: int = Field(gt=0, description="Parallel connections a worker should use for tensors.")
     heartbeat_interval_s: float = Field(ge=0)
     heartbeat_timeout_s: float = Field(ge=0)
     idle_timeout_s: float = Field(gt=0)
+    trains: bool = Field(True, description="Whether it has rounds at any time.")
+    sends_tasks: bool = Field(False, description="Whether it has workflows that send tasks.")
+    keeps_local: bool = Field(
+        False, description="Whether sites are to keep the model that they submit: they are asked for it later."
+    )
 
 
 class TensorEntry(Message):
@@ -166,6 +175,7 @@ class Join(Message):
     sync_every: Count | None = Field(None, description="Its own H; must be the run's, where both have one.")
     num_fragments: Count | None = Field(None, description="Its own number of fragments; must be the run's.")
     labels: Labels = Field(default_factory=dict, description="Anything to be shown in status.")
+    peer: str = Field("", max_length=300, description="Where other workers of a swarm reach it: http://host:port.")
     controls: Literal["", "kept", "missing", "new"] = Field(
         "", description="What it has of its own control, where the run has controls; new: it begins at zero on purpose."
     )
@@ -214,6 +224,7 @@ class TicketRequest(Message):
 
     fragment: Count = 0
     wait_s: float = Field(0.0, ge=0, le=20.0)
+    tasks: bool = Field(False, description="This process answers tasks, too: it is told at once where they come first.")
 
 
 class Outcome(Message):
@@ -258,6 +269,8 @@ class TicketReply(Message):
     round: Count = Field(0, description="Number of the round that is open, or opens next.")
     waiting_for: list[str] = Field(default_factory=list, description="Sites that the round still waits for.")
     reason: str = ""
+    tasks: bool = Field(False, description="Whether tasks are what comes now: before the rounds, or behind them.")
+    left_s: float | None = Field(None, description="Seconds that the run may still take; as in the status.")
 
 
 class TicketState(Message):
@@ -284,11 +297,14 @@ class Complete(Message):
     weight: float = Field(1.0, gt=0, description="Samples, tokens, or any number of the run's own.")
     steps: Count = Field(0, description="Local steps in this round.")
     metrics: Metrics = Field(default_factory=dict)
+    source: Reference | None = Field(None, description="In a swarm: where the aggregating worker pulls it from.")
 
 
 class Receipt(Message):
     """The update is in the journal; the same request gets the same receipt."""
 
+    accepted: bool = Field(True, description="False in a swarm whose aggregating worker has not pulled it yet.")
+    unpulled: bool = Field(False, description="It was tried and did not work out; to be offered anew.")
     ticket: Count
     digest: Hex32
     fragment: Count
@@ -316,6 +332,9 @@ class Manifest(Message):
     nbytes: Count
     part_digests: list[Hex32]
     delta: Delta | None = Field(None, description="Where there is one: what goes down in place of the whole version.")
+    sources: list[Reference] = Field(
+        default_factory=list, description="In a swarm: the workers that have it; empty: the server has."
+    )
 
 
 class ObjectOpen(Message):

@@ -55,6 +55,14 @@ class Manifest:
     digests: tuple[bytes, ...]
     inline: bytes | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return self.extent.nbytes
+
+    @property
+    def digest(self) -> str:
+        return self.extent.digest(self.digests)
+
     def message(self) -> messages.ObjectManifest:
         """As it travels."""
         return messages.ObjectManifest(
@@ -95,6 +103,45 @@ class Manifest:
                 "Look who serves it and what lies in between, then publish it again.",
             )
         return cls(extent, digests, None if told.inline is None else _inline(told.inline, extent, digests, what))
+
+
+@dataclass(frozen=True)
+class FileManifest:
+    """Of a file that is served as it is; both sides know from elsewhere how it is cut, and what its digest is of.
+
+    Attributes:
+        digests: BLAKE3 of every part.
+    """
+
+    nbytes: int
+    digest: str
+    digests: tuple[bytes, ...]
+
+    def message(self) -> messages.ObjectManifest:
+        """As it travels."""
+        return messages.ObjectManifest(
+            head_bytes=0,
+            nbytes=self.nbytes,
+            part_bytes=0,
+            digest=self.digest,
+            part_digests=[digest.hex() for digest in self.digests],
+        )
+
+    @classmethod
+    def read(cls, body: bytes | bytearray, what: str) -> FileManifest:
+        """Read one; its digests are held against its digest by whoever knows how.
+
+        Raises:
+            BadRequest: it is none.
+        """
+        try:
+            told = messages.ObjectManifest.model_validate_json(bytes(body))
+        except ValidationError as error:
+            raise BadRequest(
+                f"The manifest of {what} is none: {error.errors()[0]['msg']}.",
+                "Look whether Atoll, of the same version, serves it.",
+            ) from None
+        return cls(told.nbytes, told.digest, tuple(bytes.fromhex(each) for each in told.part_digests))
 
 
 def _inline(text: str, extent: Extent, digests: Sequence[bytes], what: str) -> bytes:

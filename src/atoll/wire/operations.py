@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from atoll.wire import messages, routes, status_messages, task_messages
+from atoll.wire import evaluations, messages, routes, status_messages, swarm_messages, task_messages
 
 STATUS_OF: dict[str, int] = {
     "bad_request": 400,
@@ -51,6 +51,7 @@ class Operation:
         problems: codes that it may answer with, besides those every operation may.
         open: whether it is answered without a token.
         secret: whether the `Atoll-Secret` header of an object is needed.
+        body_bytes: the most that a JSON body may have.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Operation:
     problems: tuple[str, ...] = ()
     open: bool = False
     secret: bool = False
+    body_bytes: int = routes.CONTROL_BODY_BYTES
 
 
 _LEASED = ("lease_lost", "superseded")
@@ -163,6 +165,15 @@ OPERATIONS: tuple[Operation, ...] = (
         problems=("gone", "range"),
     ),
     Operation(
+        "get_model_part",
+        "GET",
+        routes.MODEL_PART,
+        "One part of a version as exports have it, of each parameter the master: its bytes, then their BLAKE3 (32 "
+        "bytes). Parts are those of the version's file.",
+        reply=bytes,
+        problems=("gone",),
+    ),
+    Operation(
         "open_object",
         "POST",
         routes.OBJECTS,
@@ -237,6 +248,33 @@ OPERATIONS: tuple[Operation, ...] = (
         request=task_messages.TaskAnswer,
         lease=True,
         problems=(*_LEASED, "gone", "conflict", "ticket_closed", "config"),
+    ),
+    Operation(
+        "get_evaluation",
+        "GET",
+        routes.EVALUATION,
+        "The matrix of the last cross-site evaluation, as far as it has come.",
+        reply=evaluations.Evaluation,
+        problems=("gone",),
+    ),
+    Operation(
+        "get_swarm_plan",
+        "GET",
+        routes.SWARM_PLAN,
+        "What a worker must know to aggregate rounds of a swarm.",
+        reply=swarm_messages.SwarmPlan,
+        problems=("config",),
+    ),
+    Operation(
+        "work_in_swarm",
+        "POST",
+        routes.SWARM,
+        "What a worker of a swarm has done, and what it is to have and to do; waits up to wait_s for something else.",
+        request=swarm_messages.PeerReport,
+        reply=swarm_messages.PeerWork,
+        lease=True,
+        body_bytes=routes.REPORT_BODY_BYTES,
+        problems=(*_LEASED, "config", "busy"),
     ),
     Operation("get_status", "GET", routes.STATUS, "All there is to know at this moment.", reply=status_messages.Status),
     Operation("get_metrics", "GET", routes.METRICS, "Prometheus metrics.", reply=str),

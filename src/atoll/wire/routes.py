@@ -19,6 +19,7 @@ COMPLETE = "/v1/tickets/{ticket}/complete"
 MANIFEST = "/v1/fragments/{fragment}/versions/{version}"
 VERSION_DATA = "/v1/fragments/{fragment}/versions/{version}/{digest}"
 DELTA_DATA = "/v1/fragments/{fragment}/versions/{version}/delta/{digest}"
+MODEL_PART = "/v1/fragments/{fragment}/versions/{version}/model/{part}"
 OBJECTS = "/v1/objects"
 OBJECT = "/v1/objects/{object}"
 OBJECT_PART = "/v1/objects/{object}/parts/{part}"
@@ -26,6 +27,9 @@ OBJECT_COMPLETE = "/v1/objects/{object}/complete"
 OBJECT_DATA = "/v1/objects/{object}/data"
 TASKS = "/v1/tasks"
 TASK_ANSWER = "/v1/tasks/{task}/answer"
+EVALUATION = "/v1/evaluation"
+SWARM = "/v1/swarm"
+SWARM_PLAN = "/v1/swarm/plan"
 STATUS = "/v1/status"
 OPENAPI = "/openapi.json"
 METRICS = "/metrics"
@@ -37,6 +41,8 @@ SECRET_HEADER = "Atoll-Secret"
 
 CONTROL_BODY_BYTES = 64 * 2**10
 """The most a control message may have; more is refused before it is read."""
+REPORT_BODY_BYTES = 16 * 2**20
+"""The most that a worker of a swarm may report: the digests of every part of a version are in it."""
 
 HEADER_BYTES = 16 * 2**10
 DIGEST_BYTES = 32

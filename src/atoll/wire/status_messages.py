@@ -57,6 +57,17 @@ class RoundSummary(Message):
         default_factory=list, description="Of each update: versions between its base and the one it was applied to."
     )
     population: Count = Field(0, description="Workers that had ever joined when the round closed.")
+    aggregator: str = Field("", description="The worker of a swarm that reduced it; empty: the server did.")
+    checker: str = Field("", description="The worker that checked the version before it became the head.")
+
+
+class PlaceStatus(Message):
+    """Where a fragment of a swarm is aggregated."""
+
+    aggregator: str = Field(description="The worker that reduces the round; empty where nobody can.")
+    checker: str = Field(description="The worker that checks the next version.")
+    holders: list[str] = Field(description="Who has the newest version and the outer state beside it.")
+    collected: list[str] = Field(description="Whose updates the aggregating worker has.")
 
 
 class FragmentStatus(Message):
@@ -65,6 +76,7 @@ class FragmentStatus(Message):
     phase: str
     waiting_for: list[Missing]
     reason: str
+    place: PlaceStatus | None = Field(None, description="In a swarm: who aggregates.")
 
 
 class BestStatus(Message):
@@ -92,6 +104,17 @@ class TaskStatus(Message):
     seconds: float
 
 
+class WorkflowStatus(Message):
+    """One of the workflows of a run."""
+
+    name: str
+    kind: str = Field(description="train, another registered kind, or empty: a function of the user's.")
+    state: Literal["to come", "running", "done", "failed"]
+    seconds: float = Field(0.0, description="Since it began, as long as it runs, or that it took; of this start.")
+    quiet_s: float = Field(0.0, description="Seconds since anything of it moved, while it runs.")
+    detail: str = Field("", description="How far it is.")
+
+
 class Status(Message):
     """All there is to know about a run at this moment."""
 
@@ -106,6 +129,11 @@ class Status(Message):
     stopped: str = Field("", description="Why the run ended before its last round; else empty.")
     best: BestStatus | None = Field(None, description="Null: the run tracks no metric.")
     uptime_s: float
+    left_s: float | None = Field(
+        None,
+        description="Seconds until the run has had its rounds, by how long the last ones took since the server was "
+        "started; null: no round was measured yet, or the run is finished, or goes on until it is stopped.",
+    )
     model_bytes: Count
     codec: str
     outer: str = Field("", description="The outer optimizer and its options, in words.")
@@ -127,6 +155,9 @@ class Status(Message):
     )
     tasks: dict[str, Count] = Field(
         default_factory=dict, description="Payloads that a workflow sent: streamed, inline, and skipped (no tensors)."
+    )
+    workflows: list[WorkflowStatus] = Field(
+        default_factory=list, description="In their order; empty for a run of rounds alone."
     )
     sent: list[TaskStatus] = Field(default_factory=list, description="The last tasks of a workflow, oldest first.")
     durability: str

@@ -36,6 +36,7 @@ class TaskRequest(Message):
     """Ask for the next open task of this site; waits up to `wait_s` for one."""
 
     wait_s: float = Field(0.0, ge=0, le=20.0)
+    rounds: bool = Field(False, description="This process takes part in rounds, too: it is told when they begin.")
     besides: Hex16 | None = Field(None, description="A task that the site has in hand: the next other one is wanted.")
 
 
@@ -49,7 +50,9 @@ class Task(Message):
 
 
 class TaskReply(Message):
-    status: Literal["task", "wait", "finished"] = Field(description="finished: the workflow has ended.")
+    status: Literal["task", "wait", "finished", "rounds"] = Field(
+        description="finished: the last workflow has ended; rounds: training goes on, for who takes part in it."
+    )
     task: Task | None = None
 
 

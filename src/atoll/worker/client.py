@@ -22,10 +22,11 @@ from atoll.tensors.arrays import Arrays
 from atoll.wire import routes, status_messages
 from atoll.worker.address import http_to
 from atoll.worker.border import border
-from atoll.worker.connection import START_RETRIES, default_site, require_site
+from atoll.worker.connection import START_RETRIES
 from atoll.worker.correction import Correction
-from atoll.worker.federated import FederatedRound
+from atoll.worker.federated_round import FederatedRound
 from atoll.worker.session import Session
+from atoll.worker.site import default_site, require_site
 
 
 class Client:

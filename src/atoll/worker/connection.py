@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import random
 import socket
 import threading
@@ -20,7 +19,6 @@ from typing import Any, Literal, TypeVar
 from atoll.errors import (
     AtollError,
     Busy,
-    ConfigError,
     DiskFull,
     Gone,
     LeaseLost,
@@ -35,7 +33,9 @@ from atoll.tensors.fragments import Split
 from atoll.transport.client import Counters
 from atoll.wire import messages, routes
 from atoll.worker.address import http_to
-from atoll.worker.reporting import LOG, told
+from atoll.worker.outlet import Outlet
+from atoll.worker.reporting import LOG, in_wait, told
+from atoll.worker.silence import Silence
 
 T = TypeVar("T")
 
@@ -69,12 +69,14 @@ class Connection:
         ServerUnreachable: nobody answered.
     """
 
+    outlet: Outlet | None = None  # in a swarm
+
     def __init__(self, server: str, site: str, *, labels: dict[str, str] | None, max_retries: int | None) -> None:
         self.site = site
         self.http = http_to(server)
-        self.reconnections = 0
-        self._heartbeat = messages.Heartbeat()
-        self._news, self._telling = threading.Event(), threading.RLock()
+        self.silence = Silence(self.http.server)
+        self.reconnections, self.answers_tasks = 0, False
+        self._heartbeat, self._news, self._telling = messages.Heartbeat(), threading.Event(), threading.RLock()
         self._warnings: dict[int, list[str]] = {}
         self.finished = False
         self.on_wait: Callable[[], None] = lambda: None  # called every now and then while somebody else is waited for
@@ -171,6 +173,7 @@ class Connection:
             sync_every=self._sync_every,
             num_fragments=self._num_fragments,
             labels=self._labels,
+            peer=self.outlet.address if self.outlet else "",
             controls=self.controls_state,
         )
         joined = self.patiently(lambda: self.http.post(routes.WORKERS, message, messages.Joined), max_retries, "join")
@@ -211,6 +214,7 @@ class Connection:
         lease = self.http.lease
         try:
             self._send_heartbeat()
+            self.silence.answered()
             return True
         except Superseded as error:
             self._fatal = error
@@ -220,8 +224,16 @@ class Connection:
                 with contextlib.suppress(AtollError):
                     self.rejoin(lease)
         except AtollError as error:
+            self._failed(error)
             LOG.debug("%s: heartbeat failed: %s", self.site, error)
         return False
+
+    def _failed(self, error: AtollError) -> None:
+        """An attempt failed: nobody answered, or somebody did who could do nothing."""
+        if isinstance(error, ServerUnreachable | TransferStalled):
+            self.silence.failed()
+        else:
+            self.silence.answered()
 
     def end(self) -> None:
         """Say that this worker submits nothing more: no round waits for it, and it stays for the results."""
@@ -241,7 +253,8 @@ class Connection:
         self.tell(state="waiting for the round")
         while True:
             left_s = routes.LONG_POLL_S if wait_s is None else max(0.0, begin + wait_s - time.monotonic())
-            request = messages.TicketRequest(fragment=fragment, wait_s=min(left_s, routes.LONG_POLL_S))
+            left_s = min(left_s, routes.LONG_POLL_S)
+            request = messages.TicketRequest(fragment=fragment, wait_s=left_s, tasks=self.answers_tasks)
             ask = functools.partial(
                 self.http.post, routes.TICKETS, request, messages.TicketReply, timeout_s=routes.LONG_POLL_S + 10.0
             )
@@ -249,12 +262,12 @@ class Connection:
             self.durable_versions[fragment] = reply.durable_version
             if reply.status == "finished" and self.info.fragments == 1:
                 self.finished = True
-            if reply.status != "wait" or (wait_s is not None and time.monotonic() - begin >= wait_s):
+            if reply.status != "wait" or reply.tasks or (wait_s is not None and time.monotonic() - begin >= wait_s):
                 return reply
             self.on_wait()
             if time.monotonic() - said >= 15.0:
                 said = time.monotonic()
-                LOG.info("%s: waiting %.0f s: %s", self.site, said - begin, reply.reason)
+                LOG.info("%s: %s", self.site, in_wait(said - begin, reply))
 
     def outcome(self, ticket: int, max_retries: int | None = None) -> messages.Outcome:
         """What became of a ticket; one that the server does not know any more has expired."""
@@ -328,7 +341,8 @@ class Connection:
         """Ask until it is answered: a lost server is waited for, a lost lease is taken anew.
 
         Raises:
-            TransferError, DiskFull: after `max_retries` attempts; None waits for ever.
+            TransferError, DiskFull: after `max_retries` attempts.
+            ServerLost: with None, when nobody has answered for too long.
         """
         pause_s, attempt, lost = FIRST_BACKOFF_S, 0, 0
         while True:
@@ -337,6 +351,7 @@ class Connection:
             lease = self.http.lease
             try:
                 result = ask()
+                self.silence.answered()
                 if attempt:
                     LOG.info("%s: the server is back; going on to %s", self.site, what)
                 return result
@@ -348,8 +363,11 @@ class Connection:
                 self.rejoin(lease)
             except NetworkLost as error:
                 attempt += 1
+                self._failed(error)
                 if max_retries is not None and attempt > max_retries:
                     raise
+                if max_retries is None and self.silence.is_too_long:
+                    raise self.silence.error() from error
                 self.on_wait()
                 wait_s = max(pause_s * random.uniform(0.75, 1.25), error.retry_after_s or 0.0)
                 level = LOG.warning if attempt in (1, 4) or attempt % 20 == 0 else LOG.debug
@@ -371,28 +389,3 @@ def info_of(server: str, site: str) -> messages.RunInfo:
     connection = Connection(server, site, labels=None, max_retries=START_RETRIES)
     connection.http.close()
     return connection.info
-
-
-def default_site() -> str:
-    """`ATOLL_SITE`, else a name made of host and process."""
-    given = os.environ.get("ATOLL_SITE")
-    if given:
-        return given
-    host = "".join(char if char.isalnum() or char in "-_" else "-" for char in socket.gethostname())
-    return f"{host.lstrip('-_')[:40] or 'worker'}-{os.getpid()}"
-
-
-def require_site(site: str) -> str:
-    """A site name that every server accepts.
-
-    Raises:
-        ConfigError: it has other characters, or is too long.
-    """
-    from pydantic import TypeAdapter, ValidationError
-
-    try:
-        return TypeAdapter(messages.Site).validate_python(site)
-    except ValidationError:
-        raise ConfigError(
-            f"{site!r} is not a site name.", "Use 1 to 64 letters, digits, dots, hyphens and underscores."
-        ) from None

@@ -6,7 +6,8 @@
 
 FedProx changes the gradient before a step, SCAFFOLD the parameters behind it. FedAvg changes nothing. Steps are counted
 and learning rates read where they happen: under gradient accumulation, with a schedule, or in a framework's loop. Where
-the gradient is formed inside the step, by a closure, "before" is behind the closure.
+the gradient is formed inside the step, by a closure, "before" is behind the closure, each time that it is called; and
+the loss that it returns is that of the gradient, since a line search goes by both.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Correction:
             with self._a_failed_step_has_ended():
                 loss = closure()
                 self._before()
-            return loss
+                return self._whole(loss)
 
         return call
 
@@ -161,6 +162,10 @@ class Correction:
         with torch.no_grad():
             self.correct_parameters_(self._rate)
         self.steps, self.rates = self.steps + 1, self.rates + self._rate
+
+    def _whole(self, loss: Any) -> Any:
+        """What a closure returned, with what the gradients' correction is the gradient of."""
+        return loss
 
     def _has_gradients(self) -> bool:
         assert self._optimizer is not None
@@ -204,6 +209,19 @@ class Proximal(Correction):
             if parameter.grad is not None:
                 parameter.grad.add_(parameter.detach() - start, alpha=self._mu)
 
+    def _whole(self, loss: Any) -> Any:
+        """F(w) + (μ/2)·‖w − w_t‖², in fp32 or wider; what is no loss stays as it is."""
+        if not isinstance(loss, Tensor | int | float):
+            return loss
+        term = torch.zeros((), device=loss.device if isinstance(loss, Tensor) else None)
+        with torch.no_grad():
+            for name, start in self._start.items():
+                moved = self.parameters[name] - start
+                norm = torch.linalg.vector_norm(moved, dtype=torch.promote_types(moved.dtype, torch.float32))
+                term = term + norm.square().to(term.device)
+        term = term * (self._mu / 2)
+        return loss + (term if isinstance(loss, Tensor) else term.item())
+
 
 class Shifted(Correction):
     """SCAFFOLD (arXiv 1910.06378, option II): y ← y − η·(c − c_i) behind each step.
@@ -213,6 +231,22 @@ class Shifted(Correction):
     """
 
     offsets: dict[str, Tensor]
+
+    def attach(self, optimizer: Optimizer) -> Correction:
+        """As every correction.
+
+        Raises:
+            UsageError: also for L-BFGS: Δc_i divides what a step moved by the learning rate, and L-BFGS moves as far
+                as its line search says, along curvature that a shift between two steps would spoil.
+        """
+        if any("LBFGS" in kind.__name__ for kind in type(optimizer).__mro__):
+            raise UsageError(
+                f"{type(optimizer).__name__} chooses the length of its steps by itself, and SCAFFOLD's controls are "
+                "what a step moved, divided by its learning rate.",
+                "Use an optimizer whose step is its learning rate times a direction, as SGD's; or run fedprox or "
+                "fedavg.",
+            )
+        return super().attach(optimizer)
 
     def correct_parameters_(self, rate: float) -> None:
         for name, offset in self.offsets.items():

@@ -23,14 +23,15 @@ from torch import nn
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
 from atoll.worker.border import border
-from atoll.worker.connection import default_site, require_site
 from atoll.worker.given import finite_metrics, last_words, positive, require_trains, sync_retries
 from atoll.worker.local import ALONE, ALONE_ENDED
 from atoll.worker.over_ranks import OverRanks
 from atoll.worker.ranks import Ranks
 from atoll.worker.reporting import LOG, ensure_lines, in_words, size
+from atoll.worker.seat import require_real
 from atoll.worker.session import Session
 from atoll.worker.sharded import Lead
+from atoll.worker.site import default_site, require_site
 
 if TYPE_CHECKING:
     from atoll.worker.streaming import Streaming
@@ -92,6 +93,7 @@ class DiLoCo(OverRanks):
         self._hooks: list[Any] = []
         self._begun = False
         self.step = 0
+        self.lost = False
         self.seconds_waited = 0.0
         self._stopped = False
         self.sync_every = sync_every or 0
@@ -117,8 +119,10 @@ class DiLoCo(OverRanks):
         Raises:
             ServerUnreachable: nobody answered after several attempts.
             SchemaMismatch: the run trains another model.
+            UsageError: this is a simulation, whose workers have rounds.
         """
         ensure_lines()
+        require_real("atoll.DiLoCo")
         if not self._server:
             LOG.info("%s", ALONE)
             return self
@@ -158,7 +162,8 @@ class DiLoCo(OverRanks):
         return {
             "sync_every": self.sync_every,
             "local_steps": self._local_steps,
-            "finished": self.finished,
+            "finished": self.over,
+            "lost": self._session.silence.is_too_long,
             "acts": {"every": self.sync_every // info.fragments, "tau": info.tau, "waits": info.mode == "sync"}
             if self._streaming is not None
             else None,
@@ -175,7 +180,7 @@ class DiLoCo(OverRanks):
             max_retries=self._max_retries,
         )
         self._streaming.begin()
-        self.finished = self._streaming.finished
+        self.over = self._streaming.finished
 
     def stop(self, error: BaseException | None = None) -> None:
         """Remove the hook and deregister. Steps since the last synchronisation stay in the model, and are reported."""
@@ -198,7 +203,10 @@ class DiLoCo(OverRanks):
                 "%s: no optimizer step was seen. Call step() of the optimizer that DiLoCo was given.",
                 session.site,
             )
-        elif self._since_sync and not self.finished:
+        elif self.lost and not self.over:
+            LOG.warning("%s: %s", session.site, session.silence.error())
+            LOG.warning("%s: what was trained since is in this script's model alone", session.site)
+        elif self._since_sync and not self.over:
             LOG.info("%s: %d steps after the last synchronisation stay local", session.site, self._since_sync)
         self._spread_the_end(error)
         said = last_words(error)
@@ -250,6 +258,14 @@ class DiLoCo(OverRanks):
             self._session.tell(metrics=dict(self._pending_metrics))
 
     @property
+    def finished(self) -> bool:
+        """Whether a loop that trains as long as there is a run may end: the run is over, or its server is lost.
+
+        A loop that goes on nevertheless trains, and asks for the server at every turn; it may come back.
+        """
+        return self.over or self.lost
+
+    @property
     def _named(self) -> str:
         return self._session.site if self._session is not None else self._site or "worker"
 
@@ -298,13 +314,13 @@ class DiLoCo(OverRanks):
             return
         if self._session is not None:
             self._beat(self._session)
-        if self.finished or not self._may_act():
+        if self.over or not self._may_act():
             return
         begin = time.monotonic()
         told = self._ranks.agree(self._act, self._obey)
         if told is None:
             return
-        self._told = told
+        self._told, self.lost = told, told["lost"]
         self._learn()
         if self._session is None:
             self._since_sync = 0
@@ -331,7 +347,7 @@ class DiLoCo(OverRanks):
         return self._now()
 
     def _take_over(self, streaming: Streaming) -> None:
-        self.rounds, self.skipped, self.finished = streaming.rounds, streaming.skipped, streaming.finished
+        self.rounds, self.skipped, self.over = streaming.rounds, streaming.skipped, streaming.finished
         self._since_sync = self.step - streaming.newest_step
 
     def _said(self) -> tuple[float, dict[str, float]]:

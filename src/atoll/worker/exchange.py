@@ -32,7 +32,7 @@ from atoll.worker.notes import name_of, read_note
 from atoll.worker.pulling import Puller
 from atoll.worker.reporting import LOG, Progress, progress, size
 from atoll.worker.residuals import Residuals
-from atoll.worker.sending import Sending, completed
+from atoll.worker.sending import Sending, completed, offered
 from atoll.worker.stretches import Stretches
 from atoll.worker.turns import Together
 
@@ -152,7 +152,7 @@ class Exchange:
         """
         how: dict[str, Any] = {"weight": weight, "steps": steps, "metrics": metrics}
         how["control_difference"] = control_difference
-        if len(self.outbox.layout.parts) == 1:
+        if self.connection.outlet is not None or len(self.outbox.layout.parts) == 1:
             formed = self.form(ticket, tensors, **how)
             self.send(max_retries)
             return formed
@@ -206,6 +206,8 @@ class Exchange:
         filtered: Filtered | None = None,
     ) -> update.Formed:
         """Fill the outbox, which has no note yet."""
+        if self.connection.outlet is not None:
+            self.connection.outlet.retract(self.fragment)
         self.outbox.begin(ticket.layout_digest)
         self._turns.begin(ticket.ticket)
         if self.residuals is not None:
@@ -271,8 +273,11 @@ class Exchange:
     ) -> messages.Receipt:
         """As `completed`; then the outbox says so, too."""
         assert self.outbox.note is not None
-        sending = Sending(self.connection, self.parts, self.outbox, bar, sent, failure)
-        receipt = completed(self.connection, self.outbox.note, sending.push, max_retries)
+        if self.connection.outlet is not None:
+            receipt = offered(self.connection, self.connection.outlet, self.fragment, self.outbox, bar, max_retries)
+        else:
+            sending = Sending(self.connection, self.parts, self.outbox, bar, sent, failure)
+            receipt = completed(self.connection, self.outbox.note, sending.push, max_retries)
         self._acknowledged()
         return receipt
 
@@ -380,7 +385,10 @@ class Exchange:
         again = sent_again(note, ticket, previous, self.connection.info, self.connection.outcome)
         if note is None or again is None:
             return False
-        LOG.info("%s: the server fell back to version %d; submitting again", self.site, ticket.base_version)
+        told = "%s: the server fell back to version %d; submitting again"
+        if self.connection.outlet is not None:
+            told = "%s: the updates from version %d are collected again; submitting again"
+        LOG.info(told, self.site, ticket.base_version)
         self._turns.moves_to(ticket.ticket, ticket.base_version, note.ticket)
         self.outbox.seal(again)
         try:

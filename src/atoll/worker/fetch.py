@@ -43,6 +43,7 @@ from atoll.tensors.lazy import LazyState
 from atoll.tensors.modules import Tensors, named_tensors
 from atoll.tensors.objects import Contents, Stored
 from atoll.tensors.reference import TensorRef
+from atoll.transport.client import Counters
 from atoll.transport.parts import Memory, Parts, Sink
 from atoll.transport.publisher import disk_error, nameless
 from atoll.wire import routes
@@ -118,13 +119,23 @@ def fetch_stored(ref: TensorRef, *, idle_timeout_s: float, abort: Abort) -> Stor
         return fetching.stored(None)
 
 
+def fetch_lazily(ref: TensorRef, folder: Path | None, *, idle_timeout_s: float, counters: Counters) -> Any:
+    """As `fetch` to disk; what moves is counted as it comes."""
+    with _Fetching(ref, idle_timeout_s, None, counters) as fetching:
+        fetching.begin(False)
+        return fetching.to_disk(folder)
+
+
 class _Fetching:
     """One transfer of one object."""
 
-    def __init__(self, ref: TensorRef, idle_timeout_s: float, abort: Abort | None) -> None:
+    def __init__(
+        self, ref: TensorRef, idle_timeout_s: float, abort: Abort | None, counters: Counters | None = None
+    ) -> None:
         self._ref, self._abort, self._idle_timeout_s = ref, abort, idle_timeout_s
         self._what = f"Object {ref.name}"
         self._http = object_http(ref)
+        self._http.counters = counters or self._http.counters
         self._parts = Parts(self._http, CONNECTIONS, idle_timeout_s)
         self._manifest: Manifest
         self._contents: Contents

@@ -7,17 +7,15 @@ in it; a file without its note is scrap.
     base.safetensors + base.json      the version that was pulled; opens with safetensors
     outbox.bin       + outbox.json    the encoded update of one ticket; kept until the next one is formed
 
-They lie in a folder for each run; `remove_earlier` removes those of runs that the site has left.
+They lie in a folder for each run; `earlier.py` removes those of runs that the site has left.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import stat
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -25,7 +23,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from atoll.errors import AtollError, DiskFull, StateLocked, StoreError, VersionSkew
+from atoll.errors import DiskFull, StateLocked, StoreError, VersionSkew
 from atoll.failpoints import failpoint
 from atoll.posix import Held, read_at, take_lock, write_at
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
@@ -33,7 +31,7 @@ from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Layout, Part, Piece, Segment
 from atoll.transport.descriptor import Descriptor
 from atoll.worker.notes import read_note, write_note
-from atoll.worker.reporting import LOG, size
+from atoll.worker.reporting import LOG
 
 
 @dataclass(frozen=True)
@@ -343,48 +341,3 @@ def _lock(folder: Path, site: str) -> int | None:
             f"{path} cannot be opened ({error.strerror}).",
             "It has to be a plain file that this user may write; remove what is there, or set ATOLL_DIR elsewhere.",
         ) from error
-
-
-_OURS = re.compile(
-    r"lock|(base|base-next)(-f\d+)?\.(safetensors|json|tmp)|(outbox|delta)(-f\d+)?\.(bin|json|tmp)|"
-    r"(control|residual)(-f\d+)?(-[01]\.bin|\.json|\.tmp)"
-)
-"""Names of the files in a worker's folder."""
-
-
-def remove_earlier(current: Path, site: str) -> None:
-    """Remove what earlier runs of this site have left beside the folder `current`, and say so.
-
-    A folder stays that a process has locked, whose outbox holds an update that no server has acknowledged, or that
-    holds anything else than a worker's files. No link is followed: what lies elsewhere was put there by somebody.
-    """
-    count = freed_bytes = 0
-    for folder in sorted(current.parent.iterdir()):
-        if folder == current or folder.is_symlink() or not (folder / "lock").is_file():
-            continue
-        with suppress(AtollError, OSError), locked(folder, site):
-            nbytes = _remove(folder)
-            if nbytes is not None:
-                count, freed_bytes = count + 1, freed_bytes + nbytes
-    if count:
-        runs = "an earlier run" if count == 1 else f"{count} earlier runs"
-        LOG.info("%s: removed the files of %s, %s: every update in them was sent", site, runs, size(freed_bytes))
-
-
-def _remove(folder: Path) -> int | None:
-    """Remove a folder that is locked by the caller; returns its bytes, None where it has to stay."""
-    notes: list[OutboxNote | None] = [read_note(path, OutboxNote) for path in folder.glob("outbox*.json")]
-    if not all(note is not None and note.sent for note in notes):
-        return None
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        with os.scandir(fd) as entries:
-            found = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
-        if not all(map(_OURS.fullmatch, found)) or not all(stat.S_ISREG(each.st_mode) for each in found.values()):
-            return None
-        for name in sorted(found, key="lock".__eq__):  # last: without it, another process may begin anew in here
-            os.unlink(name, dir_fd=fd)
-    finally:
-        os.close(fd)
-    folder.rmdir()
-    return sum(each.st_size for each in found.values())

@@ -173,6 +173,13 @@ def send(
     part.round, part.received = None, None
 
 
+def forget() -> None:
+    """Another virtual worker of this process may begin, however the one before has ended."""
+    global _part
+    _part = None
+    atexit.unregister(_leave_at_exit)
+
+
 def _current() -> _Part:
     if _part is None:
         raise UsageError("Atoll was not initialised.", "Call atoll.init() first.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar, overload
 
@@ -22,6 +22,7 @@ from atoll.worker.reporting import LOG
 ALONE = "no server is configured (ATOLL_SERVER): training alone"
 ALONE_ENDED = "alone: nothing was sent, and Atoll saved nothing; the script keeps the model, or loses it"
 
+H = TypeVar("H")
 Model = TypeVar("Model", bound="nn.Module | dict[str, Tensor]")
 
 
@@ -99,6 +100,28 @@ class LocalWorker:
 
     def __iter__(self) -> Iterator[Round]:
         yield LocalRound()
+
+    def task(self, name: str) -> Callable[[H], H]:
+        """Nobody sends tasks without a server: the handler is given back."""
+        return lambda handler: handler
+
+    def evaluates(self, function: Any = None, *, model: nn.Module | None = None) -> Any:
+        """Nobody asks without a server: the function is given back."""
+        return function or (lambda decorated: decorated)
+
+    def submits(self, function: Any = None, *, publisher: Any = None) -> Any:
+        """Nobody asks without a server: the function is given back."""
+        return function
+
+    def note(self, text: str) -> None:
+        """Nobody is told without a server."""
+
+    def tasks(self) -> Iterator[Any]:
+        """None come without a server."""
+        return iter(())
+
+    def run(self) -> None:
+        """Nothing is to be answered without a server."""
 
 
 class LocalRound:

@@ -30,6 +30,7 @@ class Losses:
     """Of one site in one run, while one process takes part.
 
     Attributes:
+        site: whose updates these are; virtual workers of one process take turns.
         warnings: what the user should know at this moment; the server shows it.
 
     Args:
@@ -39,7 +40,7 @@ class Losses:
     """
 
     def __init__(self, site: str, codec: Codec, schema: Schema) -> None:
-        self._site, self._codec = site, codec
+        self.site, self._codec = site, codec
         self._narrow = sorted({spec.dtype for spec in schema.tensors if spec.dtype in ("BF16", "F16")})
         self._arrives: set[str] = set()
         self._lost: dict[str, list[float]] = {}  # name → [Σ lost², Σ sent²] of the runs that were looked at
@@ -96,14 +97,14 @@ class Losses:
         """
         self._told_zero = self._zero(steps, filters) if is_zero else ""
         if is_zero:
-            LOG.warning("%s: %s", self._site, self._told_zero)
+            LOG.warning("%s: %s", self.site, self._told_zero)
         lost = {name: sums for name, sums in self._lost.items() if name not in self._arrives}
         self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in lost}
         patience = PATIENCE if self._codec.feedback else 1
         silent = {name: sums for name, sums in lost.items() if self._in_a_row[name] >= patience}
         if silent and not self._told_lost:
             self._told_lost = self._few(silent, len(self._arrives | lost.keys()), patience)
-            LOG.warning("%s: %s", self._site, self._told_lost)
+            LOG.warning("%s: %s", self.site, self._told_lost)
 
     def _zero(self, steps: int, filters: bool) -> str:
         text = f"the pseudo-gradient is all zero{f' after {steps} steps' if steps else ''}"

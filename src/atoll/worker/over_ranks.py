@@ -102,7 +102,7 @@ class OverRanks(WholeModel):
     def _learn(self) -> None:
         """Be where rank 0 is: its model, and when something is to be done next."""
         if self._ranks.together:
-            self.sync_every, self.finished = self._told["sync_every"], self._told["finished"]
+            self.sync_every, self.over = self._told["sync_every"], self._told["finished"]
             self._local_steps = self._told["local_steps"]
             self._spread()
 

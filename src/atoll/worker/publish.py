@@ -87,8 +87,13 @@ class Publisher:
     @border
     def publish(self, tensors: Any, *, chunk_bytes: int | None = None, expires_s: float = EXPIRES_S) -> TensorRef:
         """As `atoll.publish`, served by this publisher."""
-        expires_s, packed = _lasting(expires_s), pack_object(tensors)
-        return self._host.publish(packed, _cut(packed, chunk_bytes), expires_s=expires_s)
+        return self.publish_packed(pack_object(tensors), chunk_bytes=chunk_bytes, expires_s=expires_s)
+
+    def publish_packed(
+        self, packed: Packed, *, chunk_bytes: int | None = None, expires_s: float = EXPIRES_S
+    ) -> TensorRef:
+        """As `publish`, of what was taken apart already."""
+        return self._host.publish(packed, cut_as_told(packed, chunk_bytes), expires_s=_lasting(expires_s))
 
     @border
     def withdraw(self, ref: TensorRef) -> bool:
@@ -149,7 +154,7 @@ def publish(
     if server is None:
         return _own().publish(tensors, chunk_bytes=chunk_bytes, expires_s=expires_s)
     packed = pack_object(tensors)
-    draft = written(packed, _cut(packed, chunk_bytes), None)
+    draft = written(packed, cut_as_told(packed, chunk_bytes), None)
     del tensors, packed
     try:
         return send(draft, server, expires_s=expires_s, idle_timeout_s=idle_timeout_s, abort=abort)
@@ -235,7 +240,7 @@ def _own() -> Publisher:
         return _publisher[1]
 
 
-def _cut(packed: Packed, chunk_bytes: int | None) -> Cut:
+def cut_as_told(packed: Packed, chunk_bytes: int | None) -> Cut:
     """How a tree travels: as `publish` was told, else as the environment says."""
     if chunk_bytes is None:
         cut = cut_of(packed, chunk_sizes())

@@ -5,11 +5,14 @@ Part by part into its base file, and on the way into its tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from atoll.codecs.downlink import Downlink
-from atoll.errors import DiskFull, Gone, PartCorrupt
+from atoll.errors import Busy, DiskFull, Gone, PartCorrupt
 from atoll.failpoints import failpoint
 from atoll.tensors.chunks import Scatter
 from atoll.tensors.layout import Layout, Part
@@ -21,7 +24,11 @@ from atoll.worker.connection import Connection
 from atoll.worker.deltas import DeltaFile, apply_
 from atoll.worker.files import BaseFile, BaseNote, PartsFile
 from atoll.worker.notes import name_of
+from atoll.worker.peering import connected
 from atoll.worker.reporting import LOG, progress
+
+QUIET_S, LOOK_S = 5.0, 0.1
+"""How long it is waited for a worker of a swarm that has a version before it is said, and between two looks."""
 
 
 class Puller:
@@ -141,11 +148,32 @@ class Puller:
             todo = file.differing(digests, wanted) if again else wanted
             again = True
             bar.resume()
-            self._parts.pull(path, expected, todo, [file], into=model, on_bytes=bar.add)
+            with self._from(path, version) as (parts, at):
+                parts.pull(at, expected, todo, [file], into=model, on_bytes=bar.add)
 
         of = f"{worker.site}: pulling version {version}{self._named}"
         with progress(of, sum(part.nbytes for part in wanted)) as bar:
             worker.patiently(fetch, None, f"pull version {version}")
+
+    @contextmanager
+    def _from(self, path: str, version: int) -> Iterator[tuple[Parts, str]]:
+        """Connections to who has a version, and the path of its bytes there: the server, or in a swarm a worker.
+
+        Raises:
+            Busy: nobody has it at this moment.
+        """
+        worker = self._worker
+        if worker.outlet is None:
+            yield self._parts, path
+            return
+        path, until_s = routes.MANIFEST.format(fragment=self._fragment, version=version), time.monotonic() + QUIET_S
+        while not (sources := worker.http.get(path, messages.Manifest).sources) and time.monotonic() < until_s:
+            time.sleep(LOOK_S)
+            worker.on_wait()
+        if not sources:
+            raise Busy(f"No worker that is here has version {version}.", "It goes on when one is back that has it.")
+        with connected(random.choice(sources), worker.info.idle_timeout_s, worker.counters) as (ref, parts):
+            yield parts, routes.OBJECT_DATA.format(object=ref.object)
 
     def _note(self, manifest: messages.Manifest) -> BaseNote:
         run, fragment = self._worker.info.run, self._fragment

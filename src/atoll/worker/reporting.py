@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from atoll.errors import TicketClosed
 from atoll.wire import messages
 from atoll.wire.units import size as size
+from atoll.wire.units import time_left
 
 LOG = logging.getLogger("atoll")
 _EVERY_S = 5.0
@@ -62,6 +63,12 @@ def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
     if not isinstance(error, TicketClosed):
         return str(error)
     return f"{error.message} {'The next update holds these steps, too.' if info.on_missed == 'rebase' else ''}".rstrip()
+
+
+def in_wait(waited_s: float, reply: messages.TicketReply) -> str:
+    """How long a worker has waited, for what, and how long the run still takes."""
+    left = f"; {told} of the run" if (told := time_left(reply.left_s)) else ""
+    return f"waiting {waited_s:.0f} s: {reply.reason}{left}"
 
 
 class Progress:

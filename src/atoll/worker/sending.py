@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from functools import partial
 
@@ -10,8 +11,11 @@ from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.worker.connection import Connection
 from atoll.worker.files import Outbox, OutboxNote
+from atoll.worker.outlet import Outlet
 from atoll.worker.reporting import LOG, Progress
 
+AGAIN_S = 1.0
+"""Before an update is offered anew that another worker could not pull."""
 MAX_CONFLICTS = 3
 """In one submission: an attempt at a part that was given up may arrive late, and undo the one that took its place."""
 
@@ -67,13 +71,7 @@ def completed(
     Args:
         push: one attempt to send what the server lacks.
     """
-    message = messages.Complete(
-        digest=note.digest,
-        base_digest=note.base_digest,
-        weight=note.weight,
-        steps=note.steps,
-        metrics=note.metrics,
-    )
+    message = _complete(note)
 
     def submit() -> messages.Receipt:
         push()
@@ -89,3 +87,39 @@ def completed(
             LOG.debug("%s: %s", connection.site, error)
     connection.require_here()
     return receipt
+
+
+def offered(
+    connection: Connection, outlet: Outlet, fragment: int, outbox: Outbox, bar: Progress, max_retries: int | None
+) -> messages.Receipt:
+    """In a swarm: say that what the outbox holds is complete and where it is, until another worker has pulled it.
+
+    Raises:
+        UpdateRefused: that worker has looked at it, and it cannot count. TicketClosed: the round went on without it.
+    """
+    note = outbox.note
+    assert note is not None
+    message = _complete(note).model_copy(update={"source": str(outlet.offer(fragment, outbox, bar.add))})
+    path = routes.COMPLETE.format(ticket=note.ticket)
+
+    def submit() -> messages.Receipt:
+        return connection.http.post(path, message, messages.Receipt, timeout_s=routes.LONG_POLL_S + 10.0)
+
+    while not (receipt := connection.patiently(submit, max_retries, "submit")).accepted:
+        connection.on_wait()  # an answer has waited for some time, at the server
+        if receipt.unpulled:
+            time.sleep(AGAIN_S)
+            outlet.retract(fragment)
+            message = message.model_copy(update={"source": str(outlet.offer(fragment, outbox, bar.add))})
+    connection.require_here()
+    return receipt
+
+
+def _complete(note: OutboxNote) -> messages.Complete:
+    return messages.Complete(
+        digest=note.digest,
+        base_digest=note.base_digest,
+        weight=note.weight,
+        steps=note.steps,
+        metrics=note.metrics,
+    )

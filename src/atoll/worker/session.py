@@ -9,15 +9,22 @@ import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from atoll.errors import ConfigError
 from atoll.filters.base import Filter
 from atoll.tensors.schema import Schema
 from atoll.transport.parts import Parts
+from atoll.wire import routes
+from atoll.wire.swarm_messages import SwarmPlan
 from atoll.worker.connection import Connection
+from atoll.worker.earlier import folder_of, remove_earlier
 from atoll.worker.exchange import Exchange
-from atoll.worker.files import locked, remove_earlier
+from atoll.worker.files import locked
+from atoll.worker.outlet import Outlet
+
+if TYPE_CHECKING:
+    from atoll.worker.swarm import SwarmPeer
 
 
 class Session(Connection, Exchange):
@@ -60,6 +67,7 @@ class Session(Connection, Exchange):
     ) -> None:
         Connection.__init__(self, server, site, labels=labels, max_retries=max_retries)
         self._cleanup = contextlib.ExitStack()
+        self._swarm: SwarmPeer | None = None
         parts = Parts(self.http, self.info.connections, self.info.idle_timeout_s)
         self._cleanup.callback(parts.close)
         try:
@@ -78,10 +86,8 @@ class Session(Connection, Exchange):
                 )
             if schema is not None:
                 schema.require_equal(self.schema.model, mine=f"worker {site}", theirs="the server")
-            where = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))) / site
-            if share is not None:  # what was kept for another division is of no use
-                where /= f"rank-{share[0]}-of-{share[1]}"
-            where /= self.info.run
+            home = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))) / site
+            where = folder_of(home, self.info.run, share)
             self._cleanup.enter_context(locked(where, site))
             self.fragments: tuple[Exchange, ...]
             if self.split.count == 1:
@@ -98,14 +104,35 @@ class Session(Connection, Exchange):
 
                 self.controls = self._turns.add(Controls(self.folder, self.schema))
                 self.controls.begin_anew_where_told(site)
+            peer = self._peer(where) if self.info.placement == "swarm" else None
             self.join(max_retries, sync_every=sync_every, num_fragments=num_fragments)
             if self.schema.model != self.schema and self.controls is not None:
                 self.controls.begin_at_zero()
-            remove_earlier(where, site)
+            remove_earlier(where, site, share)
+            if peer is not None:
+                peer.start()
         except BaseException:
             self._cleanup.close()
             self.http.close()
             raise
+
+    def _peer(self, where: Path) -> SwarmPeer:
+        """This worker's part in a swarm."""
+        from atoll.placement.plan import Plan
+        from atoll.worker.peering import open_host
+        from atoll.worker.reducing import plan_of
+        from atoll.worker.swarm import SwarmPeer
+
+        told = self.patiently(lambda: self.http.get(routes.SWARM_PLAN, SwarmPlan), None, "read the plan")
+        plan = plan_of(told, lambda settings: Plan.make(settings, self.split))
+        host = open_host(self.site, self.http.host, self.info.idle_timeout_s)
+        self.outlet = Outlet(host, self.counters, os.environ.get("ATOLL_TLS_CA"))
+        self._cleanup.callback(self.outlet.close)
+        self._swarm = SwarmPeer(
+            self.site, self.http, self.outlet, plan, where, self.info.run, self.info.idle_timeout_s, self.rejoin
+        )
+        self._cleanup.callback(self._swarm.close)
+        return self._swarm
 
     @property
     def controls_state(self) -> Literal["", "kept", "missing", "new"]:
@@ -114,6 +141,8 @@ class Session(Connection, Exchange):
     def leave(self, error: str | None = None) -> None:
         """Deregister and close the files; an outbox stays where its update was not counted. Idempotent."""
         try:
+            if self._swarm is not None:
+                self._swarm.leave()
             super().leave(error)
         finally:
             self._cleanup.close()

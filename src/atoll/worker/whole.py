@@ -29,7 +29,7 @@ class WholeModel(ABC):
         self._ticket: messages.Ticket | None = None
         self.rounds = 0
         self.skipped = 0
-        self.finished = False
+        self.over = False
         self._since_sync = self._base_step = self._version = 0
         self._local_steps = self._staleness = 0
         self._lost = False  # the last synchronisation was skipped for the network
@@ -148,6 +148,6 @@ class WholeModel(ABC):
 
     def _finish(self, session: Session, reply: messages.TicketReply) -> None:
         self._take(session, reply.head_version, reply.head_digest)
-        self.finished = True
+        self.over = True
         told = f" ({reply.reason})" if reply.reason != "finished" else ""
         LOG.info("%s: the run is finished at version %d%s; further steps stay local", session.site, self._version, told)

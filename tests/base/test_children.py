@@ -4,12 +4,28 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from atoll.cli import children
-from atoll.cli.children import Children
+from atoll import children
+from atoll.children import Children
+
+
+def test_a_thread_may_start_processes_too(tmp_path: Path) -> None:
+    """Signals come to the main thread alone, and only there a handler may be set."""
+    ended: list[int | None] = []
+
+    def start() -> None:
+        with Children() as some:
+            some.spawn("sleeper", ["-c", "import signal; signal.pause()"], environment={}, log=tmp_path / "log")
+        ended.append(some.processes["sleeper"].returncode)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join(30)
+    assert ended == [-signal.SIGTERM]
 
 
 @pytest.mark.covers("X1")

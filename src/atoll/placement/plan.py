@@ -151,6 +151,11 @@ class Plan:
         return any(fragment.downlink is not None for fragment in self.fragments)
 
     @property
+    def is_swarm(self) -> bool:
+        """Whether workers aggregate, and hold the versions."""
+        return self.settings.placement == "swarm"
+
+    @property
     def streams(self) -> bool:
         """Whether the model is more than one fragment."""
         return len(self.fragments) > 1

@@ -1,4 +1,4 @@
-"""Processes that a command starts and is answerable for: none of them outlives it."""
+"""Processes that a command or a recipe starts and is answerable for: none of them outlives it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -132,7 +133,10 @@ def _undisturbed() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
-    """Within, SIGINT and SIGTERM come to `handler`."""
+    """Within, SIGINT and SIGTERM come to `handler`; off the main thread, to which alone they come, nothing is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

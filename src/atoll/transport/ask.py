@@ -1,9 +1,10 @@
-"""One question to a server, for commands that have to answer before torch would be imported."""
+"""One question to a server, for those that have to answer before torch would be imported."""
 
 from __future__ import annotations
 
 import http.client
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -26,8 +27,18 @@ def server_address(given: str | None) -> str:
     return given or os.environ.get("ATOLL_SERVER") or DEFAULT_SERVER
 
 
-def ask(server: str, path: str, reply: type[Reply], *, timeout_s: float = 10.0) -> Reply:
-    """GET a typed message, with the token of ATOLL_TOKEN or ATOLL_TOKEN_FILE.
+def ask(
+    server: str,
+    path: str,
+    reply: type[Reply],
+    *,
+    timeout_s: float = 10.0,
+    environ: Mapping[str, str] = os.environ,
+) -> Reply:
+    """GET a typed message.
+
+    Args:
+        environ: where ATOLL_TOKEN or ATOLL_TOKEN_FILE, and ATOLL_TLS_CA are looked for.
 
     Raises:
         UsageError: `server` is no address.
@@ -35,7 +46,7 @@ def ask(server: str, path: str, reply: type[Reply], *, timeout_s: float = 10.0) 
         AuthError: the token is missing or wrong.
         VersionSkew: something else than this version of Atoll answers.
     """
-    status, body = _get(server, path, timeout_s)
+    status, body = _get(server, path, timeout_s, environ)
     if status >= 400:
         raise _problem(server, status, body)
     try:
@@ -47,7 +58,7 @@ def ask(server: str, path: str, reply: type[Reply], *, timeout_s: float = 10.0) 
         ) from None
 
 
-def _get(server: str, path: str, timeout_s: float) -> tuple[int, bytes]:
+def _get(server: str, path: str, timeout_s: float, environ: Mapping[str, str]) -> tuple[int, bytes]:
     url = urlsplit(server)
     try:
         host, port = url.hostname, url.port
@@ -55,14 +66,14 @@ def _get(server: str, path: str, timeout_s: float) -> tuple[int, bytes]:
         host = port = None
     if url.scheme not in ("http", "https") or not host:
         raise UsageError(f"{server!r} is not the address of a server.", f"Write it as {DEFAULT_SERVER}.")
-    token_file = os.environ.get("ATOLL_TOKEN_FILE")
+    token_file = environ.get("ATOLL_TOKEN_FILE")
     token = read_token(Path(token_file) if token_file else None)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     connection = (
         http.client.HTTPConnection(host, port, timeout=timeout_s)
         if url.scheme == "http"
         else http.client.HTTPSConnection(
-            host, port, timeout=timeout_s, context=client_context(os.environ.get("ATOLL_TLS_CA"))
+            host, port, timeout=timeout_s, context=client_context(environ.get("ATOLL_TLS_CA"))
         )
     )
     try:

@@ -1,0 +1,165 @@
+"""`atoll evaluate`: models of a run on the data of every site, over what a state directory has; or what a server found.
+
+atoll evaluate run.toml --versions latest,12,best        serves the run's directory for this alone, then ends
+atoll evaluate --server http://host:8512                 the matrix of a server that runs, as far as it is
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from atoll.children import Terminated, raise_on_sigterm
+from atoll.cli.directory import journal_of
+from atoll.cli.text import counted
+from atoll.config import Settings
+from atoll.errors import UsageError
+
+if TYPE_CHECKING:
+    from atoll.wire.evaluations import Evaluation
+
+LOG = logging.getLogger("atoll.cli")
+
+
+def command(
+    run_file: Annotated[
+        Path | None,
+        typer.Argument(help="Run file whose state directory has the models.", show_default=False, metavar="[RUN.TOML]"),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(help="Show the matrix of a server that runs, and evaluate nothing.", show_default=False),
+    ] = None,
+    versions: Annotated[
+        str | None,
+        typer.Option(
+            help="Of latest, best, numbers of versions, .safetensors files; with commas. By default latest.",
+            show_default=False,
+        ),
+    ] = None,
+    site_models: Annotated[
+        bool, typer.Option("--site-models/--no-site-models", help="Whether sites are asked for their own models.")
+    ] = True,
+    sites: Annotated[
+        str | None,
+        typer.Option(help="Whose data; with commas. By default all that have ever joined.", show_default=False),
+    ] = None,
+    evaluation_timeout_s: Annotated[
+        float, typer.Option("--evaluation-timeout-s", min=0, help="A site that shows nothing for so long is given up.")
+    ] = 3600.0,
+    port: Annotated[int | None, typer.Option(help="In place of the run file's.", show_default=False)] = None,
+    num_workers: Annotated[
+        int | None, typer.Option(help="Sites to wait for, in place of the run file's.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write it to a file: .json, or Markdown.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
+) -> None:
+    """Evaluate models of a run, and those of its sites, on the data of each site."""
+    if (run_file is None) == (server is None):
+        raise UsageError(
+            "Give one of a run file and --server.",
+            "atoll evaluate run.toml evaluates what its state directory has; --server shows what a server has found.",
+        )
+    if server is not None:
+        from atoll.transport.ask import ask
+        from atoll.wire import routes
+        from atoll.wire.evaluations import Evaluation
+
+        found = ask(server, routes.EVALUATION, Evaluation)
+    else:
+        assert run_file is not None
+        settings = Settings.read(run_file, {"port": port, "num_workers": num_workers})
+        asked: dict[str, Any] = {"site_models": site_models, "evaluation_timeout_s": evaluation_timeout_s}
+        if versions is not None:
+            asked["versions"] = [int(each) if each.isdecimal() else each for each in _listed(versions)]
+        if sites is not None:
+            asked["sites"] = _listed(sites)
+        found = _evaluated(settings, asked, run_file)
+    if out is not None:
+        from atoll.wire.evaluations import markdown
+
+        text = found.model_dump_json(indent=2) + "\n" if out.suffix == ".json" else markdown(found)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    show(found, as_json=json)
+
+
+def _listed(text: str) -> list[str]:
+    return [item for item in (each.strip() for each in text.split(",")) if item]
+
+
+def _evaluated(settings: Settings, asked: dict[str, Any], run_file: Path) -> Evaluation:
+    """Serve the state directory until the matrix is complete.
+
+    Raises:
+        UsageError: no run was begun there. AtollError: the server cannot start, or nothing was evaluated.
+    """
+    journal_of(settings.state_dir)
+    for folder in (os.getcwd(), str(run_file.parent.resolve())):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    _lines_on_stderr()
+    raise_on_sigterm()
+    from atoll.server.embed import Server
+
+    server = Server(settings=settings, evaluation=asked)
+    try:
+        server.start()
+        LOG.info("listening on %s; start sites that evaluate: worker.evaluates(function)", server.url)
+        LOG.info("waits for %s; --num-workers for another number", counted(settings.num_workers, "site"))
+        server.run()
+        assert server.evaluation is not None
+        return server.evaluation
+    except Terminated:
+        LOG.info("stopped; nothing of the run has changed")
+        raise
+    finally:
+        server.stop()
+
+
+def _lines_on_stderr() -> None:
+    """What happens, beside what is printed in the end."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    logger = logging.getLogger("atoll")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+def show(evaluation: Evaluation, *, as_json: bool) -> None:
+    """Print the matrix: JSON, tables of rich on a terminal, else lines of text."""
+    if as_json:
+        print(evaluation.model_dump_json(indent=2))
+    elif sys.stdout.isatty():
+        _tables(evaluation)
+    else:
+        from atoll.wire.evaluations import plain
+
+        print("\n".join(plain(evaluation)))
+
+
+def _tables(evaluation: Evaluation) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for metric in evaluation.metrics:
+        head, *rows = evaluation.rows(metric)
+        table = Table()
+        for column, name in enumerate(head):
+            table.add_column(Text(name), justify="right" if column else "left")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(Text(f"{metric} (rows: models, columns: whose data)", style="bold"))
+        console.print(table)
+    for line in evaluation.empty():
+        console.print(Text(f"empty: {line}", style="yellow"))

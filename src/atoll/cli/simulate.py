@@ -1,0 +1,170 @@
+"""`atoll simulate`: a run whose workers are virtual, on this machine or on Ray."""
+
+from __future__ import annotations
+
+import gc
+import json as jsons
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from atoll.children import Terminated, raise_on_sigterm
+from atoll.cli.text import counted, duration, log_lines, numbers, size
+from atoll.config import Settings
+from atoll.simulate.seldom import Seldom
+
+if TYPE_CHECKING:
+    from atoll.simulate.simulation import Simulated, Simulation
+    from atoll.wire import status_messages
+
+LOG = logging.getLogger("atoll.cli")
+
+CONTEXT: dict[str, Any] = {"allow_interspersed_args": True}
+STATE_DIR = "atoll-simulation"
+"""Where a simulation lies, beside the run file: not where the run itself would."""
+LINE_S = 1.0
+"""Between two lines of progress, at least."""
+NAMED = 3
+
+
+def command(
+    run_file: Annotated[Path, typer.Argument(help="Run file (TOML).", metavar="RUN.TOML")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="What the client finds in sys.argv, after `--`.", metavar="-- ARGS")
+    ] = None,
+    client: Annotated[
+        str | None,
+        typer.Option(
+            help="What a virtual worker runs: train.py:train, a function of a worker; or a script, train.py. By "
+            "default the run file's `client`.",
+            show_default=False,
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Virtual workers; by default `num_workers`.", show_default=False)
+    ] = None,
+    per_round: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many of them a round asks for; by default as the run file says: all of them.",
+            show_default=False,
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes that train them; by default one a core.", show_default=False)
+    ] = None,
+    engine: Annotated[str, typer.Option(help="local, processes of this machine; or ray.")] = "local",
+    address: Annotated[
+        str | None,
+        typer.Option(help="Of a Ray cluster, host:6379; by default Ray is started here.", show_default=False),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds; by default the run file's.", show_default=False)
+    ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(help=f"Folder of the simulation; by default {STATE_DIR} beside the run file.", show_default=False),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON; lines go to standard error.")
+    ] = False,
+) -> None:
+    """Run many virtual workers, with no network in between; the same command goes on where it was."""
+    log_lines(sys.stderr if json else None)
+    server = logging.getLogger("atoll.server")
+    server.setLevel(logging.WARNING)  # it has a line for every worker
+    server.addFilter(Seldom())
+    raise_on_sigterm()
+    for folder in (os.getcwd(), str(run_file.parent.resolve())):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    flags = {"client": client, "num_workers": workers, "rounds": rounds, "state_dir": state_dir}
+    settings = Settings.read(run_file, flags)
+    if settings.state_dir == run_file.parent / Settings.model_fields["state_dir"].default:
+        settings = settings.model_copy(update={"state_dir": run_file.parent / STATE_DIR})
+    LOG.info("%s starts; loading PyTorch takes a few seconds", settings.name)
+    from atoll.simulate.simulation import Simulation
+
+    gc.freeze()  # a full collection would look at all that torch has imported
+    lines = Lines()
+    simulation = Simulation(
+        settings=settings,
+        arguments=arguments or (),
+        workers=workers,
+        per_round=per_round,
+        processes=processes,
+        engine=engine,
+        address=address,
+        on_round=lines.told,
+    )
+    lines.begin(simulation)
+    try:
+        done = simulation.run()
+    except (KeyboardInterrupt, Terminated):
+        LOG.info("stopping; the same command goes on from where the simulation is")
+        raise
+    LOG.info("%s", summary(done))
+    if json:
+        print(jsons.dumps(as_json(done), indent=2))
+
+
+class Lines:
+    """A line a round, a second apart at least."""
+
+    def __init__(self) -> None:
+        self._said_s = 0.0
+        self._updates, self._rounds = 0, 0
+
+    def begin(self, simulation: Simulation) -> None:
+        """Say what begins."""
+        settings, self._rounds = simulation.settings, simulation.settings.rounds
+        LOG.info(
+            "%s: %s, %s of %s, %s; files in %s",
+            settings.name,
+            counted(settings.rounds, "round"),
+            settings.algorithm,
+            counted(len(simulation.sites), "virtual worker"),
+            simulation.described,
+            settings.state_dir,
+        )
+
+    def told(self, round_: status_messages.RoundSummary) -> None:
+        """A round is committed; the first one's seconds are those of the start, too."""
+        now_s, first = time.monotonic(), self._said_s == 0.0
+        self._updates += len(round_.workers)
+        if not first and now_s - self._said_s < LINE_S and round_.round < self._rounds:
+            return
+        told = numbers(round_.metrics)
+        pace = "" if first else f"; {self._updates / max(now_s - self._said_s, 1e-3):.0f} worker-rounds/s"
+        updates = counted(len(round_.workers), "update")
+        LOG.info("round %d of %d: %s%s%s", round_.round, self._rounds, updates, f", {told}" if told else "", pace)
+        self._said_s, self._updates = now_s, 0
+
+
+def summary(done: Simulated) -> str:
+    """What a simulation came to, in one line."""
+    failed = list(done.failed)
+    named = ", ".join(failed[:NAMED]) + (f" and {len(failed) - NAMED} more" if len(failed) > NAMED else "")
+    parts = [
+        f"finished at version {done.version} after {duration(done.seconds)}",
+        f"{counted(done.rounds, 'round')}, {counted(done.worker_rounds, 'worker-round')}, "
+        f"{done.worker_rounds_per_s:.0f} a second",
+        f"{size(done.bytes_up)} up and {size(done.bytes_down)} down would have travelled",
+        f"{counted(done.late, 'update')} came too late" if done.late else "",
+        f"{counted(len(failed), 'virtual worker')} failed: {named}" if failed else "",
+        numbers(done.metrics),
+        str(done.model),
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def as_json(done: Simulated) -> dict[str, Any]:
+    """The same for programs."""
+    paths = {"model": str(done.model), "metrics_file": str(done.metrics_file)}
+    return {**vars(done), **paths, "worker_rounds_per_s": done.worker_rounds_per_s}

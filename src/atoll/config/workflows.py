@@ -1,0 +1,214 @@
+"""The workflows of a run in their order, and components that they are made of: tables of the run file, read strictly.
+
+[[components]]
+id = "schedule"
+path = "parts.py:Schedule"
+args = {first = 0.1}
+
+[[workflows]]
+kind = "train"
+
+[[workflows]]
+path = "flow.py:main"
+args = {schedule = "@schedule"}
+progress_timeout_s = 3600
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from atoll import registry
+from atoll.errors import ConfigError
+
+TRAIN = "train"
+"""The kind that is the run's rounds, with the settings of the file."""
+
+LIMITS = ("start_timeout_s", "progress_timeout_s")
+_KEYS = ("kind", "path", "name", "args", *LIMITS)
+_COMPONENT_KEYS = ("id", "path", "args")
+REFERS = "@"
+"""In front of the id of a component, where it is referred to."""
+
+
+@dataclass(frozen=True)
+class WorkflowEntry:
+    """One workflow.
+
+    Attributes:
+        name: what people are told it is.
+        kind: `train`, or a registered one; empty where `path` names a function.
+        path: of a function, or the function itself.
+        args: its keyword arguments, beside the controller.
+        start_timeout_s: how long sites are waited for at its start; 0: for ever; None: as its kind has it.
+        progress_timeout_s: it has failed where for so long nothing moves: no answer, no byte, no step; 0: never.
+    """
+
+    name: str
+    kind: str = ""
+    path: str | Callable[..., Any] = ""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    start_timeout_s: float | None = None
+    progress_timeout_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Component:
+    """A part that is made once: what `path` names, called with `args`."""
+
+    path: str
+    args: Mapping[str, Any]
+
+
+def kinds() -> list[str]:
+    """Every kind of workflow that there is."""
+    return [TRAIN, *registry.names("workflows")]
+
+
+def entries_of(tables: Sequence[Mapping[str, Any]]) -> tuple[WorkflowEntry, ...]:
+    """The tables `[[workflows]]`.
+
+    Raises:
+        ConfigError: a table is not understood; its place, the key and the nearest one are named.
+    """
+    entries = tuple(_entry(place, table) for place, table in enumerate(tables, start=1))
+    trains = [place for place, entry in enumerate(entries, start=1) if entry.kind == TRAIN]
+    if len(trains) > 1:
+        raise ConfigError(
+            f"Workflows {' and '.join(map(str, trains))} are both of the kind 'train': a run trains once.",
+            "Leave one out; rounds says how many rounds there are.",
+        )
+    return entries
+
+
+def _entry(place: int, table: Mapping[str, Any]) -> WorkflowEntry:
+    where = f"Workflow {place}"
+    kind, path = table.get("kind", ""), table.get("path", "")
+    if not isinstance(kind, str) or not (isinstance(path, str) or callable(path)) or bool(kind) == bool(path):
+        raise ConfigError(
+            f"{where} is {dict(table)!r}.",
+            f'Give it one of kind ({", ".join(kinds())}) and path = "my_file.py:function".',
+        )
+    if kind and kind not in kinds():
+        raise ConfigError(
+            f"{where} is of the kind {kind!r}, and there are {', '.join(kinds())}.",
+            registry.nearest(kind, kinds(), 'A function of your own is path = "my_file.py:function".'),
+        )
+    args = table.get("args", {})
+    if not isinstance(args, Mapping) or not all(isinstance(key, str) for key in args):
+        raise ConfigError(f"{where} has args = {args!r}.", "Write a table: args = {rounds = 3}.")
+    name = table.get("name", kind or (path if isinstance(path, str) else getattr(path, "__name__", "workflow")))
+    if not isinstance(name, str) or not 0 < len(name) <= 200:
+        raise ConfigError(f"{where} has name = {name!r}.", "Give it 1 to 200 letters.")
+    limits = {key: _limit(where, key, table[key]) for key in LIMITS if key in table}
+    return WorkflowEntry(name, kind, path, {**_own_keys(where, kind, table), **args}, **limits)
+
+
+def _own_keys(where: str, kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys that are arguments of the kind."""
+    more = {key: value for key, value in table.items() if key not in _KEYS}
+    known = registry.options("workflows", kind) if kind and kind != TRAIN else ()
+    for key in more:
+        if key not in known:
+            of = f"of the kind {kind!r}" if kind else "with a path"
+            known_keys = [*_KEYS, *known]
+            raise ConfigError(
+                f"{where}, {of}, has the key {key!r}, and there are {', '.join(known_keys)}.",
+                registry.nearest(key, known_keys, "Arguments of a function go into args."),
+            )
+    return more
+
+
+def _limit(where: str, key: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise ConfigError(f"{where} has {key} = {value!r}.", "Give seconds; 0 sets no limit.")
+    return float(value)
+
+
+def components_of(tables: Sequence[Mapping[str, Any]]) -> dict[str, Component]:
+    """The tables `[[components]]`, by their ids.
+
+    Raises:
+        ConfigError: a table is not understood, or two have one id.
+    """
+    found: dict[str, Component] = {}
+    for place, table in enumerate(tables, start=1):
+        for key in table:
+            if key not in _COMPONENT_KEYS:
+                raise ConfigError(
+                    f"Component {place} has the key {key!r}, and there are {', '.join(_COMPONENT_KEYS)}.",
+                    registry.nearest(key, _COMPONENT_KEYS, "What it is made with goes into args."),
+                )
+        name, path, args = table.get("id"), table.get("path"), table.get("args", {})
+        if not isinstance(name, str) or not name or not isinstance(path, str) or not isinstance(args, Mapping):
+            raise ConfigError(
+                f"Component {place} is {dict(table)!r}.",
+                'Write {id = "schedule", path = "my_file.py:Schedule", args = {first = 0.1}}; args may be left out.',
+            )
+        if name in found:
+            raise ConfigError(f"Two components have the id {name!r}.", "Give each its own.")
+        found[name] = Component(path, dict(args))
+    return found
+
+
+def component_at(reference: str, components: Mapping[str, Component], where: str) -> Component:
+    """The component that `@id` refers to.
+
+    Raises:
+        ConfigError: there is none of that id; the nearest is offered.
+    """
+    name = reference.removeprefix(REFERS)
+    if name not in components:
+        known = ", ".join(components) or "none"
+        raise ConfigError(
+            f"{where} refers to the component {name!r}, and there are: {known}.",
+            registry.nearest(name, components, f'Add [[components]] with id = "{name}".'),
+        )
+    return components[name]
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a value of the run file refers to a component."""
+    return isinstance(value, str) and value.startswith(REFERS) and len(value) > 1
+
+
+def with_components(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in which filters, the aggregator and the persistor that refer to a component name what it names.
+
+    Raises:
+        ConfigError: there is no such component, or its arguments are given twice.
+    """
+    given = dict(values)
+    if isinstance(given.get("workflow"), list | tuple):
+        raise ConfigError(f"workflow is a list of {len(given['workflow'])}.", "Write the tables as [[workflows]].")
+    tables = given.get("components") or ()
+    if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
+        return given  # which pydantic refuses
+    components = components_of(tables)
+    for key in ("task_result_filters", "task_data_filters"):
+        if isinstance(given.get(key), list | tuple):
+            given[key] = tuple(_filter(entry, components, key) for entry in given[key])
+    for key in ("aggregator", "persistor"):
+        if is_reference(given.get(key)):
+            found = component_at(given[key], components, key)
+            if given.get(f"{key}_options"):
+                raise ConfigError(
+                    f"{key} is {given[key]!r}, a component with args, and {key}_options is given, too.",
+                    "Give the arguments at the component.",
+                )
+            given |= {key: found.path, f"{key}_options": dict(found.args)}
+    return given
+
+
+def _filter(entry: Any, components: Mapping[str, Component], key: str) -> Any:
+    if not isinstance(entry, Mapping) or not is_reference(entry.get("path")):
+        return entry
+    found = component_at(entry["path"], components, key)
+    if entry.get("args"):
+        raise ConfigError(
+            f"{key} has {dict(entry)!r}, whose path is a component with args of its own.", "Leave args out here."
+        )
+    return {**entry, "path": found.path, "args": dict(found.args)}

@@ -1,0 +1,129 @@
+"""A recipe at a server that runs already: this site's script takes part in its run, if it is the recipe's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from atoll.children import Children
+from atoll.errors import AtollError, ConfigError, RunFailed, UsageError
+from atoll.recipes.arguments import Strict
+from atoll.recipes.local import environment
+from atoll.recipes.result import RunResult
+from atoll.transport.ask import ask
+from atoll.wire import routes
+from atoll.wire.messages import RunInfo
+from atoll.wire.status_messages import Status
+
+if TYPE_CHECKING:
+    from atoll.recipes.base import Recipe
+
+POLL_S = 1.0
+
+NOT_COMPARED = {"protocol", "run", "schema_bytes", "trains", "sends_tasks", "keeps_local"}
+"""What a server says of a run that is no setting of it."""
+SETTING_OF = {"schema_digest": "model", "local": "local_options", "fragments": "num_fragments"}
+"""What a server says → the setting that decides it, where the names differ."""
+
+
+@dataclass(frozen=True)
+class ServerEnv(Strict):
+    """A server that runs already, somewhere. It serves one run, its own: it takes no other model or algorithm.
+
+    So this looks whether that run is the recipe's, and takes part in it as one site. The others do the same where they
+    are; the server is started on the file that `recipe.write` writes.
+
+    Args:
+        url: the server's address; a token and a certificate come from the environment, as for `atoll worker`.
+        site: this site's name; by default ATOLL_SITE, or one made of host and process.
+        threads: of PyTorch in the script; 0: as the environment says.
+        quiet: say nothing; what the script says is said.
+    """
+
+    url: str
+    site: str | None = None
+    threads: int = 0
+    quiet: bool = False
+
+    def run(self, recipe: Recipe) -> RunResult:
+        """Take part; returns when the script has ended.
+
+        Raises:
+            ConfigError: the server's run is another one; each difference is named.
+            UsageError: it is finished.
+            ServerUnreachable: nobody answers.
+            RunFailed: the script ended with an error.
+        """
+        info, status = ask(self.url, routes.RUN, RunInfo), ask(self.url, routes.STATUS, Status)
+        if found := differences(recipe, info, status):
+            raise ConfigError(
+                f"The run at {self.url} is not that of the recipe: {'; '.join(found)}.",
+                "Change the recipe, or start a server on the file that recipe.write() writes; one that runs takes no "
+                "other run.",
+            )
+        if status.finished:
+            raise UsageError(
+                f"The run at {self.url} is finished.", "Start its server in another state_dir for a new one."
+            )
+        if not self.quiet:
+            print(f"{info.name} at {self.url} is the recipe's run; starting {recipe.train_script}", flush=True)
+        status = self._take_part(recipe, status)
+        return RunResult(
+            model=None,
+            history=status.history,
+            finished=status.finished,
+            state_dir=None,
+            folder=None,
+            status=status,
+        )
+
+    def _take_part(self, recipe: Recipe, status: Status) -> Status:
+        own = {"ATOLL_SERVER": self.url}
+        site = self.site or os.environ.get("ATOLL_SITE")
+        own |= {"ATOLL_SITE": site} if site else {}
+        own |= {key: os.environ[key] for key in ("ATOLL_DIR",) if key in os.environ}
+        with Children() as children:
+            process = children.spawn("script", recipe.argv, environment=environment(self.threads, **own))
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_S)
+                with contextlib.suppress(AtollError):  # it may have ended, which ends nothing here
+                    status = ask(self.url, routes.STATUS, Status)
+                if process.returncode is not None:
+                    break
+        if process.returncode:
+            raise RunFailed(
+                f"{recipe.train_script} ended with {process.returncode}.",
+                "What it said is above; the run goes on at the server, and the same call takes part again.",
+            )
+        return status
+
+
+def differences(recipe: Recipe, info: RunInfo, status: Status) -> list[str]:
+    """What a server tells of its run that the recipe would have otherwise, each as `name is … there, … here`."""
+    from atoll.rounds.state import Rules
+    from atoll.server.begin import plan_of
+    from atoll.server.info import run_info
+    from atoll.server.status import outer_in_words
+
+    settings = recipe.settings()
+    plan = plan_of(settings, recipe.initial_tensors(settings))
+    mine: dict[str, Any] = run_info(plan, info.run).model_dump(exclude=NOT_COMPARED)
+    theirs: dict[str, Any] = info.model_dump(exclude=NOT_COMPARED)
+    mine |= {
+        "policy": str(Rules.from_settings(settings).policy),
+        "outer optimizer": outer_in_words(plan.algorithm, settings.outer_lrs),
+    }
+    theirs |= {"policy": status.policy, "outer optimizer": status.outer}
+    return [
+        f"{SETTING_OF.get(key, key)} is {_shown(key, theirs[key])} there, {_shown(key, mine[key])} here"
+        for key in mine
+        if mine[key] != theirs[key]
+    ]
+
+
+def _shown(key: str, value: Any) -> str:
+    return f"of schema {value[:12]}" if key == "schema_digest" else repr(value)

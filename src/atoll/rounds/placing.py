@@ -1,0 +1,47 @@
+"""Who aggregates a fragment of a swarm, and who holds its newest version: decided without IO, the same every time.
+
+Whoever aggregates has the version and the outer state beside it, and so has at least one other worker: the next version
+is real only once a second one has it. That second one aggregates the next round, so that in each round it is another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+
+HOLDERS = 2
+"""Workers that have the newest version and the outer state beside it, at least, where there are so many."""
+
+
+def turn(sites: Collection[str], *, seed: int, fragment: int, version: int, named: Sequence[str] = ()) -> list[str]:
+    """In which order workers are asked to aggregate the round from a version.
+
+    Args:
+        sites: who could.
+        named: the user's choice, who are asked first, in turn: one round the first, the next round the second.
+    """
+
+    def drawn(site: str) -> bytes:
+        return hashlib.sha256(f"{seed}/{fragment}/{version}/{site}".encode()).digest()
+
+    start = version % len(named) if named else 0
+    first = [site for site in (*named[start:], *named[:start]) if site in sites]
+    return [*first, *sorted(set(sites) - set(first), key=drawn)]
+
+
+def appointed(order: Sequence[str], holders: Collection[str], excluded: Collection[str], before: str) -> str | None:
+    """Who aggregates: the first in order who has the version and has not failed at it; nobody where nobody has it.
+
+    Args:
+        excluded: who has failed in this round; asked again only where there is nobody else.
+        before: who aggregated the round before, asked last of those who have not failed.
+    """
+    able = [site for site in order if site in holders]
+    fresh = [site for site in able if site not in excluded]
+    return next((site for site in fresh if site != before), None) or next(iter(fresh or able), None)
+
+
+def to_hold(order: Sequence[str], holders: Collection[str]) -> set[str]:
+    """Who is to have the newest version: those who have it, and others until they are `HOLDERS`."""
+    others = [site for site in order if site not in holders]
+    return {*holders, *others[: max(0, HOLDERS - len(holders))]}

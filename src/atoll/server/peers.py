@@ -1,0 +1,174 @@
+"""The workers of a swarm as its server knows them: where they are, whom they reach, and what they have."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from atoll.errors import BadRequest, ConfigError, UsageError
+from atoll.rounds.membership import Member
+from atoll.tensors.reference import TensorRef
+from atoll.wire import messages
+from atoll.wire.swarm_messages import Closed, Collected, Held, PeerReport
+
+
+@dataclass
+class Peer:
+    """One worker, as its newest report has it.
+
+    Attributes:
+        number: of that report.
+        bytes_s: when its work has last moved a byte.
+        until_s: when its next report is overdue.
+    """
+
+    address: str
+    process: str
+    number: int = -1
+    moved: int = 0
+    bytes_s: float = 0.0
+    until_s: float = math.inf
+    leaving: bool = False
+    held: dict[tuple[int, int], Held] = field(default_factory=dict)
+    collected: dict[int, Collected] = field(default_factory=dict)
+    closed: list[Closed] = field(default_factory=list)
+    reached: set[str] = field(default_factory=set)
+    unreached: dict[str, str] = field(default_factory=dict)
+
+    def require_own(self, site: str, *sources: str | None) -> None:
+        """Refuse references that lead elsewhere: the others would go there.
+
+        Raises:
+            BadRequest: one does.
+        """
+        for text in sources:
+            try:
+                elsewhere = text is not None and TensorRef.parse(text).server != self.address
+            except UsageError:
+                elsewhere = True
+            if elsewhere:
+                raise BadRequest(
+                    f"{site} gives a reference that does not lead to {self.address}, where it is to be reached.",
+                    "Use the same Atoll version on both sides.",
+                )
+
+    def take(self, report: PeerReport, idle_timeout_s: float) -> bool:
+        """Believe a report; False where a newer one has come before it."""
+        if report.number <= self.number:
+            return False
+        now_s = time.monotonic()
+        self.until_s = now_s + report.wait_s + idle_timeout_s
+        if report.moved != self.moved:  # that it says it is idle is no progress: its disk may be full
+            self.moved, self.bytes_s = report.moved, now_s
+        self.number, self.leaving = report.number, report.leaving
+        self.held = {(each.fragment, each.version): each for each in report.held}
+        self.collected = {each.ticket: each for each in report.collected}
+        self.closed = list(report.closed)
+        self.reached = set(report.reached)
+        self.unreached = {each.address: each.why for each in report.unreached}
+        return True
+
+
+class Peers(dict[str, Peer]):
+    """Site → what is known of it.
+
+    Args:
+        members: of the run, at this moment.
+    """
+
+    def __init__(self, members: Callable[[], Mapping[str, Member]]) -> None:
+        super().__init__()
+        self._members = members
+        self._apart: dict[str, tuple[str, str]] = {}  # site → its process, and why it cannot take part
+
+    def joins(self, message: messages.Join) -> None:
+        """A worker is about to join.
+
+        Raises:
+            ConfigError: others cannot reach it, or were found not to.
+        """
+        if not message.peer:
+            raise ConfigError(
+                f"The run is a swarm, and worker {message.site} does not say where others reach it.",
+                "Use the same Atoll version on both sides.",
+            )
+        process, why = self._apart.get(message.site, ("", ""))
+        if why and process == message.process:
+            raise ConfigError(why, "Set ATOLL_PEER_HOST, ATOLL_PEER_PORT and ATOLL_PEER_NAME; see docs/swarm.md.")
+        self._apart.pop(message.site, None)
+        self.known(message.site, message.peer, message.process)
+
+    def known(self, site: str, address: str, process: str) -> Peer:
+        """A worker; a new one where this is another process than before, or the server was started again."""
+        peer = self.get(site)
+        if peer is None or peer.process != process:
+            peer = self[site] = Peer(address, process)
+            for other in self.values():
+                other.reached.discard(address)
+        return peer
+
+    @property
+    def alive(self) -> list[str]:
+        """Who takes part, by name."""
+        members = self._members()
+        return sorted(site for site in self if site in members and members[site].alive)
+
+    def is_alive(self, site: str) -> bool:
+        """Whether it takes part."""
+        member = self._members().get(site)
+        return member is not None and member.alive and site in self
+
+    def is_heard(self, site: str) -> bool:
+        """Whether it takes part, and reports as it should: one that was stopped or has just died does not."""
+        return self.is_alive(site) and time.monotonic() <= self[site].until_s
+
+    def strangers_of(self, site: str) -> list[str]:
+        """With whom a site does not know yet whether they reach each other."""
+        if site not in self:
+            return self.alive
+        mine = self[site]
+        return [
+            other
+            for other in self.alive
+            if other != site and not (self[other].address in mine.reached and mine.address in self[other].reached)
+        ]
+
+    def to_probe(self, site: str) -> list[str]:
+        """Addresses of whom a site has not reached yet."""
+        return [
+            self[other].address
+            for other in self.alive
+            if other != site and self[other].address not in self[site].reached
+        ]
+
+    def holding(self, fragment: int, version: int, digest: str | None) -> dict[str, Held]:
+        """Who has a version of the run, and the outer state beside it; who may soon be gone is last."""
+        alive = sorted(self.alive, key=lambda site: (not self.is_heard(site), self[site].leaving, site))
+        found = {site: self[site].held.get((fragment, version)) for site in alive}
+        return {site: held for site, held in found.items() if held is not None and held.digest == digest}
+
+    def apart(self) -> tuple[str, int, str] | None:
+        """Of workers that cannot reach each other, the one that cannot take part: its lease, and what it is told.
+
+        That is whom most others do not get on with; of several, who has come last.
+        """
+        at = {self[site].address: site for site in self.alive}
+        pairs = [
+            (site, at[address], why)
+            for site in at.values()
+            for address, why in self[site].unreached.items()
+            if address in at
+        ]
+        if not pairs:
+            return None
+        members = self._members()
+        worst = max(at.values(), key=lambda each: (sum(each in pair[:2] for pair in pairs), members[each].lease))
+        one, other, why = next(pair for pair in pairs if worst in pair[:2])
+        told = (
+            f"{one} cannot reach {other} at {self[other].address} ({why}): in a swarm all workers have to reach each "
+            f"other. {worst} cannot take part"
+        )
+        self._apart[worst] = (self[worst].process, f"{told}.")
+        return worst, members[worst].lease, told

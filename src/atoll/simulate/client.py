@@ -1,0 +1,119 @@
+"""What a virtual worker runs: the user's function or script, by a name that every process can load.
+
+train.py:train      a function of a worker, as `atoll.join` gives it
+train.py:main       a function of nothing, which calls `atoll.join` itself
+train.py            a script that does
+"""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atoll import registry
+from atoll.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from atoll.worker.federated import Worker
+
+inside = False
+"""Whether this process belongs to a simulation: what is imported here may not begin another one."""
+
+FORMS = "Write it as train.py:train, as my_package.module:train, or as the script train.py."
+
+
+def require_outside() -> None:
+    """Refuse to begin a simulation in a process of one.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if inside:
+        raise ConfigError(
+            "A process of a simulation begins a simulation, when it imports the client's file.",
+            "Put what begins it behind: if __name__ == '__main__':",
+        )
+
+
+def name_of(client: str | Callable[..., Any]) -> str:
+    """The name by which another process finds a client; files are named from the root.
+
+    Raises:
+        ConfigError: there is no such file. UsageError: the function is not at the top of a file.
+    """
+    if callable(client):
+        return _name_of_function(client)
+    file, colon, attribute = (client, "", "") if client.endswith(".py") else client.rpartition(":")
+    if not client.endswith(".py") and not file.endswith(".py"):
+        if not colon or not file or not attribute:
+            raise ConfigError(f"The client {client!r} does not name code.", FORMS)
+        return client
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise ConfigError(f"The client {client!r}: there is no file {str(path)!r}.", FORMS)
+    return f"{path}{colon}{attribute}"
+
+
+def _name_of_function(function: Callable[..., Any]) -> str:
+    name, module_name = getattr(function, "__qualname__", ""), getattr(function, "__module__", "")
+    module = sys.modules.get(module_name)
+    file = getattr(module, "__file__", None)
+    if not name.isidentifier() or getattr(module, name, None) is not function or not file or not Path(file).is_file():
+        raise UsageError(
+            f"The client {name or function!r} cannot be found by another process.",
+            "Give a function at the top level of a file; what differs between runs can be its module's, or a setting.",
+        )
+    return f"{Path(file).resolve() if module_name == '__main__' else module_name}:{name}"
+
+
+class Client:
+    """The user's code in a process of a simulation, loaded once.
+
+    Args:
+        name: as `name_of` gives it.
+        arguments: what the code finds in `sys.argv`.
+
+    Raises:
+        ConfigError: it cannot be loaded, or takes more than a worker.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str] = ()) -> None:
+        global inside
+        inside, self.name = True, name
+        file = name if name.endswith(".py") else name.rpartition(":")[0]
+        self._argv = [file, *arguments]
+        sys.argv = list(self._argv)
+        self._function: Callable[..., Any] | None = None
+        if not name.endswith(".py"):
+            self._function = registry.load_attribute(name)
+            self._takes_worker = _takes_worker(name, self._function)
+
+    def train(self, worker: Worker) -> None:
+        """Let it train one virtual worker: the one that `atoll.join` gives, too, while this goes on."""
+        sys.argv = list(self._argv)
+        if self._function is None:
+            runpy.run_path(self.name, run_name="__main__")
+        elif self._takes_worker:
+            self._function(worker)
+        else:
+            self._function()
+
+
+def _takes_worker(name: str, function: Any) -> bool:
+    if not callable(function):
+        raise ConfigError(f"The client {name!r} is a {type(function).__name__}.", "Name a function of a worker.")
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        given = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    needed = [each for each in given if each.default is each.empty and each.kind in kinds]
+    if len(needed) > 1:
+        raise ConfigError(
+            f"The client {name!r} takes {', '.join(each.name for each in needed)}.", "It is called with a worker alone."
+        )
+    return bool(needed)

@@ -1,0 +1,58 @@
+"""What a site keeps between its rounds, on its way to a process that has another disk, and back.
+
+Written back in the order in which `worker/turns.py` writes: first the note without what is pending, then the file that
+is pending, then the note. So whoever is killed in between leaves a state from which the round can be trained again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from atoll.worker.notes import read_note, write_note
+from atoll.worker.turns import TurnNote
+
+NAMES = ("control", "residual")
+"""Of the files: NAME-0.bin and NAME-1.bin take turns, NAME.json says which counts."""
+
+Kept = dict[str, bytes]
+"""Name of a file → its bytes."""
+
+
+def pending(folder: Path) -> set[int]:
+    """Tickets whose updates these files hang on."""
+    notes = [read_note(folder / f"{name}.json", TurnNote) for name in NAMES]
+    return {note.pending for note in notes if note is not None and note.pending}
+
+
+def read_kept(folder: Path) -> Kept:
+    """All that a site keeps; nothing before its first round."""
+    if not folder.is_dir():
+        return {}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".bin", ".json")}
+
+
+def put_kept(folder: Path, kept: Kept) -> None:
+    """Files as `read_kept` gave them, in a folder that nobody else has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in kept.items():
+        (folder / name).write_bytes(content)
+
+
+def write_kept(folder: Path, kept: Kept) -> None:
+    """What a site keeps after a round, in place of what it kept before it."""
+    for name in NAMES:
+        if f"{name}.json" not in kept:
+            continue
+        note = TurnNote(**json.loads(kept[f"{name}.json"]))
+        files = [folder / f"{name}-{index}.bin" for index in (0, 1)]
+        path = folder / f"{name}.json"
+        if read_note(path, TurnNote) is None:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            files[note.current].write_bytes(kept[files[note.current].name])
+        else:
+            write_note(path, replace(note, pending=0, pending_version=-1))
+        other = files[1 - note.current]
+        other.write_bytes(kept[other.name])
+        write_note(path, TurnNote(**asdict(note)))

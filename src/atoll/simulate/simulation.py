@@ -1,0 +1,341 @@
+"""`atoll.Simulation`: a run whose workers are virtual, inside a program or by `atoll simulate`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from atoll.config import Settings
+from atoll.errors import ConfigError, UsageError
+from atoll.latch import Latch
+from atoll.placement.plan import Plan
+from atoll.server.begin import open_run
+from atoll.server.handlers import Handlers
+from atoll.server.persistor import Persistor
+from atoll.server.run import Run
+from atoll.server.site_filters import Given
+from atoll.server.task_filters import TaskFilters
+from atoll.simulate.client import name_of, require_outside
+from atoll.simulate.conductor import Conductor, now
+from atoll.simulate.jobs import Beginning, Engine
+from atoll.simulate.local import LocalEngine
+from atoll.simulate.session import lasts
+from atoll.tensors.modules import Tensors
+from atoll.wire import status_messages
+from atoll.worker.site import require_site
+
+LOG = logging.getLogger("atoll.simulate")
+
+ENGINES = ("local", "ray")
+SITES = "sites"
+"""Folder in the state directory with what sites keep between their rounds."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulation came to.
+
+    Attributes:
+        model: the result, a safetensors file.
+        metrics_file: a line for each round.
+        version: that the run is at.
+        rounds: of this call; a simulation that went on has had others before.
+        worker_rounds: updates of virtual workers that were accepted, of this call.
+        seconds: from the first join to the result.
+        bytes_up, bytes_down: of tensors that would have travelled between the sites and a server.
+        metrics: of the last round.
+        failed: site → what ended its part.
+        late: updates whose round went on without them.
+    """
+
+    model: Path
+    metrics_file: Path
+    version: int
+    rounds: int
+    worker_rounds: int
+    seconds: float
+    bytes_up: int
+    bytes_down: int
+    metrics: dict[str, float]
+    failed: dict[str, str]
+    late: int
+
+    @property
+    def worker_rounds_per_s(self) -> float:
+        """Virtual workers' rounds in a second."""
+        return self.worker_rounds / self.seconds if self.seconds else 0.0
+
+
+class Simulation:
+    """A run whose workers are virtual: trained in turn by a few processes, with no network in between.
+
+    Args:
+        model: the initial model, as for `atoll.Server`.
+        settings: of the run; or give them as keywords: `Simulation(model, client=train, workers=200, rounds=10)`.
+        client: what a virtual worker runs: a function of a worker at the top level of a file, or the name of one
+            (`train.py:train`, `my_package.module:train`), or a script (`train.py`); by default the setting `client`.
+        arguments: what it finds in `sys.argv`.
+        workers: how many virtual workers, `site-0000` and so on; or their names. By default the setting
+            `num_workers`.
+        per_round: how many of them a round asks for, drawn anew each time; by default what the settings say.
+        processes: that train them; by default one for each core.
+        engine: `local`, processes of this machine; or `ray`.
+        address: of a Ray cluster; by default Ray is started on this machine.
+        outer_optimizer, filters: as for `atoll.Server`.
+        on_round: called with every round's summary when it is committed.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong, or has no meaning in a simulation.
+        UsageError: the client cannot be found by another process.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Tensors | str | None = None,
+        settings: Settings | None = None,
+        *,
+        client: str | Callable[..., Any] | None = None,
+        arguments: Sequence[str] = (),
+        workers: int | Sequence[str] | None = None,
+        per_round: int | None = None,
+        processes: int | None = None,
+        engine: str = "local",
+        address: str | None = None,
+        outer_optimizer: Any = None,
+        filters: Given = (),
+        on_round: Callable[[status_messages.RoundSummary], object] | None = None,
+        **options: Any,
+    ) -> None:
+        require_outside()
+        if isinstance(model, str):
+            options["model"], model = model, None
+        if isinstance(outer_optimizer, str):
+            options["outer_optimizer"], outer_optimizer = outer_optimizer, None
+        if settings is not None and options:
+            raise UsageError(
+                f"Simulation got settings, and beside them {', '.join(sorted(options))}.", "Give it among the settings."
+            )
+        if workers is not None:
+            self.sites = _sites(workers)
+            options = {"num_workers": len(self.sites), **options} if settings is None else options
+        settings = settings or Settings.build({"state_dir": Path("atoll-simulation"), **options})
+        if workers is None:
+            self.sites = _sites(settings.num_workers)
+        self.settings = _simulated(settings, len(self.sites), per_round)
+        self._model, self._outer = model, outer_optimizer
+        client = client if client is not None else settings.client
+        if client is None:
+            raise ConfigError(
+                "The simulation has no client.",
+                "Give client, in the run file or as --client: 'train.py:train', a function of a worker, or 'train.py', "
+                "a script that joins.",
+            )
+        self._client, self._arguments = name_of(client), tuple(arguments)
+        self._processes = processes if processes is not None else os.cpu_count() or 1
+        if self._processes < 1:
+            raise ConfigError(f"processes is {processes}.", "Give at least 1.")
+        self._engine = _engine(engine, self._processes, address)
+        self._filters = TaskFilters(self.settings, (), filters)
+        self._filters.require_rounds()
+        self._on_round = on_round or (lambda summary: None)
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._stopped = False
+        self._over = Latch()
+        self._error: BaseException | None = None
+        self._result: Simulated | None = None
+
+    # -- life
+
+    def run(self) -> Simulated:
+        """Simulate until the run is finished, or until `stop`; the same call on the same state directory goes on.
+
+        Raises:
+            AtollError: it cannot begin, or go on; its message says how to go on.
+            UsageError: it was stopped before its end.
+        """
+        self.start()
+        try:
+            self._over.wait()
+        except BaseException:  # Ctrl-C
+            self.stop()
+            raise
+        if self._error is not None:
+            raise self._error
+        if self._result is None:
+            raise UsageError("The simulation was stopped.", "The same simulation goes on from its state directory.")
+        return self._result
+
+    def start(self) -> Simulation:
+        """Begin, in a thread of its own."""
+        if self._thread is not None:
+            raise UsageError("The simulation was started already.", "Make a new one for a new start.")
+        self._thread = threading.Thread(target=self._main, name="atoll-simulation", daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End it and every process; a next one on the same state directory goes on where it was. Idempotent."""
+        self._stopped = True
+        loop, task = self._loop, self._task
+        if loop is not None and task is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(task.cancel)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._over.wait()
+
+    def __enter__(self) -> Simulation:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def exports(self) -> Path:
+        """Folder of `model.safetensors` and `metrics.jsonl`."""
+        return self.settings.exports
+
+    @property
+    def described(self) -> str:
+        """How it is run, in a few words."""
+        name = "" if self._engine.name == "local" else f" of {self._engine.name}"
+        per_round = f"{self.settings.sample_min} a round, " if self.settings.sample_fraction < 1 else ""
+        return f"{per_round}{self._processes} process{'es' * (self._processes != 1)}{name}"
+
+    def pids(self) -> list[int]:
+        """The processes that train, those of this machine."""
+        return self._engine.pids()
+
+    # -- the thread
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._simulate())
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._engine.close()
+            self._over.set()
+
+    async def _simulate(self) -> None:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        if self._stopped:
+            return
+        persistor = Persistor(self.settings) if self.settings.persistor else None
+        plan, store, recovered = open_run(self.settings, self._model, persistor, self._outer)
+        run = Run(plan, store, recovered, persistor, self._filters.results)
+        self._model = None  # version 0 is on disk
+        try:
+            beginning = self._beginning(run)
+            run.start()
+            folder = Path(beginning.sites) if _lasts(plan, beginning) else None
+            conductor = Conductor(run, self.sites, self._engine, folder, self._on_round)
+            if not run.state.finished:
+                await asyncio.get_running_loop().run_in_executor(None, self._engine.start, beginning, conductor)
+            first, begin_s = run.state.rounds[0].done, time.monotonic()
+            await conductor.conduct()
+            self._result = self._simulated(run, conductor, first, time.monotonic() - begin_s)
+        finally:
+            self._engine.close()
+            run.send_away()
+            await run.stop()
+
+    def _beginning(self, run: Run) -> Beginning:
+        handlers = Handlers(run)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return Beginning(
+            client=self._client,
+            arguments=self._arguments,
+            path=tuple(sys.path),
+            info=now(handlers.get_run()),
+            schema=now(handlers.get_schema()),
+            threads=max(1, cores // self._processes),
+            sites=str((self.settings.state_dir / SITES).resolve()),
+        )
+
+    def _simulated(self, run: Run, conductor: Conductor, first: int, seconds: float) -> Simulated:
+        told = run.store.history(1, 0)[0].summary_json  # empty of version 0
+        last = status_messages.RoundSummary.model_validate_json(told) if told else None
+        return Simulated(
+            model=self.exports / "model.safetensors",
+            metrics_file=self.exports / "metrics.jsonl",
+            version=run.store.head().version,
+            rounds=run.state.rounds[0].done - first,
+            worker_rounds=conductor.worker_rounds,
+            seconds=seconds,
+            bytes_up=conductor.bytes_up,
+            bytes_down=conductor.bytes_down,
+            metrics=dict(last.metrics) if last else {},
+            failed=dict(conductor.failed),
+            late=conductor.late,
+        )
+
+
+def _lasts(plan: Plan, beginning: Beginning) -> bool:
+    return lasts(beginning.info, plan.split, plan.codecs)
+
+
+def _sites(workers: int | Sequence[str]) -> list[str]:
+    if not isinstance(workers, int):
+        names = [require_site(site) for site in workers]
+        if len(set(names)) != len(names) or not names:
+            raise ConfigError("The virtual workers' names are not all different.", "Give each a name of its own.")
+        return names
+    if workers < 1:
+        raise ConfigError(f"workers is {workers}.", "Give at least 1.")
+    return [f"site-{number:04}" for number in range(workers)]
+
+
+def _engine(name: str, processes: int, address: str | None) -> Engine:
+    if name == "local":
+        if address is not None:
+            raise ConfigError(
+                f"address is {address!r}, and the engine is 'local'.", "Leave it out, or take engine ray."
+            )
+        return LocalEngine(processes)
+    if name == "ray":
+        from atoll.simulate.on_ray import RayEngine
+
+        return RayEngine(processes, address)
+    raise ConfigError(f"engine is {name!r}.", f"Take one of {', '.join(ENGINES)}.")
+
+
+_ONE_WHOLE_MODEL = {"num_fragments": 1, "tau": 0, "ranks": 1, "workflow": None, "mode": "sync"}
+
+
+def _simulated(settings: Settings, workers: int, per_round: int | None) -> Settings:
+    """The settings of a run whose workers are virtual.
+
+    Raises:
+        ConfigError: something in them has no meaning here.
+    """
+    for key, value in _ONE_WHOLE_MODEL.items():
+        if getattr(settings, key) != value:
+            raise ConfigError(
+                f"{key} is {getattr(settings, key)!r}: a simulation has rounds of whole models, which wait.",
+                f"Leave {key} out, or run it with atoll server and real workers.",
+            )
+    if not settings.rounds:
+        raise ConfigError("rounds is 0: the simulation would never end.", "Set rounds.")
+    changed: dict[str, Any] = {"num_workers": workers, "heartbeat_timeout_s": 0.0, "heartbeat_interval_s": 0.0}
+    changed |= {"placement": "server", "aggregators": ()}  # where a round is reduced changes no bit of it
+    if per_round is not None:
+        if not 1 <= per_round <= workers:
+            raise ConfigError(f"per_round is {per_round}, of {workers} workers.", f"Give 1 to {workers}.")
+        changed |= {"sample_fraction": per_round / workers, "sample_min": per_round}
+    return Settings.build(settings.model_dump() | changed)

@@ -1,0 +1,93 @@
+"""Where virtual workers are trained: the user's code, loaded once, and one virtual worker at a time."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from atoll.simulate.client import Client
+from atoll.simulate.jobs import Answer, Beginning
+from atoll.simulate.seldom import Seldom
+from atoll.simulate.session import Shared, VirtualSession, VirtualWorker
+from atoll.wire import messages
+from atoll.worker.functional import forget
+from atoll.worker.seat import taken_by
+
+LAST_WORDS_CHARS = 2000
+
+
+class Station:
+    """Trains the virtual workers that one process is given.
+
+    Raises:
+        ConfigError: the client cannot be loaded.
+    """
+
+    def __init__(self, beginning: Beginning) -> None:
+        sys.path[:] = [*beginning.path, *(each for each in sys.path if each not in beginning.path)]
+        torch.set_num_threads(beginning.threads)
+        _say_little()
+        self._shared = Shared.of(beginning.info, beginning.schema.to_split())
+        self._sites = Path(beginning.sites)
+        self._client = Client(beginning.client, beginning.arguments)
+        gc.freeze()  # a full collection would look at all that torch has imported, at every so many virtual workers
+
+    def train(
+        self,
+        site: str,
+        ticket: messages.Ticket,
+        outcomes: list[messages.Outcome],
+        base_fd: int,
+        spool_fd: int,
+    ) -> Answer:
+        """One virtual worker's round, to its end.
+
+        Args:
+            outcomes: of updates that its files may speak of.
+            base_fd: of the version to train from; stays the caller's.
+            spool_fd: where the update goes; stays the caller's.
+        """
+        known = {outcome.ticket: outcome for outcome in outcomes}
+        folder = self._sites / site
+        session = VirtualSession(self._shared, site, ticket, os.dup(base_fd), spool_fd, folder, known)
+        try:
+            worker = VirtualWorker(session)
+            with taken_by(worker.with_filters):
+                self._client.train(worker)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if not (isinstance(error, SystemExit) and not error.code):
+                return _raised(error, session.counters.bytes_down)
+        finally:
+            session.close()
+            forget()
+        return Answer(session.formed, session.stats, bytes_down=session.counters.bytes_down)
+
+
+def _raised(error: BaseException, bytes_down: int) -> Answer:
+    trace: TracebackType | None = error.__traceback__
+    here = os.path.dirname(__file__)
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(here):
+        trace = trace.tb_next  # to the user's first line
+    text = "".join(traceback.format_exception(type(error), error.with_traceback(None), trace))
+    last = "".join(traceback.format_exception_only(error)).strip()
+    return Answer(error=last[-LAST_WORDS_CHARS:] or type(error).__name__, trace=text, bytes_down=bytes_down)
+
+
+def _say_little() -> None:
+    """Warnings of virtual workers, on standard error; what they do is nobody's news."""
+    logger = logging.getLogger("atoll")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s atoll: %(message)s", datefmt="%H:%M:%S"))
+    handler.addFilter(Seldom())
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False

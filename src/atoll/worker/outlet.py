@@ -1,0 +1,157 @@
+"""What a worker of a swarm serves to the others: its updates, and the versions that it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+
+from atoll.errors import AtollError
+from atoll.placement.digests import digest_of
+from atoll.placement.plan import Plan
+from atoll.store.slots import region_digest
+from atoll.tensors.layout import Part
+from atoll.tensors.reference import TensorRef
+from atoll.transport.client import Counters, Http
+from atoll.transport.publisher import ObjectHost
+from atoll.wire import routes
+from atoll.wire.swarm_messages import Source
+from atoll.worker.files import Outbox
+from atoll.worker.holding import Version
+from atoll.worker.peering import spans
+from atoll.worker.reporting import told
+
+AGAIN_S = (0.5, 1.0, 2.0)
+"""Before a worker that could not be reached is tried again."""
+PROBE_S = 10.0
+"""A probe that is not answered by then has failed."""
+
+
+class Outlet:
+    """Files of this worker, under references that its server passes on.
+
+    Args:
+        counters: that what others pull is added to.
+        ca: PEM file with the authority of other workers' certificates.
+    """
+
+    def __init__(self, host: ObjectHost, counters: Counters, ca: str | None) -> None:
+        self._host, self._counters, self._ca = host, counters, ca
+        self._lock = threading.Lock()
+        self._updates: dict[int, tuple[str, TensorRef]] = {}  # fragment → digest and reference
+        self.served = 0
+        self._watching: dict[int, Callable[[int], None]] = {}  # fragment → who is told of its update's bytes
+
+    @property
+    def address(self) -> str:
+        """Where other workers reach this one."""
+        return self._host.address
+
+    def _count(self, count: int) -> None:
+        self.served += count
+        self._counters.add(up=count)
+
+    def serve(self, fd: int, nbytes: int, digest: str, digests: Sequence[bytes]) -> TensorRef:
+        """As `ObjectHost.serve`."""
+        return self._host.serve(fd, nbytes, digest, digests, self._count)
+
+    def withdraw(self, ref: TensorRef) -> None:
+        """Serve it no more."""
+        with contextlib.suppress(AtollError):
+            self._host.withdraw(ref)
+
+    def offer(self, fragment: int, outbox: Outbox, on_bytes: Callable[[int], None]) -> TensorRef:
+        """Serve what an outbox holds, until another is offered or it is `retract`ed; say what others pull of it."""
+        self._watching[fragment] = on_bytes
+
+        def count(nbytes: int) -> None:
+            self._count(nbytes)
+            self._watching[fragment](nbytes)
+
+        note = outbox.note
+        assert note is not None
+        with self._lock:
+            known = self._updates.get(fragment)
+            if known is not None and known[0] == note.digest:
+                return known[1]
+        self.retract(fragment)
+        digests = [bytes.fromhex(text) for text in note.part_digests]
+        ref = self._host.serve(outbox.fd, outbox.nbytes, note.digest, digests, count)
+        with self._lock:
+            self._updates[fragment] = note.digest, ref
+        return ref
+
+    def retract(self, fragment: int) -> None:
+        """The outbox is about to hold something else."""
+        with self._lock:
+            known = self._updates.pop(fragment, None)
+        if known is not None:
+            self.withdraw(known[1])
+
+    def probe(self, address: str) -> None:
+        """Find out whether another worker is to be reached.
+
+        Raises:
+            ServerUnreachable, TransferStalled: it is not. BadRequest: somebody else is there.
+        """
+        http = Http(address, ca=self._ca)
+        try:
+            http.reach(routes.HEALTH, timeout_s=PROBE_S)
+        finally:
+            http.close()
+
+    def why_unreached(self, address: str, wait: Callable[[float], bool]) -> str:
+        """As `probe`, a few times; why not, empty where it is reached or `wait` says that it is over."""
+        why = ""
+        for pause_s in (*AGAIN_S, 0.0):
+            try:
+                self.probe(address)
+                return ""
+            except AtollError as error:
+                why = told(error, 300)
+                if wait(pause_s):
+                    return ""
+        return why
+
+    def close(self) -> None:
+        self._host.close()
+
+
+class ServedVersions:
+    """Versions that others may pull, each with the outer state beside it."""
+
+    def __init__(self, plan: Plan, outlet: Outlet) -> None:
+        self._plan, self._outlet = plan, outlet
+        self._sources: dict[tuple[int, int], Source] = {}
+
+    def source_of(self, version: Version) -> Source | None:
+        """Where others pull it."""
+        return self._sources.get((version.fragment, version.version))
+
+    def state_parts(self, version: Version) -> list[bytes]:
+        """BLAKE3 of the parts in which its outer state travels: reads all of it, so hold no lock."""
+        if version.state is None:
+            return []
+        return [region_digest(version.state.fd, ((part.start, part.nbytes),)) for part in self._spans(version)]
+
+    def add(self, version: Version, state_parts: Sequence[bytes]) -> None:
+        """Let others pull it."""
+        planned, beside = self._plan.fragments[version.fragment], None
+        at = self._outlet.serve(version.slot.fd, planned.version.nbytes, version.digest, version.part_digests)
+        if version.state is not None:
+            nbytes = self._spans(version)[-1].stop
+            beside = self._outlet.serve(version.state.fd, nbytes, digest_of(version.state_digests), state_parts)
+        source = Source(version=str(at), state=str(beside) if beside is not None else None)
+        self._sources[version.fragment, version.version] = source
+
+    def remove(self, version: Version) -> None:
+        """Serve it no more."""
+        source = self._sources.pop((version.fragment, version.version), None)
+        for text in (source.version, source.state) if source is not None else ():
+            if text is not None:
+                self._outlet.withdraw(TensorRef.parse(text))
+
+    def _spans(self, version: Version) -> list[Part]:
+        shape = self._plan.fragments[version.fragment].shapes().state
+        assert shape is not None
+        return spans(shape.nbytes)

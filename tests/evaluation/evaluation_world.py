@@ -1,0 +1,71 @@
+"""A run of three sites whose targets are 0, 3 and 6, as processes; each number of the matrix can be derived by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import atoll
+from atoll.testing.processes import Nursery, Process
+
+SITE = str(Path(__file__).parent / "evaluating_site.py")
+TARGETS = {"a": 0.0, "b": 3.0, "c": 6.0}
+
+AFTER = ({"kind": "train"}, {"kind": "cross_site_evaluation"})
+
+MATRIX = {
+    "version 1": {"a": 9.0, "b": 0.0, "c": 9.0},  # w is the mean of 0, 3 and 6
+    "a": {"a": 0.0, "b": 9.0, "c": 36.0},
+    "b": {"a": 9.0, "b": 0.0, "c": 9.0},
+    "c": {"a": 36.0, "b": 9.0, "c": 0.0},
+}
+"""(w − t)²: rows by model, columns by whose data."""
+
+
+def zero() -> nn.Module:
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    return model
+
+
+def serve(folder: Path, **options: Any) -> atoll.Server:
+    settings: dict[str, Any] = {
+        "algorithm": "fedavg",
+        "rounds": 1,
+        "num_workers": 3,
+        "port": 0,
+        "min_free_bytes": 0,
+        "threads": 1,
+        "workflows": AFTER,
+    }
+    settings |= {"state_dir": folder / "state"} | options
+    model = zero() if settings.pop("has_model", True) else None
+    return atoll.Server(model, **settings)
+
+
+def start_site(nursery: Nursery, folder: Path, url: str, name: str, *words: str, **more: Any) -> Process:
+    return nursery.start(SITE, url, name, str(TARGETS[name]), *words, cwd=folder, **more)
+
+
+def matrix_of(folder: Path, name: str = "cross_site_evaluation") -> dict[str, Any]:
+    """What lies in the exports."""
+    found: dict[str, Any] = json.loads((folder / "state" / "exports" / f"{name}.json").read_text())
+    return found
+
+
+def losses(matrix: dict[str, Any], metric: str = "loss") -> dict[str, dict[str, float]]:
+    """Model → site → loss, of the cells that have one."""
+    found: dict[str, dict[str, float]] = {}
+    for cell in matrix["cells"]:
+        if metric in cell["metrics"]:
+            found.setdefault(cell["model"], {})[cell["site"]] = round(cell["metrics"][metric], 4)
+    return found
+
+
+def errors(matrix: dict[str, Any]) -> dict[tuple[str, str], str]:
+    return {(cell["model"], cell["site"]): cell["error"] for cell in matrix["cells"] if cell["error"]}

@@ -1,0 +1,134 @@
+"""What a site refuses to do with models: by name, before it does harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from evaluation_world import errors, losses, serve
+from torch import nn
+
+import atoll
+from atoll.errors import UsageError
+
+ALONE: dict[str, Any] = {"workflows": ({"kind": "cross_site_evaluation"},), "rounds": 0, "num_workers": 1}
+
+
+def play(folder: Path, register: Callable[[Any], None]) -> dict[str, Any]:
+    """An evaluation of one site, in this process; the run's model is w = 0."""
+    with serve(folder, **ALONE) as server:
+        with atoll.tasks(server.url, "a") as worker:
+            register(worker)
+            worker.run()
+        server.run()
+    assert server.evaluation is not None
+    return server.evaluation.model_dump()
+
+
+def measure(model: Any) -> dict[str, Any]:
+    return {"loss": model.weight.sum()}
+
+
+@pytest.mark.covers("P9")
+def test_the_module_that_others_models_go_into_is_not_given_as_its_own(tmp_path: Path) -> None:
+    net = nn.Linear(1, 1, bias=False)
+
+    def register(worker: Any) -> None:
+        worker.evaluates(measure, model=net)
+        worker.submits(lambda: net)
+
+    found = play(tmp_path, register)
+    assert losses(found) == {"version 0": {"a": 0.0}}
+    assert "model=copy.deepcopy(model)" in errors(found)["a", "a"]
+
+
+@pytest.mark.covers("P9", "X3")
+@pytest.mark.parametrize(
+    ("shape", "bias", "words"),
+    [
+        ((1, 1), True, "The model a does not fit the module: only it has 'bias'"),
+        ((1, 2), False, "The model a does not fit: 'weight' is F32[1, 2], in the module F32[1, 1]"),
+        (None, True, "The model a does not fit the module: only the module has 'weight'"),
+    ],
+    ids=["more", "shape", "less"],
+)
+def test_a_model_that_does_not_fit_the_module_is_named(
+    tmp_path: Path, shape: tuple[int, ...] | None, bias: bool, words: str
+) -> None:
+    model = ({"weight": torch.ones(shape)} if shape else {}) | ({"bias": torch.ones(1)} if bias else {})
+
+    def register(worker: Any) -> None:
+        worker.evaluates(measure, model=nn.Linear(1, 1, bias=False))
+        worker.submits(lambda: model)
+
+    found = play(tmp_path, register)
+    assert losses(found) == {"version 0": {"a": 0.0}}
+    assert words in errors(found)["a", "a"]
+
+
+@pytest.mark.covers("P9", "X3")
+@pytest.mark.parametrize(
+    ("gives", "words"),
+    [(None, "returned nothing"), ([1], "returned a list"), ({"loss": "low"}, "The metric 'loss' is 'low'")],
+    ids=["nothing", "list", "text"],
+)
+def test_what_is_no_metric_is_said_to_the_site(tmp_path: Path, gives: Any, words: str) -> None:
+    given = iter([gives, {"loss": 1.0}])
+
+    def register(worker: Any) -> None:
+        worker.evaluates(lambda state: next(given))
+        worker.submits(lambda: {"weight": torch.ones(1, 1)})
+
+    found = play(tmp_path, register)
+    assert words in errors(found)["version 0", "a"]
+    assert losses(found) == {"a": {"a": 1.0}}
+
+
+@pytest.mark.covers("P9", "P1")
+def test_where_the_server_is_another_machine_a_model_goes_by_it_unless_a_publisher_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atoll.worker.evaluating.is_loopback", lambda host: False)
+    sent: dict[str, int] = {}
+    for way in ("server", "publisher"):
+        with serve(tmp_path / way, **ALONE, has_model=False) as server:
+            with atoll.Publisher() as publisher, atoll.tasks(server.url, "a") as worker:
+                worker.evaluates(lambda state: {"loss": state["weight"][-1]})
+                worker.submits(
+                    lambda: {"weight": torch.arange(1000.0)}, publisher=None if way == "server" else publisher
+                )
+                worker.run()
+            server.run()
+        assert server.evaluation is not None
+        assert losses(server.evaluation.model_dump()) == {"a": {"a": 999.0}}
+        assert server._run is not None
+        sent[way] = server._run.bytes_up
+        assert not list((tmp_path / way / "state" / "objects").glob("*"))
+    assert sent["server"] >= 4000
+    assert sent["publisher"] == 0
+
+
+@pytest.mark.covers("T9")
+def test_a_name_has_one_handler(tmp_path: Path) -> None:
+    with serve(tmp_path, **ALONE) as server, atoll.tasks(server.url, "a") as worker:
+        worker.evaluates(measure)
+        with pytest.raises(UsageError, match="'validate' has a handler already"):
+            worker.task("validate")(print)
+        with pytest.raises(UsageError, match="'validate' has a handler already"):
+            worker.evaluates(measure)
+        worker.task("submit_model")(print)  # one's own counts
+        server.stop()
+
+
+def test_without_a_server_handlers_are_taken_and_never_called() -> None:
+    with atoll.join() as worker:
+        assert worker.task("count")(len) is len
+        assert worker.evaluates(measure) is measure
+        assert worker.evaluates(model=nn.Linear(1, 1))(measure) is measure
+        assert worker.submits(None) is None
+        worker.note("nothing")
+        assert list(worker.tasks()) == []
+        worker.run()

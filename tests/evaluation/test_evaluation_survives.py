@@ -1,0 +1,145 @@
+"""Servers that are killed while sites evaluate, sites that cannot reach each other, and where the bytes go."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from evaluation_world import MATRIX, TARGETS, losses, matrix_of, serve, start_site
+from safetensors.torch import save_file
+
+from atoll.cli.processes import Peaks
+from atoll.testing.processes import Nursery, Process, free_port, wait_until
+
+BIG = str(Path(__file__).parent / "big_site.py")
+
+
+def start_server(nursery: Nursery, folder: Path, *flags: str, port: int) -> Process:
+    return nursery.start("atoll", "server", "run.toml", "--port", str(port), *flags, cwd=folder)
+
+
+def run_file(folder: Path) -> None:
+    save_file({"weight": torch.zeros(1, 1)}, folder / "zero.safetensors")
+    (folder / "run.toml").write_text(
+        'algorithm = "fedavg"\nmodel = "zero.safetensors"\nrounds = 1\nnum_workers = 3\nstate_dir = "state"\n'
+        'min_free_bytes = 0\n[[workflows]]\nkind = "train"\n[[workflows]]\nkind = "cross_site_evaluation"\n'
+    )
+
+
+@pytest.mark.covers("P9", "P12")
+def test_a_server_that_is_killed_in_the_middle_evaluates_again_and_does_not_train_again(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    run_file(tmp_path)
+    port = free_port()
+    server = start_server(nursery, tmp_path, port=port)
+    wait_until(lambda: "listening on" in server.output(), "the server")
+    url = f"http://127.0.0.1:{port}"
+    sites = [start_site(nursery, tmp_path, url, name) for name in "ab"]
+    sites.append(start_site(nursery, tmp_path, url, "c", "hangs"))
+    wait_until((tmp_path / "c.hangs").exists, "an evaluation at c")
+    server.kill()
+    again = start_server(nursery, tmp_path, port=port)
+    wait_until(lambda: "listening on" in again.output(), "the server")
+    (tmp_path / "c.go").touch()
+    assert again.wait(60) == 0
+    assert [site.wait() for site in sites] == [0, 0, 0]
+    assert losses(matrix_of(tmp_path)) == MATRIX
+    assert "workflow 1 of 2, train, ended before this start" in again.output()
+    assert [site.output().count("submitted") for site in sites] == [1, 1, 1]
+    assert "round 1" not in again.output()
+
+
+@pytest.mark.covers("P9")
+def test_a_site_that_is_started_again_still_has_the_model_that_it_submitted(nursery: Nursery, tmp_path: Path) -> None:
+    """It is killed while it evaluates, before it could have given its model anew; the run has no round for it."""
+    with serve(tmp_path) as server:
+        sites = [start_site(nursery, tmp_path, server.url, name) for name in "ab"]
+        dying = start_site(nursery, tmp_path, server.url, "c", "hangs")
+        wait_until((tmp_path / "c.hangs").exists, "an evaluation at c")
+        dying.kill()
+        sites.append(start_site(nursery, tmp_path, server.url, "c"))
+        assert server.wait(60)
+        server.run()
+    assert [site.wait() for site in sites] == [0, 0, 0]
+    assert losses(matrix_of(tmp_path)) == MATRIX
+    assert "submitted" not in sites[2].output()
+
+
+@pytest.mark.covers("P9")
+@pytest.mark.parametrize("reach", ["direct", "apart"])
+def test_models_of_sites_go_straight_and_by_the_server_only_where_they_must(
+    nursery: Nursery, tmp_path: Path, reach: str
+) -> None:
+    """Three models of 8 MB, each evaluated at all sites. Apart: c serves its own at an address that leads nowhere.
+
+    Then the server is sent 8 MB, and sends them to each of the three; of the last of them it may not count all.
+    """
+    nbytes = 8_000_000
+    only = ({"kind": "cross_site_evaluation"},)
+    with serve(tmp_path, workflows=only, rounds=0, has_model=False) as server:
+        sites = [
+            nursery.start(BIG, server.url, name, str(TARGETS[name]), str(nbytes), *word, cwd=tmp_path)
+            for name, word in (("a", []), ("b", []), ("c", [reach]))
+        ]
+        assert server.wait(90)
+        server.run()
+    assert [site.wait() for site in sites] == [0, 0, 0]
+    assert losses(matrix_of(tmp_path)) == {name: MATRIX[name] for name in "abc"}
+    run = server._run
+    assert run is not None
+    if reach == "direct":
+        assert run.bytes_up == run.bytes_down == 0
+    else:
+        assert nbytes <= run.bytes_up < 1.01 * nbytes
+        assert 2 * nbytes <= run.bytes_down < 3.03 * nbytes
+    assert list((tmp_path / "state" / "objects").glob("*")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P9", "D1")
+def test_memory_is_flat_at_the_server_and_at_sites_that_evaluate(nursery: Nursery, tmp_path: Path) -> None:
+    """Eight times the model, and no more memory of its own for anybody: nobody holds one.
+
+    Two of the models are the sites', in files of theirs, and one is a file at the server.
+    """
+    small, large = (peaks_mb(nursery, tmp_path / str(megabytes), megabytes) for megabytes in (32, 256))
+    assert all(there < here + 16 for here, there in zip(small, large, strict=True)), (small, large)
+    assert max(large) < 64, large
+
+
+def peaks_mb(nursery: Nursery, folder: Path, megabytes: int) -> list[float]:
+    """What the server and two sites take at most beyond what they had at their start."""
+    folder.mkdir()
+    nbytes, port = megabytes * 2**20, free_port()
+    save_file({"weight": torch.ones(1, nbytes // 4)}, folder / "global.safetensors")
+    (folder / "run.toml").write_text(
+        f'num_workers = 2\nport = {port}\nstate_dir = "state"\n[[workflows]]\n'
+        'kind = "cross_site_evaluation"\nversions = ["global.safetensors"]\n'
+    )
+    server = nursery.start("atoll", "server", "run.toml", cwd=folder)
+    wait_until(partial(says, server, "listening on"), "the server")
+    peaks, url = Peaks(), f"http://127.0.0.1:{port}"
+    try:
+        peaks.begin(server.pid)
+        sites = [
+            nursery.start(BIG, url, name, str(TARGETS[name]), str(nbytes), "lazy", cwd=folder) for name in ("a", "b")
+        ]
+        for site in sites:
+            wait_until(partial(says, site, "begins"), "the site")
+            peaks.begin(site.pid)
+            (folder / f"{site.pid}.go").touch()
+        assert server.wait(120) == 0, server.output()
+        assert [site.wait() for site in sites] == [0, 0]
+    finally:
+        peaks.close()
+    found = losses(matrix_of(folder))
+    assert found["a"] == {"a": 0.0, "b": 9.0}
+    assert len(found) == 3
+    return [peaks.peak_mb(process.pid) for process in (server, *sites)]
+
+
+def says(process: Process, word: str) -> bool:
+    return word in process.output()

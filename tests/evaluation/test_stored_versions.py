@@ -1,0 +1,198 @@
+"""`atoll evaluate`: versions that are kept, the best one, exports and files, without going on with the run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from evaluation_world import losses, matrix_of, serve, start_site
+from safetensors.torch import save_file
+
+from atoll.cli import evaluate
+from atoll.testing.processes import Nursery, Process, free_port, wait_until
+from atoll.wire.evaluations import Cell, EvaluatedModel, Evaluation, markdown, plain
+
+RUN = """
+algorithm = "fedavg"
+model = "zero.safetensors"
+rounds = {rounds}
+num_workers = 2
+min_free_bytes = 0
+state_dir = "state"
+save_every = 1
+keep_versions = 2
+best_metric = "loss"
+best_mode = "min"
+"""
+
+TRAINER = """
+import sys
+import torch
+from torch import nn
+import atoll
+
+net = nn.Linear(1, 1, bias=False)
+with atoll.join(sys.argv[1], sys.argv[2]) as worker:
+    for round_ in worker:
+        round_.load_into(net)
+        loss = abs(net.weight.item() - 2.0)
+        with torch.no_grad():
+            net.weight += 1
+        round_.submit(net, metrics={"loss": loss})
+"""
+
+
+def url_of(server: Process) -> str:
+    wait_until(lambda: "listening on" in server.output() or server.poll() is not None, "the server")
+    found = re.search(r"listening on (http://[0-9.:]+)", server.output())
+    assert found, server.output()
+    return found[1]
+
+
+def trained(nursery: Nursery, folder: Path, rounds: int) -> None:
+    """Version n of the run is w = n, and the best one is the second."""
+    save_file({"weight": torch.zeros(1, 1)}, folder / "zero.safetensors")
+    (folder / "run.toml").write_text(RUN.format(rounds=rounds))
+    (folder / "train.py").write_text(TRAINER)
+    server = nursery.start("atoll", "server", "run.toml", "--port", "0", cwd=folder)
+    url = url_of(server)
+    sites = [nursery.start(str(folder / "train.py"), url, name, cwd=folder) for name in "ab"]
+    assert server.wait(60) == 0, server.output()
+    assert [site.wait() for site in sites] == [0, 0]
+
+
+@pytest.mark.covers("P9")
+def test_versions_of_a_finished_run_are_evaluated_beside_it(nursery: Nursery, tmp_path: Path) -> None:
+    """w is the number of the version, and 10 in the file; a has t = 0, b has t = 3. Version 9 there never was."""
+    trained(nursery, tmp_path, 5)
+    save_file({"weight": torch.full((1, 1), 10.0)}, tmp_path / "other.safetensors")
+    asked = [
+        "--versions",
+        "latest,1,best,9,other.safetensors,nope.safetensors",
+        "--no-site-models",
+        "--port",
+        "0",
+        "--out",
+        "m/found.json",
+    ]
+    server = nursery.start("atoll", "evaluate", "run.toml", *asked, cwd=tmp_path)
+    url = url_of(server)
+    sites = [start_site(nursery, tmp_path, url, "a"), start_site(nursery, tmp_path, url, "b", "tasks")]
+    assert server.wait(60) == 0, server.output()
+    assert [site.wait() for site in sites] == [0, 0]
+    found = json.loads((tmp_path / "m" / "found.json").read_text())
+    assert losses(found) == {
+        "version 5": {"a": 25.0, "b": 4.0},
+        "version 1": {"a": 1.0, "b": 4.0},
+        "best (version 2)": {"a": 4.0, "b": 1.0},
+        "other.safetensors": {"a": 100.0, "b": 49.0},
+    }
+    printed = server.output()
+    assert re.search(r"^version 5 +25 +4$", printed, re.MULTILINE)
+    assert "empty: version 9 on every site: Version 9 is no longer kept." in printed
+    assert "waits for 2 sites; " in printed
+    missing = f"No such file or directory, at the server: {tmp_path / 'nope.safetensors'}"
+    assert f"empty: nope.safetensors on every site: {missing}" in printed
+    assert losses(matrix_of(tmp_path)) == losses(found)
+    again = nursery.start("atoll", "server", "run.toml", "--port", "0", cwd=tmp_path)
+    assert again.wait(30) == 0  # the run is where it was: finished
+    assert "finished at version 5" in again.output()
+
+
+@pytest.mark.covers("P9")
+def test_a_run_that_is_not_finished_goes_on_after_an_evaluation(nursery: Nursery, tmp_path: Path) -> None:
+    trained(nursery, tmp_path, 2)
+    (tmp_path / "run.toml").write_text(RUN.format(rounds=4))
+    server = nursery.start("atoll", "evaluate", "run.toml", "--no-site-models", "--port", "0", "--json", cwd=tmp_path)
+    url = url_of(server)
+    # the script of training takes no part in it: there are no rounds now
+    refused = nursery.start(str(tmp_path / "train.py"), url, "a", cwd=tmp_path)
+    assert refused.wait() != 0
+    assert "This server has a workflow, and no rounds" in refused.output()
+    sites = [start_site(nursery, tmp_path, url, name) for name in "ab"]
+    assert server.wait(60) == 0, server.output()
+    assert [site.wait() for site in sites] == [0, 0]
+    text = server.output()
+    assert losses(json.loads(text[text.index("\n{\n") :])) == {"version 2": {"a": 4.0, "b": 1.0}}
+    trained(nursery, tmp_path, 4)
+    exported = nursery.start("atoll", "export", "out.safetensors", "--state-dir", "state", cwd=tmp_path)
+    assert exported.wait() == 0
+    assert "version 4" in exported.output()
+
+
+@pytest.mark.covers("P9")
+def test_a_server_that_runs_is_asked_for_its_matrix(nursery: Nursery, tmp_path: Path) -> None:
+    """While c stands still, what the others have measured is there already."""
+    with serve(tmp_path) as server:
+        early = nursery.start("atoll", "evaluate", "--server", server.url, cwd=tmp_path)
+        assert early.wait() == 6
+        assert "has evaluated nothing across sites" in early.output()
+        sites = [start_site(nursery, tmp_path, server.url, name) for name in "ab"]
+        sites.append(start_site(nursery, tmp_path, server.url, "c", "hangs"))
+        wait_until((tmp_path / "c.hangs").exists, "an evaluation at c")
+        wait_until(lambda: server.evaluation is not None and len(server.evaluation.cells) == 8, "the others' cells")
+        shown = nursery.start("atoll", "evaluate", "--server", server.url, cwd=tmp_path)
+        assert shown.wait() == 0
+        assert re.search(r"^a +0 +9 +—$", shown.output(), re.MULTILINE)
+        (tmp_path / "c.go").touch()
+        assert server.wait(60)
+        server.run()
+    assert [site.wait() for site in sites] == [0, 0, 0]
+
+
+@pytest.mark.covers("P9", "X3")
+def test_what_cannot_be_evaluated_is_named(nursery: Nursery, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('state_dir = "state"\n')
+    for arguments, code, words in (
+        ([], 2, "Give one of a run file and --server."),
+        (["run.toml"], 2, "holds no run"),
+        (["run.toml", "--server", "http://127.0.0.1:1"], 2, "Give one of"),
+        (["--server", f"http://127.0.0.1:{free_port()}"], 5, "does not answer"),
+    ):
+        command = nursery.start("atoll", "evaluate", *arguments, cwd=tmp_path)
+        assert command.wait() == code, command.output()
+        assert words in command.output()
+
+
+def evaluation() -> Evaluation:
+    return Evaluation(
+        run="r",
+        name="n",
+        finished=True,
+        sites=["a", "b"],
+        models=[EvaluatedModel(name="version 1", kind="version"), EvaluatedModel(name="b", kind="site", error="gone")],
+        cells=[
+            Cell(model="version 1", site="a", metrics={"loss": 0.5}, not_finite=["f1"]),
+            Cell(model="version 1", site="b", error="ValueError: a | b\n<script>`x`"),
+        ],
+    )
+
+
+@pytest.mark.covers("P9")
+def test_tables_are_one_for_each_metric_and_nothing_that_a_site_says_breaks_them() -> None:
+    text = markdown(evaluation())
+    assert "## f1\n\n| model | a | b |\n| --- | ---: | ---: |\n| version 1 | not finite | — |\n| b | — | — |\n" in text
+    assert "- version 1 on b: ValueError: a \\| b &lt;script>\\`x\\`" in text
+    assert "- b on every site: gone" in text
+    assert plain(evaluation())[5:9] == [
+        "loss (rows: models, columns: whose data)",
+        "model        a  b",
+        "version 1  0.5  —",
+        "b            —  —",
+    ]
+
+
+@pytest.mark.covers("P9")
+def test_on_a_terminal_it_is_a_table_of_rich(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    evaluate.show(evaluation(), as_json=False)
+    shown = capsys.readouterr().out
+    assert "│ version 1 │" in shown
+    assert "loss (rows: models, columns: whose data)" in shown
+    assert "empty: b on every site: gone" in shown

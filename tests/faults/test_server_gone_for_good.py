@@ -1,0 +1,94 @@
+"""A run ends, and its server with it, while a site is stopped: the site finds nobody, and ends by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import build
+
+import atoll
+from atoll.errors import ConfigError, ServerLost
+from atoll.testing.processes import wait_until
+from atoll.worker.silence import Silence, give_up_s
+
+SCRIPT = str(Path(__file__).with_name("lost_worker.py"))
+
+
+@contextmanager
+def site(folder: Path, name: str, url: str, loop: str) -> Iterator[subprocess.Popen[bytes]]:
+    """As a user starts it: what a script leaves uncaught decides its exit code."""
+    env = os.environ | {"ATOLL_SERVER": url, "ATOLL_SITE": name, "ATOLL_DIR": str(folder / "w"), "LOOP": loop}
+    env |= {"ATOLL_GIVE_UP_S": "1.5", "ATOLL_MAX_SYNC_RETRIES": "0"}
+    with (folder / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, SCRIPT], cwd=folder, env=env, stdout=log, stderr=log)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def said(folder: Path, name: str) -> list[dict[str, Any]]:
+    lines = (folder / f"{name}.log").read_text().splitlines()
+    return [json.loads(line) for line in lines if line.startswith('{"done"') and line.endswith("}")]
+
+
+@pytest.mark.covers("L10")
+@pytest.mark.parametrize("loop", ["federated", "diloco"])
+def test_a_site_that_was_stopped_meanwhile_ends_in_bounded_time(tmp_path: Path, loop: str) -> None:
+    options: dict[str, Any] = {"algorithm": "fedavg" if loop == "federated" else "diloco", "sync_every": 2}
+    options |= {"num_workers": 2, "rounds": 40, "heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 1.0}
+    with ExitStack() as stack:
+        server = stack.enter_context(atoll.Server(build(), port=0, state_dir=tmp_path / "state", **options))
+        a, b = (stack.enter_context(site(tmp_path, name, server.url, loop)) for name in ("a", "b"))
+        wait_until(lambda: len(said(tmp_path, "a")) > 2, "that a trains", 60)
+        a.send_signal(signal.SIGSTOP)
+        assert b.wait(60) == 0
+        server.run()
+        assert server.status().history[-1].workers == ["b"]
+        server.stop()
+        a.send_signal(signal.SIGCONT)
+        code, told = a.wait(30), (tmp_path / "a.log").read_text()
+    assert "has not answered for" in told
+    assert "If the run has ended meanwhile, its model is in the server's exports." in told
+    if loop == "federated":
+        assert code == ServerLost.exit_code == 5
+    else:  # whose script goes on behind its loop, with the model that it has
+        assert code == 0
+        last = said(tmp_path, "a")[-1]
+        assert (last["over"], last["lost"]) == (False, True)
+        assert "what was trained since is in this script's model alone" in told
+
+
+def test_a_server_that_is_back_in_time_is_no_lost_one() -> None:
+    now_s = 0.0
+    silence = Silence("http://there", lambda: now_s)
+    silence.failed()
+    now_s = 86399.0
+    silence.failed()
+    assert (silence.seconds, silence.is_too_long) == (86399.0, False)
+    silence.answered()
+    silence.failed()
+    now_s += 86399.0
+    assert not silence.is_too_long
+    now_s += 1.0
+    assert silence.is_too_long
+    assert "http://there has not answered for 24 h 0 min" in str(silence.error())
+
+
+def test_how_long_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_GIVE_UP_S", "0")
+    assert give_up_s() == float("inf")
+    for wrong in ("soon", "-1", "nan"):
+        monkeypatch.setenv("ATOLL_GIVE_UP_S", wrong)
+        with pytest.raises(ConfigError, match=f"ATOLL_GIVE_UP_S is '{wrong}'"):
+            give_up_s()

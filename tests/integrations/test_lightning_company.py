@@ -1,0 +1,156 @@
+"""Other callbacks beside ours: what averages weights, stops early, keeps checkpoints; and a second one of Atoll."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_world import PACKAGES, data, lines, module_class, package, serve, trainer_of
+from safetensors.torch import load_file
+
+import atoll.lightning
+from atoll.errors import UsageError
+
+Tiny = module_class()
+DILOCO = {"sync_every": 3, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
+
+
+def callbacks(name: str = "lightning.pytorch") -> Any:
+    return package(name).callbacks
+
+
+@pytest.mark.covers("S1", "X3")
+@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_two_sites_on_one_trainer_are_refused_before_either_joins(tmp_path: Path, name: str, workers: int) -> None:
+    """Guards against the first waiting in its hook for the update of the second, for ever."""
+    with serve(tmp_path, num_workers=workers) as server:
+        both = [atoll.lightning.AtollCallback(server.url, site, folder=tmp_path / site) for site in ("a", "b")]
+        trainer = trainer_of(name, callbacks=list(both))
+        words = r"The Trainer has 2 callbacks of Atoll, for the sites 'a', 'b'\. Give it one: a Trainer is one site"
+        for attempt in (trainer.validate, trainer.fit):
+            with pytest.raises(UsageError, match=words):
+                attempt(module_class(name)(), data())
+        with pytest.raises(UsageError, match=words):
+            atoll.lightning.is_running(trainer)
+        with pytest.raises(UsageError, match="takes part in a run already"):
+            atoll.lightning.patch(trainer, server.url, "c")
+        assert server.status().workers == []
+
+
+def test_two_callbacks_are_refused_without_a_server_too() -> None:
+    trainer = trainer_of()
+    atoll.lightning.patch(trainer, site="a")
+    trainer.callbacks.append(atoll.lightning.AtollCallback(site="b"))
+    with pytest.raises(UsageError, match="for the sites 'a', 'b'"):
+        trainer.fit(Tiny(), data())
+
+
+class LBFGS(Tiny):  # type: ignore[misc,valid-type]
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS([self.w], line_search_fn="strong_wolfe")
+
+
+@pytest.mark.covers("S1", "S5")
+def test_a_line_search_in_a_fit_goes_by_the_loss_of_fedprox(tmp_path: Path) -> None:
+    """(w − 1)²/2 + w²/4 is least at 2/3, then (w − 1)²/2 + (w − 2/3)²/4 at (1 + 1/3)/(3/2) = 8/9."""
+    with serve(tmp_path, "fedprox", local_options={"mu": 0.5}) as server:
+        trainer, module = trainer_of(), LBFGS()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        for number in atoll.lightning.rounds(trainer):
+            trainer.fit(module, data())
+            assert module.w.item() == pytest.approx((2 / 3, 8 / 9)[number - 1], abs=1e-5)
+        assert len(lines(server)) == 2
+
+
+@pytest.mark.covers("S1")
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedprox"])
+def test_an_average_of_weights_is_what_a_round_submits(tmp_path: Path, algorithm: str) -> None:
+    """Of each fit its own: steps from e = 1 − w to 0.9·e, 0.81·e, 0.729·e; with decay ½ the mean is w = 1 − 0.792·e.
+
+    0.25·0.9 + 0.25·0.81 + 0.5·0.729 = 0.792. FedProx with μ = 0 is the same. Validation measures the mean, too.
+    """
+    local = {"local_options": {"mu": 0.0}} if algorithm == "fedprox" else {}
+    with serve(tmp_path, algorithm, **local) as server:
+        trainer, module = trainer_of(callbacks=[callbacks().EMAWeightAveraging(decay=0.5)]), Tiny()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        for _ in atoll.lightning.rounds(trainer):
+            trainer.fit(module, data(), data())
+        rows = lines(server)
+        assert [row["metrics"]["val_w"] for row in rows] == pytest.approx([1 - 0.792, 1 - 0.792**2])
+        assert load_file(server.exports / "model.safetensors")["w"].item() == pytest.approx(1 - 0.792**2)
+        assert module.w.item() == pytest.approx(1 - 0.792**2)
+
+
+@pytest.mark.covers("S8")
+def test_a_fit_whose_average_never_began_submits_nothing(tmp_path: Path) -> None:
+    """Guards against the weights from before the round, 7 here, which that callback puts back at the end of a fit."""
+    with serve(tmp_path, rounds=1) as server:
+        trainer = trainer_of(callbacks=[callbacks().EMAWeightAveraging(decay=0.5, update_starting_at_step=100)])
+        module = Tiny()
+        module.w.data.fill_(7.0)
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        with pytest.raises(UsageError, match=r"EMAWeightAveraging averaged nothing in this fit.*update_starting_at"):
+            trainer.fit(module, data())
+        assert server.status().fragments[0].version == 0
+
+
+SWA = "StochasticWeightAveraging keeps its average and its begin from fit to fit.*Use EMAWeightAveraging"
+AVERAGE = "WeightAveraging replaces the weights by an average at the end of each fit, and {}.*Leave it out"
+REFUSED = [
+    ("fedavg", "StochasticWeightAveraging", {"swa_lrs": 0.05}, SWA),
+    ("diloco", "StochasticWeightAveraging", {"swa_lrs": 0.05}, SWA),
+    ("scaffold", "WeightAveraging", {}, AVERAGE.format("scaffold")),
+    ("diloco", "EMAWeightAveraging", {}, "EMA" + AVERAGE.format("diloco")),
+]
+
+
+@pytest.mark.covers("S8")
+@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize(
+    ("algorithm", "kind", "given", "words"), REFUSED, ids=[f"{kind}-{algorithm}" for algorithm, kind, _, _ in REFUSED]
+)
+def test_what_would_submit_another_models_weights_is_refused(
+    tmp_path: Path, name: str, algorithm: str, kind: str, given: dict[str, Any], words: str
+) -> None:
+    with serve(tmp_path, algorithm, rounds=1, **DILOCO if algorithm == "diloco" else {}) as server:
+        trainer, module = trainer_of(name, callbacks=[getattr(callbacks(name), kind)(**given)]), module_class(name)()
+        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        with pytest.raises(UsageError, match=words):
+            trainer.fit(module, data())
+        assert module.steps == 0
+        trainer.callbacks[:] = [callback]  # the remedy; the same round
+        trainer.fit(module, data())
+        assert lines(server)[0]["workers"] == ["a"]
+        assert module.w.item() == pytest.approx(1 - 0.9**3)
+
+
+@pytest.mark.covers("S1")
+def test_early_stopping_shortens_a_fit_and_its_patience_goes_on_in_the_next(tmp_path: Path) -> None:
+    """w grows, and the monitor wants it small: two epochs of three steps in the first fit, one in each further one."""
+    with serve(tmp_path, rounds=3) as server:
+        stopping = callbacks().EarlyStopping("val_w", patience=1, mode="min")
+        trainer, module = trainer_of(max_epochs=4, callbacks=[stopping]), Tiny()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        for _ in atoll.lightning.rounds(trainer):
+            trainer.fit(module, data(), data())
+        assert [row["weights"] for row in lines(server)] == [[24.0], [12.0], [12.0]]
+        assert module.w.item() == pytest.approx(1 - 0.9**12)
+
+
+@pytest.mark.covers("S1", "D11")
+def test_checkpoints_are_of_this_sites_training_over_all_rounds(tmp_path: Path) -> None:
+    """w grows epoch by epoch, over the rounds: the best is the last one, 1 − 0.9¹², and the second 1 − 0.9⁹."""
+    keeps = callbacks().ModelCheckpoint(dirpath=tmp_path / "kept", monitor="val_w", mode="max", save_top_k=2)
+    with serve(tmp_path) as server:
+        trainer = trainer_of(max_epochs=2, callbacks=[keeps], enable_checkpointing=True)
+        module = Tiny()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        for _ in atoll.lightning.rounds(trainer):
+            trainer.fit(module, data(), data())
+        assert len(lines(server)) == 2
+    kept = sorted(value.item() for value in keeps.best_k_models.values())
+    assert kept == pytest.approx([1 - 0.9**9, 1 - 0.9**12])
+    assert Tiny.load_from_checkpoint(keeps.best_model_path).w.item() == pytest.approx(1 - 0.9**12)

@@ -1,0 +1,267 @@
+"""What a recipe stands for: settings and a run file, and what it says where it is given something wrong."""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipe_world import module, project, recipe
+from safetensors.torch import load_file, save_file
+
+import atoll
+from atoll.config import Settings
+from atoll.errors import AtollError, ConfigError, SchemaMismatch, UsageError
+from atoll.recipes import (
+    DiLoCoRecipe,
+    FedAvgRecipe,
+    FedOptRecipe,
+    FedProxRecipe,
+    LocalEnv,
+    Recipe,
+    ScaffoldRecipe,
+    ServerEnv,
+    SimEnv,
+    SwarmRecipe,
+)
+from atoll.server.model import initial_model, schema_for
+
+
+@pytest.fixture(autouse=True)
+def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project(tmp_path, monkeypatch)
+
+
+KINDS: dict[str, tuple[type[Recipe], dict[str, object], dict[str, object]]] = {
+    "fedavg": (FedAvgRecipe, {}, {}),
+    "fedprox": (FedProxRecipe, {"mu": 0.5}, {"local_options": {"mu": 0.5}}),
+    "fedadam": (FedOptRecipe, {}, {}),
+    "fedyogi": (FedOptRecipe, {"server_optimizer": "yogi", "server_lr": 0.1}, {"outer_lr": 0.1}),
+    "fedavgm": (FedOptRecipe, {"server_optimizer": "sgd"}, {}),
+    "fedadagrad": (FedOptRecipe, {"server_optimizer": "adagrad"}, {}),
+    "scaffold": (ScaffoldRecipe, {"server_lr": 0.5}, {"outer_lr": 0.5}),
+    "fednova": (
+        SwarmRecipe,
+        {"algorithm": "fednova", "aggregators": ("site-2",)},
+        {"placement": "swarm", "aggregators": ("site-2",)},
+    ),
+    "diloco": (DiLoCoRecipe, {"sync_every": 7, "outer_momentum": 0.8}, {"sync_every": 7, "outer_momentum": 0.8}),
+}
+
+
+@pytest.mark.covers("P11")
+@pytest.mark.parametrize("algorithm", KINDS)
+def test_a_written_run_file_has_the_recipe_s_settings(algorithm: str, tmp_path: Path) -> None:
+    kind, given, chosen = KINDS[algorithm]
+    made = recipe(kind, **given).add_server_config({"codec": "int8", "heartbeat_timeout_s": 300})
+    path = made.write("run.toml")
+    expected = {
+        "name": "small",
+        "model": "my_model:build",
+        "algorithm": algorithm,
+        "rounds": 2,
+        "num_workers": 2,
+        "min_workers": 2,
+        "client": "train.py",
+        "codec": "int8",
+        "heartbeat_timeout_s": 300.0,
+    }
+    assert Settings.read(path, environ={}) == Settings.build(expected | chosen) == made.settings()
+    assert tomllib.loads(path.read_text()).keys() == expected.keys() | chosen.keys()  # and no other line
+    assert not (tmp_path / "initial.safetensors").exists()
+
+
+@pytest.mark.covers("P11")
+def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"FedAvgRecipe has no argument 'num_round'\. Did you mean 'num_rounds'\?"):
+        recipe(num_round=3)
+    with pytest.raises(UsageError, match=r"ScaffoldRecipe has no argument 'server_learn'\. Did you mean 'server_lr'\?"):
+        recipe(ScaffoldRecipe, server_learn=3)
+    with pytest.raises(UsageError, match=r"FedAvgRecipe has no argument 'mu'"):
+        recipe(mu=3)
+    with pytest.raises(
+        UsageError, match=r"'quorum', which is a setting .*recipe\.add_server_config\(\{'quorum': 2\}\)"
+    ):
+        recipe(quorum=2)
+    with pytest.raises(UsageError, match=r"server_optimizer is 'adams'\. Did you mean 'adam'\?"):
+        recipe(FedOptRecipe, server_optimizer="adams")
+    misspelt: dict[str, Any] = {"num_client": 2}
+    for kind in (SimEnv, LocalEnv):
+        with pytest.raises(
+            UsageError, match=rf"{kind.__name__} has no argument 'num_client'\. Did you mean 'num_clients'\?"
+        ):
+            kind(**misspelt)
+    with pytest.raises(UsageError, match=r"ServerEnv has no argument 'num_client'\. It has url, site, "):
+        ServerEnv("http://127.0.0.1:1", **misspelt)
+
+
+@pytest.mark.covers("P11")
+def test_aggregators_are_names_of_clients() -> None:
+    assert recipe(SwarmRecipe, aggregators="site-2").settings().aggregators == ("site-2",)  # not its letters
+    for kind in (SimEnv, LocalEnv):
+        with pytest.raises(
+            UsageError, match=r"aggregators of small has 'site-3', which is none of the 2 clients\. Did you mean 'site-"
+        ):
+            recipe(SwarmRecipe, aggregators=["site-1", "site-3"]).execute(kind(num_clients=2))
+
+
+@pytest.mark.covers("P11")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"num_rounds": "two"}, r"FedAvgRecipe, num_rounds: rounds = 'two': input should be a valid integer"),
+        ({"min_clients": 0}, r"FedAvgRecipe, min_clients: num_workers = 0: input should be greater than or equal to 1"),
+        ({"name": 3}, r"FedAvgRecipe, name: name = 3: input should be a valid string"),
+        ({"num_rounds": 0}, r"num_rounds is 0\. A recipe ends by itself"),
+        ({"train_script": "trian.py"}, r"there is no train_script 'trian.py'"),
+        ({"model": None}, r"no initial model"),
+        ({"model": torch.nn.Linear}, r"model is the class Linear, not a model\. Make one: Linear\(\)"),
+        ({"model": 3}, r"model is a int\. Give an nn.Module"),
+        ({"model": {"class": "x"}}, r"model = \{'class': 'x'\} is not understood"),
+        ({"model": "__main__:Net"}, r"the server is another program"),
+        ({"model": "a.safetensors", "initial_ckpt": "b.safetensors"}, r"Give one of them"),
+    ],
+)
+def test_a_wrong_value_is_refused_where_it_is_given(given: dict[str, object], said: str) -> None:
+    with pytest.raises(AtollError, match=said) as refused:
+        recipe(**given)
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.covers("P11")
+def test_a_wrong_server_config_is_refused_and_changes_nothing() -> None:
+    made = recipe(DiLoCoRecipe, sync_every=6)
+    before = made.settings()
+    for config, said in [
+        ({"quorm": 2}, r"add_server_config: there is no setting 'quorm'\. Did you mean 'quorum'\?"),
+        ({"port": "http"}, r"add_server_config: port = 'http': input should be a valid integer"),
+        ({"quorum": 2}, r"round_deadline_s is 0, so it never takes effect"),
+        ({"num_fragments": 4}, r"sync_every is 6, and num_fragments is 4"),
+        (
+            {"rounds": 4},
+            r"add_server_config got 'rounds', which DiLoCoRecipe decides\. It is its argument 'num_rounds'",
+        ),
+        ({"sync_every": 4}, r"'sync_every', which DiLoCoRecipe decides"),
+        ({"algorithm": "fedavg"}, r"'algorithm', which DiLoCoRecipe decides\. .* take another one"),
+    ]:
+        with pytest.raises(AtollError, match=said):
+            made.add_server_config(config)
+        assert made.settings() == before
+    made.add_server_config({"quorum": 2, "round_deadline_s": 5}).add_server_config({"quorum": 3})
+    assert (made.settings().quorum, made.settings().round_deadline_s) == (3, 5.0)
+
+
+@pytest.mark.covers("P13")
+def test_a_recipe_sets_what_a_run_file_and_a_variable_set() -> None:
+    config = {"tensor_download_chunk_size": 65536, "np_download_chunk_size": 0, "idle_timeout_s": 7.5}
+    written = Settings.read(recipe().add_server_config(config).write("run.toml"), environ={})
+    variables = {f"ATOLL_{key.upper()}": str(value) for key, value in config.items()}
+    plain = Settings.read(recipe().write("other.toml"), environ=variables)
+    assert written == plain
+    assert {key: getattr(written, key) for key in config} == config
+
+
+def test_an_asynchronous_run_waits_for_nobody() -> None:
+    assert recipe(DiLoCoRecipe).add_server_config({"mode": "async"}).settings().min_workers == 1
+
+
+@pytest.mark.covers("P11", "P7")
+def test_a_module_is_written_as_the_initial_model_with_its_buffers_and_ties(tmp_path: Path) -> None:
+    net = module()
+    path = recipe(model=net).write(tmp_path / "deep" / "run.toml")
+    settings = Settings.read(path, environ={})
+    assert settings.model == str(tmp_path / "deep" / "initial.safetensors")
+    loaded = load_file(settings.model)
+    state = net.state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    assert schema_for(settings, initial_model(settings, None)) == schema_for(settings, net)
+
+
+@pytest.mark.covers("P11", "P17")
+@pytest.mark.parametrize("kind", ["module", "function", "class path"])
+def test_weights_of_a_checkpoint_in_a_model(kind: str, tmp_path: Path) -> None:
+    net = module()
+    state = {
+        name: tensor.clone() + (1 if tensor.is_floating_point() else 0) for name, tensor in net.state_dict().items()
+    }
+    save_file(state, tmp_path / "ckpt.safetensors")  # plain: it says nothing of buffers and ties
+    model = {"module": net, "function": "my_model:build", "class path": {"class_path": "my_model.Net", "args": {}}}[
+        kind
+    ]
+    path = recipe(model=model, initial_ckpt="ckpt.safetensors").write("run.toml")
+    settings = Settings.read(path, environ={})
+    assert settings.model is not None
+    written = load_file(settings.model)
+    assert all(torch.equal(written[name], state[name]) for name in state)
+    assert schema_for(settings, initial_model(settings, None)) == schema_for(settings, net)
+
+
+def test_a_checkpoint_of_another_model_or_a_pickle_is_refused(tmp_path: Path) -> None:
+    save_file({"one.weight": torch.zeros(3)}, tmp_path / "other.safetensors")
+    with pytest.raises(SchemaMismatch, match="initial_ckpt"):
+        recipe(initial_ckpt="other.safetensors").write("run.toml")
+    with pytest.raises(ConfigError, match="is a pickle"):
+        recipe(initial_ckpt="weights.pt").write("run.toml")
+    assert not (tmp_path / "run.toml").exists()
+    with pytest.raises(SchemaMismatch, match="initial_ckpt"):
+        recipe(initial_ckpt="other.safetensors").execute(LocalEnv(num_clients=2, folder="new"))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_class_path_and_its_arguments_and_a_file_alone() -> None:
+    path = recipe(model={"class_path": "my_model.Net", "args": {"hidden": 7}}).write("run.toml")
+    settings = Settings.read(path, environ={})
+    assert (settings.model, settings.model_args) == ("my_model:Net", {"hidden": 7})
+    recipe(model=module()).write("first.toml")
+    path = recipe(model=Path("initial.safetensors")).write("runs/second.toml")
+    assert 'model = "../initial.safetensors"' in path.read_text()
+    assert recipe(model=None, initial_ckpt="initial.safetensors").settings().model == "initial.safetensors"
+
+
+def test_paths_are_those_of_the_current_folder_and_written_from_the_run_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def mean(updates): ...")
+    made = recipe().add_server_config(
+        {
+            "aggregator": "mine.py:mean",
+            "save_dir": "out",
+            "outer_lrs": {"head.*": 0.5},
+            "task_result_filters": [{"path": "mine.py:mean", "args": {}}, {"path": "drop", "args": {"names": ["a\n"]}}],
+        }
+    )
+    settings = Settings.read(made.write("deep/run.toml"), environ={})
+    assert settings.aggregator is not None
+    assert Path(settings.aggregator.removesuffix(":mean")).resolve() == tmp_path / "mine.py"
+    assert settings.save_dir is not None
+    assert settings.save_dir.resolve() == tmp_path / "out"
+    assert settings.outer_lrs == {"head.*": 0.5}
+    assert settings.task_result_filters[0]["path"] == "deep/../mine.py:mean"
+    assert settings.task_result_filters[1] == {"path": "drop", "args": {"names": ["a\n"]}}
+
+
+def test_a_file_that_no_recipe_wrote_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("rounds = 3\n")
+    with pytest.raises(UsageError, match=r"'run.toml' was not written by a recipe"):
+        recipe().write("run.toml")
+    with pytest.raises(UsageError, match=r"is a folder\. Name the run file"):
+        recipe().write(tmp_path)
+    assert (tmp_path / "run.toml").read_text() == "rounds = 3\n"
+    recipe().write("mine.toml")
+    recipe(num_rounds=5).write("mine.toml")
+    assert Settings.read(tmp_path / "mine.toml", environ={}).rounds == 5
+
+
+def test_what_is_no_environment_is_refused() -> None:
+    for wrong in (LocalEnv, "local", None):
+        with pytest.raises(UsageError, match=r"which is no environment\. Give LocalEnv\(num_clients=2\)"):
+            recipe().execute(wrong)
+    with pytest.raises(UsageError, match=r"num_clients is 1, but min_clients of small is 2: no round would ever close"):
+        recipe().execute(LocalEnv(num_clients=1))
+
+
+@pytest.mark.covers("X5")
+def test_everything_public_has_a_docstring() -> None:
+    assert all(inspect.getdoc(getattr(atoll.recipes, name)) for name in atoll.recipes.__all__)

@@ -1,0 +1,107 @@
+"""ServerEnv: a script takes part in the run of a server that is there, where it is the recipe's run."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipe_world import module, project, recipe
+
+import atoll
+from atoll.config import Settings
+from atoll.errors import ConfigError, RunFailed, ServerUnreachable, UsageError
+from atoll.recipes import DiLoCoRecipe, FedAvgRecipe, RunResult, ServerEnv
+from atoll.testing.processes import free_port
+
+
+@pytest.fixture(autouse=True)
+def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project(tmp_path, monkeypatch)
+
+
+def serving(made: Any) -> atoll.Server:
+    """A server on the run file that a recipe writes, in this process."""
+    settings = Settings.read(made.write("served/run.toml"), environ={})
+    return atoll.Server(settings=settings.model_copy(update={"port": 0}))
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P11")
+def test_two_sites_take_part_by_recipe(capfd: pytest.CaptureFixture[str]) -> None:
+    made = recipe(model=module(), num_rounds=3)
+    results: dict[str, RunResult] = {}
+    with serving(made) as server:
+
+        def take_part(site: str) -> None:
+            results[site] = made.execute(ServerEnv(server.url, site=site))
+
+        sites = [threading.Thread(target=take_part, args=(site,)) for site in ("a", "b")]
+        for thread in sites:
+            thread.start()
+        for thread in sites:
+            thread.join(90)
+        assert server.wait(30)
+    for result in results.values():
+        assert (result.model, result.state_dir, result.folder) == (None, None, None)
+        assert result.metrics.keys() == {"loss"}
+    assert [row.workers for row in server.status().history] == [["a", "b"]] * 3
+    said = capfd.readouterr().out
+    assert f"small at {server.url} is the recipe's run; starting train.py" in said
+    assert said.count("done") == 2
+
+
+@pytest.mark.covers("P11")
+def test_another_run_is_refused_with_every_difference() -> None:
+    with serving(recipe(FedAvgRecipe, model=module())) as server:
+        other = recipe(
+            DiLoCoRecipe, model={"class_path": "my_model.Net", "args": {"hidden": 9}}, num_rounds=7, sync_every=30
+        )
+        with pytest.raises(ConfigError) as refused:
+            other.execute(ServerEnv(server.url, site="a"))
+        assert server.status().workers == []
+    said = str(refused.value)
+    for expected in (
+        "algorithm is 'fedavg' there, 'diloco' here",
+        "rounds is 2 there, 7 here",
+        "sync_every is 0 there, 30 here",
+        "codec is 'none' there, 'bf16' here",
+        "model is of schema ",
+        "outer optimizer is 'sgd(lr=1.0, momentum=0.0)' there, 'sgd(lr=0.7, momentum=0.9, nesterov=True)' here",
+        "Change the recipe, or start a server on the file that recipe.write() writes",
+    ):
+        assert expected in said
+    assert "heartbeat" not in said
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.covers("P11")
+def test_the_same_recipe_with_another_deadline_or_filter_of_the_algorithm_is_another_run() -> None:
+    with serving(recipe().add_server_config({"quorum": 2, "round_deadline_s": 60})) as server:
+        with pytest.raises(ConfigError, match=r"policy is 'quorum 2 .*' there, 'barrier' here\. "):
+            recipe().execute(ServerEnv(server.url))
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P11")
+def test_a_script_that_fails_and_a_run_that_is_over(capfd: pytest.CaptureFixture[str]) -> None:
+    made = recipe(min_clients=1, num_rounds=1)
+    with serving(made) as server:
+        made.execute(ServerEnv(server.url, site="a"))
+        assert server.wait(30)
+    again = recipe(min_clients=1, num_rounds=2)
+    with serving(again) as server:
+        Path("train.py").write_text("raise SystemExit(4)")
+        with pytest.raises(RunFailed, match=r"train\.py ended with 4\. What it said is above; the run goes on"):
+            again.execute(ServerEnv(server.url, site="a"))
+        assert not server.finished
+
+
+@pytest.mark.covers("P11")
+def test_nobody_answers() -> None:
+    with pytest.raises(ServerUnreachable, match="does not answer") as failed:
+        recipe().execute(ServerEnv(f"http://127.0.0.1:{free_port()}"))
+    assert failed.value.exit_code == 5
+    with pytest.raises(UsageError, match="is not the address of a server"):
+        recipe().execute(ServerEnv("host:8512"))

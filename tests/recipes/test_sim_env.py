@@ -1,0 +1,66 @@
+"""SimEnv: the bits of real processes, in virtual clients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recipe_world import DILOCO, module, project, recipe
+
+from atoll.errors import AtollError, UsageError
+from atoll.recipes import DiLoCoRecipe, FedAvgRecipe, LocalEnv, Recipe, ScaffoldRecipe, SimEnv
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.covers("P11")
+@pytest.mark.parametrize("kind", [FedAvgRecipe, ScaffoldRecipe], ids=lambda kind: kind.__name__)
+def test_simulated_and_real_clients_have_the_same_bits(
+    kind: type[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    project(tmp_path, monkeypatch)
+    made = recipe(kind, model=module(), train_args=["--epochs", "3"])
+    simulated = made.execute(SimEnv(num_clients=3, processes=2, folder="simulated"))
+    said = capfd.readouterr().out
+    assert "round 2 of 2, 3 updates: loss" in said
+    assert simulated.model == Path("simulated/atoll-simulation/exports/model.safetensors")
+    assert simulated.state_dir == Path("simulated/atoll-simulation")
+    assert simulated.finished
+    assert [row.workers for row in simulated.history] == [["site-1", "site-2", "site-3"]] * 2
+    real = made.execute(LocalEnv(num_clients=3, folder="real", quiet=True))
+    assert real.model is not None
+    assert real.model.read_bytes() == simulated.model.read_bytes()
+    assert real.metrics == simulated.metrics
+
+
+@pytest.mark.covers("P11")
+def test_the_written_file_is_simulated_by_the_command_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project(tmp_path, monkeypatch)
+    made = recipe(model=module())
+    simulated = made.execute(SimEnv(num_clients=2, processes=2, folder="simulated", quiet=True))
+    made.write("there/run.toml")
+    command = [sys.executable, "-m", "atoll.cli.main", "simulate", "there/run.toml", "--processes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    # its workers have other names, and so other data: what is equal is the run, not the numbers
+    assert Path("there/atoll-simulation/exports/model.safetensors").exists()
+    assert [row.round for row in simulated.history] == [1, 2]
+    assert made.execute(SimEnv(num_clients=2, folder="simulated", quiet=True)).history == simulated.history
+
+
+@pytest.mark.covers("P11")
+def test_what_has_no_meaning_in_a_simulation_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project(tmp_path, monkeypatch, script=DILOCO)
+    made = recipe(DiLoCoRecipe, sync_every=4).add_server_config({"num_fragments": 2})
+    with pytest.raises(AtollError, match="num_fragments is 2: a simulation has rounds of whole models"):
+        made.execute(SimEnv(num_clients=2))
+    with pytest.raises(AtollError, match=r"atoll\.DiLoCo counts steps of a loop of its own"):  # it would train alone
+        recipe(DiLoCoRecipe, sync_every=4).execute(SimEnv(num_clients=2, processes=1))
+    with pytest.raises(AtollError, match="engine is 'rey'"):
+        recipe().execute(SimEnv(num_clients=2, engine="rey"))
+    with pytest.raises(UsageError, match="num_clients is 1, but min_clients of small is 2"):
+        recipe().execute(SimEnv(num_clients=1))

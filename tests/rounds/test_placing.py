@@ -1,0 +1,49 @@
+"""Who aggregates, and who holds: by hand."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from atoll.rounds.placing import appointed, to_hold, turn
+
+
+@pytest.mark.covers("P10")
+def test_the_users_choice_takes_turns_and_the_rest_come_after() -> None:
+    rounds = [turn(["a", "b", "c"], seed=0, fragment=0, version=v, named=("c", "a"))[:2] for v in range(4)]
+    assert rounds == [["c", "a"], ["a", "c"], ["c", "a"], ["a", "c"]]
+    assert turn(["a", "b"], seed=0, fragment=0, version=0, named=("c", "a")) == ["a", "b"]  # c is not here
+
+
+@pytest.mark.covers("P10")
+def test_otherwise_each_site_draws_a_number_for_each_version() -> None:
+    drawn = {site: hashlib.sha256(f"5/1/7/{site}".encode()).hexdigest() for site in ("a", "b", "c")}
+    assert turn(["c", "a", "b"], seed=5, fragment=1, version=7) == sorted(drawn, key=lambda site: drawn[site])
+    orders = {tuple(turn(["a", "b", "c"], seed=0, fragment=0, version=v)) for v in range(100)}
+    assert len(orders) == 6  # every order comes up
+
+
+@pytest.mark.covers("P10")
+@pytest.mark.parametrize(
+    ("order", "holders", "excluded", "before", "expected"),
+    [
+        ("abc", "abc", "", "", "a"),
+        ("abc", "bc", "", "", "b"),  # who has no version cannot
+        ("abc", "abc", "a", "", "b"),  # who has failed is not asked again
+        ("abc", "ab", "", "a", "b"),  # another one each round
+        ("abc", "a", "", "a", "a"),  # unless nobody else has it
+        ("abc", "ab", "b", "a", "a"),  # rather who did it before than who has failed
+        ("abc", "ab", "ab", "a", "a"),  # all have failed: from the first again
+        ("abc", "", "", "", None),
+    ],
+)
+def test_who_aggregates(order: str, holders: str, excluded: str, before: str, expected: str | None) -> None:
+    assert appointed(list(order), set(holders), set(excluded), before) == expected
+
+
+@pytest.mark.covers("P10")
+def test_two_hold_the_newest_version_where_there_are_two() -> None:
+    assert to_hold(["a", "b", "c"], {"c"}) == {"a", "c"}
+    assert to_hold(["a", "b", "c"], {"b", "c"}) == {"b", "c"}
+    assert to_hold(["c"], {"c"}) == {"c"}

@@ -1,0 +1,137 @@
+"""A server that is started again with other settings: what is refused, and from when on the rest holds."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.errors import ConfigError
+from atoll.testing.processes import free_port, wait_until
+
+STREAMING: dict[str, Any] = {"sync_every": 40, "num_fragments": 2, "tau": 4, "alpha": 0.5, "max_inflight": 1}
+
+
+def serve(folder: Path, **settings: Any) -> atoll.Server:
+    """A server that is not started."""
+    options: dict[str, Any] = {"port": 0, "state_dir": folder / "state", "min_free_bytes": 0}
+    return atoll.Server(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), **(options | settings))
+
+
+@pytest.mark.covers("L11")
+@pytest.mark.parametrize(
+    ("first", "other", "told"),
+    [
+        (STREAMING, {"sync_every": 80}, "sync_every = 40, this start says 80"),
+        (STREAMING, {"num_fragments": 1, "tau": 0, "alpha": 0.0}, "num_fragments = 2, this start says 1"),
+        (STREAMING, {"tau": 8}, "tau = 4, this start says 8"),
+        (STREAMING, {"alpha": 0.0}, "alpha = 0.5, this start says 0.0"),
+        (STREAMING, {"max_inflight": 2}, "max_inflight = 1, this start says 2"),
+        ({}, {"mode": "async"}, "mode = 'sync', this start says 'async'"),
+        ({}, {"algorithm": "fedavg"}, "algorithm = 'diloco', this start says 'fedavg'"),
+        ({}, {"codec": "int8"}, "codec = 'bf16', this start says 'int8'"),
+        (
+            {"codec": "topk"},
+            {"codec_options": {"density": 0.5}},
+            "codec_options = {}, this start says {'density': 0.5}",
+        ),
+        ({}, {"downlink_codec": "int8"}, "downlink_codec = 'none', this start says 'int8'"),
+        ({}, {"part_bytes": 2**17}, "part_bytes = 16777216, this start says 131072"),
+        ({}, {"ranks": 2}, "ranks = 1, this start says 2"),
+        ({}, {"outer_lr": 0.3}, "outer_optimizer = {'lr': 0.7}, this start says {'lr': 0.3}"),
+        ({}, {"outer_lrs": {"0.*": 0.3}}, "outer_optimizer = {}, this start says {'lrs': {'0.*': 0.3}}"),
+        (
+            {"algorithm": "fedprox", "local_options": {"mu": 0.1}},
+            {"local_options": {"mu": 0.2}},
+            "local_options = {'mu': 0.1}, this start says {'mu': 0.2}",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value) or "defaults",
+)
+def test_what_a_run_lives_by_is_refused_by_name(
+    tmp_path: Path, first: Mapping[str, Any], other: Mapping[str, Any], told: str
+) -> None:
+    with serve(tmp_path, **first):
+        pass
+    with (
+        pytest.raises(ConfigError, match=re.escape(f"has a run with {told}.")) as caught,
+        serve(tmp_path, **(first | other)),
+    ):
+        pass
+    assert "Start it with the old value, or begin a new run in another state_dir" in caught.value.remedy
+    with serve(tmp_path, **first) as again:  # as it was begun, it goes on
+        assert again.status().epoch >= 2
+
+
+def test_another_build_of_torch_is_told_of_and_not_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with serve(tmp_path):
+        pass
+    with closing(sqlite3.connect(tmp_path / "state" / "journal.sqlite")) as journal, journal:
+        ((text,),) = journal.execute("SELECT settings_json FROM run")
+        older = text.replace(f'"torch": "{torch.__version__}"', '"torch": "2.1.0"')
+        assert older != text
+        journal.execute("UPDATE run SET settings_json = ?, torch_build = '2.1.0'", (older,))
+    with serve(tmp_path):
+        assert "the run was begun with torch 2.1.0 on" in caplog.text
+
+
+def test_what_sites_were_told_holds_for_them_until_they_start_again(tmp_path: Path) -> None:
+    """a was there before, b comes later; both take part."""
+    told = {"connections": 1, "heartbeat_interval_s": 0.2, "idle_timeout_s": 7.0}
+    later = {"connections": 3, "heartbeat_interval_s": 40.0, "idle_timeout_s": 9.0}
+    run: dict[str, Any] = {"algorithm": "fedavg", "port": free_port(), "rounds": 3}
+    with serve(tmp_path, **run, **told) as server:
+        a = atoll.Client(server.url, site="a", folder=tmp_path / "w").register()
+        one_round(a)
+    with serve(tmp_path, **run, **later) as server:
+        one_round(a)
+        b = atoll.Client(server.url, site="b", folder=tmp_path / "w").register()
+        for client, expected in ((a, told), (b, later)):
+            session = client._session
+            assert session is not None
+            assert {key: getattr(session.info, key) for key in told} == expected
+        wait_until(lambda: heard_s(server, "a") < 0.15, "a heartbeat of a, as often as before")
+        assert a.next_round() == 3
+        a.submit(a.pull())
+        a.close()
+        b.close()
+
+
+@pytest.mark.covers("L11")
+def test_what_the_server_does_alone_holds_from_its_next_start_for_who_is_running(tmp_path: Path) -> None:
+    """The run gets a round more, of fewer workers, by a median, and refuses what is too large."""
+    run: dict[str, Any] = {"algorithm": "fedavg", "port": free_port(), "num_workers": 2}
+    with serve(tmp_path, **run, rounds=1, min_workers=2) as server:
+        sites = [atoll.Client(server.url, site=site, folder=tmp_path / "w").register() for site in ("a", "b")]
+        for client in sites:
+            one_round(client)
+        wait_until(lambda: server.finished, "the end of its one round")
+    with serve(tmp_path, **run, rounds=2, min_workers=1, reducer="median", max_update_norm=0.5) as server:
+        a, b = sites
+        for client in sites:
+            assert client.next_round() == 2
+        a.submit({name: tensor + 1.0 for name, tensor in a.pull().items()})
+        assert server.status().refused == 1
+        a.close()
+        b.submit(b.pull())
+        assert b.next_round() is None
+        b.close()
+        assert server.wait(60)
+        assert server.status().history[-1].workers == ["b"]
+
+
+def one_round(client: atoll.Client) -> None:
+    assert client.next_round() is not None
+    client.submit(client.pull())
+
+
+def heard_s(server: atoll.Server, site: str) -> float:
+    return next(each.last_heartbeat_s for each in server.status().workers if each.site == site)

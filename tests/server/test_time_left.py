@@ -1,0 +1,120 @@
+"""How long a run still takes: by the rounds that were measured, and by nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.cli import status as cli_status
+from atoll.server.left import ROUNDS, TimeLeft, left_s
+from atoll.wire import messages
+from atoll.worker.reporting import in_wait
+
+
+@pytest.mark.covers("X4")
+@pytest.mark.parametrize(
+    ("commits_s", "commits_left", "now_s", "left"),
+    [
+        ((), 5, 100.0, None),
+        ((100.0,), 5, 100.0, None),  # one round was opened, and none is over
+        ((100.0, 110.0), 5, 110.0, 50.0),
+        ((100.0, 110.0, 130.0), 4, 130.0, 60.0),  # 15 s each
+        ((100.0, 110.0, 130.0), 4, 140.0, 50.0),  # 10 s of the next round are spent
+        ((100.0, 110.0, 130.0), 4, 900.0, 45.0),  # it is late; those behind it are not shorter for that
+        ((100.0, 110.0, 130.0), 1, 900.0, 0.0),
+        ((100.0, 110.0), 0, 110.0, 0.0),
+    ],
+    ids=["nothing", "opened", "one", "mean", "spent", "late", "last-is-late", "over"],
+)
+def test_the_time_left_is_the_mean_round_times_those_left(
+    commits_s: tuple[float, ...], commits_left: int, now_s: float, left: float | None
+) -> None:
+    assert left_s(commits_s, commits_left, now_s) == left
+
+
+def test_what_was_long_ago_does_not_count(tmp_path: Path) -> None:
+    """Rounds of an hour, then as many of a second as are looked at."""
+    with serve(tmp_path, rounds=100) as server:
+        run = server._run
+        assert run is not None
+        left = TimeLeft(100, 1)
+        for hour in range(1, 6):
+            left.committed(0.0, 3600.0 * hour)
+        for second in range(1, ROUNDS + 1):
+            left.committed(0.0, 5 * 3600.0 + second)
+        assert left.of(run.state, 5 * 3600.0 + ROUNDS) == 100.0  # none is done: a hundred of a second each
+        assert TimeLeft(0, 1).of(run.state, 0.0) is None
+
+
+def serve(folder: Path, **options: object) -> atoll.Server:
+    settings = {"algorithm": "fedavg", "port": 0, "state_dir": folder / "state", "min_free_bytes": 0} | options
+    return atoll.Server(nn.Linear(3, 2), **settings)
+
+
+@pytest.mark.covers("X4")
+def test_status_and_the_servers_lines_say_how_long_a_run_still_takes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    told: list[float | None] = []
+    with serve(tmp_path, rounds=4) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for round in worker:
+                status = server.status()
+                told.append(status.left_s)
+                shown = cli_status.headline(status, server.url)[1]
+                assert bool(re.search(r"rounds 4 in all, up .* s, about \d\.\d s left$", shown)) == (round.number > 1)
+                round.submit({name: torch.zeros_like(t) for name, t in round.state_dict().items()})
+        over = server.status()
+    assert told[0] is None
+    assert all(left is not None and 0 < left < 60 for left in told[1:])
+    assert json.loads(over.model_dump_json())["left_s"] is None
+    lines = [line for line in caplog.messages if line.startswith("round ")]
+    assert [bool(re.search(r"; about \d\.\d s left$", line)) for line in lines] == [True, True, True, False]
+
+
+def test_a_run_that_goes_on_until_it_is_stopped_has_no_time_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with serve(tmp_path, rounds=0) as server, atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+        for round in worker:
+            round.submit(round.state_dict())
+            if round.number == 3:
+                break
+        status = server.status()
+    assert status.left_s is None
+    assert "left" not in cli_status.headline(status, server.url)[1]
+    assert not any("left" in line for line in caplog.messages if line.startswith("round "))
+
+
+@pytest.mark.covers("X4")
+def test_who_waits_is_told_by_the_server(tmp_path: Path) -> None:
+    with serve(tmp_path, rounds=5, num_workers=2) as server:
+        a, b = (atoll.Client(server.url, site=site, folder=tmp_path / "w").register() for site in "ab")
+        for client in (a, b, a):
+            assert client.next_round() is not None
+            client.submit(client.pull())
+        session = a._session
+        assert session is not None
+        reply = session.next_ticket(wait_s=0.0)
+        assert reply.status == "wait"
+        assert reply.left_s is not None
+        a.close()
+        b.close()
+
+
+@pytest.mark.covers("X4")
+def test_a_worker_that_waits_says_it_too() -> None:
+    reply = messages.TicketReply(
+        status="wait", head_version=1, head_digest="0" * 64, reason="round 2 waits for b", left_s=200.0
+    )
+    assert in_wait(15.2, reply) == "waiting 15 s: round 2 waits for b; about 3 min 20 s left of the run"
+    assert in_wait(15.2, reply.model_copy(update={"left_s": None})) == "waiting 15 s: round 2 waits for b"

@@ -1,0 +1,229 @@
+"""What goes wrong in a simulation: a virtual worker that raises or ends its process, a client that is none, an end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from virtual_world import CLIENT, model_of, simulate, told, write
+
+from atoll.testing.processes import Nursery, wait_until
+
+FOUR = ("--workers", "4", "--processes", "1")
+TWO = ("--workers", "4", "--processes", "2")
+
+RAISES = CLIENT.replace(
+    "        round.load_into(model)\n",
+    "        round.load_into(model)\n        if {where}:\n            raise ValueError('no data at ' + worker.site)\n",
+)
+
+
+def raising(where: str) -> str:
+    return RAISES.replace("{where}", where)
+
+
+def workers_of(folder: Path) -> list[list[str]]:
+    """Who took part in each round."""
+    lines = (folder / "exports" / "metrics.jsonl").read_text().splitlines()
+    return [[name[-1] for name in json.loads(line)["workers"]] for line in lines]
+
+
+def processes_in(folder: Path) -> list[int]:
+    """What still runs with this as its current folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and os.readlink(entry / "cwd") == str(folder):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What SCAFFOLD comes to, of four sites and three rounds."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    simulate(nursery, write(folder, algorithm="scaffold"), *FOUR)
+    return model_of(folder / "atoll-simulation")
+
+
+@pytest.mark.covers("V2")
+@pytest.mark.slow
+def test_the_rounds_go_on_without_a_virtual_worker_that_raises(nursery: Nursery, tmp_path: Path) -> None:
+    run_file = write(tmp_path, raising("worker.site == 'site-0002' and round.number == 2"))
+    said = simulate(nursery, run_file, *FOUR, "--json")
+    assert "ValueError: no data at site-0002" in said
+    assert 'client.py", line' in said  # the user's own
+    assert "station.py" not in said
+    assert told(said)["failed"] == {"site-0002": "ValueError: no data at site-0002"}
+    assert workers_of(tmp_path / "atoll-simulation") == [list("0123"), list("013"), list("013")]
+
+
+@pytest.mark.covers("V2", "X3")
+@pytest.mark.slow
+def test_a_run_whose_round_cannot_close_any_more_ends_with_9_and_goes_on_when_mended(
+    nursery: Nursery, tmp_path: Path, undisturbed: bytes
+) -> None:
+    rules = {"min_workers": 3, "algorithm": "scaffold"}
+    run_file = write(tmp_path, raising("worker.site < 'site-0002' and round.number == 2"), **rules)
+    said = simulate(nursery, run_file, *FOUR, code=9)
+    assert "Round 2 cannot close (2 of min_workers 3 alive: waits for another)" in said
+    assert "ValueError: no data at site-0001" in said
+    assert "Nothing is lost" in said
+    write(tmp_path, **rules)
+    assert "round 3 of 3: 4 updates" in simulate(nursery, run_file, *FOUR)
+    assert model_of(tmp_path / "atoll-simulation") == undisturbed
+
+
+@pytest.mark.slow
+def test_a_client_that_submits_nothing_takes_part_no_more(nursery: Nursery, tmp_path: Path) -> None:
+    returns = "    if worker.site == 'site-0001':\n        return\n"
+    client = CLIENT.replace("    model = build()\n", returns + "    model = build()\n")
+    failed = told(simulate(nursery, write(tmp_path, client), *FOUR, "--json"))["failed"]
+    assert failed == {"site-0001": "it returned without an update"}
+    assert workers_of(tmp_path / "atoll-simulation") == [list("023")] * 3
+
+
+@pytest.mark.slow
+def test_an_update_that_is_not_finite_is_refused_and_the_round_goes_on(nursery: Nursery, tmp_path: Path) -> None:
+    nan = """\
+        if worker.site == "site-0003" and round.number == 1:
+            model[0].weight.data[0, 0] = float("nan")
+"""
+    client = CLIENT.replace("        round.submit(", nan + "        round.submit(")
+    said = simulate(nursery, write(tmp_path, client), *FOUR)
+    assert "site-0003: update refused: 0.weight holds NaN or Inf" in said
+    assert workers_of(tmp_path / "atoll-simulation") == [list("012"), list("0123"), list("0123")]
+
+
+@pytest.mark.slow
+def test_one_without_whom_the_round_cannot_close_has_another_try(nursery: Nursery, tmp_path: Path) -> None:
+    nan = """\
+        import pathlib
+        mark = pathlib.Path(__file__).parent / "tried"
+        if worker.site == "site-0003" and not mark.exists():
+            mark.touch()
+            model[0].weight.data[0, 0] = float("nan")
+"""
+    client = CLIENT.replace("        round.submit(", nan + "        round.submit(")
+    said = simulate(nursery, write(tmp_path, client, min_workers=4), *FOUR)
+    assert "site-0003: update refused" in said
+    assert workers_of(tmp_path / "atoll-simulation") == [list("0123")] * 3
+
+
+KILLS = """\
+        import os, pathlib, signal
+        marks = pathlib.Path(__file__).parent
+        if worker.site == "site-0001" and round.number == 2 and len(list(marks.glob("killed-*"))) < {times}:
+            (marks / f"killed-{os.getpid()}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def killed(times: int) -> str:
+    """A client whose process is killed in round 2, so often."""
+    text = KILLS.replace("{times}", str(times))
+    return CLIENT.replace("        round.submit(", text + "        round.submit(")
+
+
+@pytest.mark.covers("V2")
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_replaced_and_its_virtual_worker_trained_again(
+    nursery: Nursery, tmp_path: Path, undisturbed: bytes
+) -> None:
+    said = simulate(nursery, write(tmp_path, killed(2), algorithm="scaffold"), *TWO, "--json")
+    assert said.count("ended with signal SIGKILL while it trained site-0001") == 2
+    assert told(said)["failed"] == {}
+    assert model_of(tmp_path / "atoll-simulation") == undisturbed
+
+
+@pytest.mark.covers("V2")
+@pytest.mark.slow
+def test_who_ends_three_processes_is_the_one_that_fails(nursery: Nursery, tmp_path: Path) -> None:
+    said = simulate(nursery, write(tmp_path, killed(100)), *FOUR, "--json")
+    assert told(said)["failed"] == {"site-0001": "its process ended with signal SIGKILL, 3 times in a row"}
+    assert workers_of(tmp_path / "atoll-simulation") == [list("0123"), list("023"), list("023")]
+
+
+WAITS = """\
+        import pathlib, time
+        marks = pathlib.Path(__file__).parent
+        while worker.site == "site-0001" and round.number == 2 and not (marks / "go").exists():
+            (marks / "here").touch()
+            time.sleep(0.01)
+"""
+WAITING = CLIENT.replace("        round.submit(", WAITS + "        round.submit(")
+
+
+@pytest.mark.covers("V3")
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_simulation_that_was_ended_leaves_nothing_running_and_goes_on(
+    nursery: Nursery, tmp_path: Path, number: signal.Signals, undisturbed: bytes
+) -> None:
+    run_file = write(tmp_path, WAITING, algorithm="scaffold")
+    process = nursery.start("atoll", "simulate", "run.toml", *FOUR, cwd=tmp_path)
+    wait_until((tmp_path / "here").exists, "round 2")
+    process.send(number)
+    assert process.wait() == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}[number]
+    wait_until(lambda: not processes_in(tmp_path), "the end of every process")
+    (tmp_path / "go").touch()
+    assert told(simulate(nursery, run_file, *FOUR, "--json"))["rounds"] == 2
+    assert model_of(tmp_path / "atoll-simulation") == undisturbed
+
+
+@pytest.mark.slow
+def test_a_deadline_closes_the_round_and_the_late_update_does_not_count(nursery: Nursery, tmp_path: Path) -> None:
+    late = """\
+        import pathlib, time
+        marks = pathlib.Path(__file__).parent
+        while worker.site == "site-0001" and round.number == 1 and not (marks / "go").exists():
+            time.sleep(0.01)
+        if round.number == 2:
+            (marks / "go").touch()
+"""
+    client = CLIENT.replace("        round.submit(", late + "        round.submit(")
+    run_file = write(tmp_path, client, quorum=3, round_deadline_s=1.0)
+    done = told(simulate(nursery, run_file, *TWO, "--json"))  # the other process takes what waits behind it
+    assert (done["late"], done["failed"]) == (1, {})
+    first, *others = workers_of(tmp_path / "atoll-simulation")
+    assert first == list("023")
+    assert len(others) == 2
+
+
+@pytest.mark.covers("V5", "X3")
+@pytest.mark.parametrize(
+    ("flags", "settings", "why"),
+    [
+        (["--client", "other.py:train"], {}, "there is no file"),
+        (["--client", "client.py:trian"], {}, "Did you mean 'train'?"),
+        (["--client", "train"], {}, "does not name code"),
+        (["--workers", "4", "--per-round", "5"], {}, "per_round is 5, of 4 workers"),
+        (["--engine", "slurm"], {}, "Take one of local, ray"),
+        (["--address", "box:6379"], {}, "the engine is 'local'"),
+        ([], {"rounds": 0}, "would never end"),
+        ([], {"mode": "async"}, "mode is 'async'"),
+        ([], {"num_fragments": 2}, "num_fragments is 2"),
+    ],
+    ids=["file", "name", "form", "per-round", "engine", "address", "rounds", "async", "fragments"],
+)
+def test_what_has_no_meaning_is_refused_with_exit_code_2(
+    nursery: Nursery, tmp_path: Path, flags: list[str], settings: dict[str, object], why: str
+) -> None:
+    write(tmp_path, **settings)
+    process = nursery.start("atoll", "simulate", "run.toml", *flags, cwd=tmp_path)
+    assert process.wait(60) == 2, process.output()
+    assert why in " ".join(process.output().split())
+
+
+@pytest.mark.slow
+def test_a_client_that_cannot_be_imported_is_said_with_its_traceback(nursery: Nursery, tmp_path: Path) -> None:
+    run_file = write(tmp_path)
+    (tmp_path / "their.py").write_text("import torch\nraise RuntimeError('no licence')\n")
+    said = simulate(nursery, run_file, *FOUR, "--client", "their.py:train", code=9)
+    assert "RuntimeError: no licence" in said
+    assert "ended with code 1 before it began" in said

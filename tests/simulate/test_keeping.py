@@ -1,0 +1,81 @@
+"""What a site keeps, brought back from a process with another disk: a kill in between loses nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from atoll.simulate import keeping
+from atoll.tensors.schema import TensorSpec
+from atoll.wire.messages import Outcome
+from atoll.worker.turns import Turns
+
+SPECS = [TensorSpec("w", "F32", (4,))]
+
+
+def opened(folder: Path) -> Turns:
+    folder.mkdir(exist_ok=True)
+    return Turns(folder, "control", SPECS)
+
+
+def outcome(ticket: int) -> Outcome:
+    return Outcome(ticket=ticket, state="counted", base_version=0)
+
+
+def trained(folder: Path, ticket: int) -> None:
+    """A round: what was pending counts, and the ticket's number is what is pending now."""
+    turns = opened(folder)
+    if not turns.found:
+        turns.zero()
+    turns.settle(outcome)
+    turns.begin()
+    turns.write("w", 0, torch.full((4,), float(ticket)))
+    turns.belongs_to(ticket, ticket)
+    turns.close()
+
+
+def value(folder: Path) -> float:
+    """What counts once the pending update is counted."""
+    turns = opened(folder)
+    turns.settle(outcome)
+    first = float(turns.read("w", 0, 4)[0])
+    turns.close()
+    return first
+
+
+def test_it_is_the_same_afterwards(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for ticket in (1, 2, 3):
+        keeping.put_kept(there, keeping.read_kept(here))
+        trained(there, ticket)
+        keeping.write_kept(here, keeping.read_kept(there))
+        assert keeping.pending(here) == {ticket}
+        assert keeping.read_kept(here) == keeping.read_kept(there)
+    assert value(here) == 3.0
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_ended_at_any_step_the_round_can_be_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    trained(here, 1)
+    keeping.put_kept(there, keeping.read_kept(here))
+    trained(there, 2)
+    done = 0
+
+    def once_too_often(*_: object) -> None:
+        nonlocal done
+        if done == step:
+            raise KeyboardInterrupt
+        done += 1
+
+    write_note, write_bytes = keeping.write_note, Path.write_bytes
+    monkeypatch.setattr(keeping, "write_note", lambda *given: (once_too_often(), write_note(*given)))
+    monkeypatch.setattr(Path, "write_bytes", lambda *given: (once_too_often(), write_bytes(*given)))
+    with pytest.raises(KeyboardInterrupt):
+        keeping.write_kept(here, keeping.read_kept(there))
+    monkeypatch.undo()
+    assert value(here) == 1.0  # the update of ticket 1 was counted, that of ticket 2 is formed again

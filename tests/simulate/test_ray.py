@@ -1,0 +1,103 @@
+"""The engine on Ray: the same bits as on this machine, actors that are killed, a Ray that is not there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from virtual_world import CLIENT, model_of, simulate, told, write
+
+import atoll
+from atoll.errors import ConfigError
+from atoll.testing.processes import Nursery, free_port
+
+FOUR = ("--workers", "4", "--processes", "2", "--engine", "ray")
+
+KILLED = CLIENT.replace(
+    "        round.submit(",
+    """\
+        import os, pathlib, signal
+        mark = pathlib.Path(__file__).parent / "killed"
+        if worker.site == "site-0001" and round.number == 2 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        round.submit(""",
+)
+
+
+RULES = {"algorithm": "scaffold", "codec": "int8"}
+"""Both kinds of what a site keeps between its rounds: it travels with a job, and back."""
+
+
+def run(folder: Path, engine: str, rounds: int = 3, processes: int = 1, client: str = CLIENT) -> bytes:
+    """The result of four sites, of a state directory that may be there already."""
+    given = {"state_dir": folder / "state", "model": f"{folder / 'client.py'}:build"}
+    settings = atoll.Settings.read(write(folder, client, rounds=rounds, **RULES), given)
+    done = atoll.Simulation(settings=settings, workers=4, processes=processes, engine=engine).run()
+    assert done.failed == {}
+    return model_of(folder / "state")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What three rounds come to on this machine."""
+    return run(tmp_path_factory.mktemp("undisturbed"), "local")
+
+
+@pytest.mark.covers("V2")
+@pytest.mark.slow
+def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
+    ray_here: None, tmp_path: Path, undisturbed: bytes
+) -> None:
+    assert run(tmp_path, "ray", processes=2, client=KILLED) == undisturbed
+    assert (tmp_path / "killed").exists()
+
+
+@pytest.mark.slow
+def test_what_was_begun_on_ray_goes_on_here(ray_here: None, tmp_path: Path, undisturbed: bytes) -> None:
+    run(tmp_path, "ray", rounds=2)
+    assert run(tmp_path, "local", rounds=3) == undisturbed
+
+
+@pytest.mark.slow
+def test_the_command_starts_a_ray_of_its_own_and_ends_it(nursery: Nursery, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
+    before = set(Path("/tmp").glob("atoll-ray-*"))
+    done = told(simulate(nursery, write(tmp_path), *FOUR, "--json"))
+    assert (done["worker_rounds"], done["failed"]) == (12, {})
+    assert set(Path("/tmp").glob("atoll-ray-*")) <= before
+
+
+@pytest.mark.covers("V5")
+def test_a_ray_that_does_not_answer_is_exit_code_5(nursery: Nursery, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
+    address = f"127.0.0.1:{free_port()}"
+    said = " ".join(simulate(nursery, write(tmp_path), *FOUR, "--address", address, code=5).split())
+    assert f"Ray at {address} cannot be reached: Connection refused. Look whether Ray runs there" in said
+
+
+@pytest.mark.covers("V5")
+def test_a_ray_that_is_not_installed_is_refused_with_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    settings = atoll.Settings.read(write(tmp_path))
+    with pytest.raises(ConfigError, match=r"not installed here\. Install it: pip install 'atoll\[ray\]'") as refused:
+        atoll.Simulation(settings=settings, workers=4, engine="ray")
+    assert refused.value.exit_code == 2
+
+
+def test_what_a_killed_simulation_has_left_of_its_ray_is_removed() -> None:
+    from atoll.simulate import on_ray
+
+    ended, alive = (Path(on_ray.TEMPORARY) / f"{on_ray.FOLDER}{pid}-test" for pid in (2**22 + 1, os.getpid()))
+    for folder in (ended, alive):  # no process has a number above 2²²
+        folder.mkdir()
+    try:
+        on_ray._remove_left_behind()
+        assert not ended.exists()
+        assert alive.exists()
+    finally:
+        alive.rmdir()

@@ -1,0 +1,76 @@
+"""Simulated by one process or by two, on Ray, or trained by real workers over HTTP: the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from virtual_world import SITES, model_of, write
+
+import atoll
+from atoll.testing.processes import Nursery, free_port
+
+RUNS: dict[str, dict[str, Any]] = {
+    "fedavg": {"algorithm": "fedavg"},
+    "fedadam": {"algorithm": "fedadam"},
+    "scaffold": {"algorithm": "scaffold", "part_bytes": 65536},  # several parts
+    "int8": {"algorithm": "fedavg", "codec": "int8"},
+}
+SAMPLED = {"algorithm": "scaffold", "sample_fraction": 0.5, "sample_min": 2}
+
+
+def trained(nursery: Nursery, folder: Path, **settings: Any) -> bytes:
+    """By `atoll server` and a process for each site."""
+    port = free_port()
+    write(folder, num_workers=len(SITES), port=port, state_dir="state", **settings)
+    server = nursery.start("atoll", "server", "run.toml", cwd=folder)
+    url = {"ATOLL_SERVER": f"http://127.0.0.1:{port}", "ATOLL_DIR": str(folder / "workers")}
+    workers = [nursery.start("client.py", cwd=folder, env=url | {"ATOLL_SITE": site}) for site in SITES]
+    assert [worker.wait(60) for worker in workers] == [0] * len(SITES), workers[0].output()
+    assert server.wait(60) == 0
+    return model_of(folder / "state")
+
+
+def simulated(folder: Path, name: str, *, processes: int, client: str = "client.py:train", engine: str = "") -> bytes:
+    """By a simulation, in a program."""
+    file, colon, function = client.partition(":")
+    given = {"state_dir": folder / name, "model": f"{folder / 'client.py'}:build"}
+    done = atoll.Simulation(
+        settings=atoll.Settings.read(folder / "run.toml", given),
+        client=f"{folder / file}{colon}{function}",
+        workers=len(SITES),
+        processes=processes,
+        engine=engine or "local",
+    ).run()
+    assert (done.rounds, done.failed, done.late) == (3, {}, 0)
+    assert (folder / name / "exports" / "metrics.jsonl").read_text().count("\n") == 3
+    return model_of(folder / name)
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def real(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of real workers, and its result in `state`."""
+    folder = tmp_path_factory.mktemp(request.param)
+    trained(nursery, folder, **RUNS[request.param])
+    return folder
+
+
+@pytest.mark.covers("V1")
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_simulation_ends_with_the_bits_of_real_workers(real: Path, processes: int) -> None:
+    assert simulated(real, f"simulated-{processes}", processes=processes) == model_of(real / "state")
+
+
+@pytest.mark.covers("V1")
+@pytest.mark.slow
+def test_a_simulation_on_ray_ends_with_the_bits_of_real_workers(ray_here: None, real: Path) -> None:
+    assert simulated(real, "ray", processes=1, engine="ray") == model_of(real / "state")
+
+
+@pytest.mark.slow
+def test_whoever_is_drawn_and_whichever_form_the_client_has(nursery: Nursery, tmp_path: Path) -> None:
+    result = trained(nursery, tmp_path, **SAMPLED)
+    assert simulated(tmp_path, "main", processes=1, client="client.py:main") == result
+    assert simulated(tmp_path, "script", processes=1, client="client.py") == result

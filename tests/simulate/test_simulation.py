@@ -1,0 +1,239 @@
+"""`atoll.Simulation` in a program: which settings count, what stays in memory, which clients there are."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import atoll
+from atoll.errors import ConfigError, RunFailed, UsageError
+from atoll.wire.status_messages import RoundSummary
+
+CLIENT = '''\
+"""Every site moves each parameter by its number plus one, in each round."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+HERE = Path(__file__).parent
+with (HERE / "loaded").open("a") as file:
+    file.write(f"{os.getpid()}\\n")
+
+
+def build() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def train(worker) -> None:
+    model, number = build(), int(worker.site[-4:])
+    for round in worker:
+        round.load_into(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(number + 1.0)
+        round.submit(model, weight=1.0, metrics={"number": number})
+
+
+def remember(worker) -> None:
+    """As `train`, and says how much memory its process has."""
+    held = torch.ones(2 * 2**20)  # 8 MB of a virtual worker's own
+    train(worker)
+    status = Path("/proc/self/status").read_text().splitlines()
+    anonymous = next(line.split()[1] for line in status if line.startswith("RssAnon:"))
+    with (HERE / "memory").open("a") as file:
+        file.write(f"{int(anonymous) * 1024 * int(held[0])}\\n")
+'''
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> str:
+    (tmp_path / "client.py").write_text(CLIENT)
+    return f"{tmp_path / 'client.py'}:train"
+
+
+def start() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+def run(folder: Path, client: Any, **options: Any) -> Any:
+    given = {"workers": 4, "processes": 1, "rounds": 2, "algorithm": "fedavg", "state_dir": folder / "state"}
+    return atoll.Simulation(start(), client=client, **given | options).run()
+
+
+def moved(done: Any) -> float:
+    """By how much the first weight has moved."""
+    result = safetensors.torch.load_file(done.model)
+    return float(result["weight"][0, 0] - start().weight[0, 0].detach())
+
+
+@pytest.mark.slow
+def test_a_round_is_of_as_many_as_it_asks_for_and_counts_like_any_other(tmp_path: Path, client: str) -> None:
+    seen: list[RoundSummary] = []
+    done = run(tmp_path, client, workers=9, per_round=3, processes=2, on_round=seen.append)
+    assert [len(round_.workers) for round_ in seen] == [3, 3]
+    means = [sum(int(site[-4:]) + 1 for site in round_.workers) / 3 for round_ in seen]
+    assert moved(done) == pytest.approx(sum(means), abs=1e-5)
+    assert [round_.metrics["number"] for round_ in seen] == pytest.approx([mean - 1 for mean in means])
+    assert (done.worker_rounds, done.rounds, done.failed) == (6, 2, {})
+    assert len((tmp_path / "loaded").read_text().split()) == 2  # once in each process
+    assert not (tmp_path / "state" / "sites").exists()  # FedAvg keeps nothing of a site
+
+
+@pytest.mark.slow
+def test_updates_pass_through_the_filters_of_the_run(tmp_path: Path, client: str) -> None:
+    clip = {"path": "norm_clip", "args": {"max_norm": 8.0**0.5}}  # of 8 parameters: a change of 1 in each
+    done = run(tmp_path, client, task_result_filters=[clip])
+    assert moved(done) == pytest.approx(2.0, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_in_memory_has_no_file_of_a_tensor(tmp_path: Path, client: str) -> None:
+    done = run(tmp_path, client, download_to_disk=False)
+    assert moved(done) == pytest.approx(2 * 2.5, abs=1e-5)
+    assert list((tmp_path / "state" / "slots").iterdir()) == []
+
+
+@pytest.mark.covers("V4")
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_virtual_workers(tmp_path: Path, client: str) -> None:
+    run(tmp_path, client.replace(":train", ":remember"), workers=60, rounds=1)
+    used = [int(line) for line in (tmp_path / "memory").read_text().split()]
+    assert len(used) == 60
+    assert max(used[5:]) - used[4] < 16 * 2**20  # 55 more of them, with 8 MB each while they train
+
+
+@pytest.mark.slow
+def test_a_simulation_can_be_stopped_and_goes_on(tmp_path: Path, client: str) -> None:
+    reached = threading.Event()
+
+    def on_round(summary: RoundSummary) -> None:
+        if summary.round == 3:
+            reached.set()
+
+    options = {"workers": 4, "processes": 1, "algorithm": "fedavg", "state_dir": tmp_path / "state"}
+    with atoll.Simulation(start(), client=client, rounds=100_000, on_round=on_round, **options) as simulation:
+        assert reached.wait(60)
+        (pid,) = simulation.pids()
+    assert not Path(f"/proc/{pid}").exists()
+    journal = atoll.Simulation(client=client, rounds=100_000, **options)
+    with journal:
+        pass
+    done = run(tmp_path, client, rounds=3)  # which it has: there is nothing to do
+    assert (done.rounds, done.worker_rounds) == (0, 0)
+    assert done.version >= 3
+
+
+@pytest.mark.slow
+def test_a_client_that_begins_a_simulation_when_it_is_imported_is_told_how_not_to(tmp_path: Path) -> None:
+    (tmp_path / "again.py").write_text(
+        "import atoll\nfrom torch import nn\n\ndef train(worker):\n    pass\n\n"
+        "atoll.Simulation(nn.Linear(1, 1), client=train, rounds=1).run()\n"
+    )
+    with pytest.raises(ConfigError, match="if __name__ == '__main__'"):
+        run(tmp_path, f"{tmp_path / 'again.py'}:train")
+
+
+@pytest.fixture
+def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("client", None)
+
+
+@pytest.mark.slow
+def test_a_program_gives_the_function_itself(tmp_path: Path, client: str, importable: None) -> None:
+    import client as theirs  # type: ignore[import-not-found]
+
+    assert moved(run(tmp_path, theirs.train)) == pytest.approx(2 * 2.5, abs=1e-5)
+
+
+def test_a_function_that_no_other_process_finds_is_refused(tmp_path: Path) -> None:
+    def within(worker: Any) -> None: ...
+
+    for function in (within, lambda worker: None):
+        with pytest.raises(UsageError, match="cannot be found by another process"):
+            run(tmp_path, function)
+
+
+def test_names_of_virtual_workers_have_to_differ(tmp_path: Path, client: str) -> None:
+    with pytest.raises(ConfigError, match="not all different"):
+        run(tmp_path, client, workers=["a", "b", "a"])
+    with pytest.raises(ConfigError, match="not a site name"):
+        run(tmp_path, client, workers=["a b"])
+
+
+@pytest.mark.slow
+def test_hundreds_that_have_the_same_to_say_are_not_all_heard(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "client.py").write_text(CLIENT.replace("parameter.add_(number + 1.0)", "pass"))
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path, f"{tmp_path / 'client.py'}:train", workers=20, rounds=1)
+    assert capfd.readouterr().err.count("the pseudo-gradient is all zero") == 3
+
+
+@pytest.mark.slow
+def test_versions_and_spools_are_rewritten_round_after_round(tmp_path: Path, client: str) -> None:
+    files: list[int] = []
+    pins: list[int] = []
+
+    def on_round(summary: RoundSummary) -> None:
+        files.append(len(list((tmp_path / "state" / "slots").iterdir())))
+        pins.append(len(list(Path("/proc/self/fd").iterdir())))
+
+    run(tmp_path, client, rounds=30, on_round=on_round)
+    assert max(files[5:]) <= 4 + 4  # 4 updates; two versions, the durable one, the one that is written
+    assert max(pins[5:]) <= pins[4] + 4
+
+
+@pytest.mark.slow
+def test_it_goes_on_with_fewer_virtual_workers_or_with_more(tmp_path: Path, client: str) -> None:
+    seen: list[list[str]] = []
+
+    def on_round(summary: RoundSummary) -> None:
+        seen.append([site[-1] for site in summary.workers])
+
+    for rounds, workers in ((1, 4), (2, 2), (4, 5)):
+        run(tmp_path, client, rounds=rounds, workers=workers, on_round=on_round)
+    assert seen == [list("0123"), list("01"), list("01"), list("01234")]  # a late joiner counts from the next round on
+
+
+def test_a_run_of_real_workers_is_left_alone(tmp_path: Path, client: str) -> None:
+    server = atoll.Server(start(), algorithm="fedavg", rounds=2, port=0, state_dir=tmp_path / "state").start()
+    with atoll.Client(server.url, site="clinic-a", folder=tmp_path / "workers") as worker:
+        worker.register()
+    server.stop()
+    with pytest.raises(ConfigError, match="has real workers, such as clinic-a"):
+        run(tmp_path, client)
+
+
+@pytest.mark.slow
+def test_a_script_in_the_functional_form_runs_for_one_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import sys\nimport torch\nimport atoll\n"
+        "model = torch.nn.Linear(3, 2)\n"
+        "atoll.init()\n"
+        "while atoll.is_running():\n"
+        "    atoll.receive(into=model)\n"
+        "    if sys.argv[1:] == ['raise']:\n"
+        "        raise ValueError('in the middle of a round')\n"
+        "    model.weight.data += 1.0\n"
+        "    atoll.send(model)\n"
+    )
+    done = run(tmp_path, str(tmp_path / "script.py"))
+    assert moved(done) == pytest.approx(2.0, abs=1e-5)
+    with pytest.raises(RunFailed, match="in the middle of a round"):  # each of them, not "init was called twice"
+        run(tmp_path / "raises", str(tmp_path / "script.py"), arguments=["raise"])

@@ -1,0 +1,80 @@
+"""Runs of a few sites that can be simulated, or trained by a server and real workers: the same file of client code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from atoll.testing.processes import Nursery
+
+SITES = ["site-0000", "site-0001", "site-0002", "site-0003"]
+
+CLIENT = '''\
+"""What a site trains; `train` for simulations, the file itself as a script for real workers, and as one for either."""
+
+import zlib
+
+import torch
+from torch import nn
+
+import atoll
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 150), nn.Linear(150, 3))
+
+
+def train(worker) -> None:
+    torch.set_num_threads(1)
+    model = build()
+    for round in worker:
+        round.load_into(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        draws = torch.Generator().manual_seed(zlib.crc32(f"{worker.site} {round.number}".encode()))
+        with round.correct(model, optimizer):
+            for _ in range(3):
+                loss = (model(torch.randn(8, 6, generator=draws)) - 1).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        round.submit(model, weight=10.0 + int(worker.site[-1]), metrics={"loss": loss.item()})
+
+
+def main() -> None:
+    with atoll.join() as worker:
+        train(worker)
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def write(folder: Path, client: str = CLIENT, **settings: Any) -> Path:
+    """A run file and its client; returns the run file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "client.py").write_text(client)
+    told = {"model": "client:build", "client": "client.py:train", "algorithm": "fedavg", "rounds": 3} | settings
+    run_file = folder / "run.toml"
+    run_file.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in told.items()))
+    return run_file
+
+
+def simulate(nursery: Nursery, run_file: Path, *flags: str, code: int = 0) -> str:
+    """`atoll simulate`, to its end; returns what it said."""
+    process = nursery.start("atoll", "simulate", run_file.name, *flags, cwd=run_file.parent)
+    assert process.wait(100) == code, process.output()
+    return process.output()
+
+
+def told(output: str) -> dict[str, Any]:
+    """The summary, of a run with `--json`."""
+    summary: dict[str, Any] = json.loads(output[output.index("\n{") :])
+    return summary
+
+
+def model_of(folder: Path) -> bytes:
+    """The result, to the byte."""
+    return (folder / "exports" / "model.safetensors").read_bytes()

@@ -1,0 +1,91 @@
+"""A swarm makes the bits that a server would have made, whatever the run; and its server sees no tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from swarm_run import SITES, build
+from swarm_world import ROUNDS, Result, Sites, serving
+
+from atoll.tensors.layout import version_layout
+from atoll.tensors.modules import schema_of
+
+DEFAULT: dict[str, Any] = {"outer_optimizer": None, "outer_lr": None, "outer_momentum": None}
+RUNS = [
+    pytest.param({}, id="fedavg-with-momentum"),
+    pytest.param(DEFAULT | {"algorithm": "fedprox"}, id="fedprox", marks=pytest.mark.long),
+    pytest.param(DEFAULT | {"algorithm": "scaffold"}, id="scaffold"),
+    pytest.param(DEFAULT | {"algorithm": "fednova"}, id="fednova"),
+    pytest.param(DEFAULT | {"algorithm": "fedadam"}, id="fedadam"),
+    pytest.param(DEFAULT | {"algorithm": "fedyogi"}, id="fedyogi", marks=pytest.mark.long),
+    pytest.param({"reducer": "median"}, id="median"),
+    pytest.param({"reducer": "trimmed_mean", "reducer_options": {"trim": 0.34}}, id="trimmed-mean"),
+    pytest.param(
+        {"reducer": "clipped_mean", "reducer_options": {"max_norm": 1.0}}, id="clipped-mean", marks=pytest.mark.long
+    ),
+    pytest.param({"codec": "bf16"}, id="bf16", marks=pytest.mark.long),
+    pytest.param({"codec": "int8"}, id="int8"),
+    pytest.param({"codec": "int4"}, id="int4", marks=pytest.mark.long),
+    pytest.param({"codec": "topk"}, id="topk"),
+    pytest.param({"download_to_disk": False}, id="in-memory"),
+]
+
+
+def left_by(folder: Path, **settings: Any) -> tuple[Result, Sites]:
+    """A finished run, and its sites."""
+    folder.mkdir()
+    with serving(folder, **settings) as server:
+        sites = Sites(server.url, folder)
+        sites.join()
+        server.run()
+    return Result(folder), sites
+
+
+@pytest.mark.covers("P10", "D10")
+@pytest.mark.parametrize("settings", RUNS)
+def test_the_same_bits_as_a_server_makes(tmp_path: Path, settings: dict[str, Any]) -> None:
+    ours, sites = left_by(tmp_path / "swarm", **settings)
+    theirs, _ = left_by(tmp_path / "server", **settings, placement="server")
+    assert ours.bits == theirs.bits
+    assert len(ours.versions) == ROUNDS + 1
+    assert all(one != other for one, other in zip(ours.aggregators, ours.aggregators[1:], strict=False))
+    assert theirs.aggregators == [""] * ROUNDS
+    first = sites.models["a"].state_dict()
+    for model in sites.models.values():
+        assert all(torch.equal(value, first[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.covers("P10")
+def test_only_the_initial_model_passes_the_server_once(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        sites = Sites(server.url, tmp_path)
+        sites.join()
+        status = server.status()
+    assert status.bytes_up == 0
+    assert status.bytes_down == version_layout(schema_of(build()), 2**16).nbytes
+    assert not [path for path in (tmp_path / "state/slots").iterdir() if path.stat().st_size]
+
+
+@pytest.mark.covers("P10")
+def test_aggregators_of_the_users_choice_take_turns(tmp_path: Path) -> None:
+    with serving(tmp_path, aggregators=("b", "c"), rounds=4) as server:
+        Sites(server.url, tmp_path).join()
+        server.run()
+    assert Result(tmp_path).aggregators == ["b", "c", "b", "c"]
+
+
+@pytest.mark.covers("P10")
+def test_the_seed_decides_who_aggregates(tmp_path: Path) -> None:
+    orders = []
+    for number, seed in enumerate((1, 1, 2)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with serving(folder, seed=seed, rounds=6, num_workers=len(SITES)) as server:
+            Sites(server.url, folder).join()
+            server.run()
+        orders.append(Result(folder).aggregators)
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]

@@ -1,0 +1,172 @@
+"""What a worker of a swarm pulls from another, which may have something else than it says; and where it is kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from swarm_run import build
+
+from atoll.config import Settings
+from atoll.errors import PartCorrupt, StoreError
+from atoll.placement.digests import digest_of
+from atoll.placement.placed import PLACED, placed_settings
+from atoll.placement.plan import Plan
+from atoll.posix import write_at
+from atoll.server.begin import plan_of
+from atoll.store.slots import SPOOL, STATE, VERSION, Slot, region_digest
+from atoll.tensors.layout import Part
+from atoll.tensors.reference import TensorRef
+from atoll.transport.client import Http
+from atoll.transport.publisher import ObjectHost
+from atoll.wire.swarm_messages import Collect, Hold, Source
+from atoll.worker.errands import Errands
+from atoll.worker.holding import Shelf, Version
+from atoll.worker.peering import spans
+
+SETTINGS = {"outer_optimizer": "sgd", "outer_lr": 0.7, "outer_momentum": 0.9, "num_workers": 3, "part_bytes": 2**16}
+
+
+class Peer:
+    """A worker that serves files, and the shelf of one that pulls them."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = Settings.build({"algorithm": "fedavg", "placement": "swarm", "state_dir": folder, **SETTINGS})
+        self.plan: Plan = plan_of(settings, build(), None)
+        self.planned = self.plan.fragments[0]
+        self.folder = folder / "shelf"
+        self.folder.mkdir()
+        self.shelf = Shelf(self.plan, self.folder, "run")
+        self.host = ObjectHost(
+            "127.0.0.1", 0, name=None, tls_cert=None, tls_key=None, insecure=False, idle_timeout_s=10.0, folder=None
+        )
+        self.http = Http("http://127.0.0.1:1")  # of the server, of which nothing is asked here
+        self.errands = Errands(self.plan, self.http, 10.0, lambda count: None)
+
+    def close(self) -> None:
+        self.shelf.close()
+        self.host.close()
+        self.http.close()
+
+    def slot(self, kind: str) -> Slot:
+        slot = self.shelf.take(kind, 0)
+        assert slot is not None
+        return slot
+
+    def version(self) -> tuple[Slot, list[bytes], str]:
+        """A file with bytes of its own, the digests of its parts, and what they make up."""
+        layout, slot = self.planned.version, self.slot(VERSION)
+        for part in layout.parts:
+            write_at(slot.fd, os.urandom(part.nbytes), part.start)
+        digests = digests_of(slot, layout.parts)
+        return slot, digests, layout.update_digest(digests)
+
+    def state(self) -> tuple[Slot, list[bytes], str]:
+        shape, slot = self.planned.shapes().state, self.slot(STATE)
+        assert shape is not None
+        for region in shape.regions:
+            for start, nbytes in region:
+                write_at(slot.fd, os.urandom(nbytes), start)
+        write_at(slot.fd, shape.header, 0)
+        digest = digest_of([region_digest(slot.fd, region) for region in shape.regions])
+        return slot, digests_of(slot, spans(shape.nbytes)), digest
+
+    def serve(self, slot: Slot, digest: str, digests: list[bytes]) -> TensorRef:
+        """Say that a file is what this digest names."""
+        return self.host.serve(slot.fd, os.fstat(slot.fd).st_size, digest, digests)
+
+
+def digests_of(slot: Slot, parts: list[Part] | tuple[Part, ...]) -> list[bytes]:
+    return [region_digest(slot.fd, ((part.start, part.nbytes),)) for part in parts]
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    peer = Peer(tmp_path)
+    yield peer
+    peer.close()
+
+
+def hold(digest: str, *sources: Source, state_digest: str = "") -> Hold:
+    return Hold(fragment=0, version=1, digest=digest, state_digest=state_digest, sources=list(sources))
+
+
+@pytest.mark.covers("P10", "D10")
+def test_a_version_of_other_bytes_is_not_taken_and_the_next_worker_is_asked(peer: Peer) -> None:
+    slot, digests, digest = peer.version()
+    other, other_digests, _ = peer.version()
+    lies = Source(version=str(peer.serve(other, digest, other_digests)))
+    with pytest.raises(PartCorrupt):
+        peer.errands.version(hold(digest, lies), peer.slot(VERSION), None)
+    honest = Source(version=str(peer.serve(slot, digest, digests)))
+    target = peer.slot(VERSION)
+    got = peer.errands.version(hold(digest, lies, honest), target, None)
+    assert list(got.part_digests) == digests
+    assert digests_of(target, peer.planned.version.parts) == digests
+
+
+@pytest.mark.covers("P10", "D10")
+def test_an_outer_state_of_other_bytes_is_not_taken(peer: Peer) -> None:
+    slot, digests, digest = peer.version()
+    state, state_digests, state_digest = peer.state()
+    other, other_digests, _ = peer.state()
+    at = str(peer.serve(slot, digest, digests))
+    lies = Source(version=at, state=str(peer.serve(other, state_digest, other_digests)))
+    with pytest.raises(PartCorrupt):
+        peer.errands.version(hold(digest, lies, state_digest=state_digest), peer.slot(VERSION), peer.slot(STATE))
+    honest = Source(version=at, state=str(peer.serve(state, state_digest, state_digests)))
+    got = peer.errands.version(hold(digest, honest, state_digest=state_digest), peer.slot(VERSION), peer.slot(STATE))
+    assert digest_of(got.state_digests) == state_digest
+
+
+@pytest.mark.covers("P10", "D10")
+def test_an_update_of_other_bytes_is_not_collected(peer: Peer) -> None:
+    layout = peer.planned.update
+    slot, other = peer.slot(SPOOL), peer.slot(SPOOL)
+    write_at(other.fd, b"\1" * 4, layout.parts[0].start)
+    digests, other_digests = digests_of(slot, layout.parts), digests_of(other, layout.parts)
+    digest = layout.update_digest(digests)
+
+    def collect(ref: TensorRef) -> Collect:
+        return Collect(ticket=1, fragment=0, site="b", digest=digest, source=str(ref))
+
+    with pytest.raises(PartCorrupt):
+        peer.errands.update(collect(peer.serve(other, digest, other_digests)), peer.slot(SPOOL))
+    assert peer.errands.update(collect(peer.serve(slot, digest, digests)), peer.slot(SPOOL)) == (0.0, "")
+
+
+@pytest.mark.covers("P10")
+def test_a_version_that_cannot_be_noted_is_not_there_and_its_files_are_the_callers(peer: Peer) -> None:
+    slot, digests, digest = peer.version()
+    shutil.rmtree(peer.folder)
+    version = Version(0, 1, digest, slot, None, tuple(digests), ())
+    with pytest.raises(StoreError):
+        peer.shelf.put(version)
+    assert peer.shelf.get(0, 1) is None
+    assert slot.holds.total() == 1  # the caller's, who gives it back
+    peer.shelf.give_back(VERSION, 0, slot)
+    assert slot.free
+
+
+@pytest.mark.covers("P10", "D10")
+def test_all_settings_that_a_plan_is_made_of_travel(tmp_path: Path) -> None:
+    asked: set[str] = set()
+
+    class Watched(Settings):
+        def __getattribute__(self, name: str) -> object:
+            asked.add(name)
+            return super().__getattribute__(name)
+
+    given = {"algorithm": "fedavg", "placement": "swarm", "state_dir": tmp_path, **SETTINGS}
+    plan = plan_of(Settings.build(given), build(), None)
+    settings = Watched.build(given | {"mode": "async", "staleness_weight": "inverse_sqrt"})
+    asked.clear()
+    made = Plan.make(settings, plan.split)
+    made.reducers_of(3, [1, 1, 1])
+    of_this_machine = {"threads", "state_dir"}
+    refused_in_a_swarm = {"aggregator", "downlink_codec", "downlink_codec_options", "ranks", "dylu"}
+    assert asked & Settings.model_fields.keys() <= {*PLACED, *of_this_machine, *refused_in_a_swarm}
+    assert placed_settings(settings).keys() == set(PLACED)

@@ -1,0 +1,116 @@
+"""Workers of a swarm and its server are killed at every place that matters: the same bits, and nobody trains twice.
+
+The sites aggregate in the order a, b, c: round 1 is aggregated by a and checked by b, round 2 by b and c.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from swarm_run import SITES
+from swarm_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, sites
+
+from atoll.testing.processes import Nursery
+
+SETTINGS: dict[str, Any] = {"aggregators": ["a", "b", "c"], "heartbeat_timeout_s": 60.0, "idle_timeout_s": 5.0}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with ServerProcess(nursery, folder, **SETTINGS) as server, sites(nursery, server) as running:
+        assert len({running[site].ended()["digest"] for site in SITES}) == 1
+        assert server.kept.wait() == 0
+    result = Result(folder)
+    assert result.aggregators == ["a", "b", "c"]
+    return result
+
+
+LONG = pytest.mark.long
+
+DEATHS = [
+    pytest.param({"a": ["swarm.held=kill"]}, id="who-pulls-the-initial-model", marks=LONG),
+    pytest.param({"a": ["swarm.collected=kill"]}, id="the-aggregator-with-one-update", marks=LONG),
+    pytest.param({"a": ["swarm.collected=kill@3"]}, id="the-aggregator-with-all-updates"),
+    pytest.param({"a": ["pass.chunk=kill@2"]}, id="the-aggregator-while-it-reduces"),
+    pytest.param({"b": ["pass.chunk=kill"]}, id="the-aggregator-of-round-two-while-it-reduces", marks=LONG),
+    pytest.param({"a": ["swarm.closed=kill"]}, id="the-aggregator-before-it-says-that-it-has-reduced"),
+    pytest.param({"a": ["swarm.told=kill"]}, id="the-aggregator-after-it-said-so"),
+    pytest.param({"b": ["swarm.held=kill@2"]}, id="the-checker"),
+    pytest.param({"a": ["swarm.told=kill"], "b": ["swarm.held=kill@2"]}, id="aggregator-and-checker", marks=LONG),
+    pytest.param({"b": ["outbox.seal=kill"]}, id="a-submitter-before-its-update-is-offered", marks=LONG),
+    pytest.param({"c": ["worker.acknowledged=kill"]}, id="a-submitter-after-its-update-was-collected"),
+    pytest.param(
+        {"a": ["pass.chunk=kill"], "c": ["worker.acknowledged=kill"]}, id="submitter-and-aggregator-one-after-the-other"
+    ),
+    pytest.param(
+        {"a": ["pass.chunk=kill", "swarm.held=kill", "swarm.collected=kill"]}, id="one-again-and-again", marks=LONG
+    ),
+    pytest.param({site: ["pass.chunk=kill"] for site in SITES}, id="each-aggregator-in-turn", marks=LONG),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P10")
+@pytest.mark.parametrize("lives", DEATHS)
+def test_workers_killed(nursery: Nursery, tmp_path: Path, undisturbed: Result, lives: dict[str, list[str]]) -> None:
+    with ServerProcess(nursery, tmp_path, **SETTINGS) as server, sites(nursery, server, lives) as running:
+        ends = {site: running[site].ended() for site in SITES}
+        assert server.kept.wait() == 0
+        assert sum(each.kept.deaths for each in running.values()) >= len(lives), "a failpoint did not fire"
+    result = Result(tmp_path)
+    assert result.versions == undisturbed.versions
+    assert result.bits == undisturbed.bits
+    assert Counter(result.counted()) == Counter(EVERY_SITE_AND_ROUND)
+    assert len({end["digest"] for end in ends.values()}) == 1
+
+
+SERVER_DEATHS = [
+    pytest.param([f"{place}=kill@{number}"], id=f"{place}-{number}", marks=LONG if number > 1 else ())
+    for place, number in (
+        ("accept.before", 1),
+        ("accept.after", 2),
+        ("accept.after", 3),
+        ("swarm.asked", 1),
+        ("head.before", 1),
+        ("head.before", 3),
+        ("head.after", 2),
+        ("head.after", 4),
+        ("journal.commit", 2),
+        ("journal.commit", 14),
+    )
+] + [pytest.param(["accept.after=kill@2", "recover.midway=kill", "head.before=kill"], id="and-in-recovery")]
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P10")
+@pytest.mark.parametrize("lives", SERVER_DEATHS)
+def test_the_server_killed(nursery: Nursery, tmp_path: Path, undisturbed: Result, lives: list[str]) -> None:
+    with ServerProcess(nursery, tmp_path, lives, **SETTINGS) as server, sites(nursery, server) as running:
+        for site in SITES:
+            running[site].ended()
+        assert server.kept.wait() == 0
+        assert server.kept.deaths == len(lives), "a failpoint did not fire"
+        trained = [
+            line for each in running.values() for line in each.kept.now.output().splitlines() if '"trains"' in line
+        ]
+    result = Result(tmp_path)
+    assert result.bits == undisturbed.bits
+    assert Counter(result.counted()) == Counter(EVERY_SITE_AND_ROUND)
+    assert len(trained) == len(EVERY_SITE_AND_ROUND)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P10")
+def test_a_finished_run_that_is_started_again_stays_as_it_is(nursery: Nursery, tmp_path: Path) -> None:
+    with ServerProcess(nursery, tmp_path, **SETTINGS) as server, sites(nursery, server) as running:
+        for site in SITES:
+            running[site].ended()
+        assert server.kept.wait() == 0
+    bits = Result(tmp_path).bits
+    with ServerProcess(nursery, tmp_path, **SETTINGS) as server:
+        assert server.kept.wait() == 0
+    assert Result(tmp_path).bits == bits

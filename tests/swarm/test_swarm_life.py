@@ -1,0 +1,242 @@
+"""What may happen to a swarm besides kills: workers that stop, that cannot be reached, that come late or go early."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from swarm_run import SITES, build
+from swarm_world import (
+    EVERY_SITE_AND_ROUND,
+    ROUNDS,
+    Result,
+    ServerProcess,
+    SiteProcess,
+    Sites,
+    serving,
+    sites,
+)
+
+import atoll
+from atoll.errors import ConfigError
+from atoll.testing.processes import Nursery, wait_until
+
+IN_TURN: dict[str, Any] = {"aggregators": ["a", "b", "c"]}
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P10")
+def test_a_stopped_aggregator_is_replaced_and_does_no_harm_when_it_goes_on(nursery: Nursery, tmp_path: Path) -> None:
+    paused = tmp_path / "reduces"
+    lives = {"a": [f"pass.chunk=pause:{paused}"]}
+    settings = IN_TURN | {"idle_timeout_s": 1.5, "heartbeat_timeout_s": 4.0}
+    with ServerProcess(nursery, tmp_path, **settings) as server, sites(nursery, server, lives) as running:
+        wait_until(Path(f"{paused}.reached").exists, "the reduction")
+        running["a"].kept.now.send(signal.SIGSTOP)
+        server.said("a no longer aggregates round 1: ")
+        server.said("round 1: version 1")
+        paused.touch()
+        running["a"].kept.now.send(signal.SIGCONT)
+        digests = {running[site].ended()["digest"] for site in SITES}
+        assert server.kept.wait() == 0
+    result = Result(tmp_path)
+    assert len(digests) == 1
+    assert result.aggregators[0] != "a"
+    assert set(EVERY_SITE_AND_ROUND) - set(result.counted()) <= {("a", 1), ("a", 2)}  # it was silent meanwhile
+    assert len(result.counted()) == len(set(result.counted()))
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P10")
+def test_a_stopped_checker_is_replaced(nursery: Nursery, tmp_path: Path) -> None:
+    reduces = tmp_path / "reduces"
+    lives = {"a": [f"pass.chunk=pause:{reduces}"]}
+    settings = IN_TURN | {"idle_timeout_s": 3.0, "heartbeat_timeout_s": 60.0}
+    with ServerProcess(nursery, tmp_path, **settings) as server, sites(nursery, server, lives) as running:
+        wait_until(Path(f"{reduces}.reached").exists, "the reduction")
+        running["b"].kept.now.send(signal.SIGSTOP)
+        reduces.touch()
+        server.said("round 1: version 1")
+        running["b"].kept.now.send(signal.SIGCONT)
+        assert len({running[site].ended()["digest"] for site in SITES}) == 1
+    result = Result(tmp_path)
+    assert (result.history[0]["aggregator"], result.history[0]["checker"]) == ("a", "c")
+    assert sorted(result.counted()) == EVERY_SITE_AND_ROUND
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P10", "X3")
+def test_who_is_left_alone_waits_and_says_why(nursery: Nursery, tmp_path: Path) -> None:
+    settings = {"num_workers": 2, "min_workers": 1, "rounds": 2, "aggregators": ["a", "b"]}
+    hold = f"2:{tmp_path / 'go'}"
+    with ServerProcess(nursery, tmp_path, **settings) as server:
+        a = SiteProcess(nursery, tmp_path, server.url, "a", HOLD=hold)
+        b = SiteProcess(nursery, tmp_path, server.url, "b", HOLD=f"2:{tmp_path / 'never'}")
+        wait_until(lambda: a.told("trains", 2) and b.told("trains", 2), "round 2")
+        b.kept.close()
+        (tmp_path / "go").touch()
+
+        def reason() -> str:
+            now = server.status()
+            return now.fragments[0].reason if now else ""
+
+        wait_until(lambda: "waits for a second worker: version 2" in reason(), "the reason")
+        again = SiteProcess(nursery, tmp_path, server.url, "b")
+        assert a.ended()["digest"] == again.ended()["digest"]
+        assert server.kept.wait() == 0
+        again.kept.close()
+        a.kept.close()
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P10", "X3")
+def test_who_cannot_be_reached_is_told_before_the_first_round(nursery: Nursery, tmp_path: Path) -> None:
+    with ServerProcess(nursery, tmp_path, min_workers=3) as server:
+        first = [SiteProcess(nursery, tmp_path, server.url, site) for site in ("a", "b")]
+        wait_until(lambda: server.log.read_text().count(" joined") == 2, "two workers")
+        hidden = SiteProcess(nursery, tmp_path, server.url, "c", ATOLL_PEER_NAME="127.0.0.2", script="hidden_site.py")
+        assert hidden.kept.wait(60) == 2, hidden.kept.now.output()
+        told = hidden.kept.now.output()
+        assert "cannot reach c at http://127.0.0.2:" in told
+        assert "ATOLL_PEER_NAME" in told
+        assert "round 1: version 1" not in server.log.read_text()
+        third = SiteProcess(nursery, tmp_path, server.url, "c")
+        assert len({each.ended()["digest"] for each in [*first, third]}) == 1
+        assert server.kept.wait() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P10")
+def test_a_nan_is_refused_by_name_and_the_others_go_on(nursery: Nursery, tmp_path: Path) -> None:
+    with ServerProcess(nursery, tmp_path) as server, sites(nursery, server, b={"NAN_IN": "2"}) as running:
+        assert len({running[site].ended()["digest"] for site in SITES}) == 1
+        assert server.kept.wait() == 0
+        assert "decoder.bias" in running["b"].kept.now.output()
+    assert sorted(set(EVERY_SITE_AND_ROUND) - set(Result(tmp_path).counted())) == [("b", 2)]
+    assert "b: update refused: " in server.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P10")
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+def test_all_die_and_what_they_hold_is_believed_where_it_is_whole(
+    nursery: Nursery, tmp_path: Path, damaged: bool
+) -> None:
+    hold = {site: {"HOLD": f"2:{tmp_path / 'go'}"} for site in SITES}
+    with ServerProcess(nursery, tmp_path, **IN_TURN, heartbeat_timeout_s=60.0) as server:
+        with sites(nursery, server, **hold) as running:
+            wait_until(lambda: all(each.told("trains", 2) for each in running.values()), "round 2")
+        holders = sorted(path.parent for path in (tmp_path / "workers").glob("*/*/held.json"))
+        assert len(holders) >= 2
+        if damaged:  # of one of the two that have version 1
+            for path in holders[0].glob("version-0-*"):
+                data = bytearray(path.read_bytes())
+                data[-1] ^= 1
+                path.write_bytes(data)
+        (tmp_path / "go").touch()
+        with sites(nursery, server) as running:
+            assert len({running[site].ended()["digest"] for site in SITES}) == 1
+            assert server.kept.wait() == 0
+    assert sorted(Result(tmp_path).counted()) == EVERY_SITE_AND_ROUND
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P10")
+def test_late_joiners_and_early_leavers(nursery: Nursery, tmp_path: Path) -> None:
+    """Whoever leaves is among those who hold the newest version: it stays until another has it."""
+    settings = {"num_workers": 2, "min_workers": 2, "rounds": 5, "aggregators": ["a"]}
+    with ServerProcess(nursery, tmp_path, **settings) as server:
+        a = SiteProcess(nursery, tmp_path, server.url, "a", LEAVE_AFTER="3")
+        b = SiteProcess(nursery, tmp_path, server.url, "b", HOLD=f"2:{tmp_path / 'go'}")
+        wait_until(lambda: b.told("trains", 2), "round 2")
+        c = SiteProcess(nursery, tmp_path, server.url, "c")
+        server.said("c joined")
+        (tmp_path / "go").touch()
+        a.ended()
+        assert b.ended()["digest"] == c.ended()["digest"]
+        assert server.kept.wait() == 0
+    assert {site for site, number in Result(tmp_path).counted() if number > 3} == {"b", "c"}
+
+
+@pytest.mark.covers("P10")
+def test_each_site_has_the_result_and_nothing_else_is_left(tmp_path: Path) -> None:
+    with serving(tmp_path, algorithm="scaffold", outer_optimizer=None, outer_lr=None, outer_momentum=None) as server:
+        ran = Sites(server.url, tmp_path)
+        ran.join()
+        server.run()
+    for site in SITES:
+        found = load_file(tmp_path / "workers" / site / "model.safetensors")
+        build().load_state_dict(found, strict=True)
+        expected = ran.models[site].state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert not list((tmp_path / "workers" / site).glob("*/spool-*"))
+
+
+@pytest.mark.covers("P10", "X3")
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"num_workers": 1}, "num_workers is 1"),
+        ({"save_every": 2}, "save_every"),
+        ({"best_metric": "loss"}, "best_metric"),
+        ({"downlink_codec": "int8"}, "downlink_codec"),
+        ({"ranks": 2}, "ranks"),
+        ({"durability": "power"}, "durability"),
+        ({"aggregator": "mine.py:Mean"}, "aggregator"),
+        ({"reducer": "mine.py:Mean"}, "reducer"),
+        ({"outer_optimizer": "mine.py:Adam"}, "outer_optimizer"),
+        ({"placement": "server", "aggregators": ("a",)}, "aggregators"),
+    ],
+    ids=[
+        "alone",
+        "save-every",
+        "best",
+        "downlink",
+        "ranks",
+        "durability",
+        "aggregator",
+        "reducer",
+        "outer",
+        "no-swarm",
+    ],
+)
+def test_what_does_not_go_with_a_swarm_is_refused_by_name(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        with serving(tmp_path, **settings):
+            pass
+
+
+@pytest.mark.covers("P10")
+def test_an_idle_swarm_asks_seldom_and_ends_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, num_workers=2, heartbeat_interval_s=30.0, heartbeat_timeout_s=90.0) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w"):
+            swarm = server._require_run().swarm
+            time.sleep(0.5)
+            before = swarm.peers["a"].number
+            time.sleep(2.0)
+            assert swarm.peers["a"].number - before <= 1
+            begin = time.monotonic()
+        assert time.monotonic() - begin < 2.0
+
+
+def test_the_export_comes_from_the_workers(nursery: Nursery, tmp_path: Path) -> None:
+    hold = {site: {"HOLD": f"3:{tmp_path / 'go'}"} for site in SITES}
+    with ServerProcess(nursery, tmp_path, rounds=ROUNDS) as server, sites(nursery, server, **hold) as running:
+        wait_until(lambda: all(each.told("trains", 3) for each in running.values()), "round 3")
+        done = nursery.start(
+            "atoll", "export", "out.safetensors", "--server", server.url, cwd=tmp_path, log=tmp_path / "export.log"
+        )
+        assert done.wait(60) == 0, done.output()
+        build().load_state_dict(load_file(tmp_path / "out.safetensors"), strict=True)
+        shown = nursery.start("atoll", "status", "--server", server.url, cwd=tmp_path, log=tmp_path / "status.log")
+        assert shown.wait(60) == 0
+        assert "aggregated by " in shown.output()
+        (tmp_path / "go").touch()
+        for site in SITES:
+            running[site].ended()

@@ -1,0 +1,80 @@
+"""Sites that cannot do their part, or say what is not so."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from swarm_world import SITES, ServerProcess, SiteProcess, serving
+
+import atoll
+from atoll.errors import BadRequest
+from atoll.testing.processes import Nursery
+from atoll.transport.client import Http
+from atoll.wire import messages, routes
+from atoll.wire.swarm_messages import Closed, Held, PeerReport, PeerWork, Source
+
+ADDRESS = "http://127.0.0.1:9"
+
+
+@contextlib.contextmanager
+def joined(server: atoll.Server, site: str) -> Iterator[Http]:
+    """A site that is told by hand what to say."""
+    http = Http(server.url)
+    try:
+        join = messages.Join(protocol=routes.PROTOCOL, site=site, peer=ADDRESS)
+        http.lease = http.post(routes.WORKERS, join, messages.Joined).lease
+        yield http
+    finally:
+        http.close()
+
+
+def reference(place: str) -> str:
+    return f"atoll-ref://{place}/{'0' * 32}?expires=1#{'0' * 32}.{'0' * 64}"
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P10", "X3")
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [("full_site.py", "it has moved no byte for "), ("lying_site.py", "its digests make up no version")],
+    ids=["full", "lying"],
+)
+def test_who_cannot_aggregate_is_replaced(nursery: Nursery, tmp_path: Path, script: str, why: str) -> None:
+    """No disk for the updates; digests of no version, which must neither end the server nor come into its journal."""
+    with ServerProcess(nursery, tmp_path, aggregators=["a"], idle_timeout_s=1.0) as server:
+        running = [
+            SiteProcess(nursery, tmp_path, server.url, site, script=script if site == "a" else "swarm_site.py")
+            for site in SITES
+        ]
+        assert len({each.ended()["digest"] for each in running}) == 1
+        assert server.kept.wait() == 0
+        for each in running:
+            each.kept.close()
+    assert f"a no longer aggregates round 1: {why}" in server.log.read_text()
+
+
+@pytest.mark.covers("P10", "X3")
+@pytest.mark.parametrize("place", ["10.0.0.1:80", "127.0.0.1:10", "127.0.0.1"], ids=["host", "port", "none"])
+def test_a_reference_that_leads_elsewhere_is_refused(tmp_path: Path, place: str) -> None:
+    with serving(tmp_path) as server, joined(server, "a") as http:
+        digest = http.get(routes.MANIFEST.format(fragment=0, version=0), messages.Manifest).digest
+        for version, state in ((place, "127.0.0.1:9"), ("127.0.0.1:9", place)):
+            source = Source(version=reference(version), state=reference(state))
+            held = Held(fragment=0, version=0, digest=digest, source=source)
+            with pytest.raises(BadRequest, match=f"does not lead to {ADDRESS}"):
+                http.post(routes.SWARM, PeerReport(address=ADDRESS, number=1, held=[held]), PeerWork)
+        assert not http.get(routes.MANIFEST.format(fragment=0, version=0), messages.Manifest).sources
+
+
+@pytest.mark.covers("P10")
+def test_versions_of_many_parts_can_be_told(tmp_path: Path) -> None:
+    """20,000 digests are those of 320 GB in parts of 16 MiB."""
+    digests = base64.b64encode(b"".join(blake3(bytes([i % 256])).digest() for i in range(20_000))).decode()
+    with serving(tmp_path) as server, joined(server, "a") as http:
+        closed = Closed(fragment=0, version=1, tickets=[1], digest="0" * 64, part_digests=digests)
+        assert http.post(routes.SWARM, PeerReport(address=ADDRESS, number=1, closed=[closed]), PeerWork).stamp

@@ -1,0 +1,128 @@
+"""What a swarm's server makes of its workers' reports, by hand: who is believed, who reaches whom, who has what."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from atoll.errors import ConfigError
+from atoll.placement.digests import digest_of, in_text
+from atoll.rounds.membership import Member
+from atoll.server.peers import Peers
+from atoll.server.places import Places
+from atoll.wire import messages
+from atoll.wire.swarm_messages import Closed, Held, PeerReport, Source, Unreached
+
+DIGEST, OTHER = "1" * 64, "2" * 64
+
+
+def at(site: str) -> str:
+    return f"http://{site}:1"
+
+
+def some(*sites: str) -> Peers:
+    """These have joined, in this order."""
+    members = {site: Member(site, lease, alive=True) for lease, site in enumerate(sites, 1)}
+    peers = Peers(lambda: members)
+    for site in sites:
+        peers.known(site, at(site), "p1")
+    return peers
+
+
+def report(peers: Peers, site: str, number: int, **said: Any) -> bool:
+    said["reached"] = [at(each) for each in said.get("reached", "")]
+    said["unreached"] = [Unreached(address=at(each), why="refused") for each in said.get("unreached", "")]
+    return peers[site].take(PeerReport(address=at(site), number=number, **said), idle_timeout_s=60.0)
+
+
+@pytest.mark.covers("P10")
+def test_a_report_that_was_overtaken_is_not_believed() -> None:
+    peers = some("a", "b")
+    assert report(peers, "a", 2, reached="b", leaving=True)
+    assert not report(peers, "a", 1)
+    assert not report(peers, "a", 2)
+    assert peers["a"].leaving
+    assert peers["a"].reached == {at("b")}
+    assert report(peers, "a", 3)
+    assert not peers["a"].leaving
+
+
+@pytest.mark.covers("P10")
+def test_two_know_each_other_once_both_have_reached_the_other() -> None:
+    peers = some("a", "b", "c")
+    report(peers, "a", 1, reached="bc")
+    assert peers.strangers_of("a") == ["b", "c"]
+    assert peers.to_probe("a") == []
+    assert peers.to_probe("b") == [at("a"), at("c")]
+    report(peers, "b", 1, reached="a")
+    assert peers.strangers_of("a") == ["c"]
+    assert peers.strangers_of("b") == ["c"]
+
+
+@pytest.mark.covers("P10")
+def test_who_was_started_again_is_to_be_reached_anew() -> None:
+    peers = some("a", "b")
+    report(peers, "a", 7, reached="b")
+    report(peers, "b", 7, reached="a")
+    assert peers.strangers_of("a") == []
+    peers.known("b", at("b"), "p2")
+    assert peers.strangers_of("a") == ["b"]
+    assert peers.to_probe("a") == [at("b")]
+    assert report(peers, "b", 1)  # its numbers begin again
+
+
+@pytest.mark.covers("P10")
+def test_who_has_other_bytes_of_a_version_does_not_have_it() -> None:
+    peers = some("a", "b", "c")
+    held = {
+        site: Held(fragment=0, version=3, digest=digest, source=Source(version=f"atoll-ref://{site}"))
+        for site, digest in {"a": DIGEST, "b": OTHER, "c": DIGEST}.items()
+    }
+    for site, each in held.items():
+        report(peers, site, 1, held=[each], leaving=site == "a")
+    assert list(peers.holding(0, 3, DIGEST)) == ["c", "a"]  # who leaves is asked last
+    assert list(peers.holding(0, 2, DIGEST)) == []
+
+
+@pytest.mark.covers("P10", "X3")
+def test_whom_most_do_not_reach_is_sent_away_and_the_last_of_two() -> None:
+    peers = some("a", "b", "c")
+    report(peers, "b", 1, reached="c", unreached="a")
+    report(peers, "c", 1, reached="b", unreached="a")
+    found = peers.apart()
+    assert found is not None
+    assert found[:2] == ("a", 1)
+    assert "b cannot reach a at http://a:1 (refused)" in found[2]
+
+    pair = some("a", "b")
+    report(pair, "a", 1, unreached="b")
+    found = pair.apart()
+    assert found is not None
+    assert found[:2] == ("b", 2)  # who came last
+
+
+@pytest.mark.covers("P10")
+def test_who_was_sent_away_comes_back_as_another_process_alone() -> None:
+    peers = some("a", "b")
+    report(peers, "a", 1, unreached="b")
+    peers.apart()
+    again = messages.Join(protocol=1, site="b", host="here", process="p1", peer=at("b"))
+    with pytest.raises(ConfigError, match="b cannot take part"):
+        peers.joins(again)
+    peers.joins(again.model_copy(update={"process": "p2"}))
+    assert peers["b"].process == "p2"
+
+
+@pytest.mark.covers("P10")
+def test_a_version_is_checked_once_its_outer_state_is_there_too() -> None:
+    run: Any = SimpleNamespace(fragments=[None], settings=None, state=None)
+    places = Places(run, run, run)
+    places.peers = some("b")
+    closed = Closed(fragment=0, version=3, tickets=[1], digest=DIGEST, state_digests=in_text([b"s" * 32]))
+    source = Source(version="atoll-ref://b")
+    for number, (state, has) in enumerate({"": False, OTHER: False, digest_of([b"s" * 32]): True}.items()):
+        held = Held(fragment=0, version=3, digest=DIGEST, state_digest=state, source=source)
+        report(places.peers, "b", number, held=[held])
+        assert places._has("b", closed) is has

@@ -1,0 +1,57 @@
+"""A swarm over TLS: workers show each other certificates, and the server's token stays between each and the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import trustme
+from swarm_run import SITES
+from swarm_world import Result, Sites, serving
+
+import atoll
+from atoll.errors import ConfigError
+
+
+@pytest.fixture
+def secured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Certificate and key for localhost; the environment names them, their authority and a token."""
+    authority = trustme.CA()
+    cert = authority.issue_cert("localhost", "127.0.0.1")
+    ca, chain, key = tmp_path / "ca.pem", tmp_path / "cert.pem", tmp_path / "key.pem"
+    ca.write_bytes(authority.cert_pem.bytes())
+    chain.write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
+    key.touch(mode=0o600)
+    key.write_bytes(cert.private_key_pem.bytes())
+    monkeypatch.setenv("ATOLL_TOKEN", "a-token-of-the-run")
+    monkeypatch.setenv("ATOLL_TLS_CA", str(ca))
+    monkeypatch.setenv("ATOLL_PEER_NAME", "localhost")
+    monkeypatch.setenv("ATOLL_PEER_TLS_CERT", str(chain))
+    monkeypatch.setenv("ATOLL_PEER_TLS_KEY", str(key))
+    return chain, key
+
+
+@pytest.mark.covers("P10", "X2")
+def test_workers_and_server_over_tls(tmp_path: Path, secured: tuple[Path, Path]) -> None:
+    chain, key = secured
+    with serving(tmp_path, tls_cert=chain, tls_key=key) as server:
+        sites = Sites(server.url.replace("127.0.0.1", "localhost"), tmp_path)
+        sites.join()
+        server.run()
+        peers = server._require_run().swarm
+        assert peers is not None
+        assert all(peer.address.startswith("https://localhost:") for peer in peers.peers.values())
+    assert len(set(Result(tmp_path).aggregators)) > 1
+    states = [model.state_dict() for model in sites.models.values()]
+    assert len(states) == len(SITES)
+    assert all(torch.equal(value, states[0][name]) for state in states for name, value in state.items())
+
+
+@pytest.mark.covers("P10", "X3")
+def test_a_port_that_is_none_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_PEER_PORT", "http")
+    with serving(tmp_path) as server:
+        with pytest.raises(ConfigError, match="ATOLL_PEER_PORT is 'http'"):
+            with atoll.join(server.url, site="a", folder=tmp_path / "w"):
+                pass

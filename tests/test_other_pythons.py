@@ -1,0 +1,138 @@
+"""What needs no torch works on Python 3.12 and 3.13, too; skipped by name where there is none. See tools/pythons.py."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+_spec = importlib.util.spec_from_file_location("pythons", ROOT / "tools" / "pythons.py")
+assert _spec is not None
+assert _spec.loader is not None
+pythons = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(pythons)
+
+SOURCES = [path for folder in ("src", "tools", "bench", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+GONE = {
+    *("asynchat", "asyncore", "distutils", "imp", "smtpd"),  # in 3.12
+    *("aifc", "audioop", "cgi", "cgitb", "chunk", "crypt", "imghdr", "lib2to3", "mailcap", "msilib", "nis", "nntplib"),
+    *("ossaudiodev", "pipes", "sndhdr", "spwd", "sunau", "telnetlib", "uu", "xdrlib"),  # in 3.13
+}
+
+TORCH_FREE = ["errors", "registry", "failpoints", "latch", "sizes", "posix", "config", "rounds", "wire", "algorithms"]
+TORCH_FREE += ["store", "tensors.header", "tensors.layout", "tensors.schema", "tensors.fragments", "tensors.reference"]
+TORCH_FREE += [
+    "transport.client",
+    "transport.tls",
+    "codecs.update",
+    "cli.main",
+    "cli.status",
+    "cli.server",
+    "cli.worker",
+]
+"""Modules, and packages with all that is in them."""
+
+WITH_TENSORS = {"store.objects", "wire.objects", "wire.tasks"}
+"""Of those packages: what moves tensors, and imports torch."""
+
+PURE_TESTS = ["tests/rounds", "tests/store", "tests/algorithms/test_resolve.py", "tests/test_architecture.py"]
+PURE_TESTS += [f"tests/base/test_{name}.py" for name in ("config", "errors", "failpoints", "latch", "layout", "schema")]
+PURE_TESTS += ["tests/worker/test_lines.py", "tests/worker/test_progress.py"]
+WITH_TORCH = [
+    "tests/base/test_layout.py::test_a_version_is_a_file_that_safetensors_opens",
+    "tests/test_architecture.py::test_what_a_quick_command_imports_is_light[atoll.lightning]",
+]
+
+COMPILES = """
+import sys, warnings
+from pathlib import Path
+warnings.simplefilter("error")
+for name in sys.argv[1:]:
+    compile(Path(name).read_bytes(), name, "exec", dont_inherit=True)
+"""
+IMPORTS = """
+import importlib, pkgutil, sys
+skipped = sys.argv[1].split(",")
+for name in sys.argv[2:]:
+    module = importlib.import_module(name)
+    for found in pkgutil.walk_packages(getattr(module, "__path__", []), name + "."):
+        if found.name not in skipped:
+            importlib.import_module(found.name)
+assert "torch" not in sys.modules
+print(sum(name.startswith("atoll.") for name in sys.modules))
+"""
+
+
+def run(python: Path, *argv: str) -> str:
+    """What it prints; deprecations in Atoll's own code are errors."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [str(python), "-W", "error::SyntaxWarning", "-W", "error::DeprecationWarning:atoll", *argv]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=380)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def with_packages(version: str) -> Path:
+    python: Path = pythons.environment(version)
+    if not python.exists():
+        pytest.skip(f"There is no .venv-{version}: `make pythons` makes it where Python {version} is found.")
+    return python
+
+
+@pytest.mark.covers("X6")
+def test_nothing_is_newer_than_3_11_or_gone_in_3_13() -> None:
+    for path in SOURCES:
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path), feature_version=(3, 11))
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+            gone = GONE & {name.split(".")[0] for name in names}
+            assert not gone, f"{path} imports {gone}"
+
+
+@pytest.mark.covers("X6")
+@pytest.mark.parametrize("version", pythons.VERSIONS)
+def test_all_code_compiles_without_a_warning(version: str) -> None:
+    python = pythons.interpreter(version)
+    if python is None:
+        pytest.skip(f"Python {version} is not on this machine.")
+    run(python, "-c", COMPILES, *map(str, SOURCES))
+
+
+@pytest.mark.covers("X6")
+def test_the_parts_without_torch_are_the_same_here() -> None:
+    """The list, held to by this Python: where another one is missing, it cannot rot unseen."""
+    assert int(run(Path(sys.executable), "-c", IMPORTS, skipped(), *names())) > 70
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X6")
+@pytest.mark.parametrize("version", pythons.VERSIONS)
+def test_the_parts_without_torch_are_imported(version: str) -> None:
+    assert int(run(with_packages(version), "-c", IMPORTS, skipped(), *names())) > 70
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.covers("X6")
+@pytest.mark.parametrize("version", pythons.VERSIONS)
+def test_the_parts_without_torch_pass_their_tests(version: str) -> None:
+    """In an environment that has no torch: rounds, store, settings, layouts, errors, and who imports whom."""
+    python = with_packages(version)
+    deselected = [f"--deselect={name}" for name in WITH_TORCH]
+    said = run(python, "-m", "pytest", "-p", "no:cacheprovider", *deselected, *PURE_TESTS)
+    assert " failed" not in said
+
+
+def names() -> list[str]:
+    return [f"atoll.{name}" for name in TORCH_FREE]
+
+
+def skipped() -> str:
+    return ",".join(f"atoll.{name}" for name in sorted(WITH_TENSORS))

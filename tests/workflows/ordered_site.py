@@ -1,0 +1,53 @@
+"""A site of a run with several workflows: `ordered_site.py SERVER SITE [WORD…]`; one process for rounds and tasks.
+
+In each round it adds 1 to its model. Tasks: `count` adds 1 to what it is sent, and tells how many rounds the site has
+had; `hold` answers when the file hold.go is there. `by hand`: tasks come in a loop of the script's own, behind the
+rounds. `bare`: it has no handlers.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import atoll
+
+server, site, *words = sys.argv[1:]
+net, rounds = nn.Linear(1, 1, bias=False), []
+
+
+def count(payload: Any) -> dict[str, int]:
+    return {"sum": payload + 1, "rounds": len(rounds)}
+
+
+def hold(payload: Any) -> str:
+    Path(f"{site}.holds").touch()
+    wait_for("hold.go")
+    return "held"
+
+
+def wait_for(name: str) -> None:
+    while not Path(name).exists():
+        time.sleep(0.01)
+
+
+with atoll.join(server, site) as worker:
+    if "by hand" not in words and "bare" not in words:
+        worker.task("count")(count)
+        worker.task("hold")(hold)
+    for round_ in worker:
+        round_.load_into(net)
+        with torch.no_grad():
+            net.weight += 1
+        round_.submit(net)
+        rounds.append(round_.number)
+        print(f"submitted {round_.number}", flush=True)
+    if "by hand" in words:
+        for task in worker.tasks():
+            task.answer(count(task.payload))
+print("ended", flush=True)

@@ -1,0 +1,62 @@
+"""Limits by progress: of training, of one task at one site; what a site says counts as progress."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import atoll
+from atoll.errors import RunFailed, UsageError
+
+
+@pytest.mark.covers("P12")
+def test_training_in_which_nothing_moves_fails_after_its_limit(tmp_path: Path) -> None:
+    workflows = [{"kind": "train", "progress_timeout_s": 1}]
+    server = atoll.Server({"w": torch.ones(2)}, workflows=workflows, rounds=1, port=0, state_dir=tmp_path / "state")
+    with server, atoll.Client(server.url, "a", folder=tmp_path) as client:
+        assert client.next_round() == 1  # and then it submits nothing
+        with pytest.raises(RunFailed, match="The workflow train made no progress for 1 s"):
+            server.run()
+    assert server.status().workflows[0].state == "failed"
+
+
+@pytest.mark.covers("P12", "T14")
+def test_a_site_that_shows_nothing_is_given_up_and_one_that_says_what_it_does_is_not(tmp_path: Path) -> None:
+    """b works as long as a and says so; its heartbeats carry it, at most one a second."""
+    came: dict[str, Any] = {}
+    over = threading.Event()
+
+    def main(controller: Any) -> None:
+        with pytest.raises(UsageError, match="progress_timeout_s is -1"):
+            controller.send("a", "work", progress_timeout_s=-1)
+        sites = controller.sites(2, timeout_s=30)
+        results = controller.broadcast("work", sites=sites, progress_timeout_s=3.0)
+        came.update({result.site: result.error or result.payload for result in results})
+        over.set()
+
+    def site(name: str) -> None:
+        with atoll.tasks(server.url, name) as worker:
+
+            @worker.task("work")
+            def work(_: Any) -> str:
+                for number in range(20):
+                    if name == "b":
+                        worker.note(f"batch {number}")
+                    if over.wait(0.3):
+                        break
+                return "done"
+
+            worker.run()
+
+    with atoll.Server(workflow=main, port=0, state_dir=tmp_path, heartbeat_interval_s=1.0) as server:
+        sites = [threading.Thread(target=site, args=(name,), daemon=True) for name in "ab"]
+        for each in sites:
+            each.start()
+        server.run()
+    for each in sites:
+        each.join(30)
+    assert came == {"a": "the site moved nothing for 3 s (it said: task work)", "b": "done"}

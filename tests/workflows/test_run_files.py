@@ -1,0 +1,173 @@
+"""What a run file may say of workflows and components, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ordered_world import start_server, told, write_run
+
+import atoll
+from atoll.errors import AtollError, ConfigError, UsageError
+from atoll.testing.processes import Nursery, free_port
+
+EVALUATION = {"kind": "cross_site_evaluation"}
+
+
+@pytest.mark.covers("P12", "X3")
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"workflows": [{"kind": "trian"}]}, ["Workflow 1 is of the kind 'trian'", "Did you mean 'train'?"]),
+        ({"workflow": [{"kind": "train"}]}, ["workflow is a list of 1", "[[workflows]]"]),
+        ({"workflows": [{}]}, ["Workflow 1 is {}", "one of kind (train, cross_site_evaluation)"]),
+        ({"workflows": [{"kind": "train", "path": "f.py:g"}]}, ["one of kind"]),
+        ({"workflows": [{"path": "f.py:g", "progress_timeout": 3}]}, ["Did you mean 'progress_timeout_s'?"]),
+        ({"workflows": [{**EVALUATION, "version": ["latest"]}]}, ["'version'", "Did you mean 'versions'?"]),
+        ({"workflows": [{"kind": "train", "versions": []}]}, ["Workflow 1, of the kind 'train'", "'versions'"]),
+        ({"workflows": [{"kind": "train", "start_timeout_s": -1}]}, ["start_timeout_s = -1", "0 sets no limit"]),
+        ({"workflows": [{"path": "f.py:g", "args": [1]}]}, ["args = [1]", "Write a table"]),
+        ({"workflows": [{"kind": "train"}] * 2, "rounds": 1}, ["Workflows 1 and 2", "a run trains once"]),
+        ({"workflows": [{"kind": "train"}, EVALUATION]}, ["training never ends", "Set rounds"]),
+        ({"workflows": [EVALUATION], "rounds": 3}, ["rounds is 3, and workflows has no training"]),
+        ({"workflows": [EVALUATION], "workflow": "f.py:g"}, ["workflow is 'f.py:g', and workflows has 1"]),
+        ({"workflows": [{"kind": "train"}], "ranks": 2}, ["workflows is", "ranks is 2"]),
+        ({"components": [{"id": "a", "pth": "f:g"}]}, ["Component 1 has the key 'pth'", "Did you mean 'path'?"]),
+        ({"components": [{"id": "a"}]}, ["Component 1 is {'id': 'a'}"]),
+        ({"components": [{"id": "a", "path": "f:g"}] * 2}, ["Two components have the id 'a'"]),
+        ({"aggregator": "@trim"}, ["aggregator refers to the component 'trim', and there are: none"]),
+        (
+            {"task_data_filters": [{"path": "@clp"}], "components": [{"id": "clip", "path": "norm_clip"}]},
+            ["task_data_filters refers to the component 'clp'", "Did you mean 'clip'?"],
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[0][:40],
+)
+def test_what_is_wrong_in_a_run_file_is_named(settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        atoll.Settings.build(settings)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.covers("P12", "P9")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"versions": ["lates"]}, ["versions has 'lates'", "Did you mean 'latest'?"]),
+        ({"versions": "latest"}, ["versions is 'latest'", 'versions = ["latest"]']),
+        ({"versions": [-1]}, ["versions has -1"]),
+        ({"sites": []}, ["sites is []"]),
+        ({"evaluation_timeout_s": -1}, ["evaluation_timeout_s is -1"]),
+        ({"site_models": False, "versions": []}, ["nothing is to be evaluated"]),
+    ],
+    ids=["word", "no list", "number", "sites", "time", "nothing"],
+)
+def test_an_evaluation_that_means_nothing_is_refused_before_training(
+    tmp_path: Path, options: dict[str, Any], words: list[str]
+) -> None:
+    workflows = [{"kind": "train"}, EVALUATION | options]
+    with pytest.raises(ConfigError) as caught:
+        atoll.Server(
+            {"w": __import__("torch").ones(1)}, workflows=workflows, rounds=1, state_dir=tmp_path, port=0
+        ).run()
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.covers("P12")
+def test_components_are_made_once_and_referred_to_by_id(nursery: Nursery, tmp_path: Path) -> None:
+    """`long` has `short` in it, and so has the workflow: it is made once. `@@` stands for an @."""
+    write_run(
+        tmp_path,
+        """
+[[components]]
+id = "short"
+path = "flow.py:Schedule"
+args = {first = 0.1}
+[[components]]
+id = "long"
+path = "flow.py:Schedule"
+args = {first = 0.5, more = ["@short"]}
+[[components]]
+id = "unused"
+path = "flow.py:Nobody"
+[[components]]
+id = "run"
+path = "flow.py:scheduled"
+[[workflows]]
+path = "flow.py:scheduled"
+args = {schedule = "@long", other = "@@me"}
+[[workflows]]
+path = "@run"
+args = {schedule = "@short"}
+""",
+        rounds=None,
+    )
+    server = start_server(nursery, tmp_path, free_port())
+    assert server.wait(30) == 0, server.output()
+    assert told(tmp_path) == ["a schedule is made"] * 2 + ["scheduled 0.5 [0.1] @me", "scheduled 0.1 [] None"]
+
+
+@pytest.mark.covers("P12")
+def test_filters_aggregator_and_persistor_take_what_a_component_names() -> None:
+    settings = atoll.Settings.build(
+        {
+            "components": [
+                {"id": "clip", "path": "norm_clip", "args": {"max_norm": 2.0}},
+                {"id": "trim", "path": "mine.py:Trim", "args": {"share": 0.1}},
+            ],
+            "task_result_filters": [{"path": "@clip", "sites": ["a"]}],
+            "aggregator": "@trim",
+        }
+    )
+    assert settings.task_result_filters == ({"path": "norm_clip", "args": {"max_norm": 2.0}, "sites": ["a"]},)
+    assert (settings.aggregator, settings.aggregator_options) == ("mine.py:Trim", {"share": 0.1})
+
+
+def scheduled(controller: Any, schedule: Any) -> None: ...
+
+
+@pytest.mark.covers("P12", "X3")
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"workflows": [{"path": scheduled}]}, []),
+        ({"workflows": [{"path": scheduled, "args": {"schedul": 1}}]}, ["'scheduled' cannot be called", "schedul"]),
+        ({"workflows": [{"path": "json:decoder"}]}, ["is a module", "Name a function"]),
+        ({"workflows": [{"path": "json:laods"}]}, ["Did you mean 'loads'?"]),
+        (
+            {
+                "workflows": [{"path": scheduled, "args": {"schedule": "@a"}}],
+                "components": [
+                    {"id": "a", "path": "builtins:dict", "args": {"x": "@b"}},
+                    {"id": "b", "path": "builtins:dict", "args": {"x": "@a"}},
+                ],
+            },
+            ["in a circle: a → b → a"],
+        ),
+        (
+            {
+                "workflows": [{"path": scheduled, "args": {"schedule": "@a"}}],
+                "components": [{"id": "a", "path": "builtins:len", "args": {"x": 1}}],
+            },
+            ["Component 'a' is 'builtins:len' with args"],
+        ),
+        ({"workflows": [EVALUATION, EVALUATION]}, ["Several evaluations", "Give each a name"]),
+    ],
+    ids=["fails", "argument", "module", "name", "circle", "component", "twice"],
+)
+def test_functions_are_looked_at_before_the_server_starts(
+    tmp_path: Path, settings: dict[str, Any], words: list[str]
+) -> None:
+    """But for the first: that the function has an argument without a value shows when it is called."""
+    with pytest.raises(AtollError) as caught:
+        atoll.Server(state_dir=tmp_path, port=0, **settings).run()
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_function_beside_the_list_is_refused() -> None:
+    with pytest.raises(UsageError, match="its settings name another"):
+        atoll.Server(workflow=print, workflows=[EVALUATION])
