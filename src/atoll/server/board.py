@@ -18,7 +18,7 @@ __all__ = ["Board", "Row", "Source"]
 
 LOOK_S = 0.2
 RETURN_S = 10.0
-"""For so long at least a site that has gone is waited for: a DiLoCo loop leaves before its script joins again."""
+"""For so long at least a site that has gone is waited for, once: a DiLoCo loop leaves before its script joins again."""
 
 
 @dataclass(eq=False)
@@ -55,6 +55,7 @@ class Board:
         self.sites, self.sources, self._look = sites, list[Source](), look
         self.hung: dict[str, str] = {}
         self._signs: dict[str, signs.Signs] = {}
+        self._away_since_s: dict[str, float] = {}
         self._cells: dict[tuple[str, str], Cell] = {}
         self._news = threading.Condition()
         self._working, self._waiting = set(sites), set[str]()
@@ -98,14 +99,15 @@ class Board:
                     self._news.wait(LOOK_S)  # whose it is settles it, or leaves
 
     def wait(self, site: str, until: Callable[[], bool]) -> bool:
-        """Wait for a site to come back; False where all wait, and nobody is at work, and `RETURN_S` are over."""
-        end_s = time.monotonic() + RETURN_S
+        """Wait for a site to come back; False where all wait, and nobody is at work, and it is away for `RETURN_S`."""
         with self._news, self._marked(site):
+            end_s = self._away_since_s.setdefault(site, time.monotonic()) + RETURN_S
             while not until():
                 self._look()
                 if self._working <= self._waiting and time.monotonic() >= end_s:
                     return until()
                 self._news.wait(LOOK_S)
+            del self._away_since_s[site]
             return True
 
     @contextmanager
