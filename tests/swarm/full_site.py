@@ -1,4 +1,4 @@
-"""A site of a swarm whose disk has no space for the updates of others."""
+"""A site of a swarm whose disk has no space for the updates of others, until the file ROOM is there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ allocate = os.posix_fallocate
 
 
 def refuse(fd: int, offset: int, nbytes: int) -> None:
-    if Path(os.readlink(f"/proc/self/fd/{fd}")).name.startswith("spool-"):
+    spool = Path(os.readlink(f"/proc/self/fd/{fd}")).name.startswith("spool-")
+    if spool and not Path(os.environ.get("ROOM", "room")).exists():
         raise OSError(errno.ENOSPC, "no space left on device")
     allocate(fd, offset, nbytes)
 

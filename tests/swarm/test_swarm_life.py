@@ -163,6 +163,27 @@ def test_late_joiners_and_early_leavers(nursery: Nursery, tmp_path: Path) -> Non
     assert {site for site, number in Result(tmp_path).counted() if number > 3} == {"b", "c"}
 
 
+@pytest.mark.slow
+@pytest.mark.covers("P10")
+def test_who_alone_has_the_newest_version_stays_until_another_has_it(nursery: Nursery, tmp_path: Path) -> None:
+    """Of the two that have version 1, b is killed for good in round 2, and a leaves with its update to that round."""
+    settings = {"num_workers": 4, "min_workers": 2, "aggregators": ["a", "b"]}
+    with ServerProcess(nursery, tmp_path, **settings) as server:
+        a = SiteProcess(nursery, tmp_path, server.url, "a", HOLD=f"2:{tmp_path / 'go'}", LEAVE_AFTER="2")
+        b = SiteProcess(nursery, tmp_path, server.url, "b", HOLD=f"2:{tmp_path / 'never'}")
+        others = [SiteProcess(nursery, tmp_path, server.url, site, HOLD=f"2:{tmp_path / 'go'}") for site in ("c", "d")]
+        wait_until(lambda: all(each.told("trains", 2) for each in (a, b, *others)), "round 2")
+        assert sorted(path.parent.parent.name for path in (tmp_path / "workers").glob("*/*/held.json")) == ["a", "b"]
+        b.kept.close()
+        (tmp_path / "go").touch()
+        a.ended()
+        assert len({each.ended()["digest"] for each in others}) == 1
+        assert server.kept.wait() == 0
+    result = Result(tmp_path)
+    assert ("a", 2) in result.counted()
+    assert [len(summary["workers"]) for summary in result.history] == [4, 3, 2]
+
+
 @pytest.mark.covers("P10")
 def test_each_site_has_the_result_and_nothing_else_is_left(tmp_path: Path) -> None:
     with serving(tmp_path, algorithm="scaffold", outer_optimizer=None, outer_lr=None, outer_momentum=None) as server:

@@ -13,7 +13,7 @@ from swarm_world import SITES, ServerProcess, SiteProcess, serving
 
 import atoll
 from atoll.errors import BadRequest
-from atoll.testing.processes import Nursery
+from atoll.testing.processes import Nursery, wait_until
 from atoll.transport.client import Http
 from atoll.wire import messages, routes
 from atoll.wire.swarm_messages import Closed, Held, PeerReport, PeerWork, Source
@@ -56,6 +56,28 @@ def test_who_cannot_aggregate_is_replaced(nursery: Nursery, tmp_path: Path, scri
         for each in running:
             each.kept.close()
     assert f"a no longer aggregates round 1: {why}" in server.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P10", "X3")
+def test_where_nobody_can_aggregate_the_status_says_so_until_somebody_can(nursery: Nursery, tmp_path: Path) -> None:
+    with ServerProcess(nursery, tmp_path, idle_timeout_s=0.5, rounds=1) as server:
+        running = [
+            SiteProcess(nursery, tmp_path, server.url, site, script="full_site.py", ROOM=str(tmp_path / "room"))
+            for site in SITES
+        ]
+
+        def told() -> str:
+            now = server.status()
+            return now.fragments[0].reason if now else ""
+
+        wait_until(lambda: "workers in turn could not aggregate it; the last was " in told(), "the reason")
+        assert "it has moved no byte for " in told()
+        (tmp_path / "room").touch()
+        assert len({each.ended()["digest"] for each in running}) == 1
+        assert server.kept.wait() == 0
+        for each in running:
+            each.kept.close()
 
 
 @pytest.mark.covers("P10", "X3")

@@ -45,6 +45,7 @@ class Place:
         before: who did it in the round before.
         excluded: who has failed at it in this round.
         losses: how often that was.
+        lost: who it was the last time, and why.
         failures: (ticket, who) → how often that worker could not pull its update.
         since_s: since when the aggregator has had something to do without a pause.
         closing: the frozen round that it is to reduce.
@@ -59,6 +60,7 @@ class Place:
     before: str = ""
     excluded: set[str] = field(default_factory=set)
     losses: int = 0
+    lost: str = ""
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)
     since_s: float | None = None
     closing: Close | None = None
@@ -105,7 +107,7 @@ class Places:
             ],
             close=[place.closing for place in self.places if place.closing and place.aggregator == site],
             finished=self._floor.state.finished,
-            stay=self._is_needed(site) or self._lacks_the_result(site),
+            stay=self._is_needed(site) or self._is_awaited(site) or self._lacks_the_result(site),
         )
         return work.model_copy(update={"stamp": 1 + zlib.crc32(work.model_dump_json().encode())})
 
@@ -155,6 +157,16 @@ class Places:
                 return True
             if self._floor.state.finished and not all(other in holding for other in others):
                 return True
+        return False
+
+    def _is_awaited(self, site: str) -> bool:
+        """Whether an update that the site offers has yet to come to another worker, who aggregates it."""
+        for fragment, place in enumerate(self.places):
+            mine = [ticket for ticket in self._wanted(fragment) if self.offers[ticket].site == site]
+            if mine and place.aggregator != site:
+                there = self.peers[place.aggregator].collected if place.aggregator else {}
+                if any(ticket not in there or there[ticket].failed for ticket in mine):
+                    return True
         return False
 
     def _lacks_the_result(self, site: str) -> bool:

@@ -103,6 +103,8 @@ class Swarm(Places):
             return f"waits: {self._why_nobody(fragment)}"
         if phase == "closing" and self._closed(place) is not None and not place.checker:
             return f"waits for a second worker: version {place.version + 1} is there, and nobody is to check it"
+        if phase in ("open", "closing") and place.losses > 1:
+            return f"{place.losses} workers in turn could not aggregate it; the last was {place.lost}"
         return ""
 
     # -- what follows
@@ -225,6 +227,7 @@ class Swarm(Places):
             self._floor.state.rounds[fragment].number,
             reason,
         )
+        place.lost = f"{place.aggregator}: {reason}"
         place.excluded.add(place.aggregator)
         place.aggregator, place.closing, place.checker, place.since_s = "", None, "", None
         place.unable.clear()
