@@ -38,3 +38,10 @@ def interruptible() -> Iterator[None]:
     """For tests of Ctrl-C: the suite may run where SIGINT is ignored."""
     with processes.interruptible():
         yield
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[processes.Nursery]:
+    """One for all tests of this process: what it starts takes milliseconds instead of seconds of importing."""
+    with processes.Nursery() as nursery:
+        yield nursery

@@ -72,7 +72,7 @@ def test_a_peak_counts_from_the_baseline_until_the_end() -> None:
 
 @pytest.mark.slow
 @pytest.mark.covers("D8", "D9")
-@pytest.mark.parametrize("codec", ["none", "bf16"])
+@pytest.mark.parametrize("codec", ["none", pytest.param("bf16", marks=pytest.mark.long)])
 def test_a_small_round_is_exact_and_says_what_it_cost(atoll_command, tmp_path, codec: str) -> None:
     arguments = ["--gb", "0.002", "--workers", "2", "--rounds", "3", "--tensors", "7", "--codec", codec]
     outcome = atoll_command("bench", "round", *arguments, "--dir", str(tmp_path), "--json")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pages import PAGES, ROOT, Block, blocks
+
+from atoll.testing.processes import Nursery
 
 SERVE = """\
 import os
@@ -172,15 +172,12 @@ MARKED = [(page, block) for page in PAGES for block in blocks(page) if block.nam
 RUNNABLE = [page for page in PAGES if any(_.info == "python" and not _.name for _ in blocks(page))]
 
 
-def run(script: str, folder: Path, name: str) -> None:
+def run(nursery: Nursery, script: str, folder: Path, name: str) -> None:
     """Run a script in a process and a folder of its own."""
     path = folder / f"{name}.py"
     path.write_text(script, encoding="utf-8")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
-    done = subprocess.run(
-        [sys.executable, path], cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = nursery.start(str(path), cwd=folder)
+    assert process.wait(100) == 0, process.output()[-3000:]
 
 
 def as_script(page: Path) -> str:
@@ -196,8 +193,8 @@ def as_script(page: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.covers("X1", "L20")
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
-def test_a_page_runs_from_its_first_snippet_to_its_last(page: Path, tmp_path: Path) -> None:
-    run(as_script(page), tmp_path, page.stem)
+def test_a_page_runs_from_its_first_snippet_to_its_last(nursery: Nursery, page: Path, tmp_path: Path) -> None:
+    run(nursery, as_script(page), tmp_path, page.stem)
 
 
 def test_the_walkthrough_and_both_tutorials_have_snippets_that_run() -> None:
@@ -207,10 +204,12 @@ def test_the_walkthrough_and_both_tutorials_have_snippets_that_run() -> None:
 @pytest.mark.slow
 @pytest.mark.covers("L2", "P6")
 @pytest.mark.parametrize(("page", "block"), MARKED, ids=[f"{page.stem}-{block.name}" for page, block in MARKED])
-def test_a_script_takes_part_in_a_run_as_it_is_printed(page: Path, block: Block, tmp_path: Path) -> None:
+def test_a_script_takes_part_in_a_run_as_it_is_printed(
+    nursery: Nursery, page: Path, block: Block, tmp_path: Path
+) -> None:
     before, after = AROUND[block.name]
     script = block.text.replace('"http://host:8512"', "server.url")
-    run(f"{before}\n{script}\n{after}", tmp_path, block.name)
+    run(nursery, f"{before}\n{script}\n{after}", tmp_path, block.name)
 
 
 def test_the_scripts_of_the_readme_are_run() -> None:

@@ -61,9 +61,17 @@ def by_hand(nursery: Nursery, run_file: Path, sites: list[str]) -> Path:
 
 
 @pytest.mark.covers("P11")
-@pytest.mark.parametrize("kind", [FedAvgRecipe, ScaffoldRecipe, DiLoCoRecipe], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [FedAvgRecipe, pytest.param(ScaffoldRecipe, marks=pytest.mark.long), DiLoCoRecipe],
+    ids=lambda kind: kind.__name__,
+)
 def test_execute_and_the_written_file_have_the_same_bits(
-    kind: type[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    nursery: Nursery,
+    kind: type[Recipe],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     is_diloco = kind is DiLoCoRecipe
     project(tmp_path, monkeypatch, script=DILOCO if is_diloco else None)
@@ -84,8 +92,7 @@ def test_execute_and_the_written_file_have_the_same_bits(
     assert said.endswith("small is finished: here/atoll-run/exports/model.safetensors\n")
 
     made.write("there/run.toml")
-    with Nursery() as nursery:
-        exports = by_hand(nursery, Path("there/run.toml").resolve(), ["site-1", "site-2"])
+    exports = by_hand(nursery, Path("there/run.toml").resolve(), ["site-1", "site-2"])
     assert result.model.read_bytes() == (exports / "model.safetensors").read_bytes()
     begin, end = load_file("there/initial.safetensors"), load_file(result.model)
     assert not torch.equal(begin["one.weight"], end["one.weight"])
@@ -167,7 +174,11 @@ def test_a_token_and_a_certificate_of_the_settings_are_the_clients_too(
 
 
 @pytest.mark.covers("P11")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL],
+    ids=lambda number: number.name,
+)
 @pytest.mark.usefixtures("interruptible")
 def test_whatever_ends_the_program_ends_what_it_started(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

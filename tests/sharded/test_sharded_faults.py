@@ -76,7 +76,7 @@ def test_what_was_formed_before_all_ranks_died_is_sent_by_their_successors(nurse
         assert float((final[name] - value).abs().max()) <= 1e-12, name
 
 
-@pytest.mark.parametrize("sharded", ["rows", ""], ids=["sharded", "whole"])
+@pytest.mark.parametrize("sharded", ["rows", pytest.param("", marks=pytest.mark.long)], ids=["sharded", "whole"])
 def test_ranks_have_patience_with_a_round_that_takes_longer_than_the_process_groups_timeout(
     nursery: Nursery, tmp_path: Path, sharded: str
 ) -> None:

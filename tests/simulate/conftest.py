@@ -1,18 +1,10 @@
-"""One process that forks those of the tests."""
+"""One Ray for the tests of simulations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-
-from atoll.testing.processes import Nursery
-
-
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
 
 
 @pytest.fixture(scope="session")

@@ -161,7 +161,11 @@ WAITING = CLIENT.replace("        round.submit(", WAITS + "        round.submit(
 
 @pytest.mark.covers("V3")
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL],
+    ids=lambda number: number.name,
+)
 def test_a_simulation_that_was_ended_leaves_nothing_running_and_goes_on(
     nursery: Nursery, tmp_path: Path, number: signal.Signals, undisturbed: bytes
 ) -> None:

@@ -60,8 +60,14 @@ def life(
 
 @pytest.mark.slow
 @pytest.mark.covers("L4", "L7", "L10")
-@pytest.mark.parametrize("settings", [{"tau": 1, "alpha": 0.5}, {"tau": 3, "max_inflight": 2, "codec": "int8"}, {
-    "tau": 0, "quorum": 1, "round_deadline_s": 0.3}], ids=["one-under-way", "two-under-way", "quorum"])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"tau": 1, "alpha": 0.5}, id="one-under-way", marks=pytest.mark.long),
+        pytest.param({"tau": 3, "max_inflight": 2, "codec": "int8"}, id="two-under-way"),
+        pytest.param({"tau": 0, "quorum": 1, "round_deadline_s": 0.3}, id="quorum"),
+    ],
+)
 def test_a_run_comes_to_its_end_whatever_its_workers_do(tmp_path: Path, settings: dict[str, Any]) -> None:
     rounds, ends, errors = 6, dict[str, Any](), list[Exception]()
     options = {"num_workers": 2, "num_fragments": 3, "sync_every": 6, "rounds": rounds, "heartbeat_interval_s": 0.5}

@@ -162,8 +162,9 @@ class Places:
     def _is_awaited(self, site: str) -> bool:
         """Whether an update that the site offers has yet to come to another worker, who aggregates it."""
         for fragment, place in enumerate(self.places):
+            over = self._floor.state.rounds[fragment].phase == "finished"  # what an asynchronous run leaves behind
             mine = [ticket for ticket in self._wanted(fragment) if self.offers[ticket].site == site]
-            if mine and place.aggregator != site:
+            if mine and not over and place.aggregator != site:
                 there = self.peers[place.aggregator].collected if place.aggregator else {}
                 if any(ticket not in there or there[ticket].failed for ticket in mine):
                     return True
