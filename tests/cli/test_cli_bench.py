@@ -149,6 +149,7 @@ def test_a_bench_that_is_told_to_end_leaves_nothing(tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_many_tensors_are_compared_with_few(atoll_command, tmp_path) -> None:
     arguments = [
         "--gb",

@@ -132,7 +132,9 @@ def test_the_server_says_that_it_starts_before_it_loads_what_is_slow(monkeypatch
 @pytest.mark.slow
 @pytest.mark.covers("L11")
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long), (signal.SIGINT, 130)]
+)
 def test_a_stopped_server_says_that_it_can_go_on(atoll_command, serve, number: signal.Signals, code: int) -> None:
     atoll_command("init", "mine")
     served = serve()

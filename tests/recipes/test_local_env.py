@@ -63,7 +63,7 @@ def by_hand(nursery: Nursery, run_file: Path, sites: list[str]) -> Path:
 @pytest.mark.covers("P11")
 @pytest.mark.parametrize(
     "kind",
-    [FedAvgRecipe, pytest.param(ScaffoldRecipe, marks=pytest.mark.long), DiLoCoRecipe],
+    [FedAvgRecipe, *(pytest.param(each, marks=pytest.mark.long) for each in (ScaffoldRecipe, DiLoCoRecipe))],
     ids=lambda kind: kind.__name__,
 )
 def test_execute_and_the_written_file_have_the_same_bits(
@@ -200,6 +200,7 @@ def test_whatever_ends_the_program_ends_what_it_started(
     wait_until(lambda: running(tmp_path) == [], "the end of everything", 15)
 
 
+@pytest.mark.long
 @pytest.mark.covers("P11", "P10")
 def test_a_swarm_has_the_bits_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project(tmp_path, monkeypatch)

@@ -46,6 +46,7 @@ def test_a_model_ten_times_as_large_takes_no_more_memory_on_either_side(codec: s
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.covers("P18", "D1", "D9")
 def test_four_workers_with_three_times_the_model_take_no_more_memory_on_either_side() -> None:
@@ -80,14 +81,15 @@ def test_the_largest_round_is_what_the_free_disk_and_memory_take(disk: int, memo
 
 
 @pytest.mark.slow
+@pytest.mark.covers("P18", "D1", "D9")
 def test_the_largest_round_says_how_much_memory_it_took(tmp_path: Path) -> None:
-    argv = [sys.executable, str(BENCH), "--gb", "0.02", "--workers", "2", "--rounds", "1", "--dir", str(tmp_path)]
+    argv = [sys.executable, str(BENCH), "--gb", "0.1", "--workers", "3", "--rounds", "2", "--dir", str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["ok"]
-    assert said["gb"] == [0.002, 0.02]
-    assert "0.02 GB × 2 workers" in done.stderr
+    assert said["gb"] == [0.01, 0.1]
+    assert "0.1 GB × 3 workers" in done.stderr
 
 
 @pytest.mark.covers("D2")

@@ -56,6 +56,7 @@ def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_was_begun_on_ray_goes_on_here(ray_here: None, tmp_path: Path, undisturbed: bytes) -> None:
     run(tmp_path, "ray", rounds=2)
     assert run(tmp_path, "local", rounds=3) == undisturbed

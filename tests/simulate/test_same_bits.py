@@ -58,7 +58,7 @@ def real(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pyt
 
 @pytest.mark.covers("V1")
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_simulation_ends_with_the_bits_of_real_workers(real: Path, processes: int) -> None:
     assert simulated(real, f"simulated-{processes}", processes=processes) == model_of(real / "state")
 

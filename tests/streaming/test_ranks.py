@@ -48,8 +48,10 @@ def trace_of(path: Path) -> Trace:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
-    [{"fragments": 1, "tau": 0, "alpha": 0.0}, {"fragments": 2, "tau": 1, "alpha": 0.25}],
-    ids=["whole", "streams"],
+    [
+        pytest.param({"fragments": 1, "tau": 0, "alpha": 0.0}, id="whole", marks=pytest.mark.long),
+        pytest.param({"fragments": 2, "tau": 1, "alpha": 0.25}, id="streams"),
+    ],
 )
 def test_ranks_together_are_one_worker(tmp_path: Path, how: dict[str, Any]) -> None:
     """Each rank has half of its site's data, so that the mean of the gradients is that of the site."""

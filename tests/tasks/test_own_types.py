@@ -219,19 +219,24 @@ def failed(suite: PayloadTypeContract, folder: Path) -> set[str]:
     return found
 
 
+LONG = pytest.mark.long
+
+
 @pytest.mark.covers("T13")
 @pytest.mark.parametrize(
     ("suite", "produce", "consume", "expected"),
     [
         pytest.param(BlobContract, right, rebuilt, "", id="none"),
         pytest.param(BlobContract, right, without_word, "it_arrives_as_it_was_sent", id="something is lost"),
-        pytest.param(BlobContract, right, shortened, "it_arrives_as_it_was_sent", id="a byte is lost"),
-        pytest.param(BlobContract, right, as_dict, "it_arrives_as_it_was_sent", id="another type"),
+        pytest.param(BlobContract, right, shortened, "it_arrives_as_it_was_sent", id="a byte is lost", marks=LONG),
+        pytest.param(BlobContract, right, as_dict, "it_arrives_as_it_was_sent", id="another type", marks=LONG),
         pytest.param(BlobContract, once, rebuilt, "it_can_be_sent_again_and_is_the_same_bytes", id="once only"),
-        pytest.param(BlobContract, numbered, rebuilt, "it_can_be_sent_again_and_is_the_same_bytes", id="numbered"),
+        pytest.param(
+            BlobContract, numbered, rebuilt, "it_can_be_sent_again_and_is_the_same_bytes", id="numbered", marks=LONG
+        ),
         pytest.param(BlobContract, changed, rebuilt, "sending_does_not_change_it", id="changed"),
         pytest.param(BlobContract, whole, rebuilt, "sending_it_takes_a_few_chunks_of_memory", id="read whole"),
-        pytest.param(BlobContract, in_the_text, rebuilt, "what_stands_for_it_is_small", id="in the text"),
+        pytest.param(BlobContract, in_the_text, rebuilt, "what_stands_for_it_is_small", id="in the text", marks=LONG),
         pytest.param(
             BlobContract, right, rebuilt_at_once, "receiving_it_takes_a_few_chunks_beyond_the_value", id="loaded whole"
         ),
