@@ -8,7 +8,7 @@
 
 Training is an addition, and every worker checks its model bit for bit. Memory is anonymous memory at its peak: of the
 server above what it has after importing, of a worker above that and its model. Size is a choice: the disk has to have
-about ten times the model per worker; `--experiments` leaves out what does not fit, and says so.
+about six times the model per worker; `--experiments` leaves out what does not fit, and says so.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def experiments(options: argparse.Namespace) -> None:
     def take(name: str, placement: str, disk: bool, **more: Any) -> Figures | None:
         needed = (0 if disk else 7 * more["workers"]) * more["gb"] * 1e9
         free = free_bytes(options, disk)
-        if needed > free or (disk and free < 1.05e9 * more["gb"] * (5 + 8 * more["workers"])):
+        if needed > free or (disk and free < 1.05e9 * more["gb"] * (1 + 5 * more["workers"])):
             missing.append(f"{name} ({free / 1e9:.0f} GB free)")
             return None
         found = figures[name] = run(options, placement, disk, **more)
