@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import atoll
+from atoll.cli.simulate import summary
 from atoll.errors import ConfigError, RunFailed, UsageError
 from atoll.wire.status_messages import RoundSummary
 
@@ -134,6 +135,7 @@ def test_a_simulation_can_be_stopped_and_goes_on(tmp_path: Path, client: str) ->
     done = run(tmp_path, client, rounds=3)  # which it has: there is nothing to do
     assert (done.rounds, done.worker_rounds) == (0, 0)
     assert done.version >= 3
+    assert summary(done) == f"was finished before, at version {done.version}: nothing is trained; {done.model}"
 
 
 @pytest.mark.slow

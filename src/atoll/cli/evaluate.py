@@ -113,6 +113,9 @@ def _evaluated(settings: Settings, asked: dict[str, Any], run_file: Path) -> Eva
     try:
         server.start()
         LOG.info("listening on %s; start sites that evaluate: worker.evaluates(function)", server.url)
+        for name in asked.get("versions", ()):
+            if str(name).endswith(".safetensors") and not Path(name).is_file():
+                LOG.warning("%s is not in %s: its row stays empty, unless it is there when sites are", name, Path.cwd())
         LOG.info("waits for %s; --num-workers for another number", counted(settings.num_workers, "site"))
         server.run()
         assert server.evaluation is not None

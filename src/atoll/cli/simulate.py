@@ -149,6 +149,8 @@ class Lines:
 
 def summary(done: Simulated) -> str:
     """What a simulation came to, in one line."""
+    if not done.rounds:
+        return f"was finished before, at version {done.version}: nothing is trained; {done.model}"
     failed = list(done.failed)
     named = ", ".join(failed[:NAMED]) + (f" and {len(failed) - NAMED} more" if len(failed) > NAMED else "")
     parts = [
