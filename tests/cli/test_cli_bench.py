@@ -89,6 +89,7 @@ def test_a_small_round_is_exact_and_says_what_it_cost(atoll_command, tmp_path, c
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.covers("D8", "L16")
 def test_a_small_round_with_codecs_both_ways_is_exact_and_a_quarter(atoll_command, tmp_path) -> None:
     arguments = ["--gb", "0.002", "--workers", "2", "--rounds", "3", "--codec", "int8", "--downlink-codec", "int8"]
@@ -117,6 +118,7 @@ def test_on_disk_and_in_memory_are_compared(atoll_command, tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_bench_without_disk_streaming(atoll_command, tmp_path) -> None:
     arguments = ["--gb", "0.001", "--workers", "1", "--rounds", "1", "--no-disk-streaming"]
     outcome = atoll_command("bench", "round", *arguments, "--dir", str(tmp_path))

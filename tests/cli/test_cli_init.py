@@ -13,7 +13,9 @@ from atoll.cli import init
 from atoll.config import Settings
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "diloco"])
+@pytest.mark.parametrize(
+    "algorithm", ["fedavg", *(pytest.param(each, marks=pytest.mark.long) for each in ("scaffold", "diloco"))]
+)
 def test_the_script_trains_alone_and_the_run_file_is_valid(atoll_command, tmp_path, algorithm: str) -> None:
     outcome = atoll_command("init", "mine", "--algorithm", algorithm)
     assert outcome.returncode == 0, outcome.stderr

@@ -160,7 +160,7 @@ def test_a_server_with_a_workflow_speaks_of_no_model(serve, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT])
 def test_a_server_that_is_stopped_behind_the_end_of_its_run_says_so(
     atoll_command, serve, tmp_path, number: signal.Signals
 ) -> None:

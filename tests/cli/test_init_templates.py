@@ -77,7 +77,7 @@ def test_every_template_is_tried_here() -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        pytest.param(each, marks=pytest.mark.long) if each in ("scaffold", "diloco", "lightning") else each
+        pytest.param(each, marks=pytest.mark.long) if each in ("fedavg", "scaffold", "diloco", "lightning") else each
         for each in WHAT
     ],
 )

@@ -89,7 +89,7 @@ def test_a_site_that_tries_smaller_batches_keeps_its_place_in_the_round(serve: A
 
 
 @pytest.mark.covers("S10")
-@pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "scaffold", "diloco"])
+@pytest.mark.parametrize("algorithm", ["fedavg", pytest.param("fedprox", marks=pytest.mark.long), "scaffold", "diloco"])
 def test_smaller_batches_begin_the_round_anew(serve: Any, tmp_path: Path, algorithm: str) -> None:
     """The second step of round 1 fails. A round is begun again from w = 0; DiLoCo keeps the step that it has.
 

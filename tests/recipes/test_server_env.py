@@ -29,7 +29,8 @@ def serving(made: Any) -> atoll.Server:
 
 @pytest.mark.slow
 @pytest.mark.covers("P11")
-def test_two_sites_take_part_by_recipe(capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_sites_take_part_by_recipe(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.recipes.remote.POLL_S", 60.0)  # it is asked once the script has ended, and may be gone
     made = recipe(model=module(), num_rounds=3)
     results: dict[str, RunResult] = {}
     with serving(made) as server:
@@ -46,6 +47,8 @@ def test_two_sites_take_part_by_recipe(capfd: pytest.CaptureFixture[str]) -> Non
     for result in results.values():
         assert (result.model, result.state_dir, result.folder) == (None, None, None)
         assert result.metrics.keys() == {"loss"}
+        assert result.finished
+        assert len(result.history) == 3
     assert [row.workers for row in server.status().history] == [["a", "b"]] * 3
     said = capfd.readouterr().out
     assert f"small at {server.url} is the recipe's run; starting train.py" in said

@@ -37,6 +37,7 @@ def test_simulated_and_real_clients_have_the_same_bits(
     assert real.metrics == simulated.metrics
 
 
+@pytest.mark.long
 @pytest.mark.covers("P11")
 def test_the_written_file_is_simulated_by_the_command_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -143,6 +143,7 @@ def test_a_process_that_is_killed_is_replaced_and_its_virtual_worker_trained_aga
 
 @pytest.mark.covers("V2")
 @pytest.mark.slow
+@pytest.mark.long
 def test_who_ends_three_processes_is_the_one_that_fails(nursery: Nursery, tmp_path: Path) -> None:
     said = simulate(nursery, write(tmp_path, killed(100)), *FOUR, "--json")
     assert told(said)["failed"] == {"site-0001": "its process ended with signal SIGKILL, 3 times in a row"}

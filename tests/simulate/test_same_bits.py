@@ -48,7 +48,10 @@ def simulated(folder: Path, name: str, *, processes: int, client: str = "client.
     return model_of(folder / name)
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=pytest.mark.long) if each == "fedadam" else each for each in RUNS],
+)
 def real(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of real workers, and its result in `state`."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -13,7 +13,7 @@ SITES = {2: ["a", "b"], 3: ["a", "b", "c"]}
 @pytest.mark.covers("L7", "L4", "L15")
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("tau", [0, 1, 2, 3])
-@pytest.mark.parametrize("fragments", [2, 3])
+@pytest.mark.parametrize("fragments", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_every_step_of_every_site_is_the_formulas(tmp_path: Path, fragments: int, tau: int, alpha: float) -> None:
     """AdamW within, Nesterov between, unequal weights and data; 3 local steps from one fragment's turn to the next."""
     sites = SITES[2 if fragments == 3 else 3]

@@ -315,7 +315,8 @@ def test_filters_that_are_for_nobody_are_told_of_with_the_nearest_name(
     with server:
         site()
         assert server.wait(60)
-    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+    told = [record for record in caplog.records if (record.name, record.levelno) == ("atoll.server", logging.WARNING)]
+    assert [record.getMessage() for record in told] == [
         "task_data_filters are for site 'clinic-b', which has not taken part. Did you mean 'clinic-a'?",
         "task_result_filters are for task 'trian', which was not sent. Did you mean 'train'?",
     ]

@@ -35,10 +35,12 @@ NOT_SETTINGS = frozenset(
         "ATOLL_PEER_TLS_CERT",
         "ATOLL_PEER_TLS_KEY",
         "ATOLL_PEER_INSECURE",
+        "ATOLL_LAST_STATUS",
         "ATOLL_FAILPOINTS",
     }
 )
-"""ATOLL_* variables that are no setting of a run: they belong to a worker, are secret, or are for tests."""
+"""ATOLL_* variables that are no setting of a run: they belong to a worker, are secret, are for tests, or
+Atoll sets them itself."""
 
 FOLDERS = ("tls_cert", "tls_key", "token_file", "state_dir", "save_dir")
 CODE = ("aggregator", "persistor", "workflow")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atoll.children import Children
@@ -17,6 +19,7 @@ from atoll.transport.ask import ask
 from atoll.wire import routes
 from atoll.wire.messages import RunInfo
 from atoll.wire.status_messages import Status
+from atoll.worker import last_status
 
 if TYPE_CHECKING:
     from atoll.recipes.base import Recipe
@@ -85,7 +88,9 @@ class ServerEnv(Strict):
         site = self.site or os.environ.get("ATOLL_SITE")
         own |= {"ATOLL_SITE": site} if site else {}
         own |= {key: os.environ[key] for key in ("ATOLL_DIR",) if key in os.environ}
-        with Children() as children:
+        with Children() as children, tempfile.TemporaryDirectory() as folder:
+            last = Path(folder) / "status.json"
+            own |= {last_status.VARIABLE: str(last)}
             process = children.spawn("script", recipe.argv, environment=environment(self.threads, **own))
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -94,6 +99,8 @@ class ServerEnv(Strict):
                     status = ask(self.url, routes.STATUS, Status)
                 if process.returncode is not None:
                     break
+            if not status.finished and last.exists():  # what it said as the script left, if it has ended since
+                status = Status.model_validate_json(last.read_text(encoding="utf-8"))
         if process.returncode:
             raise RunFailed(
                 f"{recipe.train_script} ended with {process.returncode}.",

@@ -32,6 +32,7 @@ from atoll.latch import Latch
 from atoll.tensors.fragments import Split
 from atoll.transport.client import Counters
 from atoll.wire import messages, routes
+from atoll.worker import last_status
 from atoll.worker.address import http_to
 from atoll.worker.outlet import Outlet
 from atoll.worker.reporting import LOG, in_wait, told
@@ -330,9 +331,10 @@ class Connection:
                 if self._beat is not None:
                     self.tell(state="failed" if error else "left")
                     self._send_heartbeat(GOODBYE_S)
+                last_status.keep(self.http)
                 leave = messages.Leave(error=told(error) if error else None)
                 self.http.send(routes.LEAVE, leave, timeout_s=GOODBYE_S)
-        except AtollError as problem:
+        except (AtollError, OSError) as problem:
             LOG.debug("%s: could not say goodbye: %s", self.site, problem)
         finally:
             self.http.close()

@@ -1,0 +1,26 @@
+"""What the server says to a site that leaves, kept for who started it: once the last one has left it may be gone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from atoll.transport.client import Http
+from atoll.wire import routes
+from atoll.wire.status_messages import Status
+
+VARIABLE = "ATOLL_LAST_STATUS"
+"""Set by a recipe's `ServerEnv`: the file that this goes to."""
+
+
+def keep(http: Http) -> None:
+    """Ask the server, where somebody wants to know.
+
+    Raises:
+        AtollError: it does not answer.
+    """
+    if place := os.environ.get(VARIABLE):
+        text = http.get(routes.STATUS, Status).model_dump_json()
+        beside = Path(f"{place}.{os.getpid()}")  # ranks of one site leave at the same time
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(place)
