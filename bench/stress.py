@@ -109,9 +109,9 @@ def experiments(options: argparse.Namespace) -> None:
     missing: list[str] = []
 
     def take(name: str, placement: str, disk: bool, **more: Any) -> Figures | None:
-        needed = (0 if disk else 7 * more["workers"]) * more["gb"] * 1e9
+        needed = (1.05 * (1 + 5 * more["workers"]) if disk else 7 * more["workers"]) * more["gb"] * 1e9
         free = free_bytes(options, disk)
-        if needed > free or (disk and free < 1.05e9 * more["gb"] * (1 + 5 * more["workers"])):
+        if needed > free:
             missing.append(f"{name} ({free / 1e9:.0f} GB free)")
             return None
         found = figures[name] = run(options, placement, disk, **more)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,6 @@ from safetensors.torch import load_file
 from atoll.cli import init
 from atoll.config import Settings
 from atoll.testing.processes import Nursery, Process, wait_until
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as started:
-        yield started
 
 
 def commands(folder: Path) -> list[str]:

@@ -50,12 +50,6 @@ LIVES = {
 LONG = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
-
-
 class World:
     """A server as a process, started again whenever it was killed, and what it has counted."""
 

@@ -108,13 +108,14 @@ def _evaluated(settings: Settings, asked: dict[str, Any], run_file: Path) -> Eva
     _lines_on_stderr()
     raise_on_sigterm()
     from atoll.server.embed import Server
+    from atoll.server.global_models import is_file
 
     server = Server(settings=settings, evaluation=asked)
     try:
         server.start()
         LOG.info("listening on %s; start sites that evaluate: worker.evaluates(function)", server.url)
         for name in asked.get("versions", ()):
-            if str(name).endswith(".safetensors") and not Path(name).is_file():
+            if isinstance(name, str) and is_file(name) and not Path(name).is_file():
                 LOG.warning("%s is not in %s: its row stays empty, unless it is there when sites are", name, Path.cwd())
         LOG.info("waits for %s; --num-workers for another number", counted(settings.num_workers, "site"))
         server.run()

@@ -85,13 +85,7 @@ class Manifest:
             BadRequest: it is none, or its sizes cannot be.
             PartCorrupt: it is not that of the reference, or what came with it is damaged.
         """
-        try:
-            told = messages.ObjectManifest.model_validate_json(bytes(body))
-        except ValidationError as error:
-            raise BadRequest(
-                f"The manifest of {what} is none: {error.errors()[0]['msg']}.",
-                "Look whether Atoll, of the same version, serves it.",
-            ) from None
+        told = _told_in(body, what)
         extent = Extent(told.head_bytes, told.nbytes, told.part_bytes)
         extent.require_sound(what)
         digests = tuple(bytes.fromhex(each) for each in told.part_digests)
@@ -134,13 +128,7 @@ class FileManifest:
         Raises:
             BadRequest: it is none.
         """
-        try:
-            told = messages.ObjectManifest.model_validate_json(bytes(body))
-        except ValidationError as error:
-            raise BadRequest(
-                f"The manifest of {what} is none: {error.errors()[0]['msg']}.",
-                "Look whether Atoll, of the same version, serves it.",
-            ) from None
+        told = _told_in(body, what)
         return cls(told.nbytes, told.digest, tuple(bytes.fromhex(each) for each in told.part_digests))
 
 
@@ -155,3 +143,14 @@ def _inline(text: str, extent: Extent, digests: Sequence[bytes], what: str) -> b
         if blake3(memoryview(data)[part.start : part.stop]).digest() != digests[part.index]:
             raise PartCorrupt(f"Part {part.index} of {what} came damaged with its manifest.", "Fetch it again.")
     return data
+
+
+def _told_in(body: bytes | bytearray, what: str) -> messages.ObjectManifest:
+    """A manifest as it travels; `BadRequest` where it is none."""
+    try:
+        return messages.ObjectManifest.model_validate_json(bytes(body))
+    except ValidationError as error:
+        raise BadRequest(
+            f"The manifest of {what} is none: {error.errors()[0]['msg']}.",
+            "Look whether Atoll, of the same version, serves it.",
+        ) from None
