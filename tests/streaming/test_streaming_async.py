@@ -13,25 +13,39 @@ import safetensors.torch
 import torch
 from site_threads import together
 from six_layers import data
-from streaming_world import Sites, build, inner, local_step, serve
-from torch import Tensor
+from streaming_world import Sites, build, copied, inner, local_step, serve
+from torch import Tensor, nn
 
 import atoll
 
 
+class Alike(Sites):
+    """Sites with the same data, that of a.
+
+    Where nobody waits, it is chance whose updates are the last and how many local steps lie in one. On random targets,
+    a model that one site has trained for long is worse for the other than none; where they learn the same, whatever
+    comes last, it is better for both.
+    """
+
+    def local_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, site: str, step: int) -> None:
+        local_step(model, optimizer, "a")
+        self.traces[site].append(copied(model))
+
+
 def loss_of(state: dict[str, Tensor]) -> float:
-    """Of a model, mean over the data of both sites."""
+    """Of a model, on the data of site a."""
     model = build()
     model.load_state_dict(state)
+    inputs, targets = data("a")
     with torch.no_grad():
-        return sum((model(x) - y).square().mean().item() for x, y in map(data, "ab")) / 2
+        return float((model(inputs) - targets).square().mean())
 
 
 def train(folder: Path, **settings: Any) -> tuple[atoll.Server, Sites]:
     server = serve(folder, num_workers=2, **settings)
     pacer = threading.Event()  # where nobody waits, a turn is passed over while an exchange is under way
     with server:
-        sites = Sites(server.url, folder, ["a", "b"], steps=20_000, during=lambda *_: pacer.wait(0.002) and None)
+        sites = Alike(server.url, folder, ["a", "b"], steps=20_000, during=lambda *_: pacer.wait(0.002) and None)
         sites.join()
         server.run()
     return server, sites
@@ -44,8 +58,7 @@ def train(folder: Path, **settings: Any) -> tuple[atoll.Server, Sites]:
 def test_every_combination_trains(tmp_path: Path, mode: str, delayed: int, fragments: int) -> None:
     """About 60 local steps each, on random data: the loss has to fall.
 
-    Where each of two sites' updates makes a whole step of its own, half the rate is as far; with the whole of it, it is
-    chance whether stale updates carry the model past where it was to go.
+    Where each of two sites' updates makes a whole step of its own, half the rate is as far.
     """
     streaming = {"num_fragments": fragments, "tau": 1, "alpha": 0.5} if fragments > 1 else {}
     rounds = 10 if mode == "sync" else 20
@@ -61,7 +74,7 @@ def test_every_combination_trains(tmp_path: Path, mode: str, delayed: int, fragm
     )
     result = safetensors.torch.load_file(server.exports / "model.safetensors")
     start = {name: value.detach() for name, value in build().state_dict().items()}
-    assert loss_of(result) < 0.95 * loss_of(start)
+    assert loss_of(result) < 0.9 * loss_of(start)
     status = server.status()
     assert [each.version for each in status.fragments] == [rounds] * fragments
     assert all(diloco.finished and diloco.skipped == 0 for diloco in sites.loops.values())
@@ -128,7 +141,7 @@ def test_fragments_with_codecs_both_ways(tmp_path: Path, mode: str) -> None:
     assert not all(torch.equal(value, ends[0][name]) for name, value in result.items())
     assert all(torch.allclose(value, ends[0][name], atol=0.02) for name, value in result.items())
     start = {name: value.detach() for name, value in build().state_dict().items()}
-    assert loss_of(result) < 0.95 * loss_of(start)
+    assert loss_of(result) < 0.9 * loss_of(start)
 
 
 @pytest.mark.covers("L3", "L6")
