@@ -123,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20, help="of 200 workers each; ten times as many of 20 each")
-    parser.add_argument("--times", type=int, default=3, help="runs of the first; the quietest counts")
+    parser.add_argument("--times", type=int, default=3, help="runs of the first; their median counts")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the results go")
     parser.add_argument("--one", nargs=3, type=int, metavar=("WORKERS", "PER_ROUND", "ROUNDS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -147,12 +147,16 @@ def main() -> None:
 
 def report(options: argparse.Namespace, all_of_200: list[dict[str, Any]], few: list[dict[str, Any]]) -> None:
     """Write the figures and the gates."""
-    quiet = min(all_of_200, key=lambda run: run["others"])
+    middle = sorted(all_of_200, key=lambda run: run["per_s"])[(len(all_of_200) - 1) // 2]
     growth = {key: few[1][key] - few[0][key] for key in ("server_mb", "process_mb")}
-    other = f"Others took {100 * quiet['others']:.0f} % of the machine meanwhile."
+    other = f"Others took {100 * middle['others']:.0f} % of the machine meanwhile."
     gates = [
         Gate(
-            "worker-rounds a second, all of 200", quiet["per_s"], f">= {BAR_PER_S}", quiet["per_s"] >= BAR_PER_S, other
+            "worker-rounds a second, all of 200",
+            middle["per_s"],
+            f">= {BAR_PER_S}",
+            middle["per_s"] >= BAR_PER_S,
+            other,
         ),
         *(
             Gate(
@@ -197,7 +201,7 @@ def report(options: argparse.Namespace, all_of_200: list[dict[str, Any]], few: l
         rows=rows,
         text=f"""A model of 1 MB, a client that adds to every parameter, {options.processes} processes that train on
 {os.cpu_count()} cores, beside the one that keeps the run. The rate is that of all rounds behind the first, closing
-included; the gate takes the run beside which others took least of the machine. Memory is anonymous memory, that of
+included; the gate takes the median of the runs, the lower one of two. Memory is anonymous memory, that of
 Python and PyTorch included: the most at any time behind the first round, seen twenty times a second.""",
         folder=options.folder,
     )

@@ -27,7 +27,7 @@ from atoll.store.objects import Kept, ObjectStore
 from atoll.tensors.cuts import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
 from atoll.tensors.lazy import LazyState, resolve
 from atoll.tensors.objects import Extent, pack_object, write_object
-from atoll.transport.publisher import nameless
+from atoll.transport.drafts import nameless
 from atoll.wire import messages, routes
 from atoll.wire import task_messages as tm
 

@@ -35,8 +35,9 @@ from atoll.tensors.reference import TensorRef
 from atoll.testing.processes import Nursery, Process, wait_until
 from atoll.testing.proxy import Fault, Proxy
 from atoll.transport import parts
+from atoll.transport.drafts import nameless
 from atoll.transport.lane import Lane
-from atoll.transport.publisher import Served, nameless
+from atoll.transport.served import Served
 from atoll.wire import routes
 from atoll.wire.objects import Manifest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch import nn
 import atoll
 from atoll.cli.simulate import summary
 from atoll.errors import ConfigError, RunFailed, UsageError
+from atoll.simulate.simulation import threads_of
 from atoll.wire.status_messages import RoundSummary
 
 CLIENT = '''\
@@ -44,7 +46,7 @@ def train(worker) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(number + 1.0)
-        round.submit(model, weight=1.0, metrics={"number": number})
+        round.submit(model, weight=1.0, metrics={"number": number, "threads": torch.get_num_threads()})
 
 
 def remember(worker) -> None:
@@ -81,16 +83,29 @@ def moved(done: Any) -> float:
 
 
 @pytest.mark.slow
-def test_a_round_is_of_as_many_as_it_asks_for_and_counts_like_any_other(tmp_path: Path, client: str) -> None:
+def test_a_round_is_of_as_many_as_it_asks_for_and_counts_like_any_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, client: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     seen: list[RoundSummary] = []
     done = run(tmp_path, client, workers=9, per_round=3, processes=2, on_round=seen.append)
     assert [len(round_.workers) for round_ in seen] == [3, 3]
     means = [sum(int(site[-4:]) + 1 for site in round_.workers) / 3 for round_ in seen]
     assert moved(done) == pytest.approx(sum(means), abs=1e-5)
     assert [round_.metrics["number"] for round_ in seen] == pytest.approx([mean - 1 for mean in means])
+    assert [round_.metrics["threads"] for round_ in seen] == [3, 3]
     assert (done.worker_rounds, done.rounds, done.failed) == (6, 2, {})
     assert len((tmp_path / "loaded").read_text().split()) == 2  # once in each process
     assert not (tmp_path / "state" / "sites").exists()  # FedAvg keeps nothing of a site
+
+
+def test_processes_divide_the_cores_among_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert [threads_of(processes) for processes in (1, 3, 8, 20)] == [8, 2, 1, 1]
+    for told, threads in (("4", 4), ("4,2", 4), ("0", 2), ("many", 2), ("", 2)):
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+        assert threads_of(4) == threads
 
 
 @pytest.mark.slow

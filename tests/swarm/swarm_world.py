@@ -45,10 +45,12 @@ class Sites(Threads):
 
     Attributes:
         models: site → what the run has made of its model.
+        moved: site → bytes of tensors that it has sent and received.
     """
 
     def __init__(self, url: str, folder: Path, names: Iterable[str] = SITES, *, steps: int = 2) -> None:
         self.models: dict[str, nn.Module] = {}
+        self.moved: dict[str, tuple[int, int]] = {}
         self._url, self._folder, self._steps = url, folder, steps
         super().__init__(*(partial(self._work, site) for site in names))
 
@@ -64,6 +66,7 @@ class Sites(Threads):
                     optimizer.step()
                 round_.submit(model, weight=SITES[site], metrics={"loss": 1.0 / round_.number}, steps=self._steps)
             self.models[site] = worker.load_into(model)
+            self.moved[site] = worker.bytes_up, worker.bytes_down
 
 
 @contextlib.contextmanager

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from swarm_run import SITES, build
-from swarm_world import ROUNDS, Result, Sites, serving
+from swarm_world import ROUNDS, SETTINGS, Result, Sites, serving
 
+from atoll.config import Settings
+from atoll.server.begin import plan_of
 from atoll.tensors.layout import version_layout
 from atoll.tensors.modules import schema_of
 
@@ -67,6 +69,26 @@ def test_only_the_initial_model_passes_the_server_once(tmp_path: Path) -> None:
     assert status.bytes_up == 0
     assert status.bytes_down == version_layout(schema_of(build()), 2**16).nbytes
     assert not [path for path in (tmp_path / "state/slots").iterdir() if path.stat().st_size]
+
+
+@pytest.mark.covers("P10")
+def test_what_a_worker_has_it_does_not_pull(tmp_path: Path) -> None:
+    """Of two sites each is the aggregator or the checker of every round, and holds every version.
+
+    So in each round one update of the two goes to the other site, and the new version with its outer state; the initial
+    model goes from the server to one of them, and from that one to the other, who pulls it twice if it comes to train
+    before it holds it.
+    """
+    with serving(tmp_path, num_workers=2) as server:
+        sites = Sites(server.url, tmp_path, ["a", "b"])
+        sites.join()
+    planned = plan_of(Settings.build(SETTINGS | {"state_dir": tmp_path}), build(), None).fragments[0]
+    state = planned.shapes().state
+    assert state is not None
+    model = planned.version.nbytes
+    up, down = (sum(each) for each in zip(*sites.moved.values(), strict=True))
+    assert down - up == model  # what the server gave
+    assert up - ROUNDS * (planned.update.nbytes + model + state.nbytes) in (model, 2 * model)
 
 
 @pytest.mark.covers("P10")

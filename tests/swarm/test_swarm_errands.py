@@ -11,7 +11,7 @@ import pytest
 from swarm_run import build
 
 from atoll.config import Settings
-from atoll.errors import PartCorrupt, StoreError
+from atoll.errors import Gone, PartCorrupt, StoreError
 from atoll.placement.digests import digest_of
 from atoll.placement.placed import PLACED, placed_settings
 from atoll.placement.plan import Plan
@@ -21,10 +21,12 @@ from atoll.store.slots import SPOOL, STATE, VERSION, Slot, region_digest
 from atoll.tensors.layout import Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Http
+from atoll.transport.own_file import OwnFile
 from atoll.transport.publisher import ObjectHost
 from atoll.wire.swarm_messages import Collect, Hold, Source
 from atoll.worker.errands import Errands
 from atoll.worker.holding import Shelf, Version
+from atoll.worker.outlet import Outlet
 from atoll.worker.peering import spans
 
 SETTINGS = {"outer_optimizer": "sgd", "outer_lr": 0.7, "outer_momentum": 0.9, "num_workers": 3, "part_bytes": 2**16}
@@ -40,15 +42,19 @@ class Peer:
         self.folder = folder / "shelf"
         self.folder.mkdir()
         self.shelf = Shelf(self.plan, self.folder, "run")
-        self.host = ObjectHost(
-            "127.0.0.1", 0, name=None, tls_cert=None, tls_key=None, insecure=False, idle_timeout_s=10.0, folder=None
-        )
+        self.host, self.own_host = listening(), listening()
         self.http = Http("http://127.0.0.1:1")  # of the server, of which nothing is asked here
-        self.errands = Errands(self.plan, self.http, 10.0, lambda count: None)
+        self.outlet = Outlet(self.own_host, self.http.counters, None)
+        self.moved = 0
+        self.errands = Errands(self.plan, self.http, self.outlet, 10.0, self._move)
+
+    def _move(self, count: int) -> None:
+        self.moved += count
 
     def close(self) -> None:
         self.shelf.close()
         self.host.close()
+        self.own_host.close()
         self.http.close()
 
     def slot(self, kind: str) -> Slot:
@@ -79,6 +85,12 @@ class Peer:
         return self.host.serve(slot.fd, os.fstat(slot.fd).st_size, digest, digests)
 
 
+def listening() -> ObjectHost:
+    return ObjectHost(
+        "127.0.0.1", 0, name=None, tls_cert=None, tls_key=None, insecure=False, idle_timeout_s=10.0, folder=None
+    )
+
+
 def digests_of(slot: Slot, parts: list[Part] | tuple[Part, ...]) -> list[bytes]:
     return [region_digest(slot.fd, ((part.start, part.nbytes),)) for part in parts]
 
@@ -103,7 +115,7 @@ def test_a_version_of_other_bytes_is_not_taken_and_the_next_worker_is_asked(peer
         peer.errands.version(hold(digest, lies), peer.slot(VERSION), None)
     honest = Source(version=str(peer.serve(slot, digest, digests)))
     target = peer.slot(VERSION)
-    got = peer.errands.version(hold(digest, lies, honest), target, None)
+    got, _ = peer.errands.version(hold(digest, lies, honest), target, None)
     assert list(got.part_digests) == digests
     assert digests_of(target, peer.planned.version.parts) == digests
 
@@ -118,8 +130,13 @@ def test_an_outer_state_of_other_bytes_is_not_taken(peer: Peer) -> None:
     with pytest.raises(PartCorrupt):
         peer.errands.version(hold(digest, lies, state_digest=state_digest), peer.slot(VERSION), peer.slot(STATE))
     honest = Source(version=at, state=str(peer.serve(state, state_digest, state_digests)))
-    got = peer.errands.version(hold(digest, honest, state_digest=state_digest), peer.slot(VERSION), peer.slot(STATE))
+    wanted = hold(digest, honest, state_digest=state_digest)
+    got, came_in = peer.errands.version(wanted, peer.slot(VERSION), peer.slot(STATE))
     assert digest_of(got.state_digests) == state_digest
+    assert list(came_in) == state_digests
+    cut_short = Source(version=at, state=str(peer.serve(state, state_digest, state_digests[:-1])))
+    with pytest.raises(PartCorrupt, match="in other parts than it has"):
+        peer.errands.version(hold(digest, cut_short, state_digest=state_digest), peer.slot(VERSION), peer.slot(STATE))
 
 
 @pytest.mark.covers("P10", "D10")
@@ -136,6 +153,56 @@ def test_an_update_of_other_bytes_is_not_collected(peer: Peer) -> None:
     with pytest.raises(PartCorrupt):
         peer.errands.update(collect(peer.serve(other, digest, other_digests)), peer.slot(SPOOL))
     assert peer.errands.update(collect(peer.serve(slot, digest, digests)), peer.slot(SPOOL)) == (0.0, "")
+
+
+@pytest.mark.covers("P10")
+def test_ones_own_update_is_read_where_it_lies_and_is_checked_there_too(peer: Peer) -> None:
+    """Who aggregates collects the update that he has formed himself: nothing of it goes over a connection."""
+    layout, outbox = peer.planned.update, peer.slot(SPOOL)
+    for part in layout.parts:
+        write_at(outbox.fd, bytes(range(256)) * (part.nbytes // 256), part.start)
+    digests = digests_of(outbox, layout.parts)
+    digest = layout.update_digest(digests)
+    ref = peer.outlet.serve(outbox.fd, layout.nbytes, digest, digests)
+    own = Collect(ticket=1, fragment=0, site="a", digest=digest, source=str(ref))
+    target = peer.slot(SPOOL)
+    peer.errands.update(own, target)
+    assert digests_of(target, layout.parts) == digests
+    assert peer.moved == sum(part.nbytes for part in layout.parts)
+    assert (peer.http.counters.bytes_up, peer.http.counters.bytes_down, peer.outlet.served) == (0, 0, 0)
+    write_at(outbox.fd, b"damaged", layout.parts[0].start)
+    with pytest.raises(PartCorrupt, match="served here, is not what it was"):
+        peer.errands.update(own, target)
+    peer.outlet.withdraw(ref)
+    with pytest.raises(Gone):
+        peer.errands.update(own, target)
+
+
+@pytest.mark.covers("P10")
+def test_what_is_withdrawn_while_it_is_read_here_is_gone(peer: Peer) -> None:
+    """Its file may be rewritten from then on: what was read of it is worth nothing."""
+    slot, digests, digest = peer.version()
+    layout, read = peer.planned.version, list[int]()
+    ref = peer.outlet.serve(slot.fd, layout.nbytes, digest, digests)
+    with peer.outlet.connected(str(ref), 10.0) as (_, parts):
+        assert isinstance(parts, OwnFile)
+
+        def on_part(part: Part) -> None:
+            read.append(part.index)
+            peer.outlet.withdraw(ref)
+
+        with pytest.raises(Gone, match="served here no more"):
+            parts.pull("it", digests, layout.parts, [], on_part=on_part)
+    assert read == [0]
+
+
+@pytest.mark.covers("P10")
+def test_of_several_who_have_it_one_takes_oneself(peer: Peer) -> None:
+    slot, digests, digest = peer.version()
+    others = [str(peer.serve(slot, digest, digests)) for _ in range(3)]
+    own = str(peer.outlet.serve(slot.fd, peer.planned.version.nbytes, digest, digests))
+    assert peer.outlet.nearest([*others, own]) == own
+    assert peer.outlet.nearest(others) in others
 
 
 @pytest.mark.covers("P10")

@@ -23,7 +23,7 @@ from atoll.tensors import objects
 from atoll.tensors.cuts import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
 from atoll.tensors.payload import pack
 from atoll.testing.processes import wait_until
-from atoll.transport.publisher import written
+from atoll.transport.drafts import written
 
 PART = 2**16
 BLOB = bytes(range(256)) * (4 * PART // 256)

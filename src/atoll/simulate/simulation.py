@@ -257,14 +257,13 @@ class Simulation:
 
     def _beginning(self, run: Run) -> Beginning:
         handlers = Handlers(run)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return Beginning(
             client=self._client,
             arguments=self._arguments,
             path=tuple(sys.path),
             info=now(handlers.get_run()),
             schema=now(handlers.get_schema()),
-            threads=max(1, cores // self._processes),
+            threads=threads_of(self._processes),
             sites=str((self.settings.state_dir / SITES).resolve()),
         )
 
@@ -284,6 +283,15 @@ class Simulation:
             failed=dict(conductor.failed),
             late=conductor.late,
         )
+
+
+def threads_of(processes: int) -> int:
+    """Of torch in each of so many processes: as `OMP_NUM_THREADS` says, else the cores are divided."""
+    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if told.isdecimal() and int(told):
+        return int(told)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // processes)
 
 
 def _lasts(plan: Plan, beginning: Beginning) -> bool:

@@ -11,27 +11,26 @@ import base64
 import logging
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from aiohttp import web
 
-from atoll.errors import AtollError, ConfigError, DiskFull, Gone, PortInUse, StoreError, UsageError
+from atoll.errors import AtollError, ConfigError, Gone, PortInUse, UsageError
 from atoll.latch import Latch
-from atoll.posix import FULL, nameless_file, read_at
+from atoll.posix import read_at
 from atoll.tensors.cuts import Cut
-from atoll.tensors.objects import Extent, write_object
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef, address_of
 from atoll.transport.door import files_limit, open_door, runner_of
+from atoll.transport.drafts import written
 from atoll.transport.host import problem, serve_file
-from atoll.transport.served import Served as Served
+from atoll.transport.own_file import OwnFile
+from atoll.transport.served import Served
 from atoll.transport.sockets import break_off
 from atoll.transport.tls import is_loopback, server_context
 from atoll.wire import routes
@@ -168,6 +167,18 @@ class ObjectHost:
             require_secret(ref.secret, served.sealed, ref.object)
             self._drop(ref.object)
             return True
+
+        return self._on_loop(work)
+
+    def opened(self, ref: TensorRef, on_read: Callable[[int], None]) -> OwnFile | None:
+        """What a reference names, to be read here, and closed then; None where it is none of this host's."""
+
+        def work() -> OwnFile | None:
+            served = self._objects.get(ref.object)
+            if served is None:
+                return None
+            require_secret(ref.secret, served.sealed, ref.object)
+            return OwnFile(os.dup(served.fd), served.manifest, served.gone, on_read)
 
         return self._on_loop(work)
 
@@ -320,70 +331,3 @@ def _listen(host: str, port: int) -> socket.socket:
             f"Objects cannot be published on {host}, port {port}: {error.strerror}.",
             "Give an address of this machine and a free port; port 0 takes any.",
         ) from error
-
-
-def nameless(folder: Path | None) -> int:
-    """`nameless_file`, for what is published.
-
-    Raises:
-        StoreError: the folder takes none.
-    """
-    try:
-        return nameless_file(folder)
-    except OSError as error:
-        raise StoreError(
-            f"No file can be made in {folder or tempfile.gettempdir()}: {error.strerror}.",
-            "Give a folder that can be written to; TMPDIR decides where files lie by default.",
-        ) from error
-
-
-@dataclass(frozen=True)
-class Draft:
-    """An object on disk that nobody serves yet; nothing in it refers to the tensors any more.
-
-    Attributes:
-        fd: of a file without a name.
-        digests: BLAKE3 of every part.
-    """
-
-    fd: int
-    extent: Extent
-    digests: list[bytes]
-    inline: bool
-
-    @property
-    def digest(self) -> str:
-        return self.extent.digest(self.digests)
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
-def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
-    """Write a tree to disk.
-
-    Raises:
-        UsageError: it is too much to be inline, or for one object.
-        DiskFull, StoreError: the disk's.
-    """
-    fd = nameless(folder)
-    try:
-        extent, digests = write_object(packed, fd, cut)
-        if cut.inline and extent.nbytes > routes.INLINE_BYTES:
-            raise UsageError(
-                f"The object has {extent.nbytes} bytes, too many to travel inline (chunk_bytes = 0).",
-                f"At most {routes.INLINE_BYTES}; leave chunk_bytes out for a larger one.",
-            )
-    except BaseException as error:
-        os.close(fd)
-        raise (disk_error(error) if isinstance(error, OSError) else error) from error
-    return Draft(fd, extent, digests, cut.inline)
-
-
-def disk_error(error: OSError) -> StoreError:
-    """What an error of a temporary file means."""
-    where = "the folder of temporary files"
-    remedy = "Make space, or give another folder; TMPDIR decides where files lie by default."
-    if error.errno in FULL:
-        return DiskFull(f"The disk of {where} is full.", remedy)
-    return StoreError(f"A file in {where} failed: {error.strerror}.", remedy)

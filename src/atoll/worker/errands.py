@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 from atoll.aggregation.inspect import Inspection
@@ -16,12 +17,14 @@ from atoll.store.slots import Slot, disk_error, region_digest
 from atoll.tensors.layout import Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Http
+from atoll.transport.own_file import OwnFile
 from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.wire.swarm_messages import Collect, Hold, Source
 from atoll.worker.connection import NetworkLost
 from atoll.worker.holding import Version
-from atoll.worker.peering import CONNECTIONS, Pull, Writing, connected, spans
+from atoll.worker.outlet import Outlet
+from atoll.worker.peering import CONNECTIONS, Pull, Writing, spans
 
 UNPULLED = (*NetworkLost, Gone, PartCorrupt, BadRequest)
 """What a pull may end with; another worker may have the same."""
@@ -32,31 +35,47 @@ class Errands:
 
     Args:
         http: to the server.
+        outlet: what the worker itself serves is taken from there.
         on_bytes: told what came.
     """
 
-    def __init__(self, plan: Plan, http: Http, idle_timeout_s: float, on_bytes: Callable[[int], None]) -> None:
-        self._plan, self._http, self._idle_timeout_s, self._move = plan, http, idle_timeout_s, on_bytes
+    def __init__(
+        self, plan: Plan, http: Http, outlet: Outlet, idle_timeout_s: float, on_bytes: Callable[[int], None]
+    ) -> None:
+        self._plan, self._http, self._outlet, self._move = plan, http, outlet, on_bytes
+        self._idle_timeout_s = idle_timeout_s
         self._inspections = [Inspection(fragment.update, plan.codecs) for fragment in plan.fragments]
 
-    def version(self, hold: Hold, slot: Slot, state: Slot | None) -> Version:
+    def version(self, hold: Hold, slot: Slot, state: Slot | None) -> tuple[Version, Sequence[bytes]]:
         """A version in these slots, every byte checked; from the server, where nobody else has it.
+
+        Returns:
+            The version, and the BLAKE3 of the parts in which its outer state came.
 
         Raises:
             AtollError: one of `UNPULLED`, where nobody could give it.
         """
         if not hold.sources:
-            return self._initial(hold, slot)
+            return self._initial(hold, slot), ()
         last: AtollError | None = None
         for source in hold.sources:
             try:
-                parts = self._version_from(source, hold, slot)
-                states = self._state_from(source, hold, state) if state is not None else ()
-                return Version(hold.fragment, hold.version, hold.digest, slot, state, tuple(parts), states)
+                return self._from(source, hold, slot, state)
             except UNPULLED as error:
                 last = error
         assert last is not None
         raise last
+
+    def _from(self, source: Source, hold: Hold, slot: Slot, state: Slot | None) -> tuple[Version, Sequence[bytes]]:
+        """A version and the outer state beside it, both at once."""
+        if state is None:
+            digests = tuple(self._version_from(source, hold, slot))
+            return Version(hold.fragment, hold.version, hold.digest, slot, None, digests, ()), ()
+        with ThreadPoolExecutor(1, thread_name_prefix="atoll-swarm-state") as beside:
+            coming = beside.submit(self._state_from, source, hold, state)  # left by an error, it is waited for
+            digests = tuple(self._version_from(source, hold, slot))
+            regions, state_parts = coming.result()
+        return Version(hold.fragment, hold.version, hold.digest, slot, state, digests, regions), state_parts
 
     def _version_from(self, source: Source, hold: Hold, slot: Slot) -> Sequence[bytes]:
         layout = self._plan.fragments[hold.fragment].version
@@ -68,20 +87,27 @@ class Errands:
             pull.parts(digests, layout.parts, _into(slot), on_bytes=self._move)
         return digests
 
-    def _state_from(self, source: Source, hold: Hold, slot: Slot) -> tuple[bytes, ...]:
-        """The outer state, checked as the version is: its regions' digests make up what the server was told."""
+    def _state_from(self, source: Source, hold: Hold, slot: Slot) -> tuple[tuple[bytes, ...], Sequence[bytes]]:
+        """The outer state, checked as the version is: its regions' digests make up what the server was told.
+
+        Returns:
+            BLAKE3 of its regions, and of the parts in which it came.
+        """
         shape = self._plan.fragments[hold.fragment].shapes().state
         assert shape is not None
         if source.state is None:
             raise Gone(f"Version {hold.version} has no outer state there.", "Ask another worker.")
         with self._connected(source.state) as (ref, parts):
             pull = Pull(ref, parts)
-            pull.parts(pull.require(hold.state_digest), spans(shape.nbytes), _into(slot), on_bytes=self._move)
+            parts_digests, cut = pull.require(hold.state_digest), spans(shape.nbytes)
+            if len(parts_digests) != len(cut):
+                raise PartCorrupt(f"{ref.server} serves an outer state in other parts than it has.")
+            pull.parts(parts_digests, cut, _into(slot), on_bytes=self._move)
             digests = tuple(region_digest(slot.fd, region) for region in shape.regions)
             header = os.pread(slot.fd, len(shape.header), 0)
             if digest_of(digests) != hold.state_digest or header != shape.header:
                 raise PartCorrupt(f"{ref.server} serves another outer state than that of version {hold.version}.")
-        return digests
+        return digests, parts_digests
 
     def _initial(self, hold: Hold, slot: Slot) -> Version:
         """Version 0, which the server has."""
@@ -125,8 +151,8 @@ class Errands:
             pull.parts(digests, layout.parts, _into(slot), on_bytes=self._move, on_part=look)
         return (math.sqrt(math.fsum(sums)) if not bad else 0.0), (min(bad) if bad else "")
 
-    def _connected(self, text: str) -> AbstractContextManager[tuple[TensorRef, Parts]]:
-        return connected(text, self._idle_timeout_s, self._http.counters)
+    def _connected(self, text: str) -> AbstractContextManager[tuple[TensorRef, Parts | OwnFile]]:
+        return self._outlet.connected(text, self._idle_timeout_s)
 
 
 def _into(slot: Slot) -> Callable[[int, memoryview], None]:

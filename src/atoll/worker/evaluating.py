@@ -23,7 +23,7 @@ from atoll.tensors.modules import named_tensors
 from atoll.tensors.objects import pack_object
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
-from atoll.transport.publisher import written
+from atoll.transport.drafts import written
 from atoll.transport.tls import is_loopback
 from atoll.wire import task_messages as tm
 from atoll.worker.connection import Connection

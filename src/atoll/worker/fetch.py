@@ -44,8 +44,8 @@ from atoll.tensors.modules import Tensors, named_tensors
 from atoll.tensors.objects import Contents, Stored
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Counters
+from atoll.transport.drafts import disk_error, nameless
 from atoll.transport.parts import Memory, Parts, Sink
-from atoll.transport.publisher import disk_error, nameless
 from atoll.wire import routes
 from atoll.wire.objects import Manifest
 from atoll.worker.border import border

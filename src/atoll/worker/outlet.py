@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from atoll.errors import AtollError
 from atoll.placement.digests import digest_of
@@ -13,12 +14,14 @@ from atoll.store.slots import region_digest
 from atoll.tensors.layout import Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Counters, Http
+from atoll.transport.own_file import OwnFile
+from atoll.transport.parts import Parts
 from atoll.transport.publisher import ObjectHost
 from atoll.wire import routes
 from atoll.wire.swarm_messages import Source
 from atoll.worker.files import Outbox
 from atoll.worker.holding import Version
-from atoll.worker.peering import spans
+from atoll.worker.peering import connected, spans
 from atoll.worker.reporting import told
 
 AGAIN_S = (0.5, 1.0, 2.0)
@@ -87,6 +90,32 @@ class Outlet:
             known = self._updates.pop(fragment, None)
         if known is not None:
             self.withdraw(known[1])
+
+    @contextlib.contextmanager
+    def connected(self, text: str, idle_timeout_s: float) -> Iterator[tuple[TensorRef, Parts | OwnFile]]:
+        """What a reference names: read here where it is this worker's own, else over connections to who serves it."""
+        ref = TensorRef.parse(text)
+        own = self._host.opened(ref, lambda nbytes: self._read(ref, nbytes)) if ref.server == self.address else None
+        if own is None:
+            with connected(text, idle_timeout_s, self._counters) as reached:
+                yield reached
+            return
+        try:
+            yield ref, own
+        finally:
+            own.close()
+
+    def _read(self, ref: TensorRef, nbytes: int) -> None:
+        """Who waits for his update to be taken sees that it is, also where it is he who takes it."""
+        with self._lock:
+            at = next((fragment for fragment, (_, mine) in self._updates.items() if mine.object == ref.object), None)
+        if at is not None:
+            self._watching[at](nbytes)
+
+    def nearest(self, sources: Sequence[str]) -> str:
+        """Of references to the same, this worker's own, else any."""
+        own = [text for text in sources if TensorRef.parse(text).server == self.address]
+        return random.choice(own or sources)
 
     def probe(self, address: str) -> None:
         """Find out whether another worker is to be reached.

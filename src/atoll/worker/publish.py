@@ -26,8 +26,9 @@ from atoll.tensors.objects import pack_object
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Http
+from atoll.transport.drafts import Draft, written
 from atoll.transport.parts import Parts
-from atoll.transport.publisher import LONGEST_S, Draft, ObjectHost, written
+from atoll.transport.publisher import LONGEST_S, ObjectHost
 from atoll.wire import messages, routes
 from atoll.worker.address import http_to
 from atoll.worker.border import border

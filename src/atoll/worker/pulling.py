@@ -5,7 +5,6 @@ Part by part into its base file, and on the way into its tensors.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from atoll.failpoints import failpoint
 from atoll.tensors.chunks import Scatter
 from atoll.tensors.layout import Layout, Part
 from atoll.tensors.modules import Tensors
+from atoll.transport.own_file import OwnFile
 from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.worker import update
@@ -24,7 +24,6 @@ from atoll.worker.connection import Connection
 from atoll.worker.deltas import DeltaFile, apply_
 from atoll.worker.files import BaseFile, BaseNote, PartsFile
 from atoll.worker.notes import name_of
-from atoll.worker.peering import connected
 from atoll.worker.reporting import LOG, progress
 
 QUIET_S, LOOK_S = 5.0, 0.1
@@ -156,14 +155,16 @@ class Puller:
             worker.patiently(fetch, None, f"pull version {version}")
 
     @contextmanager
-    def _from(self, path: str, version: int) -> Iterator[tuple[Parts, str]]:
+    def _from(self, path: str, version: int) -> Iterator[tuple[Parts | OwnFile, str]]:
         """Connections to who has a version, and the path of its bytes there: the server, or in a swarm a worker.
+
+        A worker of a swarm that has it itself reads it where it lies.
 
         Raises:
             Busy: nobody has it at this moment.
         """
-        worker = self._worker
-        if worker.outlet is None:
+        worker, outlet = self._worker, self._worker.outlet
+        if outlet is None:
             yield self._parts, path
             return
         path, until_s = routes.MANIFEST.format(fragment=self._fragment, version=version), time.monotonic() + QUIET_S
@@ -172,7 +173,7 @@ class Puller:
             worker.on_wait()
         if not sources:
             raise Busy(f"No worker that is here has version {version}.", "It goes on when one is back that has it.")
-        with connected(random.choice(sources), worker.info.idle_timeout_s, worker.counters) as (ref, parts):
+        with outlet.connected(outlet.nearest(sources), worker.info.idle_timeout_s) as (ref, parts):
             yield parts, routes.OBJECT_DATA.format(object=ref.object)
 
     def _note(self, manifest: messages.Manifest) -> BaseNote:

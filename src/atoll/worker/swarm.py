@@ -84,7 +84,7 @@ class SwarmPeer:
         self._idle_timeout_s, self._rejoin = idle_timeout_s, rejoin
         self._shelf, self._result = Shelf(plan, folder, run), folder.parent / RESULT
         self._versions = ServedVersions(plan, outlet)
-        self._errands = Errands(plan, http, idle_timeout_s, self._move)
+        self._errands = Errands(plan, http, outlet, idle_timeout_s, self._move)
         self._lock = threading.RLock()  # guards what follows
         self._work = PeerWork(stamp=0)
         self._number = self._answered = self._moved = 0
@@ -291,9 +291,8 @@ class SwarmPeer:
         assert slot is not None
         try:
             state = self._shelf.take(STATE, fragment) if hold.state_digest else None
-            version = self._errands.version(hold, slot, state)
+            version, state_parts = self._errands.version(hold, slot, state)
             failpoint("swarm.held")
-            state_parts = self._versions.state_parts(version)
             with self._lock:
                 self._keep(version, state_parts)
         except BaseException:

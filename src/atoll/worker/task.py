@@ -9,7 +9,7 @@ from atoll.errors import AtollError, Conflict, Gone, TicketClosed, TransferError
 from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.payload import Packed, pack
 from atoll.tensors.reference import TensorRef
-from atoll.transport.publisher import Draft, written
+from atoll.transport.drafts import Draft, written
 from atoll.wire import routes
 from atoll.wire import task_messages as tm
 from atoll.wire.tasks import way_of
