@@ -150,6 +150,15 @@ def test_a_wrong_server_config_is_refused_and_changes_nothing() -> None:
         with pytest.raises(AtollError, match=said):
             made.add_server_config(config)
         assert made.settings() == before
+    as_one = r"one mapping, and got {}\.\s.*recipe\.add_server_config\({}\)"
+    for given, keywords, got, shown in [
+        ((), {"codec": "int8"}, "codec=…", r"\{'codec': 'int8'\}"),
+        ((), {}, "nothing", r"\{'codec': 'int8'\}"),
+        (("int8",), {}, "'int8'", r"\{'codec': 'int8'\}"),
+    ]:
+        with pytest.raises(UsageError, match=as_one.format(got, shown)):
+            made.add_server_config(*given, **keywords)  # type: ignore[arg-type]
+        assert made.settings() == before
     made.add_server_config({"quorum": 2, "round_deadline_s": 5}).add_server_config({"quorum": 3})
     assert (made.settings().quorum, made.settings().round_deadline_s) == (3, 5.0)
 

@@ -97,15 +97,21 @@ class Recipe(Strict):
         """What the algorithm's own arguments say, as settings of the run file."""
         return {}
 
-    def add_server_config(self, config: Mapping[str, Any]) -> Self:
+    def add_server_config(self, config: Mapping[str, Any] | None = None, **given: Any) -> Self:
         """Choose further settings of the run file (docs/reference/settings.md); what was chosen before gives way.
 
         Paths are relative to the current folder. Settings that make sense only together go into one call.
 
         Raises:
             ConfigError: there is no such setting (the nearest is named), a value is wrong, or contradicts another.
-            UsageError: an argument of the recipe says it already.
+            UsageError: an argument of the recipe says it already, or settings came as keywords.
         """
+        if given or not isinstance(config, Mapping):
+            got = ", ".join([*([repr(config)] if config is not None else []), *(f"{key}=…" for key in given)])
+            raise UsageError(
+                f"add_server_config takes the settings as one mapping, and got {got or 'nothing'}.",
+                f"Write recipe.add_server_config({given or {'codec': 'int8'}!r}).",
+            )
         fixed = {"algorithm", *ARGUMENTS, *self.choices()} - {*DEFAULTS_ONLY}
         for key in config:
             if key in fixed:
