@@ -12,7 +12,8 @@ from atoll.cli.status import COLUMNS, worker_row
 from atoll.cli.text import awaited
 from atoll.server import embed
 from atoll.tensors.modules import named_tensors
-from atoll.testing.processes import free_port
+from atoll.testing.processes import free_port, wait_until
+from atoll.worker.connection import Connection
 from atoll.worker.session import Session
 
 UNHEARD = "not heard since the server restarted"
@@ -50,6 +51,38 @@ def test_a_site_that_is_silent_since_the_restart_is_told_apart(tmp_path: Path) -
 
         sessions["b"].beat()
         assert UNHEARD not in server.status().fragments[0].reason
+        for session in sessions.values():
+            session.leave()
+
+
+@pytest.mark.covers("X4")
+@pytest.mark.parametrize(
+    ("timeout_s", "then"),
+    [(3600.0, " (declared dead after 3600 s of silence)"), (0.0, "")],
+    ids=["dies", "stays"],
+)
+def test_who_lets_heartbeats_out_is_named_with_what_comes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float, then: str
+) -> None:
+    """At 2.5 intervals of silence, long before the end; nothing changes in the words from then on."""
+    monkeypatch.setattr(Connection, "_heartbeats", lambda _: None)  # nothing is sent but what this test sends
+    options: dict[str, Any] = {"num_workers": 3, "heartbeat_interval_s": 0.4, "heartbeat_timeout_s": timeout_s}
+    model = nn.Linear(4, 3)
+    with atoll.Server(model, port=0, algorithm="fedavg", state_dir=tmp_path / "state", **options) as server:
+        sessions = {site: Session(server.url, site, folder=tmp_path / "w") for site in ("a", "b", "c")}
+
+        def reason(*beating: str) -> str:
+            for site in beating:
+                sessions[site].beat()
+            return server.status().fragments[0].reason
+
+        def said(ending: str, *beating: str) -> None:
+            wait_until(lambda: reason(*beating).endswith(ending), f"{ending!r} in the reason", 10)
+
+        assert "no sign of life" not in reason("a", "b", "c")
+        said(f"; no sign of life from c{then}", "a", "b")
+        said(f"; no sign of life from b, c{then}", "a")
+        wait_until(lambda: "no sign of life" not in reason("a", "b", "c"), "all are heard again", 10)
         for session in sessions.values():
             session.leave()
 

@@ -125,13 +125,29 @@ def _fragment(run: Run, index: int, now_s: float) -> status_messages.FragmentSta
     )
 
 
+QUIET_BEATS = 2.5
+"""Heartbeats that did not come, from which on a site is said to be silent."""
+
+
 def why(run: Run, index: int, now_s: float) -> str:
-    """What the fragment waits for; also who of them may not even know that the server is back."""
+    """What the fragment waits for; also who of them may not even know that the server is back, or may be dead."""
     missing = [site for site, _ in machine.missing(run.state, index)]
     unheard = [site for site in missing if site in run.roster and not run.roster[site].heard]
     silent = f"not heard since the server restarted: {', '.join(unheard)}" if unheard else ""
     place = run.swarm.trouble(index) if run.swarm is not None else ""
-    return "; ".join(filter(None, [machine.why(run.state, index, now_s), place, silent]))
+    quiet = _quiet(run, [site for site in missing if site not in unheard], now_s)
+    return "; ".join(filter(None, [machine.why(run.state, index, now_s), place, silent, quiet]))
+
+
+def _quiet(run: Run, sites: Sequence[str], now_s: float) -> str:
+    """Who of these has let heartbeats out, and what comes of it; the same words until it does."""
+    interval_s, timeout_s = run.settings.heartbeat_interval_s, run.settings.heartbeat_timeout_s
+    seen_s = run.state.seen_s
+    quiet = [site for site in sites if interval_s and now_s - seen_s.get(site, now_s) >= QUIET_BEATS * interval_s]
+    if not quiet:
+        return ""
+    then = f" (declared dead after {timeout_s:g} s of silence)" if timeout_s else ""
+    return f"no sign of life from {', '.join(quiet)}{then}"
 
 
 def _durable(run: Run) -> list[int]:
