@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from atoll.config import Settings
 from atoll.server.begin import plan_of
 from atoll.tensors.layout import version_layout
 from atoll.tensors.modules import schema_of
+from atoll.tensors.reference import TensorRef
+from atoll.testing.processes import free_port
+from atoll.worker.outlet import Outlet
 
 DEFAULT: dict[str, Any] = {"outer_optimizer": None, "outer_lr": None, "outer_momentum": None}
 RUNS = [
@@ -89,6 +94,27 @@ def test_what_a_worker_has_it_does_not_pull(tmp_path: Path) -> None:
     up, down = (sum(each) for each in zip(*sites.moved.values(), strict=True))
     assert down - up == model  # what the server gave
     assert up - ROUNDS * (planned.update.nbytes + model + state.nbytes) in (model, 2 * model)
+
+
+@pytest.mark.covers("P10")
+def test_a_version_that_its_holder_has_let_go_of_is_asked_of_the_next_and_then_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who holds a version may let go of it, or end, between two questions: nobody's round ends with that."""
+    undisturbed, _ = left_by(tmp_path / "undisturbed")
+    in_order, seen = Outlet.in_order, set[int]()
+
+    def stale_first(self: Outlet, sources: Sequence[str]) -> list[str]:
+        ref = TensorRef.parse(sources[0])
+        gone, dead = replace(ref, object="0" * 32), replace(ref, port=free_port())
+        first = id(self) not in seen
+        seen.add(id(self))
+        return [str(gone), str(dead), *([] if first else in_order(self, sources))]
+
+    monkeypatch.setattr(Outlet, "in_order", stale_first)
+    ours, _ = left_by(tmp_path / "swarm")
+    assert len(seen) == len(SITES)
+    assert ours.bits == undisturbed.bits
 
 
 @pytest.mark.covers("P10")

@@ -197,12 +197,12 @@ def test_what_is_withdrawn_while_it_is_read_here_is_gone(peer: Peer) -> None:
 
 
 @pytest.mark.covers("P10")
-def test_of_several_who_have_it_one_takes_oneself(peer: Peer) -> None:
+def test_of_several_who_have_it_one_asks_oneself_first(peer: Peer) -> None:
     slot, digests, digest = peer.version()
     others = [str(peer.serve(slot, digest, digests)) for _ in range(3)]
     own = str(peer.outlet.serve(slot.fd, peer.planned.version.nbytes, digest, digests))
-    assert peer.outlet.nearest([*others, own]) == own
-    assert peer.outlet.nearest(others) in others
+    assert peer.outlet.in_order([*others, own])[0] == own
+    assert sorted(peer.outlet.in_order([*others, own])) == sorted([*others, own])
 
 
 @pytest.mark.covers("P10")

@@ -17,6 +17,7 @@ from atoll.errors import ConfigError
 from atoll.tensors.schema import Schema, TensorSpec
 from atoll.testing.processes import free_port, wait_until
 from atoll.wire import messages
+from atoll.worker.files import ScratchFile
 from atoll.worker.residuals import Residuals
 from atoll.worker.session import Session
 
@@ -266,6 +267,39 @@ def test_a_server_that_went_back_takes_it_along(tmp_path: Path, caplog: pytest.L
     assert again.read("w", 0, 2).tolist() == [0.0, 0.0]
     assert "a: the server went back to version 3: what compression had left over is dropped" in caplog.text
     again.close()
+
+
+@pytest.mark.covers("F41")
+def test_what_the_disk_has_damaged_is_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine = residuals(tmp_path / "w")
+    mine.write("w", 0, torch.tensor([1.0, 2.0]))
+    mine.belongs_to(7, version=3)
+    mine.settle(outcome("counted"))
+    mine.close()
+    path = tmp_path / "w" / "residual-1.bin"
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    again = residuals(tmp_path / "w")
+    assert again.read("w", 0, 2).tolist() == [0.0, 0.0]
+    assert "residual-1.bin is not what was written: it counts as lost" in caplog.text
+    again.close()
+
+
+def test_zeros_count_where_nothing_was_written(tmp_path: Path) -> None:
+    """A digest is of what is there: a hole and written zeros are the same, and so is a copy without holes."""
+    chunk, files = 2**21, [ScratchFile(tmp_path / name, 5 * 2**21 + 8, ()) for name in "ab"]
+    for place in (0, 3, 5):
+        for file in files:
+            file.write(place * chunk, memoryview(b"12345678"))
+    files[1].write(chunk, memoryview(bytes(chunk)))
+    assert files[0].content_digest() == files[1].content_digest()
+    files[1].write(4 * chunk, memoryview(b"\1"))
+    assert files[0].content_digest() != files[1].content_digest()
+    files[1].write(4 * chunk, memoryview(b"\0"))
+    files[1].write(3 * chunk, memoryview(bytes(8)))
+    files[1].write(2 * chunk, memoryview(b"12345678"))  # the same bytes elsewhere
+    assert files[0].content_digest() != files[1].content_digest()
+    for file in files:
+        file.close()
 
 
 def test_files_without_their_note_are_not_believed(tmp_path: Path) -> None:

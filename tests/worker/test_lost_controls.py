@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -36,6 +37,52 @@ def take_part(server: atoll.Server, folder: Path, rounds: int = 1, site: str = "
 
 def run_folder(server: atoll.Server, folder: Path, site: str = "a") -> Path:
     return folder / site / server.status().run
+
+
+def damage(file: Path) -> None:
+    """One bit of every byte: small changes, no value becomes infinite."""
+    file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+
+
+@pytest.mark.covers("S2", "F41")
+@pytest.mark.parametrize("damaged", ["control-1.bin", "control-0.bin"], ids=["current", "pending"])
+def test_a_control_that_the_disk_has_damaged_is_no_control(
+    server: atoll.Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    damaged: str,
+) -> None:
+    """It would be a correction like any other, and train the site away from the rest."""
+    take_part(server, tmp_path / "w", rounds=2)
+    damage(run_folder(server, tmp_path / "w") / damaged)
+    with pytest.raises(ConfigError, match=r"2 updates of a are in this run's controls.*ATOLL_NEW_CONTROLS"):
+        take_part(server, tmp_path / "w")
+    assert f"{damaged} is not what was written: it counts as lost. Look at the disk." in caplog.text
+    monkeypatch.setenv("ATOLL_NEW_CONTROLS", "1")
+    assert take_part(server, tmp_path / "w") == [0.0, 0.0]
+
+
+@pytest.mark.covers("S2", "F41")
+@pytest.mark.parametrize(
+    "change", [{"current": 2}, {"current": "1"}, {"digests": 7}, {"digests": ["a"]}, {"more": 1}], ids=str
+)
+def test_a_damaged_note_of_a_control_is_none(server: atoll.Server, tmp_path: Path, change: dict[str, object]) -> None:
+    take_part(server, tmp_path / "w", rounds=2)
+    note = run_folder(server, tmp_path / "w") / "control.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | change))
+    with pytest.raises(ConfigError, match="2 updates of a are in this run's controls"):
+        take_part(server, tmp_path / "w")
+
+
+@pytest.mark.covers("S2")
+def test_a_note_of_an_earlier_atoll_says_nothing_of_what_the_files_hold(server: atoll.Server, tmp_path: Path) -> None:
+    take_part(server, tmp_path / "w", rounds=2)
+    note = run_folder(server, tmp_path / "w") / "control.json"
+    told = json.loads(note.read_text())
+    del told["digests"]
+    note.write_text(json.dumps(told))
+    assert take_part(server, tmp_path / "w") == [2.0, 4.0]
 
 
 @pytest.mark.covers("S2", "X3")

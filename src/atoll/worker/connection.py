@@ -18,10 +18,12 @@ from typing import Any, Literal, TypeVar
 
 from atoll.errors import (
     AtollError,
+    BadRequest,
     Busy,
     DiskFull,
     Gone,
     LeaseLost,
+    PartCorrupt,
     ServerUnreachable,
     Superseded,
     TicketClosed,
@@ -48,6 +50,9 @@ HEARTBEAT_GAP_S = 1.0
 
 NetworkLost = (ServerUnreachable, TransferStalled, Busy, DiskFull)
 """What may pass by itself: asked again, after a pause."""
+
+UNPULLED = (*NetworkLost, Gone, PartCorrupt, BadRequest)
+"""What a pull from a worker of a swarm may end with; another one may have the same."""
 
 GOODBYE_S = 5.0
 """A server that does not answer for so long is left without a word: it learns of it by the silence."""

@@ -297,7 +297,8 @@ class ScaffoldCorrection(Shifted):
             if not bool(torch.isfinite(offset).all()):
                 raise UsageError(
                     f"The control of {name!r} is not finite: this site's file of it is damaged, or the run's is.",
-                    "Remove this site's folder under ATOLL_DIR; if it is said again, begin a new run.",
+                    "Remove this site's folder under ATOLL_DIR and start it with ATOLL_NEW_CONTROLS=1; if it is said "
+                    "again, begin a new run.",
                 )
             self.offsets[name] = offset.view(value.shape).to(value.device, value.dtype)
 

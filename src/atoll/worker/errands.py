@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 from atoll.aggregation.inspect import Inspection
-from atoll.errors import AtollError, BadRequest, Gone, PartCorrupt
+from atoll.errors import AtollError, Gone, PartCorrupt
 from atoll.placement.digests import digest_of
 from atoll.placement.plan import Plan
 from atoll.posix import read_at, write_at
@@ -21,13 +21,10 @@ from atoll.transport.own_file import OwnFile
 from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.wire.swarm_messages import Collect, Hold, Source
-from atoll.worker.connection import NetworkLost
+from atoll.worker.connection import UNPULLED
 from atoll.worker.holding import Version
 from atoll.worker.outlet import Outlet
 from atoll.worker.peering import CONNECTIONS, Pull, Writing, spans
-
-UNPULLED = (*NetworkLost, Gone, PartCorrupt, BadRequest)
-"""What a pull may end with; another worker may have the same."""
 
 
 class Errands:

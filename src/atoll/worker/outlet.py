@@ -112,10 +112,9 @@ class Outlet:
         if at is not None:
             self._watching[at](nbytes)
 
-    def nearest(self, sources: Sequence[str]) -> str:
-        """Of references to the same, this worker's own, else any."""
-        own = [text for text in sources if TensorRef.parse(text).server == self.address]
-        return random.choice(own or sources)
+    def in_order(self, sources: Sequence[str]) -> list[str]:
+        """References to the same in the order in which they are tried: this worker's own, then any."""
+        return sorted(sources, key=lambda text: (TensorRef.parse(text).server != self.address, random.random()))
 
     def probe(self, address: str) -> None:
         """Find out whether another worker is to be reached.

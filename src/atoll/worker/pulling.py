@@ -6,8 +6,7 @@ Part by part into its base file, and on the way into its tensors.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from atoll.codecs.downlink import Downlink
@@ -20,10 +19,11 @@ from atoll.transport.own_file import OwnFile
 from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.worker import update
-from atoll.worker.connection import Connection
+from atoll.worker.connection import UNPULLED, Connection
 from atoll.worker.deltas import DeltaFile, apply_
 from atoll.worker.files import BaseFile, BaseNote, PartsFile
 from atoll.worker.notes import name_of
+from atoll.worker.outlet import Outlet
 from atoll.worker.reporting import LOG, progress
 
 QUIET_S, LOOK_S = 5.0, 0.1
@@ -142,39 +142,45 @@ class Puller:
         worker, expected = self._worker, [bytes.fromhex(text) for text in digests]
         again = False
 
-        def fetch() -> None:
+        def pull(parts: Parts | OwnFile, at: str) -> None:
             nonlocal again
             todo = file.differing(digests, wanted) if again else wanted
             again = True
             bar.resume()
-            with self._from(path, version) as (parts, at):
-                parts.pull(at, expected, todo, [file], into=model, on_bytes=bar.add)
+            parts.pull(at, expected, todo, [file], into=model, on_bytes=bar.add)
+
+        def fetch() -> None:
+            if worker.outlet is None:
+                pull(self._parts, path)
+            else:
+                self._from_workers(worker.outlet, version, pull)
 
         of = f"{worker.site}: pulling version {version}{self._named}"
         with progress(of, sum(part.nbytes for part in wanted)) as bar:
             worker.patiently(fetch, None, f"pull version {version}")
 
-    @contextmanager
-    def _from(self, path: str, version: int) -> Iterator[tuple[Parts | OwnFile, str]]:
-        """Connections to who has a version, and the path of its bytes there: the server, or in a swarm a worker.
-
-        A worker of a swarm that has it itself reads it where it lies.
+    def _from_workers(self, outlet: Outlet, version: int, pull: Callable[[Parts | OwnFile, str], None]) -> None:
+        """In a swarm: pull from one worker after the other that has a version; from this one, where it does.
 
         Raises:
-            Busy: nobody has it at this moment.
+            Busy: none of them can give it at this moment. Gone: the server says that it is no longer kept.
         """
-        worker, outlet = self._worker, self._worker.outlet
-        if outlet is None:
-            yield self._parts, path
-            return
+        worker = self._worker
         path, until_s = routes.MANIFEST.format(fragment=self._fragment, version=version), time.monotonic() + QUIET_S
         while not (sources := worker.http.get(path, messages.Manifest).sources) and time.monotonic() < until_s:
             time.sleep(LOOK_S)
             worker.on_wait()
-        if not sources:
-            raise Busy(f"No worker that is here has version {version}.", "It goes on when one is back that has it.")
-        with outlet.connected(outlet.nearest(sources), worker.info.idle_timeout_s) as (ref, parts):
-            yield parts, routes.OBJECT_DATA.format(object=ref.object)
+        why = "none that is here has it."
+        for source in outlet.in_order(sources):
+            try:
+                with outlet.connected(source, worker.info.idle_timeout_s) as (ref, parts):
+                    return pull(parts, routes.OBJECT_DATA.format(object=ref.object))
+            except UNPULLED as error:  # it may have let go of it at this moment, or have ended
+                why = error.message
+                LOG.info("%s: version %d is asked of another worker: %s", worker.site, version, why)
+        raise Busy(
+            f"No worker can give version {version} at this moment: {why}", "It goes on when one is back that has it."
+        )
 
     def _note(self, manifest: messages.Manifest) -> BaseNote:
         run, fragment = self._worker.info.run, self._fragment

@@ -38,8 +38,8 @@ from atoll.wire.swarm_messages import (
     Share,
     Unreached,
 )
-from atoll.worker.connection import NetworkLost
-from atoll.worker.errands import UNPULLED, Errands
+from atoll.worker.connection import UNPULLED, NetworkLost
+from atoll.worker.errands import Errands
 from atoll.worker.holding import Shelf, Version
 from atoll.worker.outlet import Outlet, ServedVersions
 from atoll.worker.reducing import Key, failed, keep_result, key_of, reduced, why_failed

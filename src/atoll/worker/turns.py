@@ -20,6 +20,7 @@ from atoll.tensors.schema import TensorSpec
 from atoll.wire import messages
 from atoll.worker.files import ScratchFile
 from atoll.worker.notes import read_note, write_note
+from atoll.worker.reporting import LOG
 
 T = TypeVar("T", bound="Turns")
 
@@ -34,6 +35,7 @@ class TurnNote:
         pending_version: that this update was formed against.
         counted: the ticket whose update counted last; 0: none has.
         version: that it was formed against.
+        digests: of what each file holds, in hex; empty where nobody has looked.
     """
 
     current: int = 0
@@ -41,6 +43,7 @@ class TurnNote:
     pending_version: int = -1
     counted: int = 0
     version: int = -1
+    digests: tuple[str, str] = ("", "")
 
 
 class Turns:
@@ -63,10 +66,23 @@ class Turns:
         self._sparse, used = sparse, () if sparse else None
         self._files = [ScratchFile(folder / f"{name}-{index}.bin", layout.nbytes, used) for index in (0, 1)]
         note: TurnNote | None = read_note(self._note_path, TurnNote)
-        if note is None or self._files[note.current].is_new or (note.pending and self._files[1 - note.current].is_new):
+        if note is None or not self._holds(note):
             self._note_path.unlink(missing_ok=True)  # the files are there from now on, and would be believed
             note = None
         self.found, self.note = note is not None, note or TurnNote()
+
+    def _holds(self, note: TurnNote) -> bool:
+        """Whether the files that matter are there, and hold what was written."""
+        if note.current not in (0, 1) or not isinstance(note.digests, list | tuple) or len(note.digests) != 2:
+            return False  # a damaged note
+        for index in (note.current, 1 - note.current) if note.pending else (note.current,):
+            file = self._files[index]
+            if file.is_new:
+                return False
+            if note.digests[index] not in ("", file.content_digest()):
+                LOG.warning("%s is not what was written: it counts as lost. Look at the disk.", file.path)
+                return False
+        return True
 
     def zero(self) -> None:
         """Begin at zero, whatever the files hold."""
@@ -101,13 +117,19 @@ class Turns:
 
     def belongs_to(self, ticket: int, version: int) -> None:
         """All is written, and counts if the update of this ticket, formed against this version, is counted."""
-        self._write(replace(self.note, pending=ticket, pending_version=version))
+        current = self.note.current
+        digests = [self.note.digests[index] for index in (0, 1)]
+        digests[1 - current] = self._files[1 - current].content_digest()
+        digests[current] = digests[current] or self._files[current].content_digest()
+        self._write(replace(self.note, pending=ticket, pending_version=version, digests=(digests[0], digests[1])))
 
     def settle(self, outcome_of: Callable[[int], messages.Outcome]) -> None:
         """Ask what became of the update that is pending, and let what was written count where it was counted."""
         if self.note.pending and outcome_of(self.note.pending).state == "counted":
             note = self.note
-            self._write(TurnNote(1 - note.current, counted=note.pending, version=note.pending_version))
+            self._write(
+                TurnNote(1 - note.current, counted=note.pending, version=note.pending_version, digests=note.digests)
+            )
 
     def take_back(self, ticket: int) -> None:
         """Leave all as it was before the update of this ticket, the last that was formed, whether it counted or not."""
