@@ -13,7 +13,8 @@ from torch import nn
 import atoll
 from atoll.errors import UsageError
 from atoll.worker.controls import Controls
-from atoll.worker.correction import Correction, Proximal, Shifted
+from atoll.worker.correction import Correction, Proximal
+from atoll.worker.scaffold import Shifted
 
 ROUNDS = 3
 

@@ -28,7 +28,7 @@ from atoll.tensors.modules import named_tensors
 from atoll.wire import messages
 from atoll.worker.border import border
 from atoll.worker.connection import info_of
-from atoll.worker.correction import Correction, Proximal, Shifted
+from atoll.worker.correction import Correction, following
 from atoll.worker.diloco import DiLoCo
 from atoll.worker.federated import Worker, join
 from atoll.worker.local import ALONE, Round
@@ -291,8 +291,8 @@ class AtollCallback(Callback):
 
         ranks.agree(correct)
         if not ranks.talks:
-            self._correction = _follower(local, module).attach(optimizer)
-        if isinstance(self._correction, Shifted):
+            self._correction = following(local, module).attach(optimizer)
+        if self._correction is not None and self._correction.offsets:
             ranks.spread_(value for _, value in sorted(self._correction.offsets.items()))
 
     def _require_steps(self, trainer: Any) -> int:
@@ -387,14 +387,3 @@ class AtollCallback(Callback):
 def _is_validating(trainer: Any) -> bool:
     """Whether this is `trainer.validate` of the global model: not inside of fit, and not of a checkpoint."""
     return trainer.state.fn is not None and trainer.state.fn.value == "validate" and not trainer.ckpt_path
-
-
-def _follower(local: dict[str, Any], module: Any) -> Correction:
-    """What a rank other than 0 corrects its steps by; SCAFFOLD's offsets come from rank 0."""
-    if local["correction"] == "fedprox":
-        return Proximal(module, float(local["mu"]))
-    shifted = Shifted(module)
-    shifted.offsets = {
-        name: torch.zeros_like(value) for name, value in module.named_parameters() if value.requires_grad
-    }
-    return shifted

@@ -23,7 +23,8 @@ from atoll.tensors.arrays import Arrays, as_tensor
 from atoll.tensors.chunks import run_of
 from atoll.tensors.schema import CONTROL_PREFIX
 from atoll.worker.border import border
-from atoll.worker.correction import Correction, Proximal, ScaffoldCorrection
+from atoll.worker.correction import Correction, Proximal
+from atoll.worker.scaffold import ScaffoldCorrection
 from atoll.worker.update import Runs
 
 if TYPE_CHECKING:

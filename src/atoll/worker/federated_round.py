@@ -16,7 +16,6 @@ from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.schema import CONTROL, CONTROL_PREFIX
 from atoll.wire import messages
 from atoll.worker.border import border
-from atoll.worker.by_hand import difference_runs
 from atoll.worker.correction import Correction, correction_for
 from atoll.worker.given import counted, finite_metrics, positive
 from atoll.worker.local import Model
@@ -241,6 +240,8 @@ class FederatedRound:
                 f"Round {self.number} got a control_difference and steps={steps}.",
                 "Say with steps= how many optimizer steps it was measured over.",
             )
+        from atoll.worker.by_hand import difference_runs
+
         return difference_runs(given, self._control_shapes(), own)
 
     def _control_shapes(self) -> dict[str, tuple[int, ...]]:
