@@ -16,8 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
-from results import Gate, write
+from results import FOLDER, Gate, write
 
 from atoll.aggregation.close import PassInputs, PassOutputs, UpdateSource, run_pass
 from atoll.aggregation.state import state_layout
@@ -29,6 +30,11 @@ from atoll.tensors.chunks import bytes_of
 from atoll.tensors.layout import update_layout, version_header, version_layout
 from atoll.tensors.schema import Schema, TensorSpec
 
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+Pass = tuple[float, float]
+"""Seconds, and MB of anonymous memory."""
 REDUCERS: dict[str, dict[str, Any]] = {"clipped_mean": {}, "median": {}, "trimmed_mean": {"trim": 0.2}}
 TENSORS = 50
 MEMORY_MB, TIMES = 200.0, 4.0
@@ -104,9 +110,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=None, help="where the files go while it runs")
     options = parser.parse_args()
-    order = ["mean", *(name for each in REDUCERS for name in (each, "mean"))] * options.repeat
-    raw: dict[str, list[tuple[float, float]]] = {name: [] for name in order}
-    taken: list[float] = []
+    order = order_of(options.repeat)
+    raw: dict[str, list[Pass]] = {name: [] for name in order}
     with tempfile.TemporaryDirectory(dir=options.dir) as text:
         folder, schema = Path(text), schema_of(options.gb)
         header = version_header(schema)
@@ -117,16 +122,28 @@ def main() -> None:
         measure(folder, options.gb, options.updates, options.threads, "mean")  # the files are made, the cache is warm
         for name in order:
             raw[name].append(measure(folder, options.gb, options.updates, options.threads, name))
-            taken.append(raw[name][-1][0])
             print(f"{name:13} {raw[name][-1][0]:6.2f} s  {raw[name][-1][1]:6.1f} MB", flush=True)
+    report(raw, options.gb, options.updates, options.threads)
+
+
+def order_of(repeat: int) -> list[str]:
+    """In which order the passes are run."""
+    return ["mean", *(name for each in REDUCERS for name in (each, "mean"))] * repeat
+
+
+def report(raw: dict[str, list[Pass]], gb: float, updates: int, threads: int) -> None:
+    """Write the results of all passes, gates and plot included."""
+    order, left = order_of(len(raw["median"])), {name: iter(passes) for name, passes in raw.items()}
+    taken = [next(left[name])[0] for name in order]
     seconds = {name: statistics.median(second for second, _ in runs) for name, runs in raw.items()}
     memory = {name: max(mb for _, mb in runs) for name, runs in raw.items()}
-    times = {
-        name: statistics.median(
+    ratios = {
+        name: [
             taken[at] / statistics.mean((taken[at - 1], taken[at + 1])) for at, each in enumerate(order) if each == name
-        )
+        ]
         for name in REDUCERS
     }
+    times = {name: statistics.median(several) for name, several in ratios.items()}
     gates = [
         Gate(f"{name}: {what}", value, f"≤ {bar:g} {unit}", value <= bar)
         for name in REDUCERS
@@ -135,16 +152,38 @@ def main() -> None:
             ("anonymous memory", memory[name], MEMORY_MB, "MB"),
         )
     ]
+    plot(ratios, memory, FOLDER / "robust_reducers.png")
     write(
         "robust_reducers",
-        title=f"Robust reducers: one pass over {options.updates} updates × {options.gb:g} GB",
+        title=f"Robust reducers: one pass over {updates} updates × {gb:g} GB",
         command="python bench/quality/robust_reducers.py",
-        settings={"gb": options.gb, "updates": options.updates, "threads": options.threads, "options": REDUCERS},
+        settings={"gb": gb, "updates": updates, "threads": threads, "options": REDUCERS},
         figures={name: [{"seconds": s, "anon_mb": mb} for s, mb in runs] for name, runs in raw.items()},
         gates=gates,
         header=["reducer", "seconds (median)", "× the mean", "anonymous memory, MB"],
         rows=[[name, round(seconds[name], 2), round(times.get(name, 1.0), 2), round(memory[name], 1)] for name in raw],
     )
+
+
+def plot(ratios: dict[str, list[float]], memory: dict[str, float], path: Path) -> None:
+    """Time of every pass against the means around it, and the most memory, each beside its bar."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.4))
+    for at, several in enumerate(ratios.values()):
+        left.plot([at] * len(several), several, "o", alpha=0.6)
+    left.axhline(TIMES, color="grey", ls="--")
+    left.set_xticks(range(len(ratios)), list(ratios))
+    left.set_ylabel("time, × the mean's")
+    left.set_ylim(0, TIMES * 1.1)
+    right.bar(range(len(memory)), list(memory.values()))
+    right.axhline(MEMORY_MB, color="grey", ls="--")
+    right.set_xticks(range(len(memory)), list(memory))
+    right.set_yscale("log")
+    right.set_ylabel("anonymous memory, MB")
+    for panel in (left, right):
+        panel.tick_params(axis="x", labelsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

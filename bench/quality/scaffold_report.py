@@ -51,6 +51,7 @@ def report(name: str, task: Task, runs: dict[str, list[dict[str, Any]]], command
             round(gained, 2),
             "> 0",
             gained > 0,
+            "" if gained > 0 else task.chosen,
         ),
         Gate("failed aggregations, all runs", failed, "0", failed == 0),
     ]
