@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,10 @@ from atoll.tensors.layout import version_layout
 from atoll.tensors.modules import schema_of
 from atoll.tensors.reference import TensorRef
 from atoll.testing.processes import free_port
+from atoll.transport.client import Http
+from atoll.wire import routes
+from atoll.wire.swarm_messages import Close, PeerWork
+from atoll.worker import swarm
 from atoll.worker.outlet import Outlet
 
 DEFAULT: dict[str, Any] = {"outer_optimizer": None, "outer_lr": None, "outer_momentum": None}
@@ -115,6 +120,34 @@ def test_a_version_that_its_holder_has_let_go_of_is_asked_of_the_next_and_then_a
     ours, _ = left_by(tmp_path / "swarm")
     assert len(seen) == len(SITES)
     assert ours.bits == undisturbed.bits
+
+
+@pytest.mark.covers("P10")
+def test_an_answer_that_a_later_one_has_overtaken_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker asks twice at once, as soon as it has news: what it is told of before would have it reduce again."""
+    undisturbed, _ = left_by(tmp_path / "undisturbed")
+    post, told, reduced = Http.post, defaultdict[int, list[PeerWork]](list), list[int]()
+    close = swarm.reduced
+
+    def late(self: Http, path: str, *arguments: Any, **options: Any) -> Any:
+        """Every third time, what was told two times before."""
+        answer = post(self, path, *arguments, **options)
+        if path != routes.SWARM:
+            return answer
+        told[id(self)].append(answer)
+        return answer if len(told[id(self)]) % 3 else told[id(self)][-3]
+
+    def counting(plan: Any, work: Close, *arguments: Any, **options: Any) -> Any:
+        reduced.append(work.version)
+        return close(plan, work, *arguments, **options)
+
+    monkeypatch.setattr(Http, "post", late)
+    monkeypatch.setattr(swarm, "reduced", counting)
+    ours, _ = left_by(tmp_path / "swarm")
+    assert ours.bits == undisturbed.bits
+    assert reduced == [1, 2, 3]
 
 
 @pytest.mark.covers("P10")

@@ -46,6 +46,7 @@ class Swarm(Places):
     def __init__(self, plan: Plan, store: Store, floor: Floor) -> None:
         super().__init__(plan, store, floor)
         self._news = asyncio.Event()
+        self._answers, self._since_ms = 0, int(1e3 * time.time())
 
     # -- what workers say
 
@@ -62,7 +63,8 @@ class Swarm(Places):
             left_s = until_s - time.monotonic()
             goes = message.leaving and not work.stay
             if work.stamp != message.seen or left_s <= 0 or goes or message.number < peer.number:
-                return work
+                self._answers += 1
+                return work.model_copy(update={"server": self._since_ms, "order": self._answers})
             await self.news(left_s)
 
     def offer(self, site: str, ticket: int, fragment: int, said: messages.Complete) -> None:

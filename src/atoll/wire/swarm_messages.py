@@ -133,6 +133,8 @@ class PeerWork(Message):
     """All that a worker is to have and to do; what is not in it may go."""
 
     stamp: Count = Field(description="Of this work; another one is something else to do.")
+    server: Count = Field(0, description="When it was started, in ms since 1970.")
+    order: Count = Field(0, description="Rises from answer to answer of one server: the later one counts.")
     probe: list[Address] = Field(default_factory=list, description="Other workers; whether it reaches them.")
     hold: list[Hold] = Field(default_factory=list)
     collect: list[Collect] = Field(default_factory=list)

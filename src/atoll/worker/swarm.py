@@ -87,7 +87,7 @@ class SwarmPeer:
         self._errands = Errands(plan, http, outlet, idle_timeout_s, self._move)
         self._lock = threading.RLock()  # guards what follows
         self._work = PeerWork(stamp=0)
-        self._number = self._answered = self._moved = 0
+        self._number = self._moved = 0
         self._spools: dict[int, tuple[int, Slot]] = {}  # ticket → fragment and slot
         self._collected: dict[int, Collected] = {}
         self._closed: dict[Key, Closed] = {}
@@ -168,11 +168,11 @@ class SwarmPeer:
     def _ask(self, wait_s: float) -> None:
         with self._lock:
             self._number += 1
-            number, report = self._number, self._report(wait_s)
+            report = self._report(wait_s)
         work = self._http.post(routes.SWARM, report, PeerWork, timeout_s=wait_s + ANSWER_S)
         with self._lock:
-            if number > self._answered:  # else another answer has overtaken it, and it may be old
-                self._work, self._answered = work, number
+            if work.server != self._work.server or work.order > self._work.order:  # else a later one has overtaken it
+                self._work = work
             self._follow(self._work)
             if self._leaving and report.leaving and not self._work.stay:
                 self._stayed.set()
