@@ -103,6 +103,7 @@ def test_a_small_round_with_codecs_both_ways_is_exact_and_a_quarter(atoll_comman
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.covers("D8", "D12")
 def test_on_disk_and_in_memory_are_compared(atoll_command, tmp_path) -> None:
     arguments = ["--gb", "0.002", "--workers", "2", "--rounds", "2", "--tensors", "3", "--compare"]

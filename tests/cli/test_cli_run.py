@@ -85,7 +85,11 @@ def serve(tmp_path) -> Iterator[type[Served]]:
 @pytest.mark.covers("P6", "L12")
 @pytest.mark.parametrize(
     ("algorithm", "flags"),
-    [("fedavg", []), pytest.param("fedavg", ["--algorithm", "scaffold"], marks=pytest.mark.long), ("diloco", [])],
+    [
+        pytest.param("fedavg", [], marks=pytest.mark.long),
+        pytest.param("fedavg", ["--algorithm", "scaffold"], marks=pytest.mark.long),
+        ("diloco", []),
+    ],
 )
 def test_what_init_writes_runs_as_it_is(atoll_command, serve, tmp_path, algorithm: str, flags: list[str]) -> None:
     atoll_command("init", "mine", "--algorithm", algorithm)

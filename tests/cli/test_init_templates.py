@@ -110,7 +110,9 @@ def test_the_workflow_of_the_template_custom_runs_by_its_commands(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("template", ["fedavg", "diloco", "lightning"])
+@pytest.mark.parametrize(
+    "template", ["fedavg", *(pytest.param(each, marks=pytest.mark.long) for each in ("diloco", "lightning"))]
+)
 def test_a_template_s_script_trains_alone(template: str, nursery: Nursery, atoll_command, tmp_path: Path) -> None:
     atoll_command("init", "--template", template, "mine")
     alone = nursery.start(str(tmp_path / "mine" / "train.py"), cwd=tmp_path / "mine")

@@ -66,7 +66,7 @@ def by_hand(nursery: Nursery, run_file: Path, sites: list[str]) -> Path:
     [FedAvgRecipe, *(pytest.param(each, marks=pytest.mark.long) for each in (ScaffoldRecipe, DiLoCoRecipe))],
     ids=lambda kind: kind.__name__,
 )
-def test_execute_and_the_written_file_have_the_same_bits(
+def test_execute_and_the_written_file_and_a_simulation_have_the_same_bits(
     nursery: Nursery,
     kind: type[Recipe],
     tmp_path: Path,
@@ -94,6 +94,11 @@ def test_execute_and_the_written_file_have_the_same_bits(
     made.write("there/run.toml")
     exports = by_hand(nursery, Path("there/run.toml").resolve(), ["site-1", "site-2"])
     assert result.model.read_bytes() == (exports / "model.safetensors").read_bytes()
+    if not is_diloco:
+        simulated = made.execute(SimEnv(num_clients=2, folder="simulated", quiet=True))
+        assert simulated.model is not None
+        assert result.model.read_bytes() == simulated.model.read_bytes()
+        assert result.metrics == simulated.metrics
     begin, end = load_file("there/initial.safetensors"), load_file(result.model)
     assert not torch.equal(begin["one.weight"], end["one.weight"])
 
@@ -125,6 +130,7 @@ def test_a_folder_that_has_the_run_goes_on_and_another_one_is_refused(
         recipe().execute(LocalEnv(num_clients=2, folder="full"))
 
 
+@pytest.mark.long
 @pytest.mark.covers("P11")
 def test_one_client_more_than_needed_may_die(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -15,10 +15,9 @@ from atoll.recipes import DiLoCoRecipe, FedAvgRecipe, LocalEnv, Recipe, Scaffold
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 @pytest.mark.covers("P11")
-@pytest.mark.parametrize(
-    "kind", [FedAvgRecipe, pytest.param(ScaffoldRecipe, marks=pytest.mark.long)], ids=lambda kind: kind.__name__
-)
+@pytest.mark.parametrize("kind", [FedAvgRecipe, ScaffoldRecipe], ids=lambda kind: kind.__name__)
 def test_simulated_and_real_clients_have_the_same_bits(
     kind: type[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

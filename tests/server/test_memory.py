@@ -28,10 +28,9 @@ _spec.loader.exec_module(largest_round)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.covers("D1", "P8")
-@pytest.mark.parametrize(
-    "codec", ["none", pytest.param("int8", marks=pytest.mark.long)], ids=["whole", "int8-both-ways"]
-)
+@pytest.mark.parametrize("codec", ["none", "int8"], ids=["whole", "int8-both-ways"])
 def test_a_model_ten_times_as_large_takes_no_more_memory_on_either_side(codec: str) -> None:
     how: dict[str, Any] = {"workers": 2, "rounds": 2, "tensors": 20, "codec": codec, "downlink_codec": codec}
     small = measure(Bench(gb=0.012, **how), lambda _: None)
@@ -83,13 +82,13 @@ def test_the_largest_round_is_what_the_free_disk_and_memory_take(disk: int, memo
 @pytest.mark.slow
 @pytest.mark.covers("P18", "D1", "D9")
 def test_the_largest_round_says_how_much_memory_it_took(tmp_path: Path) -> None:
-    argv = [sys.executable, str(BENCH), "--gb", "0.1", "--workers", "3", "--rounds", "2", "--dir", str(tmp_path)]
+    argv = [sys.executable, str(BENCH), "--gb", "0.1", "--workers", "2", "--rounds", "2", "--dir", str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["ok"]
     assert said["gb"] == [0.01, 0.1]
-    assert "0.1 GB × 3 workers" in done.stderr
+    assert "0.1 GB × 2 workers" in done.stderr
 
 
 @pytest.mark.covers("D2")

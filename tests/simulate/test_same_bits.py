@@ -68,6 +68,9 @@ def test_a_simulation_ends_with_the_bits_of_real_workers(real: Path, processes: 
 
 @pytest.mark.covers("V1")
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "real", [each if each == "scaffold" else pytest.param(each, marks=pytest.mark.long) for each in RUNS], indirect=True
+)
 def test_a_simulation_on_ray_ends_with_the_bits_of_real_workers(ray_here: None, real: Path) -> None:
     assert simulated(real, "ray", processes=1, engine="ray") == model_of(real / "state")
 

@@ -44,6 +44,7 @@ def test_the_example_trains_across_two_sites(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.covers("T14")
 def test_a_run_file_names_the_workflow_and_workers_are_processes_of_their_own(tmp_path: Path) -> None:
     """The path in the run file is relative to it, not to the folder where the command is started."""

@@ -64,7 +64,7 @@ class OuterContract:
     def test_it_runs_as_expected(self, rule: OuterRule) -> None:
         assert rule.granularity == self.granularity
 
-    @pytest.mark.parametrize("size", [64, 4096, 5 * 4096])
+    @pytest.mark.parametrize("size", [7 * 64, 4096, 5 * 4096])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_chunks_come_to_the_bits_of_the_whole_tensor(self, rule: OuterRule, dtype: torch.dtype, size: int) -> None:
         if rule.granularity == "tensor":
