@@ -261,6 +261,15 @@ def test_one_optimizer_a_round() -> None:
         correction.attach(torch.optim.SGD([model.w], lr=0.1))
 
 
+@pytest.mark.covers("X3")
+def test_a_models_own_names_do_not_collide_with_those_of_controls(tmp_path: Path) -> None:
+    model = {"w": torch.zeros(2), "atoll.control.v": torch.zeros(2)}
+    with pytest.raises(UsageError, match=r"'atoll\.control\.v', and names that begin with 'atoll\.control\.' are"):
+        atoll.Server(model, algorithm="scaffold", port=0, state_dir=tmp_path / "state").start()
+    with atoll.Server(model, algorithm="fedavg", port=0, state_dir=tmp_path / "other"):  # there are none here
+        pass
+
+
 def test_a_file_that_is_new_holds_no_control(tmp_path: Path) -> None:
     """Guards against a note that outlives its files."""
     from atoll.tensors.modules import schema_of

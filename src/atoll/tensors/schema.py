@@ -121,7 +121,18 @@ class Schema:
         return cls(ordered, tied)
 
     def with_controls(self) -> Schema:
-        """These tensors, and a control for each parameter, in fp32 (fp64 for fp64)."""
+        """These tensors, and a control for each parameter, in fp32 (fp64 for fp64).
+
+        Raises:
+            UsageError: a tensor has the name of one.
+        """
+        for name in (*(spec.name for spec in self.tensors), *(alias for alias, _ in self.aliases)):
+            if name.startswith(CONTROL_PREFIX):
+                raise UsageError(
+                    f"The model has a tensor named {name!r}, and names that begin with {CONTROL_PREFIX!r} are those of "
+                    "SCAFFOLD's controls, which travel beside it.",
+                    "Rename it.",
+                )
         controls = [
             TensorSpec(CONTROL_PREFIX + spec.name, "F64" if spec.dtype == "F64" else "F32", spec.shape, CONTROL)
             for spec in self.tensors
