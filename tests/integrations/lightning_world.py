@@ -1,9 +1,15 @@
-"""A tiny module, its data and a Trainer, of either package; and a server to take part in."""
+"""A tiny module, its data and a Trainer, of either package; and a server to take part in.
+
+Where a test names no package it is the `usual` one, which `pytestmark = pytest.mark.usefixtures("each_package")`
+makes each of `PACKAGES` in turn.
+"""
 
 from __future__ import annotations
 
 import logging
 import warnings
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import atoll
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
+usual = PACKAGES[0]
 SAMPLES, BATCH = 12, 4
 """Three optimizer steps an epoch."""
 
@@ -23,10 +30,8 @@ warnings.filterwarnings("ignore", module="lightning")
 warnings.filterwarnings("ignore", module="pytorch_lightning")
 
 
-def package(name: str = "lightning.pytorch") -> Any:
-    from importlib import import_module
-
-    return import_module(name)
+def package(name: str | None = None) -> Any:
+    return import_module(name or usual)
 
 
 class One(nn.Module):
@@ -40,45 +45,58 @@ class One(nn.Module):
             self.norm = nn.BatchNorm1d(1)
 
 
-def module_class(name: str = "lightning.pytorch") -> Any:
-    """A LightningModule whose loss is (w − target)²/2, so that its gradient is w − target."""
+class Tiny:
+    """A LightningModule whose loss is (w − target)²/2, so that its gradient is w − target.
 
-    class Tiny(package(name).LightningModule, One):  # type: ignore[misc]
-        def __init__(self, target: float = 1.0, lr: float = 0.1, norm: bool = False) -> None:
-            package(name).LightningModule.__init__(self)
-            self.w = nn.Parameter(torch.zeros(1))
-            self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-            if norm:
-                self.norm = nn.BatchNorm1d(1)
-            self.target, self.lr, self.has_norm = target, lr, norm
-            self.seen: list[float] = []  # w at the begin of every validation
-            self.steps = 0
+    This class and what tests derive from it are of no package; an instance is of the one that is usual by then.
+    """
 
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            self.steps += 1
-            if self.has_norm:
-                self.norm(batch[0])
-            loss = ((self.w - self.target) ** 2 / 2).sum()
-            self.log("train_loss", loss)
-            return loss
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        return object.__new__(cls if issubclass(cls, nn.Module) else _of_package(cls, usual))
 
-        def on_validation_start(self) -> None:
-            self.seen.append(round(self.w.item(), 6))
+    def __init__(self, target: float = 1.0, lr: float = 0.1, norm: bool = False) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        if norm:
+            self.norm = nn.BatchNorm1d(1)
+        self.target, self.lr, self.has_norm = target, lr, norm
+        self.seen: list[float] = []  # w at the begin of every validation
+        self.steps = 0
 
-        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            self.log("val_w", self.w.sum())
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.steps += 1
+        if self.has_norm:
+            self.norm(batch[0])
+        loss = ((self.w - self.target) ** 2 / 2).sum()
+        self.log("train_loss", loss)
+        return loss
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD([value for value in self.parameters() if value.requires_grad], lr=self.lr)
+    def on_validation_start(self) -> None:
+        self.seen.append(round(self.w.item(), 6))
 
-    return Tiny
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_w", self.w.sum())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([value for value in self.parameters() if value.requires_grad], lr=self.lr)
+
+
+@cache
+def _of_package(kind: type[Tiny], name: str) -> Any:
+    return type(kind.__name__, (kind, package(name).LightningModule), {"__module__": kind.__module__})
+
+
+def module_class(name: str | None = None) -> Any:
+    """`Tiny` of one package, whichever is usual."""
+    return _of_package(Tiny, name or usual)
 
 
 def data(samples: int = SAMPLES, *, offset: float = 0.0) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(samples, dtype=torch.float32)[:, None] + offset), batch_size=BATCH)
 
 
-def trainer_of(name: str = "lightning.pytorch", **options: Any) -> Any:
+def trainer_of(name: str | None = None, **options: Any) -> Any:
     quiet: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,

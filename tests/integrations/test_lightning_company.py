@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_world import PACKAGES, data, lines, module_class, package, serve, trainer_of
+from lightning_world import PACKAGES, Tiny, data, lines, module_class, package, serve, trainer_of
 from safetensors.torch import load_file
 
 import atoll.lightning
 from atoll.errors import UsageError
 
-Tiny = module_class()
+pytestmark = pytest.mark.usefixtures("each_package")
 DILOCO = {"sync_every": 3, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
 
 
-def callbacks(name: str = "lightning.pytorch") -> Any:
+def callbacks(name: str | None = None) -> Any:
     return package(name).callbacks
 
 
@@ -48,7 +48,7 @@ def test_two_callbacks_are_refused_without_a_server_too() -> None:
         trainer.fit(Tiny(), data())
 
 
-class LBFGS(Tiny):  # type: ignore[misc,valid-type]
+class LBFGS(Tiny):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS([self.w], line_search_fn="strong_wolfe")
 
@@ -153,4 +153,4 @@ def test_checkpoints_are_of_this_sites_training_over_all_rounds(tmp_path: Path) 
         assert len(lines(server)) == 2
     kept = sorted(value.item() for value in keeps.best_k_models.values())
     assert kept == pytest.approx([1 - 0.9**9, 1 - 0.9**12])
-    assert Tiny.load_from_checkpoint(keeps.best_model_path).w.item() == pytest.approx(1 - 0.9**12)
+    assert type(module).load_from_checkpoint(keeps.best_model_path).w.item() == pytest.approx(1 - 0.9**12)

@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_world import data, module_class, serve, trainer_of
+from lightning_world import Tiny, data, serve, trainer_of
 from safetensors.torch import load_file
 from torch import Tensor
 
 import atoll
 import atoll.lightning
 
+pytestmark = pytest.mark.usefixtures("each_package")
 CURVES = {"a": (1.0, 1.0), "b": (4.0, 0.0)}
 """Each site's loss is curvature/2·(w − target)²: both together are least at (1·1 + 4·0)/(1 + 4) = 0.2."""
 ROUNDS, OPTIMUM = 15, 0.2
 
 
-class Curved(module_class()):  # type: ignore[misc]
+class Curved(Tiny):
     curvature = 1.0
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lightning_world import PACKAGES, data, module_class, serve, trainer_of
+from lightning_world import PACKAGES, Tiny, data, module_class, serve, trainer_of
 
 import atoll
 from atoll.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("each_package")
 WORKFLOWS = ({"kind": "train"}, {"kind": "cross_site_evaluation", "versions": ["latest", 0]})
 
 
@@ -36,4 +37,4 @@ def test_models_are_validated_when_training_is_over(tmp_path: Path, name: str) -
 
 def test_a_trainer_that_takes_no_part_is_told_so() -> None:
     with pytest.raises(UsageError, match="patch"):
-        atoll.lightning.evaluates(trainer_of(), module_class()())
+        atoll.lightning.evaluates(trainer_of(), Tiny())

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning_world import data, module_class, serve, trainer_of
+from lightning_world import Tiny, data, serve, trainer_of
 from safetensors.torch import load_file
 
 import atoll.lightning
 from atoll.errors import UsageError
 from atoll.filters import NormClip
+
+pytestmark = pytest.mark.usefixtures("each_package")
 
 
 @pytest.mark.covers("T8", "S1", "S5")
@@ -30,7 +32,7 @@ def test_what_a_fit_sends_passes_the_sites_filters(tmp_path: Path, algorithm: st
             atoll.lightning.patch(trainer, **where)
         else:
             trainer = trainer_of(callbacks=[atoll.lightning.AtollCallback(**where)])
-        module = module_class()()
+        module = Tiny()
         for _ in atoll.lightning.rounds(trainer):
             trainer.fit(module, data())
         assert server.wait(60)

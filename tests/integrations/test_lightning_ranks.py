@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lightning_world import SAMPLES, data, lines, module_class, serve, trainer_of
+from lightning_world import SAMPLES, Tiny, data, lines, serve, trainer_of
 
 import atoll
 import atoll.lightning
@@ -48,12 +48,13 @@ def reference(rounds: int, eta: float = 0.1) -> tuple[list[float], float]:
 
 @pytest.mark.slow
 @pytest.mark.covers("S9")
-def test_two_ranks_are_one_site(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["pytorch_lightning", pytest.param("lightning.pytorch", marks=pytest.mark.long)])
+def test_two_ranks_are_one_site(tmp_path: Path, name: str) -> None:
     rounds = 3
     with serve(tmp_path, "scaffold", rounds=rounds, num_workers=2, min_workers=2) as server:
-        ranks = start("pytorch_lightning", server.url, tmp_path)
+        ranks = start(name, server.url, tmp_path)
         try:
-            trainer, module = trainer_of(), module_class()(target=-3.0)
+            trainer, module = trainer_of(), Tiny(target=-3.0)
             atoll.lightning.patch(trainer, server.url, "b", folder=tmp_path / "b")
             for _ in atoll.lightning.rounds(trainer):
                 trainer.fit(module, data())
@@ -75,10 +76,11 @@ def test_two_ranks_are_one_site(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.covers("S9")
-def test_an_error_at_rank_0_ends_all_of_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.long)])
+def test_an_error_at_rank_0_ends_all_of_them(tmp_path: Path, name: str) -> None:
     """The update is refused at rank 0 alone: its learning rates sum up to 0. Rank 1 must not wait for it for ever."""
     with serve(tmp_path, "scaffold", rounds=1) as server:
-        ranks = start("lightning.pytorch", server.url, tmp_path, lr=0.0)
+        ranks = start(name, server.url, tmp_path, lr=0.0)
         try:
             output, _ = ranks.communicate(timeout=100)
         finally:

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_world import PACKAGES, data, lines, module_class, package, serve, trainer_of
+from lightning_world import PACKAGES, Tiny, data, lines, module_class, package, serve, trainer_of
 
 import atoll
 import atoll.lightning
 from atoll.errors import UsageError
 
-Tiny = module_class()
+pytestmark = pytest.mark.usefixtures("each_package")
 
 
-class Manual(Tiny):  # type: ignore[misc,valid-type]
+class Manual(Tiny):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -47,12 +47,12 @@ class OneOfTwo(TwoOptimizers):
         self.automatic_optimization = True
 
 
-class Unequal(Tiny):  # type: ignore[misc,valid-type]
+class Unequal(Tiny):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([{"params": [self.w], "lr": 0.1}, {"params": [self.frozen], "lr": 0.2}])
 
 
-class Rate(Tiny):  # type: ignore[misc,valid-type]
+class Rate(Tiny):
     """Sets its learning rate before each step, where schedulers and hooks of users do."""
 
     rates = (0.1, 0.1, 0.1)
@@ -77,14 +77,14 @@ class Zero(Rate):
     rates = (0.0, 0.0, 0.0)
 
 
-class Late(Tiny):  # type: ignore[misc,valid-type]
+class Late(Tiny):
     """Its rate is set as late as can be: behind the closure, just before the weights move."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         optimizer.param_groups[0]["lr"] = -0.5
 
 
-class NoStep(Tiny):  # type: ignore[misc,valid-type]
+class NoStep(Tiny):
     """No batch has a loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -222,7 +222,7 @@ def test_a_fit_without_a_step_is_refused_for_every_algorithm(tmp_path: Path) -> 
 def test_a_step_whose_batch_did_not_end_is_an_error(tmp_path: Path, algorithm: str) -> None:
     """Lightning takes a StopIteration for the end of the epoch, wherever it comes from."""
 
-    class Stops(Tiny):  # type: ignore[misc,valid-type]
+    class Stops(Tiny):
         def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
             super().optimizer_step(*args, **kwargs)
             if self.steps == 2:
@@ -261,7 +261,7 @@ def test_the_snapshot_of_the_global_model_cannot_be_changed_from_outside(tmp_pat
 def test_a_fit_that_failed_is_begun_anew(tmp_path: Path) -> None:
     """The site's script caught the error: same round, same global model, hooks only once."""
 
-    class Fails(Tiny):  # type: ignore[misc,valid-type]
+    class Fails(Tiny):
         fails = True
 
         def on_train_batch_end(self, *args: Any) -> None:
@@ -299,7 +299,7 @@ def test_these_precisions_work(tmp_path: Path, name: str, precision: str) -> Non
 def test_a_parameter_that_is_unfrozen_later_is_corrected_from_then_on(tmp_path: Path) -> None:
     """Round 1: frozen, without a control. Round 2: gradient 1 each, so it moves by −0.3, and c = 0.3/0.3."""
 
-    class Thaws(Tiny):  # type: ignore[misc,valid-type]
+    class Thaws(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx) + self.frozen.sum()
 

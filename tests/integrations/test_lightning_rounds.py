@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_world import PACKAGES, SAMPLES, data, lines, module_class, serve, trainer_of
+from lightning_world import PACKAGES, SAMPLES, Tiny, data, lines, module_class, serve, trainer_of
 from safetensors.torch import load_file
 
 import atoll
@@ -20,6 +18,8 @@ import atoll.lightning
 from atoll.errors import UsageError
 from atoll.worker.federated_round import FederatedRound
 from atoll.worker.session import Session
+
+pytestmark = pytest.mark.usefixtures("each_package")
 
 
 def accepted(server: atoll.Server, what: str) -> list[float]:
@@ -68,7 +68,7 @@ def test_the_same_script_runs_what_the_server_chose(tmp_path: Path, algorithm: s
     with serve(tmp_path, algorithm, rounds=1, local_options={"mu": 0.1} if algorithm == "fedprox" else {}) as server:
         trainer = trainer_of()
         atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        module = module_class()()
+        module = Tiny()
         for number in atoll.lightning.rounds(trainer):
             assert number == 1
             trainer.fit(module, data())
@@ -110,9 +110,7 @@ def test_scaffold_of_two_sites_is_that_of_the_paper(tmp_path: Path, accumulate: 
     with serve(tmp_path, "scaffold", rounds=rounds, num_workers=2, min_workers=2) as server:
         with ThreadPoolExecutor(2) as pool:
             sites = [
-                pool.submit(
-                    site, server, name, tmp_path / name, target, module_class()(), accumulate_grad_batches=accumulate
-                )
+                pool.submit(site, server, name, tmp_path / name, target, Tiny(), accumulate_grad_batches=accumulate)
                 for name, target in targets.items()
             ]
             modules = [site.result(100) for site in sites]
@@ -135,7 +133,7 @@ def test_two_workers_two_rounds_with_batchnorm(tmp_path: Path) -> None:
         mean = (local(mean, 0.0) + local(mean, 10.0)) / 2
 
     def take_part(name: str, offset: float) -> Any:
-        trainer, module = trainer_of(), module_class()(norm=True)
+        trainer, module = trainer_of(), Tiny(norm=True)
         atoll.lightning.patch(trainer, server.url, name, folder=tmp_path / name)
         for _ in atoll.lightning.rounds(trainer):
             trainer.fit(module, data(offset=offset))
@@ -221,7 +219,7 @@ def test_weight_and_steps_of_the_user_win(tmp_path: Path) -> None:
     with serve(tmp_path, "scaffold", rounds=1) as server:
         trainer = trainer_of()
         atoll.lightning.patch(trainer, server.url, "a", weight=lambda: 5.0, steps=7, folder=tmp_path)
-        trainer.fit(module_class()(), data())
+        trainer.fit(Tiny(), data())
         assert server.wait(60)
         assert lines(server)[0]["weights"] == [5.0]
         assert accepted(server, "steps") == [7]
@@ -229,7 +227,7 @@ def test_weight_and_steps_of_the_user_win(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S7")
 def test_a_metric_that_takes_our_name_is_an_error(tmp_path: Path) -> None:
-    class Logs(module_class()):  # type: ignore[misc]
+    class Logs(Tiny):
         def on_train_epoch_end(self) -> None:
             self.log("global_val_w", 1.0)
 
@@ -249,7 +247,7 @@ def test_a_run_of_diloco_synchronises_inside_of_fits_and_across_them(tmp_path: P
     with serve(tmp_path, "diloco", sync_every=sync_every, **options) as server:
         trainer = trainer_of()
         atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        module, fits = module_class()(), 0
+        module, fits = Tiny(), 0
         while atoll.lightning.is_running(trainer):
             trainer.fit(module, data())
             fits += 1
@@ -279,7 +277,7 @@ def test_a_fit_after_the_last_round_trains_nothing(tmp_path: Path, caplog: pytes
     with serve(tmp_path, rounds=1) as server:
         trainer = trainer_of()
         atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        module = module_class()()
+        module = Tiny()
         for _ in range(3):
             trainer.fit(module, data())
         assert module.steps == 3
@@ -291,43 +289,8 @@ def test_each_fit_trains_max_steps_further_ones(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
         trainer = trainer_of(max_epochs=-1, max_steps=2)
         atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        module = module_class()()
+        module = Tiny()
         for number in atoll.lightning.rounds(trainer):
             trainer.fit(module, data())
             assert (module.steps, trainer.global_step, trainer.max_steps) == (2 * number, 2 * number, 2)
         assert number == 2
-
-
-def test_importing_it_is_cheap_and_brings_no_lightning() -> None:
-    in_a_fresh_process(
-        "import sys, atoll; a = atoll.lightning; import atoll.lightning as b; assert a is b and callable(a.patch); "
-        "loaded = {name.split('.')[0] for name in sys.modules}; "
-        "assert not loaded & {'lightning', 'pytorch_lightning', 'aiohttp'}, loaded"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.covers("S1")
-def test_controls_are_imported_when_a_run_has_them(tmp_path: Path) -> None:
-    in_a_fresh_process(
-        "import sys\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from pathlib import Path\n"
-        "from lightning_world import *\n"
-        "for algorithm in ('fedavg', 'scaffold'):\n"
-        f"    folder = Path({str(tmp_path)!r}) / algorithm\n"
-        "    with serve(folder, algorithm, rounds=1) as server:\n"
-        "        trainer = trainer_of()\n"
-        "        atoll.lightning.patch(trainer, server.url, 'a', folder=folder)\n"
-        "        trainer.fit(module_class()(), data())\n"
-        "        assert server.wait(60)\n"
-        "        of_scaffold = {name for name in sys.modules if name.startswith(('atoll.worker.controls', "
-        "'atoll.worker.scaffold', 'atoll.worker.by_hand'))}\n"
-        "        assert of_scaffold == ({'atoll.worker.controls', 'atoll.worker.scaffold'} if algorithm == 'scaffold' "
-        "else set()), of_scaffold\n"
-    )
-
-
-def in_a_fresh_process(script: str) -> None:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning_world import data, lines, module_class, package, serve, trainer_of
+from lightning_world import Tiny, data, lines, package, serve, trainer_of
 
 import atoll
 import atoll.lightning
 
-Tiny = module_class()
+pytestmark = pytest.mark.usefixtures("each_package")
 
 
 @pytest.mark.covers("S5", "S7")
@@ -54,7 +54,7 @@ def test_a_fit_behind_an_error_asks_what_the_server_runs_now(tmp_path: Path) -> 
         assert len(lines(server)) == 1
 
 
-class Fails(Tiny):  # type: ignore[misc,valid-type]
+class Fails(Tiny):
     """In the third step, as often as it is told to."""
 
     times = 1

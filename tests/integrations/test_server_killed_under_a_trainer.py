@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_world import data, module_class, trainer_of
+from lightning_world import Tiny, data, trainer_of
 from safetensors.torch import load_file
 from site_threads import Threads
 from torch import nn
@@ -121,13 +121,13 @@ def test_a_lightning_trainer_goes_on(world_of: Any, algorithm: str, life: str) -
     """Three steps of rate 0.1: e = 1 − w → 0.729·e; with the other site's e the mean is 0.8645·e. Nothing twice."""
     world: World = world_of(algorithm, LIVES[life], frozen=True)
 
-    class Tiny(module_class()):  # type: ignore[misc]
+    class Told(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
             world.in_step(self.steps)
             return loss
 
-    trainer, module = trainer_of(), Tiny()
+    trainer, module = trainer_of(), Told()
     atoll.lightning.patch(trainer, world.url, "a", folder=world.folder / "a")
     for _ in atoll.lightning.rounds(trainer):
         trainer.fit(module, data())
