@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from lightning_world import PACKAGES, Tiny, data, lines, module_class, package, serve, trainer_of
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 import atoll
 import atoll.lightning
 from atoll.errors import UsageError
+from atoll.testing.processes import free_port
 
 pytestmark = pytest.mark.usefixtures("each_package")
 
@@ -40,11 +42,13 @@ class TwoOptimizers(Manual):
 
 
 class OneOfTwo(TwoOptimizers):
-    """Automatic: Lightning itself refuses more than one, so they are given behind its back."""
+    """Lightning refuses several under automatic optimization, so that is switched on behind its look at them."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def on_fit_start(self) -> None:
         self.automatic_optimization = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return Tiny.training_step(self, batch, batch_idx)
 
 
 class Unequal(Tiny):
@@ -144,16 +148,13 @@ def test_a_gradient_scaler_is_refused(tmp_path: Path, name: str, algorithm: str)
 
 @pytest.mark.covers("S8")
 def test_several_optimizers_are_refused(tmp_path: Path) -> None:
-    with serve(tmp_path, "scaffold") as server:
-        trainer = trainer_of()
-        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        module = OneOfTwo()
-        trainer.strategy.connect(module)
-        trainer.strategy.optimizers = module.configure_optimizers()
-        callback.on_fit_start(trainer, module)
+    with serve(tmp_path, "scaffold", rounds=1) as server:
+        trainer, module = trainer_of(), OneOfTwo()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(UsageError, match=r"OneOfTwo has 2 optimizers, and scaffold follows one\. Put all"):
-            callback.on_train_start(trainer, module)
-        callback.on_exception(trainer, module, RuntimeError("over"))
+            trainer.fit(module, data())
+        assert module.steps == 0
+        retry(server, tmp_path)
 
 
 @pytest.mark.parametrize("kind", [Manual, TwoOptimizers], ids=lambda kind: kind.__name__)
@@ -236,27 +237,6 @@ def test_a_step_whose_batch_did_not_end_is_an_error(tmp_path: Path, algorithm: s
         retry(server, tmp_path)
 
 
-@pytest.mark.covers("S14", "S3")
-def test_the_snapshot_of_the_global_model_cannot_be_changed_from_outside(tmp_path: Path) -> None:
-    """Whoever writes into the module, its state dict or what state_dict() gave has changed local training, no more."""
-
-    class Meddles(package().Callback):  # type: ignore[misc]
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            for value in callback._round.state_dict().values():
-                value.fill_(99.0)
-            for value in pl_module.state_dict().values():
-                value.fill_(3.0)
-
-    with serve(tmp_path, rounds=1) as server:
-        trainer, module = trainer_of(callbacks=[Meddles()]), Tiny()
-        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        trainer.fit(module, data())
-        local = module.w.item()
-        assert local == pytest.approx(1 + 2 * 0.9**3)
-        assert not atoll.lightning.is_running(trainer)
-        assert module.w.item() == pytest.approx(local)  # 0 − (0 − local): the base was 0, whatever was written
-
-
 @pytest.mark.covers("S14")
 def test_a_fit_that_failed_is_begun_anew(tmp_path: Path) -> None:
     """The site's script caught the error: same round, same global model, hooks only once."""
@@ -335,15 +315,36 @@ def test_a_trainer_takes_part_once(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S8")
 def test_strategies_that_split_the_model_are_refused(tmp_path: Path) -> None:
+    """Lightning's own ones need several devices or GPUs, so this is a user's, with what a Trainer asks of it."""
+
+    class ShardedStrategy(package().strategies.Strategy):  # type: ignore[misc]
+        root_device, is_global_zero = torch.device("cpu"), True
+        all_gather = reduce = model_to_device = None
+
+        def barrier(self, name: str | None = None) -> None: ...
+
+        def broadcast(self, obj: Any, src: int = 0) -> Any:
+            return obj
+
     with serve(tmp_path) as server:
-        trainer = trainer_of(strategy="ddp_spawn")
-        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        with pytest.raises(UsageError, match=r"spawns or forks.*strategy='ddp'"):
-            callback.setup(trainer, Tiny(), "fit")
-        trainer = trainer_of()
-        trainer.strategy.__class__ = type("ShardedStrategy", (package().strategies.Strategy,), {})
-        with pytest.raises(UsageError, match=r"strategy ShardedStrategy.*strategy='ddp'"):
-            callback.setup(trainer, Tiny(), "fit")
+        trainer, module = trainer_of(strategy=ShardedStrategy()), Tiny()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        for attempt in (trainer.validate, trainer.fit):
+            with pytest.raises(UsageError, match=r"strategy ShardedStrategy.*strategy='ddp'"):
+                attempt(module, data())
+        assert server.status().workers == []
+
+
+@pytest.mark.covers("S8")
+def test_processes_that_the_trainer_forks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the forked process, whose error Lightning tells as text."""
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))  # Lightning sets it, for good
+    with serve(tmp_path) as server:
+        trainer = trainer_of(strategy="ddp_fork")
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        with pytest.raises(ProcessRaisedException, match=r"UsageError: .*spawns or forks.*strategy='ddp'"):
+            trainer.fit(Tiny(), data())
+        assert server.status().workers == []
 
 
 def test_a_batch_without_tensors_needs_a_weight(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import atoll
 import atoll.lightning
 from atoll.errors import UsageError
+from atoll.testing.processes import wait_until
 from atoll.worker.federated_round import FederatedRound
 from atoll.worker.session import Session
 
@@ -199,6 +200,44 @@ def test_a_validation_before_fit_receives_for_it(
         metrics = [line["metrics"] for line in lines(server)]
         assert [line["global_val_w"] for line in metrics] == pytest.approx([0.0, 1 - 0.9**3])
         assert [line["val_w"] for line in metrics] == pytest.approx([1 - 0.9**3, 1 - 0.9**6])
+
+
+class Measured(Tiny):
+    """Says what it is told to say, validation by validation."""
+
+    def __init__(self, losses: list[float]) -> None:
+        super().__init__()
+        self.losses = iter(losses)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_loss", next(self.losses))
+
+
+@pytest.mark.covers("S13", "X41")
+@pytest.mark.parametrize(
+    ("metric", "version", "least"), [("val_loss", 2, 0.2), ("global_val_loss", 1, 0.1)], ids=["in-fit", "before-fit"]
+)
+def test_what_validation_measures_decides_which_version_is_best(
+    tmp_path: Path, metric: str, version: int, least: float
+) -> None:
+    """A round is credited to the version that it began with, the first to version 0. w of version v is 1 − 0.9³ᵛ."""
+    before, inside = [0.5, 0.1, 0.4, 0.3], [0.6, 0.7, 0.2, 0.5]
+    with serve(tmp_path, rounds=4, best_metric=metric, best_mode="min") as server:
+        trainer = trainer_of()
+        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        module = Measured([loss for both in zip(before, inside, strict=True) for loss in both])
+        for _ in atoll.lightning.rounds(trainer):
+            trainer.validate(module, data(), verbose=False)
+            trainer.fit(module, data(), data())
+        metrics = [line["metrics"] for line in lines(server)]
+        assert [line["global_val_loss"] for line in metrics] == pytest.approx(before)
+        assert [line["val_loss"] for line in metrics] == pytest.approx(inside)
+        wait_until(lambda: (now := server.status().best) and now.file, "the best version is written")
+        best = server.status().best
+        assert best is not None
+        assert (best.metric, best.version, best.round) == (metric, version, version + 1)
+        assert best.value == pytest.approx(least)
+        assert load_file(best.file)["w"].item() == pytest.approx(1 - 0.9 ** (3 * version))
 
 
 def spy(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> list[str]:
