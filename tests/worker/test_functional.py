@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import atoll
 from atoll.errors import UsageError
@@ -76,9 +77,20 @@ def test_the_loop_runs_every_round_with_settings_from_the_environment(
     assert (tmp_path / "files" / "clinic-a").is_dir()
 
 
-@pytest.mark.covers("P15", "P6")
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What goes, goes with its last user: no cycle is found later on."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.covers("P15", "P6", "T6")
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("clear_cache", [True, False])
-def test_what_was_sent_and_received_is_forgotten_unless_told(
+def test_what_was_sent_and_received_is_forgotten_at_once_unless_told(
     server: atoll.Server, tmp_path: Path, clear_cache: bool
 ) -> None:
     atoll.init(server.url, "a", folder=tmp_path / "a")
@@ -90,10 +102,45 @@ def test_what_was_sent_and_received_is_forgotten_unless_told(
     pulled, sent = weakref.ref(received.params["weight"]), weakref.ref(model.weight)
     atoll.send(model, clear_cache=clear_cache)
     del model, optimizer
-    gc.collect()
     assert (pulled() is None) == clear_cache
     assert (sent() is None) == clear_cache
     assert (received.params == {}) == clear_cache
+
+
+FILTERED = pytest.param(
+    [Drop("bias")],
+    id="filtered",
+    marks=pytest.mark.xfail(strict=True, reason="what passes filters is held by a cycle until it is collected"),
+)
+
+
+@pytest.mark.covers("T6")
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("filters", [pytest.param([], id="plain"), FILTERED])
+@pytest.mark.parametrize("call", ["send", "submit"])
+def test_memory_of_what_was_sent_is_free_at_once(
+    server: atoll.Server, tmp_path: Path, request: pytest.FixtureRequest, call: str, filters: list[Drop]
+) -> None:
+    """The memory itself: no view of it is left either."""
+    tensor, array = torch.full((2, 3), 2.0), np.full(2, 2.0, dtype=np.float32)
+    seen = StorageWeakRef(tensor.untyped_storage()), weakref.ref(array)
+    sent: dict[str, Any] = {"weight": tensor, "bias": array}
+    submit: Callable[..., None]
+    if call == "send":
+        atoll.init(server.url, "a", folder=tmp_path / "a", filters=filters)
+        atoll.receive(into=ones())
+        submit = atoll.send
+    else:
+        worker = atoll.join(server.url, "a", folder=tmp_path / "a", filters=filters)
+        request.addfinalizer(worker.leave)
+        rounds = iter(worker)
+        round_ = next(rounds)
+        round_.load_into(ones())
+        submit = round_.submit
+    submit(sent)
+    del tensor, array, sent
+    assert seen[0].expired()
+    assert seen[1]() is None
 
 
 @pytest.mark.covers("T8")
