@@ -132,7 +132,8 @@ def test_a_handler_that_raises_is_a_result_that_names_it_and_the_others_go_on(nu
     with pytest.raises(RunFailed, match="Site b failed at task 'validate': ValueError: no data here"):
         bad.payload  # noqa: B018
     assert (
-        came["unknown"] == "there is no handler for task 'unknown', only for echo, hang, submit_model, train, validate"
+        came["unknown"]
+        == "there is no handler for task 'unknown', only for echo, hang, submit_model, train, train_from, validate"
     )
     assert "got 1 of 2 answers: b failed: ValueError: no data here" in came["refused"]
     assert objects(tmp_path) == []
@@ -219,26 +220,27 @@ def test_the_address_is_that_of_the_environment_or_missed_by_name(
 
 
 @pytest.mark.covers("T12")
-def test_a_reference_in_a_payload_is_not_followed(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_reference_in_a_payload_is_followed_where_it_is_used_alone(nursery: Nursery, tmp_path: Path) -> None:
+    """From a to b, 1 MB: what passes the server on the way is text, and no object comes to it or leaves it."""
     came: dict[str, Any] = {}
+    elements = 250_000
 
     def main(controller: Any) -> None:
-        with atoll.Publisher() as publisher:
-            ref = publisher.publish({"w": torch.arange(5)})
-            result = controller.send("a", "submit_model", {"ref": ref}, timeout_s=30)
-            came.update(result.payload, same=result.payload["ref"] == ref)
-            came["w"] = atoll.fetch(came["ref"])["w"]
+        controller.sites(2, timeout_s=30)
+        ref = controller.send("a", "submit_model", {"elements": elements}, timeout_s=30).payload["ref"]
+        came.update(controller.send("b", "train_from", {"ref": ref}, timeout_s=30).payload, same=ref)
 
     with serve(tmp_path, main) as server:
-        worker = site(nursery, tmp_path, server, "a")
-        server_objects = objects(tmp_path)
+        workers = [site(nursery, tmp_path, server, name) for name in "ab"]
         assert server.wait(60)
         server.run()
-    assert worker.wait() == 0
-    assert server_objects == []
-    assert came["kind"] == "TensorRef"
-    assert came["same"]
-    assert torch.equal(came["w"], torch.arange(5))
+        status = server.status()
+    assert [worker.wait() for worker in workers] == [0, 0]
+    assert (came["kind"], came["ref"]) == ("TensorRef", came["same"])
+    assert came["ref"].port != server.port
+    assert came["sum"] == elements
+    assert came["objects"] == objects(tmp_path) == []
+    assert (status.bytes_up, status.bytes_down) == (0, 0)
 
 
 @pytest.mark.covers("T14")
