@@ -45,7 +45,8 @@ class Filtered:
     ) -> None:
         self._base, self._tensors = base, tensors
         specs = {each.spec.name: each.spec for each in base.layout.segments if each.spec.group != CONTROL}
-        self._chain = _told(lambda: Chain(filters, specs, about, self._raw, model=model))
+        raw = partial(_raw, base, tensors)  # no method: a cycle would hold the model until the collector runs
+        self._chain = _told(lambda: Chain(filters, specs, about, raw, model=model))
 
     def sends(self, name: str) -> bool:
         """Whether every filter keeps this tensor."""
@@ -69,11 +70,12 @@ class Filtered:
         taken = _told(partial(self._chain.taken, name, start, stop))
         return taken.add_(local)  # its own value, to the bit, where no filter changed it
 
-    def _raw(self, name: str, start: int, stop: int) -> Tensor:
-        """The change as it was trained, in new memory."""
-        wide = accumulate_dtype(self._base.layout.by_name[name].spec.dtype)
-        values = self._base.values_of(name, start, stop).to(wide)
-        return values.sub_(run_of(self._tensors[name], start, stop).to("cpu", wide))
+
+def _raw(base: BaseFile, tensors: Tensors, name: str, start: int, stop: int) -> Tensor:
+    """The change as it was trained, in new memory."""
+    wide = accumulate_dtype(base.layout.by_name[name].spec.dtype)
+    values = base.values_of(name, start, stop).to(wide)
+    return values.sub_(run_of(tensors[name], start, stop).to("cpu", wide))
 
 
 class AnswerFilters:
