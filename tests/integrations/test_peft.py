@@ -56,6 +56,52 @@ def both(server: atoll.Server, work: Any) -> None:
 
 
 @pytest.mark.covers("S17")
+def test_what_the_server_saves_opens_with_peft(tmp_path: Path) -> None:
+    """One site, which adds 1 in each of three rounds and says that the second version is the best."""
+    with_adapter().peft_config["default"].save_pretrained(str(tmp_path))
+    options: dict[str, Any] = {
+        "algorithm": "fedavg",
+        "rounds": 3,
+        "save_every": 1,
+        "best_metric": "score",
+        "persistor": "atoll.integrations.peft:AdapterFolder",
+        "persistor_options": {"config": str(tmp_path / "adapter_config.json"), "folder": str(tmp_path / "opens")},
+    }
+    start, travels = adapter(with_adapter()), adapter(with_adapter(seed=5))
+    before = {name: value.clone() for name, value in start.state_dict().items()}
+    with atoll.Server(start, port=0, state_dir=tmp_path / "state", **options) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
+            for round_ in worker:
+                round_.load_into(travels)
+                with torch.no_grad():
+                    for parameter in travels.parameters():
+                        parameter += 1.0
+                measured = {1: 0.1, 2: 0.3, 3: 0.2}[round_.number]  # of the version that the round began with
+                round_.submit(travels, metrics={"score": measured})
+        server.run()
+    for folder, rounds in (("opens", 3.0), ("opens/best", 1.0)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            opened = peft.PeftModel.from_pretrained(Base(), tmp_path / folder)
+        found = adapter(opened).state_dict()
+        assert found.keys() == before.keys()
+        assert all(torch.allclose(found[name], value + rounds) for name, value in before.items())
+
+
+def test_a_persistor_of_adapters_wants_its_config(tmp_path: Path) -> None:
+    options = {"config": str(tmp_path / "nowhere.json"), "folder": str(tmp_path / "opens")}
+    with pytest.raises(UsageError, match=r"no adapter_config\.json at '.*nowhere\.json'.*save_pretrained"):
+        atoll.Server(
+            adapter(with_adapter()),
+            algorithm="fedavg",
+            port=0,
+            state_dir=tmp_path / "state",
+            persistor="atoll.integrations.peft:AdapterFolder",
+            persistor_options=options,
+        ).start()
+
+
+@pytest.mark.covers("S17")
 def test_two_workers_move_the_adapter_and_the_result_opens_with_peft(tmp_path: Path) -> None:
     """One adds 1 to every adapter weight, the other 3: each round adds 2."""
     start = adapter(with_adapter())

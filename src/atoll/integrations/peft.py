@@ -13,9 +13,11 @@ import copy
 import os
 import secrets
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atoll.errors import UsageError
@@ -100,13 +102,55 @@ def export(weights: str | Path, config: PeftConfig, folder: str | Path) -> Path:
     source, folder = Path(weights), Path(folder)
     if not source.is_file():
         raise UsageError(f"There is no file {str(source)!r}.", "Give the exports/model.safetensors of the run.")
+    return _written(folder, config, lambda target: shutil.copyfile(source, target))
+
+
+class AdapterFolder:
+    """A persistor: what the server saves opens with `PeftModel.from_pretrained(base, folder)`.
+
+        persistor = "atoll.integrations.peft:AdapterFolder"
+        persistor_options = {config = "adapter_config.json", folder = "adapter"}
+
+    Args:
+        config: an `adapter_config.json`, as `PeftConfig.save_pretrained` writes it.
+        folder: made if need be; has the newest version, its folder `best` the best one (setting `best_metric`).
+
+    Raises:
+        UsageError: there is no such file.
+    """
+
+    def __init__(self, config: str, folder: str) -> None:
+        if Path(config).name != CONFIG or not Path(config).is_file():
+            raise UsageError(
+                f"There is no {CONFIG} at {config!r}.",
+                f"Write it with model.peft_config['default'].save_pretrained(FOLDER), and name FOLDER/{CONFIG}.",
+            )
+        self._config: PeftConfig = PeftConfig.from_pretrained(str(Path(config).parent))
+        self._folder = Path(folder)
+
+    def save(self, state: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
+        """Write a version, in place of the one before."""
+        _save(self._folder, self._config, state)
+
+    def save_best(self, state: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
+        """Write the best version so far."""
+        _save(self._folder / "best", self._config, state)
+
+
+def _save(folder: Path, config: PeftConfig, state: Mapping[str, Tensor]) -> None:
+    own = {name: tensor.clone() for name, tensor in state.items()}  # the format refuses tensors that share memory
+    _written(folder, config, lambda target: save_file(own, target))
+
+
+def _written(folder: Path, config: PeftConfig, write: Callable[[Path], object]) -> Path:
+    """Both files of an adapter, each whole at any time."""
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(config)
     config.inference_mode = True  # as PEFT saves it: who loads it to go on training says is_trainable=True
     config.save_pretrained(str(folder))
     temporary = folder / f".{WEIGHTS}.{secrets.token_hex(4)}.tmp"
     try:
-        shutil.copyfile(source, temporary)
+        write(temporary)
         os.replace(temporary, folder / WEIGHTS)
     finally:
         temporary.unlink(missing_ok=True)
