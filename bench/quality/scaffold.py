@@ -7,6 +7,7 @@ every run is made of all eight updates.
     python bench/quality/scaffold.py                     # scikit-learn's digits
     python bench/quality/scaffold.py --cifar PATH        # CIFAR-10; PATH as in pictures.py
     python bench/quality/scaffold.py --cifar PATH --short    # with a quarter of the steps a round, twice the rounds
+    python bench/quality/scaffold.py --cifar PATH --gpu      # 50 rounds × 4 epochs with a larger network, on a GPU
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ class Classifier(LightningModule):
 
     def __init__(self, task: Task) -> None:
         super().__init__()
+        self.rate = task.rate
+        self.net = moderate(task) if task.moderate else self._small(task)
+
+    @staticmethod
+    def _small(task: Task) -> nn.Sequential:
         layers: list[nn.Module] = []
         before, side = task.image[0], task.image[1]
         for index, width in enumerate(task.channels):
@@ -56,8 +62,7 @@ class Classifier(LightningModule):
                 layers.append(nn.MaxPool2d(2))
                 side //= 2
             before = width
-        self.net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(before * side * side, 10))
-        self.rate = task.rate
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(before * side * side, 10))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -67,6 +72,20 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+
+def moderate(task: Task) -> nn.Sequential:
+    """Pairs of 3×3 convolutions, each pair halving the picture, and three dense layers."""
+    layers: list[nn.Module] = []
+    before, side = task.image[0], task.image[1]
+    for index, width in enumerate(task.channels):
+        layers += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU()]
+        before = width
+        if index % 2:
+            layers.append(nn.MaxPool2d(2))
+            side //= 2
+    dense = [nn.Linear(before * side * side, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Dropout(0.1)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Dropout(0.1), *dense, nn.Linear(512, 10))
 
 
 def train(
@@ -86,7 +105,8 @@ def train(
     trainer = Trainer(
         max_epochs=task.epochs or -1,
         max_steps=task.steps or -1,
-        accelerator="cpu",
+        accelerator="cuda" if task.moderate and torch.cuda.is_available() else "cpu",
+        devices=1,
         logger=False,
         enable_progress_bar=False,
         enable_checkpointing=False,
@@ -180,6 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cifar", type=Path, help="CIFAR-10 in place of digits: a zip or a folder, see pictures.py")
     parser.add_argument("--short", action="store_true", help="CIFAR-10 with 100 steps a round over 48 rounds")
+    parser.add_argument("--gpu", action="store_true", help="CIFAR-10 with the reference's network, on a GPU")
     parser.add_argument("--rounds", type=int, help="by default 20, for CIFAR-10 24; a multiple of 4 there")
     parser.add_argument("--epochs", type=int, help="of each site's own pictures a round, not as many steps for all")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
@@ -194,7 +215,9 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="lightning")
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    name = ("cifar10_short" if options.short else "cifar10") if options.cifar else "digits"
+    if options.gpu and not (options.cifar and torch.cuda.is_available()):
+        parser.error("--gpu is CIFAR-10's (--cifar PATH), and wants a GPU that torch sees.")
+    name = f"cifar10{'_gpu' if options.gpu else '_short' if options.short else ''}" if options.cifar else "digits"
     task = TASKS[name]
     if options.rounds:
         task = replace(task, rounds=options.rounds)
@@ -204,7 +227,8 @@ def main() -> None:
     if options.pilot:
         pilot(name, task, pictures, PILOT)
         return
-    flags = f"{' --cifar PATH' if options.cifar else ''}{' --short' if options.short else ''}"
+    given = {" --cifar PATH": options.cifar, " --short": options.short, " --gpu": options.gpu}
+    flags = "".join(flag for flag, value in given.items() if value)
     command = f"python bench/quality/scaffold.py{flags}"
     runs = found_before(name, task) if options.more else {algorithm: [] for algorithm in ALGORITHMS}
     for seed in options.seeds:

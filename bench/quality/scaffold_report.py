@@ -62,10 +62,12 @@ def report(name: str, task: Task, runs: dict[str, list[dict[str, Any]]], command
         times = [mean(algorithm, "seconds"), mean(algorithm, "cpu_seconds")]
         more = 100 * (times[1] / mean("fedavg", "cpu_seconds") - 1)
         rows.append([algorithm, round(mean(algorithm, "accuracy"), 2), ends, round(over, 2), *times, f"{more:+.1f} %"])
+    work = f"{task.steps} steps" if task.steps else f"{task.epochs} epochs of its own pictures"
+    weights = ", so that the weights are nearly equal" if task.steps else ""
     paragraphs = [
         "Accuracy of the global model on test pictures that no site has. Every site makes "
-        f"{task.steps} steps of plain SGD a round, batch {task.batch}, rate {task.rate:g} for all algorithms, so that "
-        f"the weights are nearly equal; FedAdam's server has rate {task.adam_rate:g}, FedProx μ = {task.mu:g}. "
+        f"{work} of plain SGD a round, batch {task.batch}, rate {task.rate:g} for all algorithms{weights}; "
+        f"FedAdam's server has rate {task.adam_rate:g}, FedProx μ = {task.mu:g}. "
         f"{task.chosen}",
         f"SCAFFOLD less FedAvg, points, seed by seed: {', '.join(f'{value:+.2f}' for value in each)}.",
         f"Seconds are those of a run: server, {SITES} threads of sites over HTTP and the measuring, "
@@ -77,7 +79,7 @@ def report(name: str, task: Task, runs: dict[str, list[dict[str, Any]]], command
     write(
         f"scaffold_{name}",
         title=f"SCAFFOLD and others on {task.title}: {SITES} sites, Dirichlet {CONCENTRATION}, {task.rounds} rounds of "
-        f"{task.steps} steps",
+        f"{work}",
         command=command,
         settings={"seeds": sorted(both), **settings_of(task)},
         figures=runs,

@@ -22,6 +22,8 @@ class Task:
         epochs: of every site's own pictures in every round, where the steps are not the same for all.
         measured_every: rounds from one measurement of the global model to the next; divides `rounds`.
         cosine: whether the rate falls from round to round, to nearly zero in the last.
+        moderate: whether the network is the larger one of the reference, of six convolutions and 5.9 M parameters; on
+            a GPU.
         chosen: how the rates were.
     """
 
@@ -37,6 +39,7 @@ class Task:
     epochs: int = 0
     measured_every: int = 1
     cosine: bool = False
+    moderate: bool = False
     chosen: str = ""
 
     def settings(self, algorithm: str) -> dict[str, Any]:
@@ -87,6 +90,17 @@ TASKS = {
         f"on seed {PILOT} too, SCAFFOLD ended 0.5 points above FedAvg at the same rate, and below it at 0.1 and 0.2.",
     ),
     "cifar10": CIFAR10,
+    "cifar10_gpu": replace(
+        CIFAR10,
+        channels=[32, 64, 128, 128, 256, 256],
+        rounds=50,
+        steps=0,
+        epochs=4,
+        measured_every=5,
+        moderate=True,
+        chosen="Network, rounds, epochs, batch and rate are the reference's, which has SCAFFOLD end at 82.74 % and "
+        "FedAvg at 80.59 %, at 16.9 % more time.",
+    ),
     "cifar10_short": replace(
         CIFAR10,
         rounds=48,
