@@ -109,25 +109,25 @@ def test_a_folder_that_has_the_run_goes_on_and_another_one_is_refused(
 ) -> None:
     project(tmp_path, monkeypatch, more='if round.number == 2 and not open("marks", "a+").tell(): raise SystemExit(3)')
     with pytest.raises(
-        RunFailed, match=r"site-\d ended with 3 .* before the run was finished; a round takes 2"
+        RunFailed, match=r"site-\d ended with 3 .* before the run was finished; a round takes 1"
     ) as failed:
-        recipe().execute(LocalEnv(num_clients=2, folder="here", quiet=True))
+        recipe(min_clients=1).execute(LocalEnv(num_clients=1, folder="here", quiet=True))
     assert "The same call with folder='here' goes on." in str(failed.value)
     assert failed.value.exit_code == 9
     assert running(tmp_path) == []
     Path("marks").write_text("now it works")
-    result = recipe().execute(LocalEnv(num_clients=2, folder="here", quiet=True))
+    result = recipe(min_clients=1).execute(LocalEnv(num_clients=1, folder="here", quiet=True))
     assert [row.round for row in result.history] == [1, 2]
     assert "going on at version 1" in Path("here/server.log").read_text()
-    again = recipe().execute(LocalEnv(num_clients=2, folder="here"))  # it is finished already
+    again = recipe(min_clients=1).execute(LocalEnv(num_clients=1, folder="here"))  # it is finished already
     assert (again.model, again.history, again.finished) == (result.model, result.history, True)
     assert "small was finished before; nothing is trained" in capfd.readouterr().out
     with pytest.raises(UsageError, match=r"folder 'here' has another run"):
-        recipe(num_rounds=3).execute(LocalEnv(num_clients=2, folder="here"))
+        recipe(min_clients=1, num_rounds=3).execute(LocalEnv(num_clients=1, folder="here"))
     Path("full").mkdir()
     Path("full/mine").touch()
     with pytest.raises(UsageError, match=r"folder 'full' is not empty, and has no run.toml"):
-        recipe().execute(LocalEnv(num_clients=2, folder="full"))
+        recipe(min_clients=1).execute(LocalEnv(num_clients=1, folder="full"))
 
 
 @pytest.mark.long
@@ -173,8 +173,10 @@ def test_a_token_and_a_certificate_of_the_settings_are_the_clients_too(
     Path("token").write_text("secret-of-the-run")
     for name in ("key.pem", "token"):
         Path(name).chmod(0o600)
-    made = recipe().add_server_config({"tls_cert": "chain.pem", "tls_key": "key.pem", "token_file": "token"})
-    result = made.execute(LocalEnv(num_clients=2, folder="here", quiet=True))
+    made = recipe(min_clients=1).add_server_config(
+        {"tls_cert": "chain.pem", "tls_key": "key.pem", "token_file": "token"}
+    )
+    result = made.execute(LocalEnv(num_clients=1, folder="here", quiet=True))
     assert len(result.history) == 2
     assert "listening on https://" in Path("here/server.log").read_text()
 
