@@ -8,7 +8,7 @@
 # Another interpreter: make test PYTHON=python3.12.
 
 PYTHON ?= python3
-JOBS ?= 4
+JOBS ?= 3
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 GB ?= 1
