@@ -176,7 +176,8 @@ reduction; its median behind the first two where there are more. Memory is the p
 above what it has after importing, a worker's above its model (which stands for the site's own training state), so that
 it includes what aggregating imports. What is kept in memory files does not count there. An earlier system has 6.32 GB
 in the aggregating process at 2 GB and 10.04 GB at 4 GB on disk, 10.40 and 17.32 GB in memory. By the server: tensor
-bytes in both directions; in a swarm the initial model, once. {left_out}""",
+bytes in both directions; in a swarm the initial model, once. With 4 GB in memory files a machine of 24 GB swaps, which
+the seconds of that run show. {left_out}""",
         folder=options.folder,
     )
     for gate in gates:

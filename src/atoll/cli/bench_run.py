@@ -53,8 +53,10 @@ class Bench:
     def disk_bytes(self) -> int:
         """The initial model, some versions, and per worker a spool, a base file and an outbox.
 
-        More where less travels.
+        More where less travels; in memory the initial model, and per worker a base file, an outbox and the result.
         """
+        if not self.download_to_disk:
+            return self.total_bytes * (1 + 3 * self.workers)
         more = self.downlink_codec != "none"  # masters and deltas at the server, a delta at each worker
         return self.total_bytes * (5 + 6 * more + (3 + more) * self.workers)
 
