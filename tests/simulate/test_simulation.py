@@ -185,6 +185,13 @@ def test_a_function_that_no_other_process_finds_is_refused(tmp_path: Path) -> No
             run(tmp_path, function)
 
 
+@pytest.mark.covers("X3")
+def test_workflows_are_refused_rather_than_left_out(tmp_path: Path, client: str) -> None:
+    entries = [{"kind": "train"}, {"kind": "cross_site_evaluation"}]
+    with pytest.raises(ConfigError, match=r"workflows is set: a simulation has rounds of training.*atoll server"):
+        run(tmp_path, client, workflows=entries)
+
+
 def test_names_of_virtual_workers_have_to_differ(tmp_path: Path, client: str) -> None:
     with pytest.raises(ConfigError, match="not all different"):
         run(tmp_path, client, workers=["a", "b", "a"])

@@ -338,6 +338,11 @@ def _simulated(settings: Settings, workers: int, per_round: int | None) -> Setti
                 f"{key} is {getattr(settings, key)!r}: a simulation has rounds of whole models, which wait.",
                 f"Leave {key} out, or run it with atoll server and real workers.",
             )
+    if settings.workflows:
+        raise ConfigError(
+            "workflows is set: a simulation has rounds of training, and virtual workers answer no tasks.",
+            "Leave workflows out, or run it with atoll server and real workers.",
+        )
     if not settings.rounds:
         raise ConfigError("rounds is 0: the simulation would never end.", "Set rounds.")
     changed: dict[str, Any] = {"num_workers": workers, "heartbeat_timeout_s": 0.0, "heartbeat_interval_s": 0.0}
