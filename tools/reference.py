@@ -50,6 +50,7 @@ EXIT_CODES = {
     8: "The token or the certificate is not accepted.",
     9: "The run cannot go on.",
     130: "Ended by Ctrl-C.",
+    143: "Ended by SIGTERM.",
 }
 
 
