@@ -115,9 +115,8 @@ def experiments(options: argparse.Namespace) -> None:
 
     def take(name: str, placement: str, disk: bool, **more: Any) -> Figures | None:
         if name not in kept:
-            workers = more[
-                "workers"
-            ]  # on disk: files of each, and the initial model; in memory: models, versions, updates
+            workers = more["workers"]
+            # on disk the files of each, and the initial model; in memory models, versions and updates
             needed = 1.05 * ((1 + 5 * workers) if disk else (3 + 3 * workers)) * more["gb"] * 1e9
             free = free_bytes(options, disk)
             if needed > free:

@@ -143,7 +143,7 @@ def _save(folder: Path, config: PeftConfig, state: Mapping[str, Tensor]) -> None
 
 
 def _written(folder: Path, config: PeftConfig, write: Callable[[Path], object]) -> Path:
-    """Both files of an adapter, each whole at any time."""
+    """Both files of an adapter; the weights take the place of those before once they are whole."""
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(config)
     config.inference_mode = True  # as PEFT saves it: who loads it to go on training says is_trainable=True

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 HISTORY = 20
 """Rounds that a status shows; `metrics.jsonl` has them all."""
+QUIET_BEATS = 2.5
+"""Heartbeats that did not come, from which on a site is said to be silent."""
 
 
 @functools.lru_cache(maxsize=4 * HISTORY)
@@ -123,10 +125,6 @@ def _fragment(run: Run, index: int, now_s: float) -> status_messages.FragmentSta
         reason=run.trouble.get(index) or why(run, index, now_s),
         place=run.swarm.status(index) if run.swarm is not None else None,
     )
-
-
-QUIET_BEATS = 2.5
-"""Heartbeats that did not come, from which on a site is said to be silent."""
 
 
 def why(run: Run, index: int, now_s: float) -> str:

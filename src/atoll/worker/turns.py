@@ -7,7 +7,7 @@ places when the server says that this update was counted, and not before: a refu
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -43,7 +43,7 @@ class TurnNote:
     pending_version: int = -1
     counted: int = 0
     version: int = -1
-    digests: tuple[str, str] = ("", "")
+    digests: Sequence[str] = ("", "")
 
 
 class Turns:
@@ -79,7 +79,7 @@ class Turns:
             file = self._files[index]
             if file.is_new:
                 return False
-            if note.digests[index] not in ("", file.content_digest()):
+            if note.digests[index] and note.digests[index] != file.content_digest():
                 LOG.warning("%s is not what was written: it counts as lost. Look at the disk.", file.path)
                 return False
         return True
@@ -117,11 +117,10 @@ class Turns:
 
     def belongs_to(self, ticket: int, version: int) -> None:
         """All is written, and counts if the update of this ticket, formed against this version, is counted."""
-        current = self.note.current
-        digests = [self.note.digests[index] for index in (0, 1)]
+        current, digests = self.note.current, list(self.note.digests)
         digests[1 - current] = self._files[1 - current].content_digest()
         digests[current] = digests[current] or self._files[current].content_digest()
-        self._write(replace(self.note, pending=ticket, pending_version=version, digests=(digests[0], digests[1])))
+        self._write(replace(self.note, pending=ticket, pending_version=version, digests=digests))
 
     def settle(self, outcome_of: Callable[[int], messages.Outcome]) -> None:
         """Ask what became of the update that is pending, and let what was written count where it was counted."""
