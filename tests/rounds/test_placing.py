@@ -43,6 +43,24 @@ def test_who_aggregates(order: str, holders: str, excluded: str, before: str, ex
 
 
 @pytest.mark.covers("P10")
+@pytest.mark.parametrize(
+    ("holders", "excluded", "before", "named", "expected"),
+    [
+        ("abc", "", "c", "c", "c"),  # round after round, where one alone is named
+        ("abc", "", "c", "bc", "b"),  # of two that are named, another one each round
+        ("ac", "", "c", "bc", "c"),  # and the one that is left of them, where one has left
+        ("ab", "", "a", "c", "b"),  # who is named and has no version cannot: another one, until it has
+        ("abc", "c", "c", "c", "a"),  # nor who has failed at this round
+        ("c", "c", "c", "c", "c"),  # unless nobody else has it
+    ],
+)
+def test_others_are_asked_only_where_none_of_the_users_choice_can(
+    holders: str, excluded: str, before: str, named: str, expected: str
+) -> None:
+    assert appointed(["a", "b", "c"], set(holders), set(excluded), before, tuple(named)) == expected
+
+
+@pytest.mark.covers("P10")
 def test_two_hold_the_newest_version_where_there_are_two() -> None:
     assert to_hold(["a", "b", "c"], {"c"}) == {"a", "c"}
     assert to_hold(["a", "b", "c"], {"b", "c"}) == {"b", "c"}

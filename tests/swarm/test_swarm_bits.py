@@ -151,11 +151,14 @@ def test_an_answer_that_a_later_one_has_overtaken_is_not_followed(
 
 
 @pytest.mark.covers("P10")
-def test_aggregators_of_the_users_choice_take_turns(tmp_path: Path) -> None:
-    with serving(tmp_path, aggregators=("b", "c"), rounds=4) as server:
+@pytest.mark.parametrize(("named", "expected"), [("bc", ["b", "c", "b", "c"]), ("c", ["c", "c", "c", "c"])])
+def test_aggregators_of_the_users_choice_take_turns(tmp_path: Path, named: str, expected: list[str]) -> None:
+    with serving(tmp_path, aggregators=tuple(named), rounds=4) as server:
         Sites(server.url, tmp_path).join()
         server.run()
-    assert Result(tmp_path).aggregators == ["b", "c", "b", "c"]
+    result = Result(tmp_path)
+    assert result.aggregators == expected
+    assert all(one["checker"] not in ("", one["aggregator"]) for one in result.history)
 
 
 @pytest.mark.covers("P10")

@@ -1,7 +1,8 @@
 """Who aggregates a fragment of a swarm, and who holds its newest version: decided without IO, the same every time.
 
 Whoever aggregates has the version and the outer state beside it, and so has at least one other worker: the next version
-is real only once a second one has it. That second one aggregates the next round, so that in each round it is another.
+is real only once a second one has it. That second one aggregates the next round, so that in each round it is another;
+not where the user has named who is to aggregate, and the second one is not among them.
 """
 
 from __future__ import annotations
@@ -29,16 +30,20 @@ def turn(sites: Collection[str], *, seed: int, fragment: int, version: int, name
     return [*first, *sorted(set(sites) - set(first), key=drawn)]
 
 
-def appointed(order: Sequence[str], holders: Collection[str], excluded: Collection[str], before: str) -> str | None:
+def appointed(
+    order: Sequence[str], holders: Collection[str], excluded: Collection[str], before: str, named: Collection[str] = ()
+) -> str | None:
     """Who aggregates: the first in order who has the version and has not failed at it; nobody where nobody has it.
 
     Args:
         excluded: who has failed in this round; asked again only where there is nobody else.
         before: who aggregated the round before, asked last of those who have not failed.
+        named: the user's choice; the others are asked only where none of these is able, though it be `before`.
     """
     able = [site for site in order if site in holders]
     fresh = [site for site in able if site not in excluded]
-    return next((site for site in fresh if site != before), None) or next(iter(fresh or able), None)
+    asked = [site for site in fresh if site in named] or fresh
+    return next((site for site in asked if site != before), None) or next(iter(asked or able), None)
 
 
 def to_hold(order: Sequence[str], holders: Collection[str]) -> set[str]:

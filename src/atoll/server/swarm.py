@@ -117,9 +117,7 @@ class Swarm(Places):
         for fragment, round_ in enumerate(state.rounds):
             place = self.places[fragment]
             if place.version != round_.head:
-                before, after = place.aggregator, place.checker
-                self.places[fragment] = place = Place(round_.head, before=before)
-                place.aggregator = after if after in self._holding(fragment, round_.head) else ""
+                self.places[fragment] = place = Place(round_.head, before=place.aggregator)
             if round_.phase == "finished":
                 place.aggregator, place.closing = "", None
             elif round_.phase != "gathering":  # by then all are there who could be asked
@@ -138,7 +136,8 @@ class Swarm(Places):
         if not place.aggregator:
             holders = self._holding(fragment, place.version)
             order = self._order(fragment, place.version)
-            place.aggregator = appointed(order, holders, place.excluded, place.before) or ""
+            named = self._settings.aggregators
+            place.aggregator = appointed(order, holders, place.excluded, place.before, named) or ""
             place.since_s = None
             if place.aggregator:
                 self._floor.wake()
