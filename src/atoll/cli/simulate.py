@@ -141,7 +141,7 @@ class Lines:
         if not first and now_s - self._said_s < LINE_S and round_.round < self._rounds:
             return
         told = numbers(round_.metrics)
-        pace = "" if first else f"; {self._updates / max(now_s - self._said_s, 1e-3):.0f} worker-rounds/s"
+        pace = "" if first else f"; {_pace(self._updates / max(now_s - self._said_s, 1e-3))} worker-rounds/s"
         updates = counted(len(round_.workers), "update")
         LOG.info("round %d of %d: %s%s%s", round_.round, self._rounds, updates, f", {told}" if told else "", pace)
         self._said_s, self._updates = now_s, 0
@@ -156,7 +156,7 @@ def summary(done: Simulated) -> str:
     parts = [
         f"finished at version {done.version} after {duration(done.seconds)}",
         f"{counted(done.rounds, 'round')}, {counted(done.worker_rounds, 'worker-round')}, "
-        f"{done.worker_rounds_per_s:.0f} a second",
+        f"{_pace(done.worker_rounds_per_s)} a second",
         f"{size(done.bytes_up)} up and {size(done.bytes_down)} down would have travelled",
         f"{counted(done.late, 'update')} came too late" if done.late else "",
         f"{counted(len(failed), 'virtual worker')} failed: {named}" if failed else "",
@@ -164,6 +164,11 @@ def summary(done: Simulated) -> str:
         str(done.model),
     ]
     return "; ".join(filter(None, parts))
+
+
+def _pace(per_s: float) -> str:
+    """Whole numbers from ten on."""
+    return f"{per_s:.0f}" if per_s >= 9.5 else f"{per_s:.2g}"
 
 
 def as_json(done: Simulated) -> dict[str, Any]:

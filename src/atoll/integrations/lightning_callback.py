@@ -27,10 +27,9 @@ from atoll.integrations import fitting
 from atoll.tensors.modules import named_tensors
 from atoll.wire import messages
 from atoll.worker.border import border
-from atoll.worker.connection import info_of
 from atoll.worker.correction import Correction, following
 from atoll.worker.diloco import DiLoCo
-from atoll.worker.federated import Worker, join
+from atoll.worker.federated import Worker, join, run_here, takes_part
 from atoll.worker.local import ALONE, Round
 from atoll.worker.ranks import Ranks
 from atoll.worker.reporting import LOG, ensure_lines
@@ -87,6 +86,7 @@ class AtollCallback(Callback):
     ) -> None:
         super().__init__()
         self._server = server or os.environ.get("ATOLL_SERVER")
+        self._takes_part = takes_part(server)
         self._given_site, self._folder, self._labels = site, folder, labels
         self._weight, self._steps, self._filters = weight, steps, require_filters(filters)
         self._limits = fitting.Limits()
@@ -113,12 +113,12 @@ class AtollCallback(Callback):
         if trainer.world_size > 1 and not ranks.together:
             return not self._finished  # the ranks meet in the first fit, and learn there what rank 0 learns
         running = bool(ranks.agree(self._is_running))
-        if not running and self._server:
+        if not running and self._takes_part:
             self._finish(ranks, self._module)
         return running
 
     def _is_running(self) -> bool:
-        if not self._server:
+        if not self._takes_part:
             return self._fits == 0
         return self._state() in ("round", "diloco")
 
@@ -127,14 +127,14 @@ class AtollCallback(Callback):
     @border
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         fitting.require_alone([callback for callback in trainer.callbacks if isinstance(callback, AtollCallback)])
-        if self._server and stage in ("fit", "validate"):
+        if self._takes_part and stage in ("fit", "validate"):
             fitting.require_whole_model(trainer)
-        if self._server and stage == "fit":
+        if self._takes_part and stage == "fit":
             fitting.require_own_weights(trainer)
 
     @border
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._server:
+        if self._takes_part:
             fitting.require_fresh(trainer)
         self._limits.extend(trainer)
         self._fits, self._module = self._fits + 1, pl_module
@@ -185,7 +185,7 @@ class AtollCallback(Callback):
 
     @border
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        if _is_validating(trainer) and self._server and not self.measuring:
+        if _is_validating(trainer) and self._takes_part and not self.measuring:
             self._module = pl_module
             ranks = self._ranks(trainer)
             state = ranks.agree(self._state)
@@ -213,7 +213,7 @@ class AtollCallback(Callback):
 
     def _state(self) -> str:
         """What a fit that begins now is: `alone`, a `round`, `diloco`, or one too many since the run is `finished`."""
-        if not self._server:
+        if not self._takes_part:
             if self._fits <= 1:
                 ensure_lines()
                 LOG.info("%s", ALONE)
@@ -223,7 +223,8 @@ class AtollCallback(Callback):
         info = self._info
         if info is None or (self._worker is None and self._diloco is None):  # behind an error the run may be another
             ensure_lines()
-            info = self._info = info_of(self._server, self.site)
+            info = self._info = run_here(self._server, self.site)
+            assert info is not None
         if info.sync_every:
             return "diloco"
         if self._worker is None:

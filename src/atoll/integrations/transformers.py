@@ -26,10 +26,9 @@ from atoll.errors import UsageError
 from atoll.filters.base import Filter, require_filters
 from atoll.integrations.fitting import require_alone
 from atoll.worker.border import border
-from atoll.worker.connection import info_of
 from atoll.worker.correction import Correction
 from atoll.worker.diloco import DiLoCo
-from atoll.worker.federated import join
+from atoll.worker.federated import join, run_here
 from atoll.worker.local import Round
 from atoll.worker.reporting import LOG
 from atoll.worker.site import default_site
@@ -130,11 +129,12 @@ class AtollCallback(TrainerCallback):
         server, site = self._server or os.environ.get("ATOLL_SERVER"), self.site
         where: dict[str, Any] = {"server": server, "site": site, "folder": self._folder, "labels": self._labels}
         where["filters"] = self._filters
-        if server and info_of(server, site).sync_every:
+        info = run_here(server, site)
+        if info is not None and info.sync_every:
             share = 1.0 if self._weight is None else self._weight
             self._part = _Hooked(DiLoCo(module, optimizer, sync_every=self._sync_every, weight=share, **where))
         else:
-            self._part = _Rounds(module, optimizer, self._sync_every, self._weight, where)
+            self._part = _Rounds(module, optimizer, self._sync_every, self._weight, where, alone=info is None)
         _BEGUN.part = weakref.ref(self._part)
         atexit.register(_leave_at_exit, _BEGUN.part)
         with self._leaving():
@@ -195,10 +195,12 @@ class _Rounds:
         sync_every: int | None,
         weight: float | Callable[[], float] | None,
         where: dict[str, Any],
+        *,
+        alone: bool,
     ) -> None:
         self.module, self._optimizer, self._sync_every, self._weight = module, optimizer, sync_every, weight
         self._worker = join(**where)
-        self._alone = where["server"] is None
+        self._alone = alone
         self._following: Iterator[Round] = iter(self._worker)
         self._round: Round | None = None
         self._correction: Correction | None = None

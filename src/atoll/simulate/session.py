@@ -298,6 +298,11 @@ class VirtualWorker(Worker):
 
     _session: VirtualSession
 
+    @property
+    def info(self) -> messages.RunInfo:
+        """Of the run that is simulated."""
+        return self._session.info
+
     def with_filters(self, filters: Sequence[Filter]) -> VirtualWorker:
         """This one, whose updates pass through filters: what `atoll.join` gives here."""
         self._session.filters = require_filters(filters)

@@ -59,7 +59,7 @@ class Station:
         session = VirtualSession(self._shared, site, ticket, os.dup(base_fd), spool_fd, folder, known)
         try:
             worker = VirtualWorker(session)
-            with taken_by(worker.with_filters):
+            with taken_by(worker):
                 self._client.train(worker)
         except KeyboardInterrupt:
             raise

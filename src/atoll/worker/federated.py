@@ -16,7 +16,7 @@ from atoll.filters.base import Filter
 from atoll.wire import messages
 from atoll.worker.answering import Answering, Answers
 from atoll.worker.border import border
-from atoll.worker.connection import START_RETRIES
+from atoll.worker.connection import START_RETRIES, info_of
 from atoll.worker.federated_round import FederatedRound
 from atoll.worker.given import last_words
 from atoll.worker.local import ALONE, LocalWorker, Model, Round
@@ -24,7 +24,7 @@ from atoll.worker.local_model import local_model
 from atoll.worker.looking import load_beside
 from atoll.worker.matching import matching
 from atoll.worker.reporting import LOG, ensure_lines, size
-from atoll.worker.seat import worker_here
+from atoll.worker.seat import seat_here
 from atoll.worker.session import Session
 from atoll.worker.site import default_site, require_site
 
@@ -173,8 +173,8 @@ def join(
         ServerUnreachable: nobody answered after several attempts.
         StateLocked: another process on this machine takes part as the same site.
     """
-    if (virtual := worker_here(filters)) is not None:
-        return virtual
+    if (seat := seat_here()) is not None:
+        return seat.with_filters(filters)
     ensure_lines()
     server = server or os.environ.get("ATOLL_SERVER")
     if not server:
@@ -185,3 +185,21 @@ def join(
     session = Session(server, site, folder=where, labels=labels, filters=filters, max_retries=START_RETRIES)
     LOG.info("%s: joined run %s (%s) at %s", site, session.info.name, session.info.algorithm, session.http.server)
     return Worker(session)
+
+
+def takes_part(server: str | None) -> bool:
+    """Whether `join` has a run to take part in: its server's, or the one that is simulated."""
+    return bool(server or os.environ.get("ATOLL_SERVER")) or seat_here() is not None
+
+
+def run_here(server: str | None, site: str) -> messages.RunInfo | None:
+    """What the run is, before `join` takes part in it; None where a script trains alone.
+
+    Raises:
+        VersionSkew: the two sides speak different protocols.
+        ServerUnreachable: nobody answered.
+    """
+    if (seat := seat_here()) is not None:
+        return seat.info
+    server = server or os.environ.get("ATOLL_SERVER")
+    return info_of(server, site) if server else None

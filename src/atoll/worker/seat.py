@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
+from atoll.wire import messages
 
 if TYPE_CHECKING:
     from atoll.worker.federated import Worker
 
-Seat = Callable[[Sequence[Filter]], "Worker"]
-"""Given the filters of the site, the worker that `join` returns."""
+
+class Seat(Protocol):
+    """A virtual worker, as the scripts of its process find it."""
+
+    @property
+    def site(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def info(self) -> messages.RunInfo:
+        """Of the run that is simulated."""
+        ...
+
+    def with_filters(self, filters: Sequence[Filter]) -> Worker:
+        """What `atoll.join` returns, given the filters of the site."""
+        ...
+
 
 _seat: Seat | None = None
 
 
 @contextmanager
 def taken_by(seat: Seat) -> Iterator[None]:
-    """Within, whoever joins in this process is this virtual worker."""
+    """Within, whoever joins in this process is this virtual worker; `ATOLL_SITE` names it, as at a real site."""
     global _seat
-    _seat = seat
+    _seat, before = seat, os.environ.get("ATOLL_SITE")
+    os.environ["ATOLL_SITE"] = seat.site
     try:
         yield
     finally:
         _seat = None
+        if before is None:
+            os.environ.pop("ATOLL_SITE", None)
+        else:
+            os.environ["ATOLL_SITE"] = before
+
+
+def seat_here() -> Seat | None:
+    """The virtual worker that this process trains at this moment; None outside of simulations."""
+    return _seat
 
 
 def require_real(what: str) -> None:
@@ -40,8 +68,3 @@ def require_real(what: str) -> None:
             f"{what} counts steps of a loop of its own, and a virtual worker has one round at a time.",
             "Write the client as a loop over rounds, with atoll.join; or run it with real workers.",
         )
-
-
-def worker_here(filters: Sequence[Filter]) -> Worker | None:
-    """The virtual worker that this process trains at this moment; None outside of simulations."""
-    return _seat(filters) if _seat is not None else None
