@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from virtual_world import CLIENT, model_of, simulate, told, write
 
 import atoll
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, RunFailed
 from atoll.testing.processes import Nursery, free_port
 
 FOUR = ("--workers", "4", "--processes", "2", "--engine", "ray")
@@ -49,10 +50,40 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.mark.covers("V2")
 @pytest.mark.slow
 def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
-    ray_here: None, tmp_path: Path, undisturbed: bytes
+    ray_here: None,
+    tmp_path: Path,
+    undisturbed: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """By the kernel, and by Ray where memory is short: it says so where the result is asked for."""
+    import ray
+
+    get, short = ray.get, ["once"]
+
+    def asked(ref: Any, timeout: float | None = None) -> Any:
+        answer = get(ref, timeout=timeout)
+        if isinstance(answer, tuple) and short:  # what a virtual worker's round came to
+            raise ray.exceptions.OutOfMemoryError(short.pop())
+        return answer
+
+    monkeypatch.setattr(ray, "get", asked)
     assert run(tmp_path, "ray", processes=2, client=KILLED) == undisturbed
     assert (tmp_path / "killed").exists()
+    assert not short
+    assert "(its machine had too little memory); another one takes its place" in caplog.text
+
+
+def test_a_ray_that_cannot_go_on_is_said_with_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
+    from atoll.simulate.on_ray import RayEngine
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise ray.exceptions.OutOfDiskError("local disk is full")
+
+    monkeypatch.setattr(ray, "get", full)
+    with pytest.raises(RunFailed, match=r"Ray cannot go on: OutOfDiskError: .* The same command goes on from the state directory"):
+        RayEngine(1, None).got(None)
 
 
 @pytest.mark.slow

@@ -23,7 +23,8 @@ from swarm_world import (
 )
 
 import atoll
-from atoll.errors import ConfigError
+from atoll.cli.export import from_directory
+from atoll.errors import ConfigError, Gone, UsageError
 from atoll.testing.processes import Nursery, wait_until
 
 IN_TURN: dict[str, Any] = {"aggregators": ["a", "b", "c"]}
@@ -197,6 +198,12 @@ def test_each_site_has_the_result_and_nothing_else_is_left(tmp_path: Path) -> No
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         assert not list((tmp_path / "workers" / site).glob("*/spool-*"))
+    state = server.settings.state_dir
+    with pytest.raises(Gone, match=r"version 3 lies at its sites.*Take model\.safetensors from a site's folder"):
+        from_directory(state, tmp_path / "out.safetensors")
+    assert from_directory(state, tmp_path / "initial.safetensors", 0) == 0  # which the server was given
+    with pytest.raises(UsageError, match=r"its server has none to evaluate\. .*versions = "):
+        atoll.Server(settings=server.settings, evaluation={})
 
 
 @pytest.mark.covers("P10", "X3")

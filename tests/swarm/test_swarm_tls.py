@@ -49,9 +49,21 @@ def test_workers_and_server_over_tls(tmp_path: Path, secured: tuple[Path, Path])
 
 
 @pytest.mark.covers("P10", "X3")
-def test_a_port_that_is_none_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATOLL_PEER_PORT", "http")
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"ATOLL_PEER_PORT": "http"}, "ATOLL_PEER_PORT is 'http'"),
+        ({"ATOLL_PEER_HOST": "0.0.0.0"}, "Worker a would serve .* without TLS.* Set ATOLL_PEER_TLS_CERT and "),
+        ({"ATOLL_PEER_TLS_KEY": "a.key"}, "Only one of ATOLL_PEER_TLS_CERT and ATOLL_PEER_TLS_KEY"),
+    ],
+    ids=["port", "without-tls", "one-of-two"],
+)
+def test_where_a_worker_cannot_listen_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     with serving(tmp_path) as server:
-        with pytest.raises(ConfigError, match="ATOLL_PEER_PORT is 'http'"):
+        with pytest.raises(ConfigError, match=said):
             with atoll.join(server.url, site="a", folder=tmp_path / "w"):
                 pass

@@ -12,6 +12,7 @@ import atoll
 from atoll.errors import ServerUnreachable, StoreError
 from atoll.tensors.layout import Part
 from atoll.tensors.modules import named_tensors
+from atoll.transport.parts import Parts
 from atoll.worker import files
 from atoll.worker.files import BaseNote
 from atoll.worker.session import Session
@@ -73,6 +74,45 @@ def test_a_pull_that_breaks_off_goes_on_with_the_parts_that_are_missing(
     assert asked == [[0, 1, 2], [1, 2]]
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     session.leave()
+
+
+class HalfFrozen(nn.Module):
+    """Two parts, one of which no round changes."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.full((2**14,), value), requires_grad=False)
+        self.trained = nn.Parameter(torch.full((2**14,), value))
+
+
+@pytest.mark.covers("F1", "P8")
+@pytest.mark.parametrize("arrived", [0, 1])
+def test_a_part_that_is_as_it_was_comes_into_a_model_that_has_not_got_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arrived: int
+) -> None:
+    """The base file has it of the version before, so a look at the file would leave it out behind a broken attempt."""
+    really, cut = Parts.pull, [False]
+
+    def pull(self: Parts, path: str, digests: Sequence[bytes], parts: Sequence[Part], *rest: Any, **more: Any) -> None:
+        if cut[0]:
+            cut[0] = False
+            really(self, path, digests, parts[:arrived], *rest, **more)
+            raise ServerUnreachable("The network is gone.")
+        really(self, path, digests, parts, *rest, **more)
+
+    monkeypatch.setattr(Parts, "pull", pull)
+    options = {"algorithm": "fedavg", "rounds": 2, "part_bytes": 2**16, "min_free_bytes": 0}
+    with atoll.Server(HalfFrozen(1.0), port=0, state_dir=tmp_path / "state", **options) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for round in worker:
+                cut[0] = round.number == 2
+                model = round.load_into(HalfFrozen(-7.0))  # a new one in each round
+                assert not cut[0]
+                assert model.frozen.unique().tolist() == [1.0]
+                assert model.trained.unique().tolist() == [float(round.number)]
+                with torch.no_grad():
+                    model.trained += 1
+                round.submit(model)
 
 
 @pytest.mark.covers("F3")

@@ -72,7 +72,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
     Raises:
         UsageError: no run was begun there.
         StateLocked: its server runs.
-        Gone: the version is not kept, or the masters beside it are not, where it has them.
+        Gone: the version is not kept, or the masters beside it are not, where it has them; or it lies at the sites.
         StateCorrupt: its file was damaged.
     """
     journal_of(state_dir)
@@ -91,6 +91,12 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
         split = split_of(json.loads(store.run.schema_json))
         settings = json.loads(store.run.settings_json)
         rows = [store.head(f) if version is None else store.version(f, version) for f in range(split.count)]
+        if settings.get("placement") == "swarm" and any(row.version for row in rows):
+            raise Gone(
+                f"The run is a swarm: version {max(row.version for row in rows)} lies at its sites, not in {state_dir}.",
+                "Take model.safetensors from a site's folder (ATOLL_DIR, by default .atoll, then its name), which is "
+                "there at the end; or, while server and sites run, ask with --server.",
+            )
         sources: list[Source] = []
         with contextlib.ExitStack() as stack:
             for row, schema in zip(rows, split.schemas, strict=True):

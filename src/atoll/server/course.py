@@ -124,9 +124,15 @@ class Course:
         """The course of a server; None where it has rounds alone.
 
         Raises:
-            UsageError: two are named. ConfigError: it has rounds, too.
+            UsageError: two are named, or a swarm's models are to be evaluated. ConfigError: it has rounds, too.
         """
         if evaluation is not None:
+            if settings.placement == "swarm":
+                raise UsageError(
+                    "The run is a swarm: its models lie at its sites, and its server has none to evaluate.",
+                    'Evaluate the model.safetensors of a site by a run of its own: [[workflows]] with kind = '
+                    '"cross_site_evaluation" and versions = ["model.safetensors"]; see docs/cross-site-evaluation.md.',
+                )
             return cls(settings, None, filters, evaluation)
         if given is not None and (settings.workflow is not None or settings.workflows):
             raise UsageError("Server got a workflow, and its settings name another.", "Give one of them.")

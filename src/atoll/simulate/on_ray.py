@@ -176,17 +176,28 @@ class RayEngine:
         """What an actor answers.
 
         Raises:
-            _Lost: it has ended.
+            _Lost: it has ended, or its machine has. RunFailed: it does not begin, or Ray cannot go on.
         """
+        known = self._ray.exceptions
         try:
             return self._ray.get(ref, timeout=timeout_s)
-        except self._ray.exceptions.GetTimeoutError:
+        except known.GetTimeoutError:
             raise RunFailed(
                 f"Ray has started no process for a virtual worker in {timeout_s:g} s.",
                 f"Take fewer processes than {self._count}, or a cluster with as many free CPUs.",
             ) from None
-        except self._ray.exceptions.RayActorError as error:
+        except known.OutOfMemoryError as error:  # Ray has killed it, before the machine did
+            raise _Lost(" (its machine had too little memory)") from error
+        except (known.RayActorError, known.WorkerCrashedError, known.NodeDiedError, known.ObjectLostError) as error:
             raise _Lost from error
+        except known.RayTaskError:  # raised in an actor, where only this package's own code is not caught
+            raise
+        except known.RayError as error:
+            last = (str(error).strip().splitlines() or [""])[0]
+            raise RunFailed(
+                f"Ray cannot go on: {type(error).__name__}: {last.rstrip('.')}.",
+                "The same command goes on from the state directory, with --engine local, too.",
+            ) from error
 
     def version(self, job: Job) -> Any:
         """The version of a job, as Ray's object: there once, for all actors."""
@@ -215,14 +226,14 @@ class RayEngine:
             try:
                 told, update, kept = hand.train(job, read_kept(folder))
                 break
-            except _Lost:
+            except _Lost as lost:
                 if self._closed:
                     raise
-                LOG.warning("an actor was lost while it trained %s; another one takes its place", job.site)
+                LOG.warning("an actor was lost while it trained %s%s; another one takes its place", job.site, lost)
                 job.attempts += 1
                 hand.begin_anew()
                 if job.attempts == ATTEMPTS:
-                    told_why = f"its actor was lost, {ATTEMPTS} times in a row"
+                    told_why = f"its actor was lost, {ATTEMPTS} times in a row{lost}"
                     return Answer(error=told_why, trace=told_why)
         write_at(job.spool_fd, update.data, 0)
         write_kept(folder, kept)
@@ -261,6 +272,7 @@ class _Hand:
 
     def begin_anew(self) -> None:
         """Another actor takes its place."""
+        self.kill()
         self._actor, self._base = self._engine.actor(), ""
         self.ready()
 

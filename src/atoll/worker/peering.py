@@ -40,13 +40,23 @@ def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
             "Set ATOLL_PEER_HOST (0.0.0.0 listens everywhere), ATOLL_PEER_PORT, and ATOLL_PEER_TLS_CERT and "
             "ATOLL_PEER_TLS_KEY, or ATOLL_PEER_INSECURE=1 if the network is your own.",
         )
+    host = host or "127.0.0.1"
+    cert, key = _path("ATOLL_PEER_TLS_CERT"), _path("ATOLL_PEER_TLS_KEY")
+    insecure = os.environ.get("ATOLL_PEER_INSECURE", "").lower() in ("1", "true", "yes", "on")
+    if (cert is None) != (key is None):
+        raise ConfigError("Only one of ATOLL_PEER_TLS_CERT and ATOLL_PEER_TLS_KEY is set.", "Set both, or neither.")
+    if cert is None and not is_loopback(host) and not insecure:
+        raise ConfigError(
+            f"Worker {site} would serve models on {host}, which others can reach, without TLS.",
+            "Set ATOLL_PEER_TLS_CERT and ATOLL_PEER_TLS_KEY, or ATOLL_PEER_INSECURE=1 if the network is your own.",
+        )
     return ObjectHost(
-        host or "127.0.0.1",
+        host,
         _port(),
         name=os.environ.get("ATOLL_PEER_NAME"),
-        tls_cert=_path("ATOLL_PEER_TLS_CERT"),
-        tls_key=_path("ATOLL_PEER_TLS_KEY"),
-        insecure=os.environ.get("ATOLL_PEER_INSECURE", "").lower() in ("1", "true", "yes", "on"),
+        tls_cert=cert,
+        tls_key=key,
+        insecure=insecure,
         idle_timeout_s=idle_timeout_s,
         folder=None,
     )

@@ -131,7 +131,10 @@ class Puller:
         wanted: Sequence[Part],
         model: Scatter | None = None,
     ) -> None:
-        """Pull parts into a file. Where the connection breaks, only what is not there yet is asked for again.
+        """Pull parts into a file. Where the connection breaks, only what has not arrived yet is asked for again.
+
+        What has arrived is remembered, not looked up in the file: a part may be there since it was the same in the
+        version before, and the model has not got it.
 
         Args:
             path: where they are.
@@ -140,14 +143,14 @@ class Puller:
             model: gets them on the way.
         """
         worker, expected = self._worker, [bytes.fromhex(text) for text in digests]
-        again = False
+        arrived = set[int]()
 
         def pull(parts: Parts | OwnFile, at: str) -> None:
-            nonlocal again
-            todo = file.differing(digests, wanted) if again else wanted
-            again = True
+            todo = [part for part in wanted if part.index not in arrived]
             bar.resume()
-            parts.pull(at, expected, todo, [file], into=model, on_bytes=bar.add)
+            parts.pull(
+                at, expected, todo, [file], into=model, on_bytes=bar.add, on_part=lambda part: arrived.add(part.index)
+            )
 
         def fetch() -> None:
             if worker.outlet is None:
