@@ -1,58 +1,21 @@
-"""Scripts with a Trainer as virtual workers: their rounds, by hand. The engine is one of this process, which has
-imported what they need; the station is the one of every engine."""
+"""Scripts with a Trainer as virtual workers: their rounds, by hand."""
 
 from __future__ import annotations
 
-import queue
-import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import simulated_trainers
 import torch
+from engine_here import simulate_here
 from lightning_world import One as LightningOne
 from safetensors.torch import load_file
 from transformers_world import MOMENTUM, STEPS, TARGETS, One, rate
 
 import atoll
-from atoll.simulate import client as client_module
-from atoll.simulate import simulation, station
-from atoll.simulate.jobs import Beginning, Heard, Job
 
 ROUNDS = 2
-
-
-class Here:
-    """Trains virtual workers in a thread of this process."""
-
-    name = "here"
-    capacity = 1
-
-    def __init__(self, *_: Any) -> None:
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
-
-    def start(self, beginning: Beginning, heard: Heard) -> None:
-        trains = station.Station(beginning)
-
-        def serve() -> None:
-            while (job := self._jobs.get()) is not None:
-                heard.answered(job, trains.train(job.site, job.ticket, [*job.outcomes], job.base.fd, job.spool_fd))
-
-        self._thread = threading.Thread(target=serve)
-        self._thread.start()
-
-    def put(self, job: Job) -> None:
-        self._jobs.put(job)
-
-    def pids(self) -> list[int]:
-        return []
-
-    def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join()
 
 
 def sgd(x: float, target: float) -> float:
@@ -84,10 +47,7 @@ def test_each_round_is_a_fit_of_the_virtual_worker(
     model: Callable[[], torch.nn.Module],
     trained: Callable[[float, float], float],
 ) -> None:
-    monkeypatch.setattr(simulation, "LocalEngine", Here)
-    monkeypatch.setattr(station, "_say_little", lambda: None)  # loggers are the tests'
-    monkeypatch.setattr(client_module, "inside", False)  # a station says it is
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    simulate_here(monkeypatch)
     run = atoll.Simulation(
         model(), client=client, workers=[*TARGETS], rounds=ROUNDS, algorithm="fedavg", state_dir=tmp_path / "state"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import AtollError, SchemaMismatch
+from atoll.server.exports import Exports
 from atoll.testing.processes import free_port
 from atoll.worker.client import status
 
@@ -197,6 +199,28 @@ def test_the_public_client_registers_pulls_submits_and_asks(tmp_path: Path) -> N
         assert client.next_round() is None
         assert client.status().history[0].metrics == {"accuracy": 0.5}
     server.run()
+
+
+def test_a_run_that_is_finished_has_its_metrics_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round's line waits for those before it; the result is there meanwhile, and the server may be stopped."""
+    append, save, saved = Exports.append_metrics, Exports.save, threading.Event()
+
+    def late(self: Exports, summary: Any, at: str) -> None:
+        saved.wait(10)  # so the line of round 2 has not begun when the result is there
+        append(self, summary, at)
+
+    def save_and_tell(self: Exports, *heads: Any) -> Path:
+        path = save(self, *heads)
+        threading.Timer(0.2, saved.set).start()
+        return path
+
+    monkeypatch.setattr(Exports, "append_metrics", late)
+    monkeypatch.setattr(Exports, "save", save_and_tell)
+    server = serve(tmp_path, tiny(), num_workers=1, rounds=2)
+    federated(server, tmp_path, "a", 1.0, 1.0)()
+    server.run()
+    lines = (server.exports / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [1, 2]
 
 
 @pytest.mark.covers("L13")

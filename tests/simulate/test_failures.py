@@ -8,8 +8,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from engine_here import simulate_here
 from virtual_world import CLIENT, model_of, simulate, told, write
 
+import atoll
 from atoll.testing.processes import Nursery, wait_until
 
 FOUR = ("--workers", "4", "--processes", "1")
@@ -113,6 +115,30 @@ def test_one_without_whom_the_round_cannot_close_has_another_try(nursery: Nurser
     said = simulate(nursery, write(tmp_path, client, min_workers=4), *FOUR)
     assert "site-0003: update refused" in said
     assert workers_of(tmp_path / "atoll-simulation") == [list("0123")] * 3
+
+
+DAMAGES = """\
+        import pathlib
+        if worker.site == "site-0001" and round.number == 2:
+            for path in pathlib.Path(__file__).parent.glob("state/sites/site-0001/control-*.bin"):
+                path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+"""
+
+
+@pytest.mark.covers("S2", "F41")
+def test_a_control_that_the_disk_has_damaged_ends_its_virtual_workers_part(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At zero it would train that site away from the rest, and nobody would know."""
+    simulate_here(monkeypatch)
+    submit = next(line for line in CLIENT.splitlines(keepends=True) if "round.submit(" in line)
+    given = {"state_dir": tmp_path / "state", "model": f"{tmp_path / 'client.py'}:build"}
+    run_file = write(tmp_path, CLIENT.replace(submit, submit + DAMAGES), algorithm="scaffold", rounds=4)
+    settings = atoll.Settings.read(run_file, given)
+    done = atoll.Simulation(settings=settings, client=f"{tmp_path / 'client.py'}:train", workers=4).run()
+    assert list(done.failed) == ["site-0001"]
+    assert "what it has kept of its own is lost" in done.failed["site-0001"]
+    assert workers_of(tmp_path / "state") == [list("0123"), list("0123"), list("023"), list("023")]
 
 
 KILLS = """\

@@ -82,7 +82,9 @@ def test_a_ray_that_cannot_go_on_is_said_with_what_goes_on(monkeypatch: pytest.M
         raise ray.exceptions.OutOfDiskError("local disk is full")
 
     monkeypatch.setattr(ray, "get", full)
-    with pytest.raises(RunFailed, match=r"Ray cannot go on: OutOfDiskError: .* The same command goes on from the state directory"):
+    with pytest.raises(
+        RunFailed, match=r"Ray cannot go on: OutOfDiskError: .* The same command goes on from the state directory"
+    ):
         RayEngine(1, None).got(None)
 
 

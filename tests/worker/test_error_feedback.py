@@ -228,17 +228,32 @@ def test_an_update_of_a_lost_version_is_sent_again_with_what_it_had(tmp_path: Pa
     server.stop()
 
 
-def test_files_of_which_one_is_gone_are_not_believed(tmp_path: Path) -> None:
-    """That of what may count, before it does: nobody takes the zeros in its place for what was left over."""
+@pytest.mark.covers("S2", "F41")
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+@pytest.mark.parametrize(("became", "left"), [("counted", [0.0, 0.0]), ("refused", [1.0, 2.0])])
+def test_what_is_lost_of_a_pending_update_matters_only_where_it_counted(
+    tmp_path: Path, how: str, became: str, left: list[float]
+) -> None:
+    """A power loss takes the file that was written last, and mostly the update with it."""
     mine = residuals(tmp_path / "w")
     mine.write("w", 0, torch.tensor([1.0, 2.0]))
     mine.belongs_to(7, version=3)
+    mine.settle(outcome("counted"))
+    mine.begin()
+    mine.write("w", 0, torch.tensor([5.0, 6.0]))
+    mine.belongs_to(8, version=4)
     mine.close()
-    (tmp_path / "w" / "residual-1.bin").unlink()
+    file = tmp_path / "w" / "residual-0.bin"
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(bytes(file.stat().st_size))
+    for _ in range(2):  # nor is it believed at the next start
+        residuals(tmp_path / "w").close()
     again = residuals(tmp_path / "w")
-    assert not again.found
-    again.settle(outcome("counted"))
-    assert again.note.counted == 0
+    assert again.read("w", 0, 2).tolist() == [1.0, 2.0]
+    again.settle(outcome(became))
+    assert again.read("w", 0, 2).tolist() == left
     again.close()
 
 

@@ -91,9 +91,10 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
         split = split_of(json.loads(store.run.schema_json))
         settings = json.loads(store.run.settings_json)
         rows = [store.head(f) if version is None else store.version(f, version) for f in range(split.count)]
-        if settings.get("placement") == "swarm" and any(row.version for row in rows):
+        newest = max(row.version for row in rows)
+        if settings.get("placement") == "swarm" and newest:
             raise Gone(
-                f"The run is a swarm: version {max(row.version for row in rows)} lies at its sites, not in {state_dir}.",
+                f"The run is a swarm: version {newest} lies at its sites, not in {state_dir}.",
                 "Take model.safetensors from a site's folder (ATOLL_DIR, by default .atoll, then its name), which is "
                 "there at the end; or, while server and sites run, ask with --server.",
             )

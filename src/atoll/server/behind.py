@@ -121,3 +121,9 @@ class Behind:
                     raise
                 LOG.error("%s could not be saved: %s Trying again in %g s.", what, reason, RETRY_S)
                 await asyncio.sleep(RETRY_S)
+
+
+async def over(*tasks: asyncio.Task[None] | None) -> None:
+    """Wait until these have ended, however they do."""
+    if begun := [task for task in tasks if task is not None]:
+        await asyncio.wait(begun)

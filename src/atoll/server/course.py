@@ -130,7 +130,7 @@ class Course:
             if settings.placement == "swarm":
                 raise UsageError(
                     "The run is a swarm: its models lie at its sites, and its server has none to evaluate.",
-                    'Evaluate the model.safetensors of a site by a run of its own: [[workflows]] with kind = '
+                    "Evaluate the model.safetensors of a site by a run of its own: [[workflows]] with kind = "
                     '"cross_site_evaluation" and versions = ["model.safetensors"]; see docs/cross-site-evaluation.md.',
                 )
             return cls(settings, None, filters, evaluation)

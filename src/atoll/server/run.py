@@ -22,7 +22,7 @@ from atoll.rounds import machine
 from atoll.server.advice import advice
 from atoll.server.aggregator import Aggregator
 from atoll.server.aside import Aside
-from atoll.server.behind import Behind
+from atoll.server.behind import Behind, over
 from atoll.server.best import measured_of, missing, value_of
 from atoll.server.desk import Desk
 from atoll.server.filters import Filtering
@@ -104,6 +104,7 @@ class Run:
         self._tasks: set[asyncio.Task[None]] = set()
         self.state: machine.State
         self._saving_best: asyncio.Task[None] | None = None
+        self._behind_last: asyncio.Task[None] | None = None  # of the newest version; it ends as the last of them
         self._rules = machine.Rules.from_settings(self.settings, len(plan.fragments), held=course is not None)
         tracking = self._rules.tracking
         history = store.history(None, 0) if tracking.metric else []
@@ -294,7 +295,7 @@ class Run:
 
     async def _close(self, fragment: int, base_version: int, tickets: tuple[int, ...]) -> None:
         """Run the pass until it is committed; a full disk is waited for, everything else ends the server."""
-        await self._best_saved()  # a commit later, and the version may be gone
+        await over(self._saving_best)  # a commit later, and the version may be gone
         number = self.state.rounds[fragment].number
         while True:
             try:
@@ -347,7 +348,8 @@ class Run:
         last = summary.round == done
         if last and done == self.settings.sync_rounds_first and not self.state.finished:
             LOG.info("round %d was the last synchronous one: from now on nobody waits for anybody", done)
-        self._spawn(self.behind.after_commit(row, summary, heads=heads, last=last, finished=self.state.finished))
+        behind = self.behind.after_commit(row, summary, heads=heads, last=last, finished=self.state.finished)
+        self._behind_last = self._spawn(behind)
 
     def _fail_round(self, number: int, error: Exception) -> None:
         error = directory_gone(self.settings.state_dir) or error
@@ -356,13 +358,9 @@ class Run:
             error = RunFailed(f"Round {number} failed: {error!r}.", "Restarting the server runs it again.")
         self.fail(error)
 
-    async def _best_saved(self) -> None:
-        if self._saving_best is not None:
-            await asyncio.wait([self._saving_best])
-
     async def _finish(self) -> None:
         path = await self.behind.save_result()
-        await self._best_saved()
+        await over(self._saving_best, self._behind_last)
         await self.behind.handed()
         why = self._rules.tracking.why(self.state.progress)
         number = min(self.store.heads())

@@ -73,6 +73,7 @@ class Conductor:
         self._lock = threading.Lock()  # guards `_rung`
         self._leases: dict[str, Lease] = {}
         self._jobs: dict[str, Job] = {}
+        self._counted = set[str]()  # sites of which an update counts in the run
         self._bases: dict[PinnedVersion, int] = {}  # → how many train from it
         self._done = run.state.rounds[0].done
         self._engine_failed: Exception | None = None
@@ -209,6 +210,12 @@ class Conductor:
                     controls=self._controls_of(site) if begun else "",
                 )
                 self._leases[site] = Lease.parse(now(self._handlers.join(message, request)).lease)
+        if begun and self._run.has_controls:
+            self._counted.update(filter(self._has_counted, self._sites))
+
+    def _has_counted(self, site: str) -> bool:
+        ticket = self._run.store.last_ticket(site)
+        return self._run.roster[site].rounds > 0 or (ticket is not None and ticket.state == "accepted")
 
     def _controls_of(self, site: str) -> Any:
         if self._folder is None or not self._run.has_controls:
@@ -246,7 +253,14 @@ class Conductor:
         spool.pool.hold(spool.slot, WRITER)
         nbytes = self._run.plan.fragments[0].update.nbytes
         return Job(
-            site, ticket, self._outcomes(site), base, spool.fd, nbytes, lambda: spool.pool.drop(spool.slot, WRITER)
+            site,
+            ticket,
+            self._outcomes(site),
+            site in self._counted,
+            base,
+            spool.fd,
+            nbytes,
+            lambda: spool.pool.drop(spool.slot, WRITER),
         )
 
     def _base(self, version: int) -> PinnedVersion:
@@ -295,6 +309,7 @@ class Conductor:
             for part, stats in enumerate(answer.stats):
                 self._handlers.record_part(lease, job.ticket.ticket, part, stats)
             await self._handlers.complete(lease, job.ticket.ticket, answer.update)
+            self._counted.add(job.site)
         except TicketClosed:
             self.late += 1
             LOG.warning("%s: round %d went on without it", job.site, job.ticket.round)

@@ -56,6 +56,7 @@ class Job:
 
     Attributes:
         outcomes: of updates that its files may speak of.
+        counts: whether an update of it counts in the run already.
         base: the version to train from, pinned while anybody trains from it.
         spool_fd: where the update goes; belongs to the store.
         update_bytes: of an update.
@@ -66,6 +67,7 @@ class Job:
     site: str
     ticket: messages.Ticket
     outcomes: tuple[messages.Outcome, ...]
+    counts: bool
     base: PinnedVersion
     spool_fd: int
     update_bytes: int
@@ -78,13 +80,14 @@ class Job:
             "site": self.site,
             "ticket": self.ticket.model_dump(),
             "outcomes": [each.model_dump() for each in self.outcomes],
+            "counts": self.counts,
         }
 
 
-def job_of(told: dict[str, Any]) -> tuple[str, messages.Ticket, list[messages.Outcome]]:
+def job_of(told: dict[str, Any]) -> tuple[str, messages.Ticket, list[messages.Outcome], bool]:
     """What `Job.to_json` gave."""
     outcomes = [messages.Outcome(**each) for each in told["outcomes"]]
-    return told["site"], messages.Ticket(**told["ticket"]), outcomes
+    return told["site"], messages.Ticket(**told["ticket"]), outcomes, told["counts"]
 
 
 @dataclass(frozen=True)

@@ -67,12 +67,11 @@ class Actor:
         Args:
             nbytes: of an update.
         """
-        site, ticket, outcomes = job_of(job)
-        folder = Path(self._folder.name) / site
+        folder = Path(self._folder.name) / job["site"]
         if kept:
             put_kept(folder, kept)
         try:
-            answer = self._station.train(site, ticket, outcomes, self._base, self._spool)
+            answer = self._station.train(*job_of(job), self._base, self._spool)
             update = np.empty(nbytes if answer.update is not None else 0, np.uint8)
             read_at(self._spool, update.data, 0)
             return answer.to_json(), update, read_kept(folder)

@@ -159,6 +159,10 @@ class VirtualSession(Session):
         spool_fd: of the ticket's spool; stays the caller's.
         folder: where the site keeps what lasts between its rounds; made where that is needed.
         outcomes: what became of the updates that its files may speak of.
+        counts: whether an update of it counts in the run already.
+
+    Raises:
+        ConfigError: what it has kept is lost.
 
     Attributes:
         formed: what was submitted; None while nothing was.
@@ -174,6 +178,7 @@ class VirtualSession(Session):
         spool_fd: int,
         folder: Path,
         outcomes: Mapping[int, messages.Outcome],
+        counts: bool,
     ) -> None:
         self.site, self.ticket, self.folder = site, ticket, folder
         self.info, self.split, self.schema, self.due = shared.info, shared.split, shared.split.schema, 0
@@ -196,9 +201,9 @@ class VirtualSession(Session):
         self.residuals, self.controls = None, None
         self.formed: messages.Complete | None = None
         self.stats: tuple[PartStats, ...] = ()
-        self._open_what_lasts(outcomes)
+        self._open_what_lasts(outcomes, counts)
 
-    def _open_what_lasts(self, outcomes: Mapping[int, messages.Outcome]) -> None:
+    def _open_what_lasts(self, outcomes: Mapping[int, messages.Outcome], counts: bool) -> None:
         self._turns = Together(lambda ticket: outcomes.get(ticket) or _expired(ticket))
         self._cleanup.callback(self._turns.close)
         try:
@@ -208,6 +213,8 @@ class VirtualSession(Session):
                 self.residuals = self._turns.add(Residuals(self.folder, self.schema))
             if self.schema.model != self.schema:
                 self.controls = self._turns.add(Controls(self.folder, self.schema))
+                if counts:
+                    self.controls.require_kept()
                 self.controls.begin_at_zero()
             self._turns.settle()
         except BaseException:

@@ -12,6 +12,7 @@ from types import TracebackType
 
 import torch
 
+from atoll.errors import AtollError
 from atoll.simulate.client import Client
 from atoll.simulate.jobs import Answer, Beginning
 from atoll.simulate.seldom import Seldom
@@ -44,6 +45,7 @@ class Station:
         site: str,
         ticket: messages.Ticket,
         outcomes: list[messages.Outcome],
+        counts: bool,
         base_fd: int,
         spool_fd: int,
     ) -> Answer:
@@ -51,12 +53,16 @@ class Station:
 
         Args:
             outcomes: of updates that its files may speak of.
+            counts: whether an update of it counts in the run already.
             base_fd: of the version to train from; stays the caller's.
             spool_fd: where the update goes; stays the caller's.
         """
         known = {outcome.ticket: outcome for outcome in outcomes}
         folder = self._sites / site
-        session = VirtualSession(self._shared, site, ticket, os.dup(base_fd), spool_fd, folder, known)
+        try:
+            session = VirtualSession(self._shared, site, ticket, os.dup(base_fd), spool_fd, folder, known, counts)
+        except AtollError as error:  # of what it has kept
+            return _raised(error, 0)
         try:
             worker = VirtualWorker(session)
             with taken_by(worker):

@@ -74,6 +74,27 @@ class Controls(Turns):
         if self.state != "kept":
             self.zero()
 
+    def require_kept(self) -> None:
+        """The site's updates are in the run's c: it goes on with its own, or begins at zero on purpose.
+
+        Raises:
+            ConfigError: it has none, and nobody has said so. Or the variable is neither true nor false.
+        """
+        if self.state != "kept":
+            self.lose()
+
+    def lose(self) -> None:
+        if not wanted_anew():
+            raise ConfigError(
+                "This site's updates are in the run's controls, and what it has kept of its own is lost: "
+                f"{self._note_path} and the files beside it are not there, or not what was written.",
+                f"Look at the disk, or bring them from a backup; without them, begin a new run from the export, or set "
+                f"{NEW}=1 to begin at zero.",
+            )
+        LOG.warning("%s: the site's control begins at zero, as %s says", self._note_path, NEW)
+        self.zero()
+        self.state = "new"
+
     def belongs_to(self, ticket: int, version: int) -> None:
         """As `Turns` has it; from here on c_i⁺, and so c_i, is kept."""
         super().belongs_to(ticket, version)

@@ -66,23 +66,20 @@ class Turns:
         self._sparse, used = sparse, () if sparse else None
         self._files = [ScratchFile(folder / f"{name}-{index}.bin", layout.nbytes, used) for index in (0, 1)]
         note: TurnNote | None = read_note(self._note_path, TurnNote)
-        if note is None or not self._holds(note):
+        sound = note is not None and _is_sound(note)
+        self.found = note is not None and sound and self._holds(note, note.current)
+        if not self.found and not (note is not None and sound and note.digests[note.current]):
             self._note_path.unlink(missing_ok=True)  # the files are there from now on, and would be believed
-            note = None
-        self.found, self.note = note is not None, note or TurnNote()
+        self.note = note if note is not None and self.found else TurnNote()
+        self._is_pending_lost = bool(self.note.pending) and not self._holds(self.note, 1 - self.note.current)
 
-    def _holds(self, note: TurnNote) -> bool:
-        """Whether the files that matter are there, and hold what was written."""
-        if note.current not in (0, 1) or not isinstance(note.digests, list | tuple) or len(note.digests) != 2:
-            return False  # a damaged note
-        for index in (note.current, 1 - note.current) if note.pending else (note.current,):
-            file = self._files[index]
-            if file.is_new:
-                return False
-            if note.digests[index] and note.digests[index] != file.content_digest():
-                LOG.warning("%s is not what was written: it counts as lost. Look at the disk.", file.path)
-                return False
-        return True
+    def _holds(self, note: TurnNote, index: int) -> bool:
+        """Whether a file is there, and holds what was written."""
+        file = self._files[index]
+        if not file.is_new and note.digests[index] in ("", file.content_digest()):
+            return True
+        LOG.warning("%s is not what was written: it counts as lost. Look at the disk.", file.path)
+        return False
 
     def zero(self) -> None:
         """Begin at zero, whatever the files hold."""
@@ -107,6 +104,7 @@ class Turns:
 
     def begin(self) -> None:
         """What follows is written for an update that is being formed; an earlier one is forgotten."""
+        self._is_pending_lost = False
         if self.note.pending:
             self._write(replace(self.note, pending=0))
 
@@ -122,13 +120,25 @@ class Turns:
         digests[current] = digests[current] or self._files[current].content_digest()
         self._write(replace(self.note, pending=ticket, pending_version=version, digests=digests))
 
+    def passes_to(self, ticket: int, version: int) -> None:
+        """What was pending is the same update under another ticket."""
+        self._write(replace(self.note, pending=ticket, pending_version=version))
+
     def settle(self, outcome_of: Callable[[int], messages.Outcome]) -> None:
         """Ask what became of the update that is pending, and let what was written count where it was counted."""
         if self.note.pending and outcome_of(self.note.pending).state == "counted":
+            if self._is_pending_lost:
+                self.lose()
+                self._is_pending_lost = False
+                return
             note = self.note
             self._write(
                 TurnNote(1 - note.current, counted=note.pending, version=note.pending_version, digests=note.digests)
             )
+
+    def lose(self) -> None:
+        """What belongs to an update that counted is not there any more, and what was before it counts no longer."""
+        self.zero()
 
     def take_back(self, ticket: int) -> None:
         """Leave all as it was before the update of this ticket, the last that was formed, whether it counted or not."""
@@ -140,6 +150,10 @@ class Turns:
     def _write(self, note: TurnNote) -> None:
         self.note = note
         write_note(self._note_path, note)
+
+
+def _is_sound(note: TurnNote) -> bool:
+    return note.current in (0, 1) and isinstance(note.digests, list | tuple) and len(note.digests) == 2
 
 
 class Together:
@@ -178,4 +192,4 @@ class Together:
         """What was pending for the ticket `before` is the same update under another one."""
         for turns in self._all:
             if turns.note.pending == before:
-                turns.belongs_to(ticket, version)
+                turns.passes_to(ticket, version)

@@ -1,0 +1,52 @@
+"""Simulations in the test's own process: the station of every engine, which begins at once, since all is imported."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from atoll.simulate import client, simulation, station
+from atoll.simulate.jobs import Beginning, Heard, Job, job_of
+
+
+class Here:
+    """Trains virtual workers in a thread of this process."""
+
+    name = "here"
+    capacity = 1
+
+    def __init__(self, *_: Any) -> None:
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
+
+    def start(self, beginning: Beginning, heard: Heard) -> None:
+        trains = station.Station(beginning)
+
+        def serve() -> None:
+            while (job := self._jobs.get()) is not None:
+                heard.answered(job, trains.train(*job_of(job.to_json()), job.base.fd, job.spool_fd))
+
+        self._thread = threading.Thread(target=serve)
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def pids(self) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+
+def simulate_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `atoll.Simulation` take this engine, and leave the process as it was."""
+    monkeypatch.setattr(simulation, "LocalEngine", Here)
+    monkeypatch.setattr(station, "_say_little", lambda: None)  # loggers are the tests'
+    monkeypatch.setattr(client, "inside", False)  # a station says it is
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv("ATOLL_SITE", raising=False)
