@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import warnings
 from functools import partial
@@ -20,7 +21,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import SchemaMismatch, UsageError
-from atoll.integrations.peft import adapter, export
+from atoll.integrations.peft import AdapterFolder, adapter, export
 from atoll.integrations.transformers import AtollCallback
 
 HALF_RANK = 2
@@ -86,6 +87,39 @@ def test_what_the_server_saves_opens_with_peft(tmp_path: Path) -> None:
         found = adapter(opened).state_dict()
         assert found.keys() == before.keys()
         assert all(torch.allclose(found[name], value + rounds) for name, value in before.items())
+        beside = (tmp_path / "adapter_config.json").stat().st_mode  # whoever may read that may read this
+        assert {path.name: path.stat().st_mode for path in (tmp_path / folder).iterdir() if path.is_file()} == {
+            "adapter_config.json": beside,
+            "adapter_model.safetensors": beside,
+        }
+    assert not (tmp_path / "opens" / ".new").exists()
+
+
+def test_who_opens_an_adapter_while_it_is_saved_finds_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what a save has left that was killed is no hindrance."""
+    with_adapter().peft_config["default"].save_pretrained(str(tmp_path))
+    state = adapter(with_adapter()).state_dict()
+    folder = AdapterFolder(str(tmp_path / "adapter_config.json"), str(tmp_path / "opens"))
+    folder.save(state, {})
+    really, killed = os.replace, []
+
+    def replace(source: Path, target: Path) -> None:
+        peft.PeftModel.from_pretrained(Base(), tmp_path / "opens")
+        if not killed:
+            killed.append(source)
+            raise KeyboardInterrupt
+        really(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        folder.save(state, {})
+    folder.save({name: value + 1 for name, value in state.items()}, {})
+    opened = adapter(peft.PeftModel.from_pretrained(Base(), tmp_path / "opens")).state_dict()
+    assert all(torch.equal(opened[name], value + 1) for name, value in state.items())
+    assert sorted(path.name for path in (tmp_path / "opens").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
 
 
 def test_a_persistor_of_adapters_wants_its_config(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from atoll.server.begin import plan_of
 from atoll.store.slots import SPOOL, STATE, VERSION, Slot, region_digest
 from atoll.tensors.layout import Part
 from atoll.tensors.reference import TensorRef
+from atoll.transport import own_file
 from atoll.transport.client import Http
 from atoll.transport.own_file import OwnFile
 from atoll.transport.publisher import ObjectHost
@@ -194,6 +196,46 @@ def test_what_is_withdrawn_while_it_is_read_here_is_gone(peer: Peer) -> None:
         with pytest.raises(Gone, match="served here no more"):
             parts.pull("it", digests, layout.parts, [], on_part=on_part)
     assert read == [0]
+
+
+@pytest.mark.covers("P10")
+def test_what_is_rewritten_while_it_is_read_is_gone_not_damaged(peer: Peer) -> None:
+    """Asked before the reading, it would be said of a disk that it damages what was written on purpose."""
+    slot, digests, digest = peer.version()
+    layout = peer.planned.version
+    ref = peer.outlet.serve(slot.fd, layout.nbytes, digest, digests)
+
+    def rewritten(nbytes: int) -> None:
+        peer.outlet.withdraw(ref)
+        write_at(slot.fd, bytes(layout.nbytes), 0)
+
+    part = max(layout.parts, key=lambda part: part.nbytes)
+    with peer.outlet.connected(str(ref), 10.0) as (_, parts):
+        with pytest.raises(Gone, match="served here no more"):
+            parts.pull("it", [b"other"] * len(digests), [part], [], on_bytes=rewritten)
+
+
+@pytest.mark.covers("P10", "D10")
+@pytest.mark.parametrize("how", ["cut", "unreadable"])
+def test_ones_own_file_that_cannot_be_read_is_asked_of_another_worker(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    mine, digests, digest = peer.version()
+    layout, theirs, into = peer.planned.version, peer.slot(VERSION), peer.slot(VERSION)
+    whole = mine.path.read_bytes()
+    write_at(theirs.fd, whole, 0)
+    own = Source(version=str(peer.outlet.serve(mine.fd, layout.nbytes, digest, digests)))
+    other = Source(version=str(peer.serve(theirs, digest, digests)))
+    if how == "cut":
+        os.ftruncate(mine.fd, 10)
+    else:
+
+        def broken(fd: int, memory: memoryview, offset: int) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(own_file, "read_at", broken)
+    peer.errands.version(hold(digest, own, other), into, None)
+    assert into.path.read_bytes() == whole
 
 
 @pytest.mark.covers("P10")

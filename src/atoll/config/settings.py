@@ -261,7 +261,10 @@ class Settings(BaseModel):
         description="Your own store of models, as `my_file.py:attribute` or `module:attribute`: an object with `load` "
         "and `save`.",
     )
-    persistor_options: dict[str, Any] = Field(default_factory=dict, description="Its keyword arguments.")
+    persistor_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Its keyword arguments; a path among them is relative to where the server is started.",
+    )
     keep_versions: int = Field(2, ge=1, description="Versions kept for slow readers.")
     max_pins: int = Field(4, ge=1, description="Further versions that slow pulls may hold; then the oldest is revoked.")
     objects_max_bytes: int = Field(

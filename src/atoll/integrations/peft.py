@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import copy
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from atoll.errors import UsageError
@@ -102,7 +101,8 @@ def export(weights: str | Path, config: PeftConfig, folder: str | Path) -> Path:
     source, folder = Path(weights), Path(folder)
     if not source.is_file():
         raise UsageError(f"There is no file {str(source)!r}.", "Give the exports/model.safetensors of the run.")
-    return _written(folder, config, lambda target: shutil.copyfile(source, target))
+    with source.open("rb") as content:
+        return _written(folder, config, lambda file: shutil.copyfileobj(content, file))
 
 
 class AdapterFolder:
@@ -112,7 +112,8 @@ class AdapterFolder:
         persistor_options = {config = "adapter_config.json", folder = "adapter"}
 
     Args:
-        config: an `adapter_config.json`, as `PeftConfig.save_pretrained` writes it.
+        config: an `adapter_config.json`, as `PeftConfig.save_pretrained` writes it. Like `folder`, relative to where
+            the server is started.
         folder: made if need be; has the newest version, its folder `best` the best one (setting `best_metric`).
 
     Raises:
@@ -122,7 +123,7 @@ class AdapterFolder:
     def __init__(self, config: str, folder: str) -> None:
         if Path(config).name != CONFIG or not Path(config).is_file():
             raise UsageError(
-                f"There is no {CONFIG} at {config!r}.",
+                f"There is no {CONFIG} at {str(Path(config).absolute())!r}.",
                 f"Write it with model.peft_config['default'].save_pretrained(FOLDER), and name FOLDER/{CONFIG}.",
             )
         self._config: PeftConfig = PeftConfig.from_pretrained(str(Path(config).parent))
@@ -138,22 +139,24 @@ class AdapterFolder:
 
 
 def _save(folder: Path, config: PeftConfig, state: Mapping[str, Tensor]) -> None:
-    own = {name: tensor.clone() for name, tensor in state.items()}  # the format refuses tensors that share memory
-    _written(folder, config, lambda target: save_file(own, target))
+    content = save(dict(state), {"format": "pt"})
+    _written(folder, config, lambda file: file.write(content))
 
 
-def _written(folder: Path, config: PeftConfig, write: Callable[[Path], object]) -> Path:
-    """Both files of an adapter; the weights take the place of those before once they are whole."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _written(folder: Path, config: PeftConfig, write: Callable[[BinaryIO], object]) -> Path:
+    """Both files of an adapter; each takes the place of the one before it once it is whole."""
+    new = folder / ".new"  # what a save has left that was killed is written over
+    new.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(config)
     config.inference_mode = True  # as PEFT saves it: who loads it to go on training says is_trainable=True
-    config.save_pretrained(str(folder))
-    temporary = folder / f".{WEIGHTS}.{secrets.token_hex(4)}.tmp"
-    try:
-        write(temporary)
-        os.replace(temporary, folder / WEIGHTS)
-    finally:
-        temporary.unlink(missing_ok=True)
+    config.save_pretrained(str(new))
+    with (new / WEIGHTS).open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    for name in (CONFIG, WEIGHTS):
+        os.replace(new / name, folder / name)
+    shutil.rmtree(new)
     return folder
 
 

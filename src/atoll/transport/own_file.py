@@ -67,7 +67,7 @@ class OwnFile:
                 most = min(CHUNK_BYTES, part.stop - offset)
                 room = into.room(offset, most) if into is not None else None
                 run = scratch[:most] if room is None else room
-                read_at(self.fd, run, offset)
+                self._read(run, offset, part, path)
                 hasher.update(run)
                 if into is not None and room is None:
                     into.write(offset, run)
@@ -84,6 +84,14 @@ class OwnFile:
             failpoint("pull.part")
             if on_part:
                 on_part(part)
+
+    def _read(self, run: memoryview, offset: int, part: Part, path: str) -> None:
+        try:
+            read_at(self.fd, run, offset)
+        except (OSError, EOFError) as error:  # over a socket it would be a peer that breaks off
+            if self.gone.is_set():
+                raise Gone(f"{path} is served here no more.") from error
+            raise PartCorrupt(f"Part {part.index} of {path}, served here: {error}.", "Look at the disk.") from error
 
     def close(self) -> None:
         os.close(self.fd)
