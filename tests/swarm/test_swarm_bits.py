@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +148,28 @@ def test_an_answer_that_a_later_one_has_overtaken_is_not_followed(
     ours, _ = left_by(tmp_path / "swarm")
     assert ours.bits == undisturbed.bits
     assert reduced == [1, 2, 3]
+
+
+@pytest.mark.covers("P10")
+def test_answers_of_a_server_that_was_started_again_count_from_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before it had given many."""
+    post, told = Http.post, Counter[int]()
+
+    def of_another_at_first(self: Http, path: str, *arguments: Any, **options: Any) -> Any:
+        answer = post(self, path, *arguments, **options)
+        if path == routes.SWARM:
+            told[id(self)] += 1
+            if told[id(self)] <= 3:
+                return answer.model_copy(update={"server": 1, "order": 10_000 + answer.order})
+        return answer
+
+    monkeypatch.setattr(Http, "post", of_another_at_first)
+    ours, _ = left_by(tmp_path / "swarm")
+    assert len(told) >= len(SITES)
+    assert min(told.values()) > 3
+    assert [summary["round"] for summary in ours.history] == [1, 2, 3]
 
 
 @pytest.mark.covers("P10")

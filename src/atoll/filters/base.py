@@ -93,7 +93,8 @@ class Filter:
     def begin(self, update: Outgoing) -> None:
         """A round's update, or a task's payload, is on its way; called once for each, before `keeps` and `apply`.
 
-        A filter that needs to know the whole first looks at `update.runs()`: one pass more over the update.
+        A filter that needs to know the whole first looks at `update.runs()`: one pass more over the update. Keep what
+        was found, not `update`: it holds the model of the round until the next one.
         """
 
     def keeps(self, spec: TensorSpec) -> bool:

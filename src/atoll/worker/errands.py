@@ -68,8 +68,10 @@ class Errands:
         if state is None:
             digests = tuple(self._version_from(source, hold, slot))
             return Version(hold.fragment, hold.version, hold.digest, slot, None, digests, ()), ()
+        if source.state is None:
+            raise Gone(f"Version {hold.version} has no outer state there.", "Ask another worker.")
         with ThreadPoolExecutor(1, thread_name_prefix="atoll-swarm-state") as beside:
-            coming = beside.submit(self._state_from, source, hold, state)  # left by an error, it is waited for
+            coming = beside.submit(self._state_from, source.state, hold, state)  # left by an error, it is waited for
             digests = tuple(self._version_from(source, hold, slot))
             regions, state_parts = coming.result()
         return Version(hold.fragment, hold.version, hold.digest, slot, state, digests, regions), state_parts
@@ -84,7 +86,7 @@ class Errands:
             pull.parts(digests, layout.parts, _into(slot), on_bytes=self._move)
         return digests
 
-    def _state_from(self, source: Source, hold: Hold, slot: Slot) -> tuple[tuple[bytes, ...], Sequence[bytes]]:
+    def _state_from(self, source: str, hold: Hold, slot: Slot) -> tuple[tuple[bytes, ...], Sequence[bytes]]:
         """The outer state, checked as the version is: its regions' digests make up what the server was told.
 
         Returns:
@@ -92,9 +94,7 @@ class Errands:
         """
         shape = self._plan.fragments[hold.fragment].shapes().state
         assert shape is not None
-        if source.state is None:
-            raise Gone(f"Version {hold.version} has no outer state there.", "Ask another worker.")
-        with self._connected(source.state) as (ref, parts):
+        with self._connected(source) as (ref, parts):
             pull = Pull(ref, parts)
             parts_digests, cut = pull.require(hold.state_digest), spans(shape.nbytes)
             if len(parts_digests) != len(cut):
