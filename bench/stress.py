@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent / "quality"))
 from results import FOLDER, Gate, write
 
 from atoll.cli.bench_run import Bench, measure
+from atoll.errors import AtollError
 
 Figures = dict[str, Any]
 
@@ -206,4 +207,7 @@ def row(figures: Figures) -> list[Any]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except AtollError as error:
+        sys.exit(f"stress: {error}")

@@ -32,6 +32,7 @@ def test_otherwise_each_site_draws_a_number_for_each_version() -> None:
         ("abc", "bc", "", "", "b"),  # who has no version cannot
         ("abc", "abc", "a", "", "b"),  # who has failed is not asked again
         ("abc", "ab", "", "a", "b"),  # another one each round
+        ("abc", "abc", "", "ab", "c"),  # nor who failed not long ago
         ("abc", "a", "", "a", "a"),  # unless nobody else has it
         ("abc", "ab", "b", "a", "a"),  # rather who did it before than who has failed
         ("abc", "ab", "ab", "a", "a"),  # all have failed: from the first again
@@ -39,7 +40,7 @@ def test_otherwise_each_site_draws_a_number_for_each_version() -> None:
     ],
 )
 def test_who_aggregates(order: str, holders: str, excluded: str, before: str, expected: str | None) -> None:
-    assert appointed(list(order), set(holders), set(excluded), before) == expected
+    assert appointed(list(order), set(holders), set(excluded), set(before)) == expected
 
 
 @pytest.mark.covers("P10")
@@ -57,7 +58,7 @@ def test_who_aggregates(order: str, holders: str, excluded: str, before: str, ex
 def test_others_are_asked_only_where_none_of_the_users_choice_can(
     holders: str, excluded: str, before: str, named: str, expected: str
 ) -> None:
-    assert appointed(["a", "b", "c"], set(holders), set(excluded), before, tuple(named)) == expected
+    assert appointed(["a", "b", "c"], set(holders), set(excluded), set(before), tuple(named)) == expected
 
 
 @pytest.mark.covers("P10")

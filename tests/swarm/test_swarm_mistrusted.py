@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from swarm_world import SITES, ServerProcess, SiteProcess, serving
+from swarm_world import SITES, Result, ServerProcess, SiteProcess, serving
 
 import atoll
 from atoll.errors import BadRequest
@@ -56,6 +57,25 @@ def test_who_cannot_aggregate_is_replaced(nursery: Nursery, tmp_path: Path, scri
         for each in running:
             each.kept.close()
     assert f"a no longer aggregates round 1: {why}" in server.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P10")
+def test_who_is_far_slower_than_the_others_were_is_replaced(nursery: Nursery, tmp_path: Path) -> None:
+    """Its bytes move all the time. Round 1 has shown how long it takes; nobody has told."""
+    with ServerProcess(nursery, tmp_path, aggregators=["b", "a"], idle_timeout_s=1.0) as server:
+        running = [
+            SiteProcess(nursery, tmp_path, server.url, site, script="slow_site.py" if site == "a" else "swarm_site.py")
+            for site in SITES
+        ]
+        assert len({each.ended()["digest"] for each in running}) == 1
+        assert server.kept.wait() == 0
+        for each in running:
+            each.kept.close()
+    said = server.log.read_text()
+    assert re.search(r"a no longer aggregates round 2: it has been at it for .* s, and no round before took ", said)
+    assert "b no longer aggregates" not in said
+    assert Result(tmp_path).aggregators == ["b", "b", "b"]
 
 
 @pytest.mark.slow

@@ -257,6 +257,20 @@ def test_what_is_lost_of_a_pending_update_matters_only_where_it_counted(
     again.close()
 
 
+@pytest.mark.covers("F41")
+def test_zeros_of_the_beginning_that_the_disk_has_damaged_are_not_believed(tmp_path: Path) -> None:
+    """They are what counts while the first update is pending."""
+    mine = residuals(tmp_path / "w")
+    mine.write("w", 0, torch.tensor([1.0, 2.0]))
+    mine.belongs_to(7, version=3)
+    mine.close()
+    (tmp_path / "w" / "residual-0.bin").write_bytes(b"\1" * 8)
+    again = residuals(tmp_path / "w")
+    assert not again.found
+    assert again.read("w", 0, 2).tolist() == [0.0, 0.0]
+    again.close()
+
+
 def outcome(state: str) -> Any:
     return lambda ticket: messages.Outcome(ticket=ticket, state=state, base_version=0)
 

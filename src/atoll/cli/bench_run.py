@@ -66,8 +66,11 @@ def measure(bench: Bench, say: Callable[[str], None]) -> dict[str, Any]:
 
     Raises:
         RunFailed: a process ended early; its last words are told.
-        UsageError: the disk is too small.
+        UsageError: the disk is too small, or something is asked for none times.
     """
+    for what in ("workers", "rounds", "tensors", "total_bytes"):
+        if (count := getattr(bench, what)) < 1:
+            raise UsageError(f"A bench with {what} {count} measures nothing.", "Give 1 or more.")
     with tempfile.TemporaryDirectory(prefix="atoll-bench-", dir=bench.folder, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         _require_space(bench, folder)

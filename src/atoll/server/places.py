@@ -48,8 +48,9 @@ class Place:
         lost: who it was the last time, and why.
         failures: (ticket, who) → how often that worker could not pull its update.
         since_s: since when the aggregator has had something to do without a pause.
+        busy_s: the longest that it has had without one.
         closing: the frozen round that it is to reduce.
-        checker: who is to check what came of it, and aggregates the next round.
+        checker: who is to check what came of it; aggregates the next round, where the user has not named others.
         checks_s: since when.
         unable: who could not.
         first: who pulls the initial model from the server.
@@ -63,6 +64,7 @@ class Place:
     lost: str = ""
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)
     since_s: float | None = None
+    busy_s: float = 0.0
     closing: Close | None = None
     checker: str = ""
     checks_s: float = 0.0

@@ -34,6 +34,10 @@ LOOK_S = 1.0
 """Between two looks at a round that is reduced, where nothing is reported."""
 PULLS = 3
 """Of one update by one worker, after which another one tries."""
+SLOWER = 10
+"""Times as long as in any round before, after which another worker tries, once in a round: is it the worker?"""
+WARY = 10
+"""Rounds in which a worker that could not aggregate one is asked after the others."""
 
 
 class Reopened(Exception):
@@ -46,6 +50,8 @@ class Swarm(Places):
     def __init__(self, plan: Plan, store: Store, floor: Floor) -> None:
         super().__init__(plan, store, floor)
         self._news = asyncio.Event()
+        self._longest_s: dict[int, float] = {}  # fragment → that a round before has had its aggregator busy
+        self._lost_at: dict[tuple[int, str], int] = {}  # fragment and site → the version from which it could not
         self._answers, self._since_ms = 0, int(1e3 * time.time())
 
     # -- what workers say
@@ -117,6 +123,7 @@ class Swarm(Places):
         for fragment, round_ in enumerate(state.rounds):
             place = self.places[fragment]
             if place.version != round_.head:
+                self._longest_s[fragment] = max(self._longest_s.get(fragment, 0.0), place.busy_s)
                 self.places[fragment] = place = Place(round_.head, before=place.aggregator)
             if round_.phase == "finished":
                 place.aggregator, place.closing = "", None
@@ -136,8 +143,9 @@ class Swarm(Places):
         if not place.aggregator:
             holders = self._holding(fragment, place.version)
             order = self._order(fragment, place.version)
+            wary = {site for site in order if self._is_wary_of(site, fragment, place.version)}
             named = self._settings.aggregators
-            place.aggregator = appointed(order, holders, place.excluded, place.before, named) or ""
+            place.aggregator = appointed(order, holders, place.excluded, {place.before, *wary}, named) or ""
             place.since_s = None
             if place.aggregator:
                 self._floor.wake()
@@ -188,6 +196,8 @@ class Swarm(Places):
         collected = self.peers[place.aggregator].collected
         todo = place.closing is not None and self._closed(place) is None
         todo = todo or any(ticket not in collected for ticket in self._wanted(fragment))
+        if place.since_s is not None:
+            place.busy_s = max(place.busy_s, time.monotonic() - place.since_s)
         if not todo:
             place.since_s = None
         elif place.since_s is None:
@@ -215,7 +225,17 @@ class Swarm(Places):
         still_s = time.monotonic() - max(peer.bytes_s, place.since_s or time.monotonic())
         if place.since_s is not None and still_s > self._settings.idle_timeout_s and others:
             return f"it has moved no byte for {still_s:.0f} s"
+        longest_s = self._longest_s.get(fragment, 0.0)
+        if others and longest_s and not place.excluded and place.busy_s > self._patience_s(longest_s):
+            return f"it has been at it for {place.busy_s:.1f} s, and no round before took longer than {longest_s:.1f} s"
         return ""
+
+    def _is_wary_of(self, site: str, fragment: int, version: int) -> bool:
+        lost_at = self._lost_at.get((fragment, site))
+        return lost_at is not None and version - lost_at <= WARY
+
+    def _patience_s(self, longest_s: float) -> float:
+        return max(SLOWER * longest_s, self._settings.idle_timeout_s)
 
     def _is_nowhere(self, peer: Peer, ticket: int) -> bool:
         found = peer.collected.get(ticket)
@@ -230,7 +250,8 @@ class Swarm(Places):
         )
         place.lost = f"{place.aggregator}: {reason}"
         place.excluded.add(place.aggregator)
-        place.aggregator, place.closing, place.checker, place.since_s = "", None, "", None
+        self._lost_at[fragment, place.aggregator] = place.version
+        place.aggregator, place.closing, place.checker, place.since_s, place.busy_s = "", None, "", None, 0.0
         place.unable.clear()
         place.losses += 1
         self._floor.apply(ev.AggregatorLost(fragment, reason))

@@ -1,0 +1,23 @@
+"""A site of a swarm that pulls the updates of others a byte at a time, for far longer than any round takes."""
+
+from __future__ import annotations
+
+import runpy
+import time
+from pathlib import Path
+from typing import Any
+
+from atoll.worker.errands import Errands
+
+update = Errands.update
+
+
+def trickle(self: Errands, *arguments: Any) -> Any:
+    for _ in range(150):
+        self._move(1)
+        time.sleep(0.1)
+    return update(self, *arguments)
+
+
+Errands.update = trickle  # type: ignore[method-assign]
+runpy.run_path(str(Path(__file__).with_name("swarm_site.py")), run_name="__main__")
