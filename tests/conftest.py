@@ -43,5 +43,6 @@ def interruptible() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[processes.Nursery]:
     """One for all tests of this process: what it starts takes milliseconds instead of seconds of importing."""
-    with processes.Nursery() as nursery:
+    sharded = ("torch.distributed.fsdp", "torch.distributed.tensor")
+    with processes.Nursery((*processes._PRELOAD, *sharded)) as nursery:
         yield nursery
