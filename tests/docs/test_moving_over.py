@@ -171,6 +171,7 @@ def test_hello_pt_learns(env: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.covers("X7")
 def test_quickstart_pytorch_learns_on_partitions(tmp_path: Path) -> None:
     import shutil

@@ -27,8 +27,9 @@ def anonymous_mb(pid: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.covers("F37")
-def test_many_workers_that_lose_their_server_at_once_come_back(nursery: Nursery, tmp_path: Path) -> None:
-    submitting = threading.Barrier(MANY + 1)
+@pytest.mark.parametrize("many", [60, pytest.param(MANY, marks=pytest.mark.long)])
+def test_many_workers_that_lose_their_server_at_once_come_back(nursery: Nursery, tmp_path: Path, many: int) -> None:
+    submitting = threading.Barrier(many + 1)
     errors: list[BaseException] = []
     trained: list[str] = []
 
@@ -45,10 +46,10 @@ def test_many_workers_that_lose_their_server_at_once_come_back(nursery: Nursery,
         except BaseException as error:
             errors.append(error)
 
-    with ServerProcess(nursery, tmp_path, num_workers=MANY, rounds=1) as server:
+    with ServerProcess(nursery, tmp_path, num_workers=many, rounds=1) as server:
         wait_until(lambda: "listening" in server.log.read_text(), "the server")
         before_mb = anonymous_mb(server.kept.now.pid)
-        sites = [f"site-{number:03d}" for number in range(MANY)]
+        sites = [f"site-{number:03d}" for number in range(many)]
         threads = [threading.Thread(target=work, args=(site,), daemon=True) for site in sites]
         for thread in threads:
             thread.start()

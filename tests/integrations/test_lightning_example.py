@@ -14,7 +14,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_sites.py"
 
 @pytest.mark.slow
 @pytest.mark.covers("S15", "S13")
-@pytest.mark.parametrize("algorithm", ["scaffold", pytest.param("diloco", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
 def test_the_example_names_its_run_after_the_algorithm(tmp_path: Path, algorithm: str) -> None:
     """Two sites, two rounds, batch normalisation."""
     done = subprocess.run(

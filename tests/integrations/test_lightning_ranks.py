@@ -76,7 +76,8 @@ def test_two_ranks_are_one_site(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.covers("S9")
-@pytest.mark.parametrize("name", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
 def test_an_error_at_rank_0_ends_all_of_them(tmp_path: Path, name: str) -> None:
     """The update is refused at rank 0 alone: its learning rates sum up to 0. Rank 1 must not wait for it for ever."""
     with serve(tmp_path, "scaffold", rounds=1) as server:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import trustme
-from recipe_world import DILOCO, module, project, recipe
+from recipe_world import DILOCO, SCAFFOLD, module, project, recipe
 from safetensors.torch import load_file
 
 from atoll.errors import ConfigError, RunFailed, UsageError
@@ -74,7 +74,7 @@ def test_execute_and_the_written_file_and_a_simulation_have_the_same_bits(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     is_diloco = kind is DiLoCoRecipe
-    project(tmp_path, monkeypatch, script=DILOCO if is_diloco else None)
+    project(tmp_path, monkeypatch, script={DiLoCoRecipe: DILOCO, ScaffoldRecipe: SCAFFOLD}.get(kind))
     made = recipe(kind, model=module(), train_args="--epochs 3", **({"sync_every": 5} if is_diloco else {}))
     result = made.execute(LocalEnv(num_clients=2, folder="here"))
     assert result.finished
@@ -184,7 +184,7 @@ def test_a_token_and_a_certificate_of_the_settings_are_the_clients_too(
 @pytest.mark.covers("P11")
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL],
+    [*(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL],
     ids=lambda number: number.name,
 )
 @pytest.mark.usefixtures("interruptible")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from recipe_world import DILOCO, module, project, recipe
+from recipe_world import DILOCO, SCAFFOLD, module, project, recipe
 
 from atoll.errors import AtollError, UsageError
 from atoll.recipes import DiLoCoRecipe, FedAvgRecipe, LocalEnv, Recipe, ScaffoldRecipe, SimEnv
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 def test_simulated_and_real_clients_have_the_same_bits(
     kind: type[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    project(tmp_path, monkeypatch)
+    project(tmp_path, monkeypatch, script=SCAFFOLD if kind is ScaffoldRecipe else None)
     made = recipe(kind, model=module(), train_args=["--epochs", "3"])
     simulated = made.execute(SimEnv(num_clients=3, processes=2, folder="simulated"))
     said = capfd.readouterr().out

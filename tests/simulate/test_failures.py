@@ -190,7 +190,7 @@ WAITING = CLIENT.replace("        round.submit(", WAITS + "        round.submit(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL],
+    [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGTERM, signal.SIGKILL))],
     ids=lambda number: number.name,
 )
 def test_a_simulation_that_was_ended_leaves_nothing_running_and_goes_on(

@@ -96,6 +96,7 @@ def test_what_was_begun_on_ray_goes_on_here(ray_here: None, tmp_path: Path, undi
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_command_starts_a_ray_of_its_own_and_ends_it(nursery: Nursery, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
     before = set(Path("/tmp").glob("atoll-ray-*"))
