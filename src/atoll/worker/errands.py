@@ -17,8 +17,7 @@ from atoll.store.slots import Slot, disk_error, region_digest
 from atoll.tensors.layout import Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Http
-from atoll.transport.own_file import OwnFile
-from atoll.transport.parts import Parts
+from atoll.transport.parts import Parts, Ranges
 from atoll.wire import messages, routes
 from atoll.wire.swarm_messages import Collect, Hold, Source
 from atoll.worker.connection import UNPULLED
@@ -148,7 +147,7 @@ class Errands:
             pull.parts(digests, layout.parts, _into(slot), on_bytes=self._move, on_part=look)
         return (math.sqrt(math.fsum(sums)) if not bad else 0.0), (min(bad) if bad else "")
 
-    def _connected(self, text: str) -> AbstractContextManager[tuple[TensorRef, Parts | OwnFile]]:
+    def _connected(self, text: str) -> AbstractContextManager[tuple[TensorRef, Ranges]]:
         return self._outlet.connected(text, self._idle_timeout_s)
 
 

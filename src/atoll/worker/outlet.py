@@ -14,8 +14,7 @@ from atoll.store.slots import region_digest
 from atoll.tensors.layout import Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Counters, Http
-from atoll.transport.own_file import OwnFile
-from atoll.transport.parts import Parts
+from atoll.transport.parts import Ranges
 from atoll.transport.publisher import ObjectHost
 from atoll.wire import routes
 from atoll.wire.swarm_messages import Source
@@ -92,7 +91,7 @@ class Outlet:
             self.withdraw(known[1])
 
     @contextlib.contextmanager
-    def connected(self, text: str, idle_timeout_s: float) -> Iterator[tuple[TensorRef, Parts | OwnFile]]:
+    def connected(self, text: str, idle_timeout_s: float) -> Iterator[tuple[TensorRef, Ranges]]:
         """What a reference names: read here where it is this worker's own, else over connections to who serves it."""
         ref = TensorRef.parse(text)
         own = self._host.opened(ref, lambda nbytes: self._read(ref, nbytes)) if ref.server == self.address else None

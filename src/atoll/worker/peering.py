@@ -15,8 +15,7 @@ from atoll.errors import ConfigError, PartCorrupt
 from atoll.tensors.layout import PART_BYTES, Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Counters
-from atoll.transport.own_file import OwnFile
-from atoll.transport.parts import Parts
+from atoll.transport.parts import Parts, Ranges
 from atoll.transport.publisher import ObjectHost
 from atoll.transport.tls import is_loopback
 from atoll.wire import routes
@@ -83,7 +82,7 @@ def spans(nbytes: int) -> list[Part]:
 class Pull:
     """What one reference names, at the worker who serves it."""
 
-    def __init__(self, ref: TensorRef, parts: Parts | OwnFile) -> None:
+    def __init__(self, ref: TensorRef, parts: Ranges) -> None:
         self._ref, self._parts = ref, parts
         what = f"what {ref.server} serves"
         path = routes.OBJECT.format(object=ref.object)

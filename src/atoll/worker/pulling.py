@@ -15,8 +15,7 @@ from atoll.failpoints import failpoint
 from atoll.tensors.chunks import Scatter
 from atoll.tensors.layout import Layout, Part
 from atoll.tensors.modules import Tensors
-from atoll.transport.own_file import OwnFile
-from atoll.transport.parts import Parts
+from atoll.transport.parts import Parts, Ranges
 from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.connection import UNPULLED, Connection
@@ -145,7 +144,7 @@ class Puller:
         worker, expected = self._worker, [bytes.fromhex(text) for text in digests]
         arrived = set[int]()
 
-        def pull(parts: Parts | OwnFile, at: str) -> None:
+        def pull(parts: Ranges, at: str) -> None:
             todo = [part for part in wanted if part.index not in arrived]
             bar.resume()
             parts.pull(
@@ -162,7 +161,7 @@ class Puller:
         with progress(of, sum(part.nbytes for part in wanted)) as bar:
             worker.patiently(fetch, None, f"pull version {version}")
 
-    def _from_workers(self, outlet: Outlet, version: int, pull: Callable[[Parts | OwnFile, str], None]) -> None:
+    def _from_workers(self, outlet: Outlet, version: int, pull: Callable[[Ranges, str], None]) -> None:
         """In a swarm: pull from one worker after the other that has a version; from this one, where it does.
 
         Raises:
