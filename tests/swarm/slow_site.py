@@ -1,7 +1,8 @@
-"""A site of a swarm that pulls the updates of others a byte at a time, for far longer than any round takes."""
+"""A site of a swarm that pulls the updates of others a byte at a time, until the file ENOUGH is there."""
 
 from __future__ import annotations
 
+import os
 import runpy
 import time
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Any
 
 from atoll.worker.errands import Errands
 
-update = Errands.update
+update, enough = Errands.update, Path(os.environ["ENOUGH"])
 
 
 def trickle(self: Errands, *arguments: Any) -> Any:
-    for _ in range(150):
+    while not enough.exists():
         self._move(1)
         time.sleep(0.1)
     return update(self, *arguments)
