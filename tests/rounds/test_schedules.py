@@ -105,7 +105,7 @@ def test_a_failing_schedule_is_reported_small():
 @pytest.mark.covers("P10")
 def test_no_schedule_of_a_swarm_breaks_a_promise():
     """An accepted update is in exactly one version, or its ticket is open again."""
-    seen = explore(examples=400, swarm=True)
+    seen = explore(examples=200, swarm=True)
     wanted = ("versions", "crashes", "lose", "RoundReopened", "TicketsExpired", "ExpectedChanged")
     assert all(seen[what] > 10 for what in wanted), f"the search hardly meets some of what it is for: {seen}"
 
