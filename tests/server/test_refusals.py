@@ -211,3 +211,35 @@ def test_metrics_are_averaged_by_weight(tmp_path: Path) -> None:
         assert server.status().history[0].metrics == {"loss": pytest.approx(4.0)}
         for session in sessions.values():
             session.leave()
+
+
+@pytest.mark.covers("X3", "F31")
+def test_whatever_of_a_refused_update_comes_later_is_told_that_it_is_refused(tmp_path: Path) -> None:
+    """Several parts are on their way at once, and from several ranks: which answer comes first must not decide whether
+    the worker goes back to the global model, or trains on from what was refused.
+    """
+    with serve(tmp_path, nn.Linear(2000, 20), part_bytes=2**16, num_workers=1) as server:
+        session = Session(server.url, "a", folder=tmp_path / "w")
+        ticket = session.next_ticket(wait_s=10.0).ticket
+        assert ticket is not None
+        tensors = named_tensors(nn.Linear(2000, 20))[0]
+        session.pull(ticket.base_version, ticket.base_digest, tensors)
+        tensors["weight"][0, 0] = float("nan")
+        session.form(ticket, tensors, weight=1.0, steps=1, metrics={})
+        note, parts = session.outbox.note, session.outbox.layout.parts
+        assert note is not None
+        assert len(parts) == 3
+        digests = [bytes.fromhex(text) for text in note.part_digests]
+        said = set()
+        for part in (parts[0], parts[2], parts[1], parts[0]):
+            with pytest.raises(UpdateRefused, match="of a is refused: weight holds NaN or Inf") as refused:
+                Parts(session.http, 1, 10.0).push(
+                    lambda part: routes.PART.format(ticket=note.ticket, part=part), session.outbox.fd, [part], digests
+                )
+            said.add(refused.value.message)
+        with pytest.raises(UpdateRefused) as refused:
+            complete = messages.Complete(digest=note.digest, weight=1.0, steps=1)
+            session.http.post(routes.COMPLETE.format(ticket=note.ticket), complete, messages.Receipt)
+        assert said == {refused.value.message}
+        assert server.status().refused == 1
+        session.leave()

@@ -11,7 +11,7 @@ from blake3 import blake3
 from store_world import SHAPES, accept, first, play_round, read, send_part, slot_files, submit, update_of, write_version
 
 from atoll import failpoints
-from atoll.errors import BadRequest, Conflict, DiskFull, Gone, StoreError, TicketClosed
+from atoll.errors import BadRequest, Conflict, DiskFull, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.store import slots, spool
 from atoll.store.spool import WriterCancelled
 from atoll.store.store import Store
@@ -74,7 +74,7 @@ def test_a_refused_or_expired_ticket_takes_nothing_more_and_says_why(store: Stor
     store.refuse(1, "NaN in w")
     store.expire([2], "the round closed")
     for action in (lambda: accept(store, 1, b""), lambda: store.spool(1), lambda: held.begin_part(0)):
-        with pytest.raises(TicketClosed, match="refused: NaN in w"):
+        with pytest.raises(UpdateRefused, match="of a is refused: NaN in w"):
             action()
     with pytest.raises(TicketClosed, match="expired: the round closed"):
         store.record_part(2, 1, b"d" * 32, 1.0)

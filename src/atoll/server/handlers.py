@@ -17,7 +17,6 @@ from atoll.errors import (
     Conflict,
     Gone,
     TicketClosed,
-    UpdateRefused,
 )
 from atoll.failpoints import failpoint
 from atoll.placement.placed import placed_settings
@@ -40,6 +39,7 @@ from atoll.server.uploads import Uploads
 from atoll.server.versions import VersionHandlers
 from atoll.store.rows import PartRow, TicketRow
 from atoll.store.spool import PartWriter
+from atoll.store.tickets import why_closed
 from atoll.tensors.layout import Layout
 from atoll.transport.host import parts_within
 from atoll.wire import evaluations, messages, routes, status_messages, swarm_messages
@@ -281,8 +281,10 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         if isinstance(refusal, fx.LeaseRefused):
             self.run.refuse_lease(lease, refusal)
         elif refusal is not None:
-            reason = self.store.ticket(ticket).reason  # the journal's: the machine forgets tickets that have ended
-            told = refusal if reason in refusal else f"Ticket {ticket} is over: {reason}."
+            row = self.store.ticket(ticket)  # the journal's: the machine forgets tickets that have ended
+            if row.state == "refused":
+                raise why_closed(row)
+            told = refusal if row.reason in refusal else f"Ticket {ticket} is over: {row.reason}."
             raise TicketClosed(told, "Ask for the next ticket.")
 
     async def complete(self, lease: Lease, ticket: int, message: messages.Complete) -> messages.Receipt:
@@ -347,7 +349,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         while True:
             row = self.store.ticket(row.ticket)
             if row.state == "refused":
-                raise UpdateRefused(f"The update of {lease.site} is refused: {row.reason}.", "The round goes on.")
+                raise why_closed(row)
             if row.is_in:
                 return self._receipt(row)
             self._require_open(lease, row.ticket)

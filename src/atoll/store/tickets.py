@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from atoll.errors import AtollError, BadRequest, Conflict, Gone, StoreError, TicketClosed
+from atoll.errors import AtollError, BadRequest, Conflict, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.failpoints import failpoint
 from atoll.store import audit
 from atoll.store.members import Members
@@ -117,7 +117,7 @@ class Tickets(Members):
             sync=(lambda: self.sync(slot.fd, str(slot.path))) if self.durability == "power" else None,
         )
         if row.state == "accepted":
-            spool.close(_closed(row))
+            spool.close(why_closed(row))
         self.spools[row.ticket] = spool
         return spool
 
@@ -154,7 +154,7 @@ class Tickets(Members):
         with self.transaction():
             row = self.require_live(ticket)
             if row.state != "open":
-                raise _closed(row)
+                raise why_closed(row)
             if ticket in self.spools:
                 self.spools[ticket].require_written(part, writer)
             self.journal.execute("INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?)", ticket, part, digest, sumsq)
@@ -188,7 +188,7 @@ class Tickets(Members):
                     "One ticket takes one update; ask for the next ticket.",
                 )
             if row.state != "open":
-                raise _closed(row)
+                raise why_closed(row)
             self._require_parts(row)
             failpoint("accept.before")
             self.journal.execute(
@@ -215,7 +215,7 @@ class Tickets(Members):
                 weight=weight,
             )
             accepted = self.ticket(ticket)
-            self.journal.after_commit(lambda: self.spool(ticket).close(_closed(accepted)))
+            self.journal.after_commit(lambda: self.spool(ticket).close(why_closed(accepted)))
             self.journal.after_commit(lambda: failpoint("accept.after"))
         return accepted
 
@@ -323,7 +323,7 @@ class Tickets(Members):
         """
         row = self.ticket(ticket)
         if not row.is_live:
-            raise _closed(row)
+            raise why_closed(row)
         return row
 
 
@@ -334,12 +334,19 @@ def to_ticket(row: tuple[Any, ...]) -> TicketRow:
 
 
 def closed(ticket: int, site: str, state: str, reason: str) -> AtollError:
-    """Why nothing more can be sent under a ticket."""
+    """Why nothing more can be sent under a ticket.
+
+    Of one whose update was refused each of its parts says so, whichever of them it was for, and so does the word that
+    completes it: several are on their way at once, from several ranks, too, and the first answer decides.
+    """
+    if state == "refused":
+        return UpdateRefused(f"The update of {site} is refused: {reason}.", "The round goes on with the others.")
     what = {"accepted": "holds an update already", "counted": "has been counted"}.get(state, f"is {state}")
     return TicketClosed(
         f"Ticket {ticket} of {site} {what}{': ' + reason if reason else ''}.", "Ask for the next ticket."
     )
 
 
-def _closed(row: TicketRow) -> AtollError:
+def why_closed(row: TicketRow) -> AtollError:
+    """As `closed`."""
     return closed(row.ticket, row.site, row.state, row.reason)
