@@ -128,6 +128,7 @@ def test_a_bench_without_disk_streaming(atoll_command, tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_bench_that_is_told_to_end_leaves_nothing(tmp_path) -> None:
     argv = [
         sys.executable,

@@ -161,7 +161,8 @@ def run(folder: Path, *argv: str, **environment: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.covers("P11", "X7")
-@pytest.mark.parametrize("env", ["local", pytest.param("sim", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("env", ["local", "sim"])
 def test_hello_pt_learns(env: str, tmp_path: Path) -> None:
     said = run(tmp_path, str(ROOT / "examples" / "hello_pt" / "job.py"), "--env", env, "--folder", "here")
     rounds = re.findall(r"round (\d) of 2, 2 updates: accuracy ([\d.]+), train_loss ([\d.]+)", said)

@@ -237,8 +237,8 @@ def test_whatever_of_a_refused_update_comes_later_is_told_that_it_is_refused(tmp
                     lambda part: routes.PART.format(ticket=note.ticket, part=part), session.outbox.fd, [part], digests
                 )
             said.add(refused.value.message)
+        complete = messages.Complete(digest=note.digest, weight=1.0, steps=1)
         with pytest.raises(UpdateRefused) as refused:
-            complete = messages.Complete(digest=note.digest, weight=1.0, steps=1)
             session.http.post(routes.COMPLETE.format(ticket=note.ticket), complete, messages.Receipt)
         assert said == {refused.value.message}
         assert server.status().refused == 1
