@@ -128,12 +128,23 @@ class Door:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _accept(self) -> None:
+    async def _knocks(self) -> None:
+        """Wait for somebody to let in. Not `loop.sock_accept`, which loses whoever it accepts while it is cancelled."""
         loop = asyncio.get_running_loop()
+        heard = asyncio.Event()
+        loop.add_reader(self._listener, heard.set)
+        try:
+            await heard.wait()
+        finally:
+            loop.remove_reader(self._listener)
+
+    async def _accept(self) -> None:
         while True:
+            await self._knocks()
             try:
-                sock, _ = await loop.sock_accept(self._listener)
-            except ConnectionError:  # it has gone before it came in
+                sock, _ = self._listener.accept()
+                sock.setblocking(False)
+            except (ConnectionError, BlockingIOError, InterruptedError):  # it has gone before it came in
                 continue
             except OSError as error:  # no descriptor left
                 self._say("a connection could not be accepted: %s", error.strerror)
