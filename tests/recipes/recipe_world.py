@@ -40,30 +40,24 @@ with atoll.join() as worker:
     for round in worker:
         data = torch.Generator().manual_seed(zlib.crc32(f"{{worker.site}} {{round.number}}".encode()))
         round.load_into(model)
-        for _ in range(3):
-            x = torch.randn(8, 4, generator=data)
-            loss = (model(x) - x).square().mean()
-            loss.backward()
-            with torch.no_grad():  # SGD by hand: torch.optim takes a second to import
-                for value in model.parameters():
-                    value -= 0.05 * value.grad
-                    value.grad = None
-        {more}
+{steps}        {more}
         round.submit(model, weight=8, metrics={{"loss": loss.item()}})
 print("done", *sys.argv[1:])
 """
 
-SCAFFOLD = """\
-import zlib
-import torch
-import atoll
-from my_model import Net
+BY_HAND = """\
+        for _ in range(3):
+            x = torch.randn(8, 4, generator=data)
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for value in model.parameters():
+                    value -= 0.05 * value.grad
+                    value.grad = None
+"""
+"""SGD: torch.optim takes each process a second to import."""
 
-model = Net()
-with atoll.join() as worker:
-    for round in worker:
-        data = torch.Generator().manual_seed(zlib.crc32(f"{worker.site} {round.number}".encode()))
-        round.load_into(model)
+CORRECTED = """\
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         with round.correct(model, optimizer):
             for _ in range(3):
@@ -72,9 +66,8 @@ with atoll.join() as worker:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        round.submit(model, weight=8, metrics={"loss": loss.item()})
-print("done --epochs 3")
 """
+"""The same, where the run's algorithm corrects it."""
 
 DILOCO = """\
 import zlib
@@ -94,10 +87,18 @@ with atoll.DiLoCo(model, optimizer) as diloco:
 """
 
 
-def project(folder: Path, monkeypatch: pytest.MonkeyPatch, more: str = "pass", script: str | None = None) -> None:
+def train(steps: str = BY_HAND, more: str = "pass") -> str:
+    """The script of a federated client, which does `more` behind its steps."""
+    return TRAIN.format(steps=steps, more=more)
+
+
+PLAIN = train()
+
+
+def project(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str = PLAIN) -> None:
     """Make `folder` the current one, with the model and a script in it."""
     (folder / "my_model.py").write_text(MODEL)
-    (folder / "train.py").write_text(TRAIN.format(more=more) if script is None else script)
+    (folder / "train.py").write_text(script)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(__import__("sys").modules, "my_model", raising=False)

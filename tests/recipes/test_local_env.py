@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import trustme
-from recipe_world import DILOCO, SCAFFOLD, module, project, recipe
+from recipe_world import CORRECTED, DILOCO, PLAIN, module, project, recipe, train
 from safetensors.torch import load_file
 
 from atoll.errors import ConfigError, RunFailed, UsageError
@@ -74,7 +74,7 @@ def test_execute_and_the_written_file_and_a_simulation_have_the_same_bits(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     is_diloco = kind is DiLoCoRecipe
-    project(tmp_path, monkeypatch, script={DiLoCoRecipe: DILOCO, ScaffoldRecipe: SCAFFOLD}.get(kind))
+    project(tmp_path, monkeypatch, {DiLoCoRecipe: DILOCO, ScaffoldRecipe: train(CORRECTED)}.get(kind, PLAIN))
     made = recipe(kind, model=module(), train_args="--epochs 3", **({"sync_every": 5} if is_diloco else {}))
     result = made.execute(LocalEnv(num_clients=2, folder="here"))
     assert result.finished
@@ -107,7 +107,11 @@ def test_execute_and_the_written_file_and_a_simulation_have_the_same_bits(
 def test_a_folder_that_has_the_run_goes_on_and_another_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    project(tmp_path, monkeypatch, more='if round.number == 2 and not open("marks", "a+").tell(): raise SystemExit(3)')
+    project(
+        tmp_path,
+        monkeypatch,
+        train(more='if round.number == 2 and not open("marks", "a+").tell(): raise SystemExit(3)'),
+    )
     with pytest.raises(
         RunFailed, match=r"site-\d ended with 3 .* before the run was finished; a round takes 1"
     ) as failed:
@@ -139,7 +143,7 @@ def test_one_client_more_than_needed_may_die(
     project(
         tmp_path,
         monkeypatch,
-        more='if (worker.site, round.number) == ("site-3", 2): import os; os.kill(os.getpid(), 9)',
+        train(more='if (worker.site, round.number) == ("site-3", 2): import os; os.kill(os.getpid(), 9)'),
     )
     made = recipe(num_rounds=3).add_server_config({"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 2})
     result = made.execute(LocalEnv(num_clients=3))
@@ -191,7 +195,7 @@ def test_a_token_and_a_certificate_of_the_settings_are_the_clients_too(
 def test_whatever_ends_the_program_ends_what_it_started(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    project(tmp_path, monkeypatch, more='import time; print("here", flush=True); time.sleep(600)')
+    project(tmp_path, monkeypatch, train(more='import time; print("here", flush=True); time.sleep(600)'))
     (tmp_path / "job.py").write_text(
         "from atoll.recipes import FedAvgRecipe, LocalEnv\n"
         'FedAvgRecipe("small", "my_model:build", 2, 2, "train.py").execute(LocalEnv(2, folder="here"))\n'

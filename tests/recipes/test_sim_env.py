@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from recipe_world import DILOCO, SCAFFOLD, module, project, recipe
+from recipe_world import BY_HAND, CORRECTED, DILOCO, module, project, recipe, train
 
 from atoll.errors import AtollError, UsageError
 from atoll.recipes import DiLoCoRecipe, FedAvgRecipe, LocalEnv, Recipe, ScaffoldRecipe, SimEnv
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 def test_simulated_and_real_clients_have_the_same_bits(
     kind: type[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    project(tmp_path, monkeypatch, script=SCAFFOLD if kind is ScaffoldRecipe else None)
+    project(tmp_path, monkeypatch, train(CORRECTED if kind is ScaffoldRecipe else BY_HAND))
     made = recipe(kind, model=module(), train_args=["--epochs", "3"])
     simulated = made.execute(SimEnv(num_clients=3, processes=2, folder="simulated"))
     said = capfd.readouterr().out
@@ -56,7 +56,7 @@ def test_the_written_file_is_simulated_by_the_command_to_the_same_bits(
 
 @pytest.mark.covers("P11")
 def test_what_has_no_meaning_in_a_simulation_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    project(tmp_path, monkeypatch, script=DILOCO)
+    project(tmp_path, monkeypatch, DILOCO)
     made = recipe(DiLoCoRecipe, sync_every=4).add_server_config({"num_fragments": 2})
     with pytest.raises(AtollError, match="num_fragments is 2: a simulation has rounds of whole models"):
         made.execute(SimEnv(num_clients=2))

@@ -20,5 +20,5 @@ def trickle(self: Errands, *arguments: Any) -> Any:
     return update(self, *arguments)
 
 
-Errands.update = trickle  # type: ignore[method-assign]
+Errands.update = trickle
 runpy.run_path(str(Path(__file__).with_name("swarm_site.py")), run_name="__main__")

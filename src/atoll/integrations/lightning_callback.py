@@ -86,7 +86,7 @@ class AtollCallback(Callback):
     ) -> None:
         super().__init__()
         self._server = server or os.environ.get("ATOLL_SERVER")
-        self._takes_part = takes_part(server)
+        self._takes_part = takes_part(self._server)
         self._given_site, self._folder, self._labels = site, folder, labels
         self._weight, self._steps, self._filters = weight, steps, require_filters(filters)
         self._limits = fitting.Limits()

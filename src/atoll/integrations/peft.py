@@ -139,7 +139,8 @@ class AdapterFolder:
 
 
 def _save(folder: Path, config: PeftConfig, state: Mapping[str, Tensor]) -> None:
-    content = save(dict(state), {"format": "pt"})
+    own = {name: tensor.clone() for name, tensor in state.items()}  # the format refuses tensors that share memory
+    content = save(own, {"format": "pt"})
     _written(folder, config, lambda file: file.write(content))
 
 

@@ -226,16 +226,14 @@ class Swarm(Places):
         if place.since_s is not None and still_s > self._settings.idle_timeout_s and others:
             return f"it has moved no byte for {still_s:.0f} s"
         longest_s = self._longest_s.get(fragment, 0.0)
-        if others and longest_s and not place.excluded and place.busy_s > self._patience_s(longest_s):
+        patience_s = max(SLOWER * longest_s, self._settings.idle_timeout_s)
+        if others and longest_s and not place.excluded and place.busy_s > patience_s:
             return f"it has been at it for {place.busy_s:.1f} s, and no round before took longer than {longest_s:.1f} s"
         return ""
 
     def _is_wary_of(self, site: str, fragment: int, version: int) -> bool:
         lost_at = self._lost_at.get((fragment, site))
         return lost_at is not None and version - lost_at <= WARY
-
-    def _patience_s(self, longest_s: float) -> float:
-        return max(SLOWER * longest_s, self._settings.idle_timeout_s)
 
     def _is_nowhere(self, peer: Peer, ticket: int) -> bool:
         found = peer.collected.get(ticket)

@@ -83,7 +83,7 @@ class Tickets(Members):
 
         Raises:
             Gone: there is no such ticket.
-            TicketClosed: it is counted, refused or expired.
+            TicketClosed: it is counted or expired. UpdateRefused: it is refused.
             DiskFull: no space for its slot.
         """
         with self.lock:
@@ -148,7 +148,7 @@ class Tickets(Members):
             writer: who wrote them; nothing is recorded where another has begun the part since.
 
         Raises:
-            TicketClosed: the ticket is no longer open.
+            TicketClosed, UpdateRefused: the ticket is no longer open.
             WriterCancelled: the bytes are being written again.
         """
         with self.transaction():
@@ -167,7 +167,7 @@ class Tickets(Members):
 
         Raises:
             Conflict: an update of other bytes was accepted under this ticket.
-            TicketClosed: the ticket was refused or has expired; the reason is in the message.
+            TicketClosed, UpdateRefused: the ticket has expired, or was refused; the reason is in the message.
             BadRequest: parts are missing; they are named.
             SyncFailed: fsync failed; the server must end.
         """
@@ -319,7 +319,7 @@ class Tickets(Members):
         """An open or accepted ticket.
 
         Raises:
-            Gone, TicketClosed: as `spool`.
+            Gone, TicketClosed, UpdateRefused: as `spool`.
         """
         row = self.ticket(ticket)
         if not row.is_live:

@@ -14,7 +14,7 @@ from atoll.failpoints import failpoint
 from atoll.posix import read_at
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.layout import Part
-from atoll.transport.parts import Memory, Sink
+from atoll.transport.parts import Memory, Parts, Sink
 from atoll.wire.objects import FileManifest, Manifest
 
 
@@ -95,3 +95,7 @@ class OwnFile:
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+Ranges = Parts | OwnFile
+"""Where parts are pulled from: over connections, or in this process."""

@@ -48,28 +48,6 @@ class Memory(Sink, Protocol):
         ...
 
 
-class Ranges(Protocol):
-    """Where parts are pulled from: over connections, `Parts`, or in this process, `OwnFile`."""
-
-    def read(self, path: str, most_bytes: int) -> bytearray:
-        """As `Parts.read`."""
-        ...
-
-    def pull(
-        self,
-        path: str,
-        digests: Sequence[bytes],
-        parts: Sequence[Part],
-        sinks: Sequence[Sink],
-        *,
-        into: Memory | None = None,
-        on_bytes: Callable[[int], None] | None = None,
-        on_part: Callable[[Part], None] | None = None,
-    ) -> None:
-        """As `Parts.pull`."""
-        ...
-
-
 class Parts:
     """Pulls and pushes parts for one worker.
 

@@ -17,7 +17,8 @@ from atoll.store.slots import Slot, disk_error, region_digest
 from atoll.tensors.layout import Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Http
-from atoll.transport.parts import Parts, Ranges
+from atoll.transport.own_file import Ranges
+from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.wire.swarm_messages import Collect, Hold, Source
 from atoll.worker.connection import UNPULLED

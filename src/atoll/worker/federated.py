@@ -188,8 +188,8 @@ def join(
 
 
 def takes_part(server: str | None) -> bool:
-    """Whether `join` has a run to take part in: its server's, or the one that is simulated."""
-    return bool(server or os.environ.get("ATOLL_SERVER")) or seat_here() is not None
+    """Whether `join` with this address has a run to take part in: its server's, or the one that is simulated."""
+    return bool(server) or seat_here() is not None
 
 
 def run_here(server: str | None, site: str) -> messages.RunInfo | None:
@@ -201,5 +201,4 @@ def run_here(server: str | None, site: str) -> messages.RunInfo | None:
     """
     if (seat := seat_here()) is not None:
         return seat.info
-    server = server or os.environ.get("ATOLL_SERVER")
     return info_of(server, site) if server else None

@@ -14,7 +14,7 @@ from atoll.store.slots import region_digest
 from atoll.tensors.layout import Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Counters, Http
-from atoll.transport.parts import Ranges
+from atoll.transport.own_file import Ranges
 from atoll.transport.publisher import ObjectHost
 from atoll.wire import routes
 from atoll.wire.swarm_messages import Source

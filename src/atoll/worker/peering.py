@@ -15,7 +15,8 @@ from atoll.errors import ConfigError, PartCorrupt
 from atoll.tensors.layout import PART_BYTES, Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Counters
-from atoll.transport.parts import Parts, Ranges
+from atoll.transport.own_file import Ranges
+from atoll.transport.parts import Parts
 from atoll.transport.publisher import ObjectHost
 from atoll.transport.tls import is_loopback
 from atoll.wire import routes

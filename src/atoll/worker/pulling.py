@@ -15,7 +15,8 @@ from atoll.failpoints import failpoint
 from atoll.tensors.chunks import Scatter
 from atoll.tensors.layout import Layout, Part
 from atoll.tensors.modules import Tensors
-from atoll.transport.parts import Parts, Ranges
+from atoll.transport.own_file import Ranges
+from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.connection import UNPULLED, Connection

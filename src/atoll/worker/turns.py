@@ -66,9 +66,10 @@ class Turns:
         self._sparse, used = sparse, () if sparse else None
         self._files = [ScratchFile(folder / f"{name}-{index}.bin", layout.nbytes, used) for index in (0, 1)]
         note: TurnNote | None = read_note(self._note_path, TurnNote)
-        sound = note is not None and _is_sound(note)
-        self.found = note is not None and sound and self._holds(note, note.current)
-        if not self.found and not (note is not None and sound and note.digests[note.current]):
+        if note is not None and not _is_sound(note):
+            note = None
+        self.found = note is not None and self._holds(note, note.current)
+        if not self.found and (note is None or not note.digests[note.current]):
             self._note_path.unlink(missing_ok=True)  # the files are there from now on, and would be believed
         self.note = note if note is not None and self.found else TurnNote()
         self._is_pending_lost = bool(self.note.pending) and not self._holds(self.note, 1 - self.note.current)
@@ -84,7 +85,7 @@ class Turns:
     def zero(self) -> None:
         """Begin at zero, whatever the files hold."""
         self._note_path.unlink(missing_ok=True)
-        self.note = TurnNote()
+        self.note, self._is_pending_lost = TurnNote(), False
         zeros = memoryview(bytes(CHUNK_BYTES))
         for file in self._files:
             if self._sparse:
@@ -129,7 +130,6 @@ class Turns:
         if self.note.pending and outcome_of(self.note.pending).state == "counted":
             if self._is_pending_lost:
                 self.lose()
-                self._is_pending_lost = False
                 return
             note = self.note
             self._write(
