@@ -10,18 +10,28 @@ import pytest
 from recipe_world import BY_HAND, CORRECTED, DILOCO, module, project, recipe, train
 
 from atoll.errors import AtollError, UsageError
-from atoll.recipes import DiLoCoRecipe, FedAvgRecipe, LocalEnv, Recipe, ScaffoldRecipe, SimEnv
+from atoll.recipes import (
+    DiLoCoRecipe,
+    FedAvgRecipe,
+    FedOptRecipe,
+    FedProxRecipe,
+    LocalEnv,
+    Recipe,
+    ScaffoldRecipe,
+    SimEnv,
+)
 
 pytestmark = pytest.mark.slow
+CORRECTING = (FedProxRecipe, ScaffoldRecipe)
 
 
 @pytest.mark.long
 @pytest.mark.covers("P11")
-@pytest.mark.parametrize("kind", [FedAvgRecipe, ScaffoldRecipe], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [FedAvgRecipe, FedOptRecipe, *CORRECTING], ids=lambda kind: kind.__name__)
 def test_simulated_and_real_clients_have_the_same_bits(
     kind: type[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    project(tmp_path, monkeypatch, train(CORRECTED if kind is ScaffoldRecipe else BY_HAND))
+    project(tmp_path, monkeypatch, train(CORRECTED if kind in CORRECTING else BY_HAND))
     made = recipe(kind, model=module(), train_args=["--epochs", "3"])
     simulated = made.execute(SimEnv(num_clients=3, processes=2, folder="simulated"))
     said = capfd.readouterr().out

@@ -223,3 +223,13 @@ class Result:
 
 
 EVERY_SITE_AND_ROUND = [(site, number) for site in SITES for number in range(1, ROUNDS + 1)]
+
+
+def left_by(folder: Path, **settings: Any) -> tuple[Result, Sites]:
+    """A finished run, and its sites."""
+    folder.mkdir()
+    with serving(folder, **settings) as server:
+        sites = Sites(server.url, folder)
+        sites.join()
+        server.run()
+    return Result(folder), sites

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from swarm_run import SITES, build
-from swarm_world import ROUNDS, SETTINGS, Result, Sites, serving
+from swarm_world import ROUNDS, SETTINGS, Result, Sites, left_by, serving
 
 from atoll.config import Settings
 from atoll.server.begin import plan_of
@@ -44,16 +44,6 @@ RUNS = [
     pytest.param({"codec": "topk"}, id="topk"),
     pytest.param({"download_to_disk": False}, id="in-memory"),
 ]
-
-
-def left_by(folder: Path, **settings: Any) -> tuple[Result, Sites]:
-    """A finished run, and its sites."""
-    folder.mkdir()
-    with serving(folder, **settings) as server:
-        sites = Sites(server.url, folder)
-        sites.join()
-        server.run()
-    return Result(folder), sites
 
 
 @pytest.mark.covers("P10", "D10")

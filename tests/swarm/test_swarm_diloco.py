@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ from swarm_run import SITES, build, gradients_
 from swarm_world import Result, serving
 from torch import nn
 
+H = 4
+ORDER = "abcaacbba"
 DILOCO: dict[str, Any] = {
     "algorithm": "diloco",
     "outer_optimizer": None,
     "outer_lr": None,
     "outer_momentum": None,
-    "sync_every": 4,
+    "sync_every": H,
     "heartbeat_timeout_s": 60.0,
 }
 
@@ -36,10 +40,38 @@ class Trained(DiLoCoSites):
         optimizer.step()
 
 
-def left_by(folder: Path, steps: int = 40, **settings: Any) -> tuple[Result, Trained]:
+class InTurn(Trained):
+    """Behind a first round together they send their updates one after the other, as `ORDER` says.
+
+    A site whose turn it is sends its update behind its fourth step, and begins the next four with what has come of it.
+    """
+
+    def __init__(self, url: str, folder: Path, sites: Collection[str], steps: int) -> None:
+        self._all_here = threading.Barrier(len(sites))
+        self._passed, self._turn, self._is_over = threading.Condition(), 0, False
+        super().__init__(url, folder, sites, steps, self._wait)
+
+    def _train(self, site: str) -> None:
+        super()._train(site)
+        with self._passed:
+            self._is_over = True
+            self._passed.notify_all()
+
+    def _wait(self, site: str, step: int) -> None:
+        if step == H:
+            self._all_here.wait()
+        with self._passed:
+            if step > H and step % H == 0:
+                self._turn += 1
+                self._passed.notify_all()
+            if step > H and step % H == H - 1:
+                self._passed.wait_for(lambda: self._is_over or ORDER[self._turn : self._turn + 1] == site)
+
+
+def left_by(folder: Path, steps: int = 40, kind: type[Trained] = Trained, **settings: Any) -> tuple[Result, Trained]:
     folder.mkdir()
     with serving(folder, **DILOCO | settings) as server:
-        sites = Trained(server.url, folder, SITES, steps)
+        sites = kind(server.url, folder, SITES, steps)
         sites.join()
         status = server.status()
     if settings.get("placement", "swarm") == "swarm":
@@ -79,3 +111,24 @@ def test_asynchronous_runs_come_to_their_end(tmp_path: Path, settings: dict[str,
     assert len(counted) == sum(len(summary["workers"]) for summary in result.history)
     assert len({summary["aggregator"] for summary in result.history}) > 1
     assert all(loop.finished for loop in sites.loops.values())
+
+
+@pytest.mark.covers("P10", "D10")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"staleness_weight": "inverse_sqrt", "codec": "int8"}, {"dn_buffer_size": 2}],
+    ids=["constant", "weighed-by-staleness", "delayed-nesterov"],
+)
+def test_an_asynchronous_run_whose_updates_come_in_the_same_order_has_a_servers_bits(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    run: dict[str, Any] = {"kind": InTurn, "mode": "async", "sync_rounds_first": 1, "rounds": 1 + len(ORDER)} | settings
+    ours, _ = left_by(tmp_path / "swarm", **run)
+    theirs, _ = left_by(tmp_path / "server", **run, placement="server")
+    assert ours.versions == theirs.versions
+    first, *one_by_one = ours.history
+    assert first["workers"] == ["a", "b", "c"]
+    assert [summary["workers"] for summary in one_by_one] == [[site] for site in ORDER]
+    # a, b, c from version 1; a has missed b, c; a again; c: a, a; b: c, a, a, c; b again; a: c, b, b
+    assert [summary["staleness"] for summary in one_by_one] == [[0], [1], [2], [2], [0], [2], [4], [0], [3]]
+    assert [summary["staleness"] for summary in theirs.history] == [summary["staleness"] for summary in ours.history]
