@@ -12,7 +12,7 @@ from atoll.errors import UsageError
 from atoll.tensors import chunks
 from atoll.tensors.chunks import ROOM_BYTES, Scatter, assign_run_, bytes_of, run_of, runs_of
 from atoll.tensors.layout import version_header, version_layout
-from atoll.tensors.modules import fits, named_tensors, schema_of
+from atoll.tensors.modules import fits, memory_of, named_tensors, schema_of
 
 
 def strided() -> st.SearchStrategy[Tensor]:
@@ -103,6 +103,14 @@ def test_tied_tensors_travel_once_and_groups_follow_the_module() -> None:
         "norm.running_var": "buffers",
         "norm.num_batches_tracked": "buffers",
     }
+
+
+def test_on_a_device_that_tells_no_addresses_what_shares_memory_is_one_tensor_and_nothing_else_is() -> None:
+    one, other = (torch.zeros(4, 3, device="meta") for _ in range(2))
+    assert one.data_ptr() == other.data_ptr() == 0
+    assert memory_of(one) != memory_of(other)
+    assert memory_of(one) == memory_of(one.detach()) == memory_of(one.view(4, 3))
+    assert memory_of(one[:2]) != memory_of(one[2:])
 
 
 def test_a_plain_mapping_recognises_batch_norm_and_takes_patterns() -> None:

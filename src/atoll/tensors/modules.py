@@ -131,8 +131,13 @@ def _identity(tensor: Tensor) -> object | None:
         return None
     if is_sharded(tensor):  # here it may have no elements, and so no address: tied ones are one parameter
         return id(tensor)
+    return memory_of(tensor)
+
+
+def memory_of(tensor: Tensor) -> tuple[object, ...]:
+    """What two tensors with elements have in common that are the same elements of one memory, on whatever device."""
     where: object = tensor.data_ptr()
-    if tensor.is_meta:  # it has no address, but shares the object that would have one
+    if not where:  # of a device that tells no addresses (meta, XLA), but the object that stands for the memory
         where = (tensor.untyped_storage()._cdata, tensor.storage_offset())
     return (tensor.device, where, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 

@@ -30,6 +30,7 @@ from atoll.tensors.arrays import from_numpy
 from atoll.tensors.collector import collections_as_usual, no_collections
 from atoll.tensors.dtypes import NAMES, NOT_IN_NUMPY
 from atoll.tensors.kinds import Kind, Stream, kind_named, kind_of
+from atoll.tensors.modules import memory_of
 from atoll.tensors.reference import TensorRef
 
 Plain = Any
@@ -234,7 +235,7 @@ class _Packer:
     def _add(self, tensor: Tensor | Stream, original: Any) -> int:
         identity: tuple[object, ...] = (type(original), id(original))
         if isinstance(original, Tensor) and isinstance(tensor, Tensor) and tensor.numel():
-            identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+            identity = memory_of(tensor)
         if identity not in self._index_of:
             self._index_of[identity] = len(self.tensors)
             self.tensors.append(tensor)
