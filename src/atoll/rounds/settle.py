@@ -61,6 +61,9 @@ def _revise(draft: Draft, fragment: int) -> None:
     if draft.state.is_async(fragment):
         _expect(draft, fragment, {*alive, *(site for site, state in state_of.items() if state == "accepted")})
         return
+    are_here = len(round_.expected) >= floor and round_.expected.keys() <= alive
+    if are_here and state_of.keys() <= round_.expected.keys() and "refused" not in state_of.values():
+        return  # what follows comes to the same, and is what large rounds take long for
     wanted = {site for site in round_.expected if site in alive and state_of.get(site) != "refused"}
     wanted.update(
         site for site, state in state_of.items() if state == "accepted" or (state == "open" and site in alive)

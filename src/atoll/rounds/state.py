@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from atoll.config import Settings
 from atoll.rounds.best import Progress, Tracking
@@ -239,17 +240,16 @@ class Snapshot:
 def view(state: State, fragment: int) -> RoundView:
     """The open round of `fragment` as a policy sees it."""
     round_ = state.rounds[fragment]
-    accepted = sorted(
-        (AcceptedUpdate(ticket.id, ticket.site, ticket.base_version, ticket.order) for ticket in round_.tickets.values()
-         if ticket.state == "accepted" and ticket.id not in round_.frozen),
-        key=lambda update: update.site,
-    )  # fmt: skip
+    accepted = [
+        ticket for ticket in round_.tickets.values() if ticket.state == "accepted" and ticket.id not in round_.frozen
+    ]
+    accepted.sort(key=attrgetter("site"))
     return RoundView(
         fragment=fragment,
         head_version=round_.head,
         opened_s=round_.opened_s,
         expected=tuple(sorted(round_.expected)),
-        accepted=tuple(accepted),
+        accepted=tuple([AcceptedUpdate(each.id, each.site, each.base_version, each.order) for each in accepted]),
         floor=state.rules.floor,
         floor_name=state.rules.floor_name,
         number=round_.number,

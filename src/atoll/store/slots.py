@@ -146,8 +146,9 @@ class SlotPool:
             DiskFull: no space for another; no part of it is left behind.
         """
         with self.lock:
-            slot = next((slot for _, slot in sorted(self._slots.items()) if slot.free), None)
-            if slot is not None:
+            first = min((number for number, slot in self._slots.items() if not slot.holds), default=None)
+            if first is not None:
+                slot = self._slots[first]
                 slot.holds[why] += 1
                 return slot
             used = self._slots.keys() | self._reserved

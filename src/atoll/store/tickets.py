@@ -18,6 +18,7 @@ COLUMNS = (
     "ticket, site, fragment, base_version, state, reason, slot, digest, weight, steps, metrics_json, norm, version, "
     "bytes, accepted_order"
 )
+_NAMES = tuple(COLUMNS.split(", "))
 
 
 class Tickets(Members):
@@ -171,13 +172,11 @@ class Tickets(Members):
             BadRequest: parts are missing; they are named.
             SyncFailed: fsync failed; the server must end.
         """
-        row = self.ticket(ticket)
-        if row.state == "open":
+        if self.durability == "power" and (row := self.ticket(ticket)).state == "open":
             self._require_parts(row)
             spool = self.spool(ticket)
-            if self.durability == "power":
-                self.sync(spool.fd, str(spool.slot.path))
-                self.sync_folder(spool.slot.path.parent)  # the file may be new
+            self.sync(spool.fd, str(spool.slot.path))
+            self.sync_folder(spool.slot.path.parent)  # the file may be new
         with self.transaction():
             row = self.ticket(ticket)
             if row.is_in and row.digest == digest:
@@ -329,7 +328,7 @@ class Tickets(Members):
 
 def to_ticket(row: tuple[Any, ...]) -> TicketRow:
     """A row of `COLUMNS`."""
-    values = dict(zip(COLUMNS.split(", "), row, strict=True))
+    values = dict(zip(_NAMES, row, strict=True))
     return TicketRow(metrics=json.loads(values.pop("metrics_json")), **values)
 
 

@@ -112,7 +112,8 @@ class _Former:
     ) -> None:
         self.outbox, self.base, self.tensors, self.codecs, self.stretches = outbox, base, tensors, codecs, stretches
         self.control_difference, self.filtered, self.residuals = control_difference, filtered, residuals
-        self.buffer = torch.zeros(_BUFFER_BYTES + ALIGN_BYTES, dtype=torch.uint8, device="cpu")
+        room = min(_BUFFER_BYTES, outbox.layout.nbytes) + ALIGN_BYTES
+        self.buffer = torch.empty(room, dtype=torch.uint8, device="cpu")
         self.view = bytes_of(self.buffer)
         self.scratch = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8, device="cpu")
         self.is_zero, self.losses = True, losses
@@ -156,7 +157,7 @@ class _Former:
         delta = memory.view(dtype).to(device, wide)
         for place, run in zip(torch.split(delta, list(stretch.sizes))[::2], runs, strict=True):
             place.sub_(run.to(device, wide))
-        self.is_zero = self.is_zero and not bool(delta.any())  # mostly seen in the first stretch
+        self.is_zero = self.is_zero and _is_zero(delta)
         if not as_it_is:
             self._encode_delta(stretch, delta, target)
 
@@ -168,7 +169,7 @@ class _Former:
         delta = torch.zeros(stretch.numel, dtype=accumulate_dtype(spec.dtype), device="cpu")
         for place, run in zip(torch.split(delta, list(stretch.sizes))[::2], stretch.runs, strict=True):
             place.copy_(filtered.change(*run))
-        self.is_zero = self.is_zero and not bool(delta.any())
+        self.is_zero = self.is_zero and _is_zero(delta)
         self._encode_delta(stretch, delta, target)
 
     def _encode_delta(self, stretch: Stretch, delta: Tensor, target: Tensor) -> None:
@@ -214,6 +215,11 @@ class _Former:
         data = self.view[: end - begin]
         hasher.update(data)
         self.outbox.write(begin, data)
+
+
+def _is_zero(delta: Tensor) -> bool:
+    """Whether all of it is; mostly the first elements say that it is not."""
+    return not (bool(delta[:64].any()) or bool(delta.any()))
 
 
 def rebase_(tensors: Held, old: BaseFile, new: BaseFile) -> None:
