@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from atoll.children import Children
 from atoll.cli import bench_model, processes
+from atoll.cli.bench_run import Bench, measure
+from atoll.errors import RunFailed
 
 
 def test_the_model_has_the_bytes_and_tensors_that_were_asked_for(tmp_path) -> None:
@@ -175,3 +180,25 @@ def test_many_tensors_are_compared_with_few(atoll_command, tmp_path) -> None:
     assert answer["exact"] is True
     assert answer["ratio"] > 0
     assert {tensors: len(rounds) for tensors, rounds in answer["rounds_s"].items()} == {"2": 1, "20": 1}
+
+
+@pytest.mark.slow
+def test_a_server_that_ends_is_told_with_its_last_words_and_no_worker_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawned: dict[str, subprocess.Popen[bytes]] = {}
+    spawn = Children.spawn
+
+    def recorded(self: Children, name: str, *arguments: Any, **more: Any) -> subprocess.Popen[bytes]:
+        spawned[name] = spawn(self, name, *arguments, **more)
+        return spawned[name]
+
+    def say(text: str) -> None:
+        if "the rounds begin" in text:
+            spawned["server"].kill()
+
+    monkeypatch.setattr(Children, "spawn", recorded)
+    bench = Bench(gb=0.002, workers=2, rounds=3, tensors=7, folder=tmp_path)
+    with pytest.raises(RunFailed, match="server ended with -9 before worker-000 had trained: no word"):
+        measure(bench, say)
+    assert all(process.poll() is not None for process in spawned.values())

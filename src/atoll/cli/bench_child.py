@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,26 @@ def serve(options: dict[str, Any]) -> None:
     import torch  # noqa: F401  the baseline is what a process has that has imported everything
 
     from atoll.config import Settings
+    from atoll.errors import AtollError
     from atoll.server import app, embed, handlers  # noqa: F401
 
     settings = Settings.build(options["settings"])
     tell("imported")
     server = embed.Server(settings=settings).start()
+    stopping = threading.Event()
+
+    def watch() -> None:
+        """A run that failed ends this process: the workers would try again for ever, and the parent wait for them."""
+        try:
+            server.run()
+        except AtollError as error:
+            if not stopping.is_set():
+                print(error, file=sys.stderr, flush=True)
+                os._exit(error.exit_code)
+
+    threading.Thread(target=watch, daemon=True).start()
     tell("listening", url=server.url)
+    stopping.set()
     server.stop()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import select
 import shutil
 import statistics
 import subprocess
@@ -20,6 +21,9 @@ from atoll.children import Children
 from atoll.cli.processes import Peaks, cpu_s, memory_files_bytes
 from atoll.cli.text import size
 from atoll.errors import RunFailed, UsageError
+
+LOOK_S = 0.5
+"""Between two looks at whether the server is there, while a worker is waited for."""
 
 
 @dataclass(frozen=True)
@@ -102,19 +106,27 @@ def _require_space(bench: Bench, folder: Path) -> None:
 class _Child:
     """A process that says where it stands and waits to be told to go on."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.process, self.log = process, log
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, server: _Child | None) -> None:
+        """`server`: whom it works for; without it, it would be waited for in vain."""
+        self.process, self.log, self._server = process, log, server
 
     def expect(self, mark: str) -> dict[str, Any]:
         """The line in which it reports `mark`."""
         assert self.process.stdout is not None
+        while not select.select([self.process.stdout], [], [], LOOK_S)[0]:
+            if self._server is not None and self._server.process.poll() is not None:
+                raise self._server.ended(f"{self.log.stem} had {mark}")
         line = self.process.stdout.readline()
         said: dict[str, Any] = json.loads(line) if line.startswith(b"{") else {}
         if said.get("mark") != mark:
-            code = self.process.wait()
-            last = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-            raise RunFailed(f"{self.log.stem} ended with {code} before it had {mark}: {' '.join(last) or 'no word'}.")
+            raise self.ended(f"it had {mark}")
         return said
+
+    def ended(self, before: str) -> RunFailed:
+        """That it has ended too early."""
+        code = self.process.wait()
+        last = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        return RunFailed(f"{self.log.stem} ended with {code} before {before}: {' '.join(last) or 'no word'}.")
 
     def go(self) -> None:
         assert self.process.stdin is not None
@@ -131,7 +143,7 @@ class _Conductor:
     def conduct(self) -> dict[str, Any]:
         bench = self.bench
         server, url = self._server()
-        workers = [self._worker(index, url) for index in range(bench.workers)]
+        workers = [self._worker(index, server, url) for index in range(bench.workers)]
         for worker in workers:
             worker.expect("loaded")
             self.peaks.begin(worker.process.pid)
@@ -204,7 +216,7 @@ class _Conductor:
         child.expect("written")
         child.go()
 
-    def _worker(self, index: int, url: str) -> _Child:
+    def _worker(self, index: int, server: _Child, url: str) -> _Child:
         bench = self.bench
         options = {
             "index": index,
@@ -217,15 +229,22 @@ class _Conductor:
         }
         name = f"worker-{index:03d}"
         more = {"ATOLL_SERVER": url, "ATOLL_SITE": name, "ATOLL_DIR": str(self.folder / "workers")}
-        return self._spawn(name, "work", options, threads=1, **more)
+        return self._spawn(name, "work", options, threads=1, server=server, **more)
 
-    def _spawn(self, name: str, role: str, options: dict[str, Any], threads: int | None, **more: str) -> _Child:
+    def _spawn(
+        self,
+        name: str,
+        role: str,
+        options: dict[str, Any],
+        threads: int | None,
+        server: _Child | None = None,
+        **more: str,
+    ) -> _Child:
         path, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
         path.write_text(json.dumps(options), encoding="utf-8")
         argv = ["-m", "atoll.cli.bench_child", role, str(path)]
-        return _Child(
-            self.children.spawn(name, argv, environment=_environment(threads) | more, log=log, piped=True), log
-        )
+        environment = _environment(threads) | more
+        return _Child(self.children.spawn(name, argv, environment=environment, log=log, piped=True), log, server)
 
     def _figures(
         self, server: _Child, workers: list[_Child], trained: list[dict[str, Any]], server_cpu_s: float, exact: bool

@@ -189,6 +189,7 @@ class Tickets(Members):
             if row.state != "open":
                 raise why_closed(row)
             self._require_parts(row)
+            self.spool(ticket)  # in a swarm it has none yet
             failpoint("accept.before")
             self.journal.execute(
                 "UPDATE tickets SET state = 'accepted', digest = ?, weight = ?, steps = ?, metrics_json = ?, norm = ?, "
