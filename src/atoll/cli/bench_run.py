@@ -125,8 +125,9 @@ class _Child:
     def ended(self, before: str) -> RunFailed:
         """That it has ended too early."""
         code = self.process.wait()
-        last = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-        return RunFailed(f"{self.log.stem} ended with {code} before {before}: {' '.join(last) or 'no word'}.")
+        said = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        last = "".join(said).rstrip(".") or "no word"
+        return RunFailed(f"{self.log.stem} ended with {code} before {before}: {last}.")
 
     def go(self) -> None:
         assert self.process.stdin is not None
