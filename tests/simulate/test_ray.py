@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,7 @@ from virtual_world import CLIENT, model_of, simulate, told, write
 
 import atoll
 from atoll.errors import ConfigError, RunFailed
-from atoll.testing.processes import Nursery, free_port
+from atoll.testing.processes import Nursery, free_port, wait_until
 
 FOUR = ("--workers", "4", "--processes", "2", "--engine", "ray")
 
@@ -103,6 +108,46 @@ def test_the_command_starts_a_ray_of_its_own_and_ends_it(nursery: Nursery, tmp_p
     done = told(simulate(nursery, write(tmp_path), *FOUR, "--json"))
     assert (done["worker_rounds"], done["failed"]) == (12, {})
     assert set(Path("/tmp").glob("atoll-ray-*")) <= before
+
+
+@pytest.fixture
+def cluster() -> Iterator[str]:
+    """The address of a Ray that somebody else has started."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
+    port, folder = free_port(), tempfile.mkdtemp(dir="/tmp")  # paths of Ray's sockets have to be short
+    start = [str(Path(sys.executable).with_name("ray")), "start", "--head", f"--port={port}", "--num-cpus=2", "--block"]
+    with open(Path(folder) / "said", "wb") as said:
+        head = subprocess.Popen(
+            [*start, "--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}"],
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        wait_until(lambda: head.poll() is not None or _listens(port), "a Ray that listens", 60.0)
+        assert head.poll() is None, (Path(folder) / "said").read_text()
+        yield f"127.0.0.1:{port}"
+    finally:
+        head.terminate()
+        head.wait(30)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as asked:
+        return asked.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.covers("V1")
+def test_a_cluster_that_runs_comes_to_the_same_bits_and_is_left_running(
+    nursery: Nursery, tmp_path: Path, undisturbed: bytes, cluster: str
+) -> None:
+    done = told(simulate(nursery, write(tmp_path, **RULES), *FOUR, "--address", cluster, "--json"))
+    assert (done["worker_rounds"], done["failed"]) == (12, {})
+    assert model_of(tmp_path / "atoll-simulation") == undisturbed
+    assert _listens(int(cluster.rpartition(":")[2]))
 
 
 @pytest.mark.covers("V5")
