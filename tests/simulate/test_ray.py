@@ -112,7 +112,7 @@ def test_the_command_starts_a_ray_of_its_own_and_ends_it(nursery: Nursery, tmp_p
 
 @pytest.fixture
 def cluster() -> Iterator[str]:
-    """The address of a Ray that somebody else has started."""
+    """The address of a Ray that somebody else has started, and that wants its token."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
     port, folder = free_port(), tempfile.mkdtemp(dir="/tmp")  # paths of Ray's sockets have to be short
     start = [str(Path(sys.executable).with_name("ray")), "start", "--head", f"--port={port}", "--num-cpus=2", "--block"]
@@ -144,7 +144,8 @@ def _listens(port: int) -> bool:
 def test_a_cluster_that_runs_comes_to_the_same_bits_and_is_left_running(
     nursery: Nursery, tmp_path: Path, undisturbed: bytes, cluster: str
 ) -> None:
-    done = told(simulate(nursery, write(tmp_path, **RULES), *FOUR, "--address", cluster, "--json"))
+    flags = (*FOUR, "--address", cluster, "--json")
+    done = told(simulate(nursery, write(tmp_path, **RULES), *flags, RAY_AUTH_MODE="token"))
     assert (done["worker_rounds"], done["failed"]) == (12, {})
     assert model_of(tmp_path / "atoll-simulation") == undisturbed
     assert _listens(int(cluster.rpartition(":")[2]))

@@ -84,9 +84,9 @@ def write(folder: Path, client: str = CLIENT, **settings: Any) -> Path:
     return run_file
 
 
-def simulate(nursery: Nursery, run_file: Path, *flags: str, code: int = 0) -> str:
+def simulate(nursery: Nursery, run_file: Path, *flags: str, code: int = 0, **env: str) -> str:
     """`atoll simulate`, to its end; returns what it said."""
-    process = nursery.start("atoll", "simulate", run_file.name, *flags, cwd=run_file.parent)
+    process = nursery.start("atoll", "simulate", run_file.name, *flags, cwd=run_file.parent, env=env)
     assert process.wait(100) == code, process.output()
     return process.output()
 
