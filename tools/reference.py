@@ -50,7 +50,7 @@ EXIT_CODES = {
     8: "The token or the certificate is not accepted.",
     9: "The run cannot go on.",
     130: "Ended by Ctrl-C.",
-    143: "Ended by SIGTERM.",
+    143: "Ended by SIGTERM; a server that has begun puts everything away and ends with 0.",
 }
 
 

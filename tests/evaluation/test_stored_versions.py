@@ -92,7 +92,7 @@ def test_versions_of_a_finished_run_are_evaluated_beside_it(nursery: Nursery, tm
     }
     printed = server.output()
     assert re.search(r"^version 5 +25 +4$", printed, re.MULTILINE)
-    assert "empty: version 9 on every site: Version 9 is no longer kept." in printed
+    assert "empty: version 9 on every site: There is no version 9: the run has come to 5." in printed
     assert "waits for 2 sites; " in printed
     assert f"nope.safetensors is not in {tmp_path}: its row stays empty" in printed  # before a site has come
     missing = f"No such file or directory, at the server: {tmp_path / 'nope.safetensors'}"

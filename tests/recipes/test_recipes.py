@@ -131,6 +131,27 @@ def test_a_wrong_value_is_refused_where_it_is_given(given: dict[str, object], sa
     assert refused.value.exit_code == 2
 
 
+@pytest.mark.covers("P11", "X3")
+def test_what_the_algorithm_does_not_take_is_refused_before_anything_is_made() -> None:
+    with pytest.raises(ConfigError, match=r"FedProxRecipe: local_options: mu = -1\. It is a number, at least 0"):
+        recipe(FedProxRecipe, mu=-1)
+
+
+@pytest.mark.covers("P11", "V5")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"engine": "rai"}, r"engine is 'rai'\. Did you mean 'ray'\?"),
+        ({"engine": "slurm"}, r"engine is 'slurm'\. Take one of local, ray"),
+        ({"processes": 0}, r"processes is 0\. Give at least 1"),
+        ({"address": "head:6379"}, r"address is 'head:6379', and the engine is 'local'"),
+    ],
+)
+def test_an_engine_that_is_not_there_is_refused_where_it_is_given(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        SimEnv(num_clients=2, **given)
+
+
 @pytest.mark.covers("P11")
 def test_a_wrong_server_config_is_refused_and_changes_nothing() -> None:
     made = recipe(DiLoCoRecipe, sync_every=6)

@@ -79,18 +79,27 @@ def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
     assert "(its machine had too little memory); another one takes its place" in caplog.text
 
 
-def test_a_ray_that_cannot_go_on_is_said_with_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("V5")
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("OutOfDiskError", r"Ray cannot go on: OutOfDiskError: .* The same command goes on from the state directory"),
+        ("GetTimeoutError", r"Ray has started no process for a virtual worker in 3 s\. Take fewer processes than 2"),
+    ],
+)
+def test_a_ray_that_cannot_go_on_is_said_with_what_goes_on(
+    monkeypatch: pytest.MonkeyPatch, error: str, said: str
+) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
     from atoll.simulate.on_ray import RayEngine
 
     def full(*_: Any, **__: Any) -> Any:
-        raise ray.exceptions.OutOfDiskError("local disk is full")
+        raise getattr(ray.exceptions, error)("local disk is full")
 
     monkeypatch.setattr(ray, "get", full)
-    with pytest.raises(
-        RunFailed, match=r"Ray cannot go on: OutOfDiskError: .* The same command goes on from the state directory"
-    ):
-        RayEngine(1, None).got(None)
+    with pytest.raises(RunFailed, match=said) as failed:
+        RayEngine(2, None).got(None, 3.0)
+    assert failed.value.exit_code == 9
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -14,12 +15,16 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from engine_here import simulate_here
 from torch import nn
 
 import atoll
 from atoll.cli.simulate import summary
 from atoll.errors import ConfigError, RunFailed, UsageError
+from atoll.server.handlers import Handlers
+from atoll.simulate import conductor
 from atoll.simulate.simulation import threads_of
+from atoll.wire import messages
 from atoll.wire.status_messages import RoundSummary
 
 CLIENT = '''\
@@ -152,6 +157,30 @@ def test_a_simulation_can_be_stopped_and_goes_on(tmp_path: Path, client: str) ->
     assert (done.rounds, done.worker_rounds) == (0, 0)
     assert done.version >= 3
     assert summary(done) == f"was finished before, at version {done.version}: nothing is trained; {done.model}"
+
+
+def test_a_simulation_of_very_many_can_be_stopped_while_they_join(
+    tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate_here(monkeypatch)
+    monkeypatch.setattr(conductor, "JOIN_AT_ONCE", 10)
+    joined, join = list[str](), Handlers.join
+
+    async def counted(self: Handlers, message: messages.Join, request: Any) -> messages.Joined:
+        joined.append(message.site)
+        if len(joined) == 25:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()  # as `stop` does, which a signal calls
+        return await join(self, message, request)
+
+    monkeypatch.setattr(Handlers, "join", counted)
+    simulation = atoll.Simulation(
+        start(), client=client, workers=200, rounds=1, algorithm="fedavg", state_dir=tmp_path / "s"
+    )
+    with pytest.raises(UsageError, match="The simulation was stopped"):
+        simulation.run()
+    assert len(joined) == 30  # those of the three transactions that had begun
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ import torch
 
 import atoll
 from atoll.cli import status as shown
+from atoll.cli.export import from_directory, from_server
+from atoll.errors import UsageError
 from atoll.testing.processes import Nursery
 
 SCRIPT = Path(__file__).with_name("task_process.py")
@@ -80,6 +82,30 @@ def test_an_open_task_says_who_is_awaited_and_an_answer_without_tensors_is_warne
     assert answers == [None, None]
     warned = [text for text in caplog.messages if "its answer has no tensors: it goes inline" in text]
     assert warned == ["a: task 'train' is among stream_tasks, but its answer has no tensors: it goes inline"]
+
+
+@pytest.mark.covers("T14", "X3")
+def test_a_run_that_has_workflows_alone_shows_no_training_and_exports_nothing(tmp_path: Path) -> None:
+    def main(controller: Any) -> None:
+        controller.send("a", "echo", 1, timeout_s=30)
+
+    out = tmp_path / "model.safetensors"
+    with atoll.Server(workflow=main, state_dir=tmp_path / "state", port=0) as server:
+        with atoll.tasks(server.url, "a") as worker:
+            for task in worker.tasks():
+                status = server.status()
+                lines = shown.headline(status, server.url)
+                assert lines[0].startswith(f"atoll at {server.url}: no model, run {status.run[:8]}, epoch 1, up ")
+                assert not any(
+                    word in line for line in lines for word in ("diloco", "outer optimizer", "version", "codec")
+                )
+                with pytest.raises(UsageError, match=f"The run at {server.url} has no model, only workflows"):
+                    from_server(server.url, out)
+                task.answer(task.payload)
+        server.run()
+    with pytest.raises(UsageError, match="state has no model, only workflows"):
+        from_directory(tmp_path / "state", out)
+    assert not out.exists()
 
 
 @pytest.mark.covers("T11")

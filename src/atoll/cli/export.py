@@ -70,7 +70,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
     """Export from the state directory of a server that is stopped; returns the version.
 
     Raises:
-        UsageError: no run was begun there.
+        UsageError: no run was begun there, or one without a model.
         StateLocked: its server runs.
         Gone: the version is not kept, or the masters beside it are not, where it has them; or it lies at the sites.
         StateCorrupt: its file was damaged.
@@ -89,6 +89,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
         if store.run is None:
             raise no_run(state_dir)
         split = split_of(json.loads(store.run.schema_json))
+        _require_model(split.schema, str(state_dir))
         settings = json.loads(store.run.settings_json)
         rows = [store.head(f) if version is None else store.version(f, version) for f in range(split.count)]
         newest = max(row.version for row in rows)
@@ -188,6 +189,11 @@ def _copy(source: Path, out: Path) -> None:
         os.rename(path, out)
 
 
+def _require_model(schema: Schema, where: str) -> None:
+    if schema.is_nothing:
+        raise UsageError(f"The run at {where} has no model, only workflows.", "Export from one that trains.")
+
+
 def _require_whole(fd: int, path: Path, layout: Layout, digests: Sequence[bytes]) -> None:
     """Nothing has changed in the file since its version was committed.
 
@@ -225,6 +231,7 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
 
     Raises:
         ServerUnreachable: nobody answers.
+        UsageError: the run has no model.
         Gone: the version is not kept.
     """
     from atoll.transport.client import Http
@@ -258,6 +265,7 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
 
     info = http.get(routes.RUN, messages.RunInfo)
     split = http.get(routes.SCHEMA, messages.SchemaMessage).to_split()
+    _require_model(split.schema, http.server)
     sources: list[Source] = []
     with contextlib.ExitStack() as stack:
         parts = stack.enter_context(contextlib.closing(Parts(http, info.connections, info.idle_timeout_s)))

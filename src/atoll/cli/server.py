@@ -90,9 +90,9 @@ def run_until_finished(settings: Settings) -> None:
     so_far = ""
     try:
         server.start()
-        so_far = (
-            f"; the model so far: atoll export model.safetensors --state-dir {shlex.quote(str(settings.state_dir))}"
-        )
+        if settings.model is not None:
+            folder = shlex.quote(str(settings.state_dir))
+            so_far = f"; the model so far: atoll export model.safetensors --state-dir {folder}"
         gc.freeze()  # a full collection would look at all that torch has imported, and hold everybody up for 0.2 s
         _announce(server, settings)
         _watch(server)

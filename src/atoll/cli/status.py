@@ -159,9 +159,13 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
 def headline(status: status_messages.Status, address: str) -> list[str]:
     """What concerns the run as a whole, a line each."""
     durable = f", durable version {status.durable_version}" if status.durable_version is not None else ""
+    run = f"run {status.run[:8]}, epoch {status.epoch}{', FINISHED' if status.finished else ''}"
+    if not status.model_bytes:
+        tasks = [task_totals(status.tasks)] if status.tasks else []
+        lines = [f"{status.name} at {address}: no model, {run}, up {duration(status.uptime_s)}"]
+        return [*lines, *workflow_lines(status.workflows), *tasks, *(f"warning: {each}" for each in status.warnings)]
     lines = [
-        f"{status.name} at {address}: {status.algorithm}, {status.policy}, run {status.run[:8]}, epoch {status.epoch}"
-        f"{', FINISHED' if status.finished else ''}",
+        f"{status.name} at {address}: {status.algorithm}, {status.policy}, {run}",
         f"model {size(status.model_bytes)}, {codecs(status)}, sync every {status.sync_every or '—'}, "
         f"rounds {f'{status.rounds} in all' if status.rounds else 'until stopped'}, up {duration(status.uptime_s)}"
         f"{f', {told}' if (told := time_left(status.left_s)) else ''}",

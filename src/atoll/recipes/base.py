@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
+from atoll.algorithms.resolve import resolve
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.config.text import settings_lines
-from atoll.errors import UsageError
+from atoll.errors import ConfigError, UsageError
 from atoll.recipes.arguments import Strict
 from atoll.recipes.model import InitialModel
 
@@ -80,7 +81,7 @@ class Recipe(Strict):
 
     def __post_init__(self) -> None:
         self._initial = InitialModel(self.model, self.initial_ckpt)
-        self.settings()
+        self._require_usable()
         if self.num_rounds < 1:
             raise UsageError(
                 f"{type(self).__name__}: num_rounds is {self.num_rounds}.", "A recipe ends by itself: give at least 1."
@@ -90,6 +91,14 @@ class Recipe(Strict):
                 f"{type(self).__name__}: there is no train_script {str(self.train_script)!r}.",
                 f"A relative path is looked for in {str(Path.cwd())!r}.",
             )
+
+    def _require_usable(self) -> None:
+        """The settings, and what the algorithm makes of them, are as they should be; ConfigError where not."""
+        settings = self.settings()
+        try:
+            resolve(settings)
+        except ConfigError as error:
+            raise ConfigError(f"{type(self).__name__}: {error.message}", error.remedy) from None
 
     # -- the settings it stands for
 

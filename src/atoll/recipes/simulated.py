@@ -13,6 +13,7 @@ from atoll.config import Settings
 from atoll.recipes.arguments import Strict
 from atoll.recipes.folder import RUN_FILE, ended_by_sigterm, prepared, require_clients, result_of, sites_of, told
 from atoll.recipes.result import RunResult
+from atoll.simulate.engines import require_engine
 
 if TYPE_CHECKING:
     from atoll.recipes.base import Recipe
@@ -33,6 +34,9 @@ class SimEnv(Strict):
         engine: `local`, or `ray` (`pip install 'atoll[ray]'`).
         address: of a Ray cluster; by default Ray is started on this machine.
         quiet: say nothing while it runs.
+
+    Raises:
+        ConfigError: an engine, or a number of processes, that is not there.
     """
 
     num_clients: int
@@ -41,6 +45,9 @@ class SimEnv(Strict):
     engine: str = "local"
     address: str | None = None
     quiet: bool = False
+
+    def __post_init__(self) -> None:
+        require_engine(self.engine, self.processes, self.address)
 
     def run(self, recipe: Recipe) -> RunResult:
         """Execute a recipe; what was started has ended when this returns or raises.

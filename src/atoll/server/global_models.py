@@ -17,7 +17,6 @@ from atoll.server.best import NOTE as BEST_NOTE
 from atoll.server.board import Row, Source
 from atoll.server.desk import key_to
 from atoll.server.exports import export_model
-from atoll.server.model import is_no_model
 from atoll.server.space import require_space
 from atoll.server.workflow import Controller
 from atoll.store.objects import Kept
@@ -48,7 +47,7 @@ class GlobalModels:
         self._controller, self._run = controller, controller.run
         self._kept: list[Kept] = []
         if versions is None:
-            versions = () if is_no_model(self._run.plan.schema) else ("latest",)
+            versions = () if self._run.plan.schema.is_nothing else ("latest",)
         self._versions = versions
         self.sources: list[Source] = []
 
@@ -126,8 +125,11 @@ class GlobalModels:
             saved = exports / f"model-{min(heads):06d}{SUFFIX}"
             if saved.is_file():
                 return saved, row, False
+            if min(heads) > (newest := min(run.store.heads())):
+                raise Gone(f"There is no version {min(heads)}: the run has come to {newest}.") from None
             raise Gone(
-                f"Version {min(heads)} is no longer kept.", "Set save_every, or keep_versions, to have more of them."
+                f"Version {min(heads)} is no longer kept.",
+                "Set save_every before training; keep_versions counts while the run is not finished.",
             ) from None
 
     def _held(self, path: Path) -> dict[str, Any]:

@@ -20,15 +20,10 @@ from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, chunks
 from atoll.tensors.modules import Tensors, Told, named_tensors, schema_of
-from atoll.tensors.schema import BUFFERS, CONTROL, Schema
+from atoll.tensors.schema import BUFFERS, CONTROL, NOTHING, Schema
 
-NO_MODEL = {"nothing": torch.zeros(1)}
+NO_MODEL = {NOTHING: torch.zeros(1)}
 """Of a run that has workflows and no model: the state directory has one in any case."""
-
-
-def is_no_model(schema: Schema) -> bool:
-    """Whether a run has no model but that."""
-    return [spec.name for spec in schema.tensors] == list(NO_MODEL)
 
 
 def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.Module | Tensors:

@@ -48,7 +48,7 @@ def status_of(run: Run) -> status_messages.Status:
         best=_best(run),
         uptime_s=now_s - run.started_s,
         left_s=run.left.of(run.state, now_s),
-        model_bytes=run.plan.schema.model.nbytes,
+        model_bytes=0 if run.plan.schema.is_nothing else run.plan.schema.model.nbytes,
         codec=algorithm.codec,
         outer=outer_in_words(algorithm, settings.outer_lrs),
         tau=settings.tau,

@@ -2,7 +2,7 @@
 
 Simulation       what users start: settings, sites, an engine                          simulation.py
   Conductor      joins the sites, gives out rounds, takes updates: on the server's run  conductor.py
-    Engine       processes that train virtual workers: engine.py, local.py, on_ray.py
+    Engine       processes that train virtual workers: jobs.py, local.py, on_ray.py
       Station    in such a process: one virtual worker at a time                        station.py
         VirtualSession   a worker's session whose base is the version's file itself,
                          and whose outbox is the spool                                  session.py

@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 TRACES = 3
 """How many virtual workers' tracebacks are shown in full."""
+JOIN_AT_ONCE = 500
 HOST = "simulated"
 
 
@@ -105,7 +106,7 @@ class Conductor:
         Raises:
             RunFailed: no round can close any more. AtollError: the run failed, or the engine.
         """
-        self._join()
+        await self._join()
         watching = asyncio.ensure_future(self._watch())
         try:
             while not self._run.finished.is_set():
@@ -168,7 +169,7 @@ class Conductor:
             return
         why = machine.why(state, 0, 0.0)
         last = next(reversed(self.failed.items()), None)
-        told_last = f"; the last that failed, {last[0]}: {last[1]}" if last else ""
+        told_last = f"; the last that failed, {last[0]}: {last[1].rstrip('.')}" if last else ""
         raise RunFailed(
             f"Round {state.rounds[0].number} cannot close ({why}): no other virtual worker is left{told_last}.",
             "Nothing is lost: mend the client and start the same simulation again, which goes on from here.",
@@ -183,8 +184,8 @@ class Conductor:
 
     # -- sites
 
-    def _join(self) -> None:
-        """All of them, at once: round one opens with the last. Those of an earlier start that are no more leave.
+    async def _join(self) -> None:
+        """All of them: round one opens with the last. Those of an earlier start that are no more leave.
 
         Raises:
             ConfigError: the run is one of real workers.
@@ -197,19 +198,23 @@ class Conductor:
                 "Give the simulation a state directory of its own.",
             )
         request: Any = {IDENTITY: Identity()}
+        sites = set(self._sites)
         with self._together():
             for member in membership.alive(self._run.state.members):
-                if member.site not in self._sites:
+                if member.site not in sites:
                     self._run.apply(ev.WorkerLeft(member.site, member.lease, ""))
-            for number, site in enumerate(self._sites):
-                message = messages.Join(
-                    protocol=routes.PROTOCOL,
-                    site=site,
-                    host=HOST,
-                    process=f"{self._run.store.epoch}x{number}",
-                    controls=self._controls_of(site) if begun else "",
-                )
-                self._leases[site] = Lease.parse(now(self._handlers.join(message, request)).lease)
+        for first in range(0, len(self._sites), JOIN_AT_ONCE):
+            with self._together():
+                for number, site in enumerate(self._sites[first : first + JOIN_AT_ONCE], first):
+                    message = messages.Join(
+                        protocol=routes.PROTOCOL,
+                        site=site,
+                        host=HOST,
+                        process=f"{self._run.store.epoch}x{number}",
+                        controls=self._controls_of(site) if begun else "",
+                    )
+                    self._leases[site] = Lease.parse(now(self._handlers.join(message, request)).lease)
+            await asyncio.sleep(0)  # a simulation of very many can be ended in between
         if begun and self._run.has_controls:
             self._counted.update(filter(self._has_counted, self._sites))
 

@@ -28,6 +28,7 @@ from atoll.server.site_filters import Given
 from atoll.server.task_filters import TaskFilters
 from atoll.simulate.client import name_of, require_outside
 from atoll.simulate.conductor import Conductor, now
+from atoll.simulate.engines import require_engine
 from atoll.simulate.jobs import Beginning, Engine
 from atoll.simulate.local import LocalEngine
 from atoll.simulate.session import lasts
@@ -37,7 +38,6 @@ from atoll.worker.site import require_site
 
 LOG = logging.getLogger("atoll.simulate")
 
-ENGINES = ("local", "ray")
 SITES = "sites"
 """Folder in the state directory with what sites keep between their rounds."""
 
@@ -142,9 +142,8 @@ class Simulation:
                 "a script that joins.",
             )
         self._client, self._arguments = name_of(client), tuple(arguments)
-        self._processes = processes if processes is not None else os.cpu_count() or 1
-        if self._processes < 1:
-            raise ConfigError(f"processes is {processes}.", "Give at least 1.")
+        require_engine(engine, processes, address)
+        self._processes = processes or os.cpu_count() or 1
         self._engine = _engine(engine, self._processes, address)
         self._filters = TaskFilters(self.settings, (), filters)
         self._filters.require_rounds()
@@ -311,16 +310,10 @@ def _sites(workers: int | Sequence[str]) -> list[str]:
 
 def _engine(name: str, processes: int, address: str | None) -> Engine:
     if name == "local":
-        if address is not None:
-            raise ConfigError(
-                f"address is {address!r}, and the engine is 'local'.", "Leave it out, or take engine ray."
-            )
         return LocalEngine(processes)
-    if name == "ray":
-        from atoll.simulate.on_ray import RayEngine
+    from atoll.simulate.on_ray import RayEngine
 
-        return RayEngine(processes, address)
-    raise ConfigError(f"engine is {name!r}.", f"Take one of {', '.join(ENGINES)}.")
+    return RayEngine(processes, address)
 
 
 _ONE_WHOLE_MODEL = {"num_fragments": 1, "tau": 0, "ranks": 1, "workflow": None, "mode": "sync"}

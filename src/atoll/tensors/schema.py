@@ -46,6 +46,9 @@ CONTROL = "control"
 CONTROL_PREFIX = "atoll.control."
 """Before the parameter's name."""
 
+NOTHING = "nothing"
+"""The one tensor of a run that has no model, only workflows."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -144,6 +147,11 @@ class Schema:
     def model(self) -> Schema:
         """Without what an algorithm keeps beside the model: what a user's model is compared with, and exports hold."""
         return Schema(tuple(spec for spec in self.tensors if spec.group != CONTROL), self.aliases)
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether it is that of a run that has no model, only workflows."""
+        return [spec.name for spec in self.tensors] == [NOTHING]
 
     @property
     def nbytes(self) -> int:
