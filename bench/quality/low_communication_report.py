@@ -110,8 +110,8 @@ TRIED = {
     "a simulation on the same seed: 0.9 with outer_lr 0.3 +10.0 %, 0.8 with 0.4 +6.5 %, 0.7 with 1/√(1+s) +7.8 %; with "
     "a step for 2 updates and momentum on every second 0.8 +3.7 %, 0.7 +4.5 %; for 3 updates and momentum on every "
     "second 0.8 +5.7 %, on each 0.8 +1.5 %; H = 10 with 0.8 +5.1 %. In another one (0.7: +4.7 %): momentum on each "
-    "update in equal shares (the paper's c = 1/N) 0.7 +6.3 %, 0.8 +9.1 %; four workers of the same speed 0.7 +4.5 %, 0.8 "
-    "+8.8 %: it is not the slow one, but momentum on what nobody has waited for.",
+    "update in equal shares (the paper's c = 1/N) 0.7 +6.3 %, 0.8 +9.1 %; four workers of the same speed 0.7 +4.5 %, "
+    "0.8 +8.8 %: it is not the slow one, but momentum on what nobody has waited for.",
 }
 """Of a gate that is missed: what was tried."""
 
