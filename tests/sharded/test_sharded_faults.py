@@ -200,9 +200,12 @@ def test_local_steps_are_carried_over_to_the_version_that_others_moved_on_to(nur
     """
     ways = {"outer_lr": 1.0, "outer_momentum": 0.0, "quorum": 1, "round_deadline_s": 0.2}
     with World(nursery, tmp_path, sync_every=2, rounds=2, num_workers=2, **ways) as world:
-        go, stay = tmp_path / "go", tmp_path / "stay"
+        first, go, stay = (tmp_path / name for name in ("first", "go", "stay"))
+        a = world.site("a", ranks=1, sharded="", held={"1": str(first), "2": str(stay)})
+        wait_until(Path(f"{first}.awaited-0").exists, "a in the run, which opens the round when b joins", 60)
         b = world.site("b", held={"1": str(go)})
-        a = world.site("a", ranks=1, sharded="", held={"2": str(stay)})
+        wait_until(Path(f"{go}.awaited-0").exists, "b, which has its ticket of round 1", 60)
+        first.touch()
         wait_until(lambda: is_at(world.url, 1), "a round without b", 60)
         go.touch()
         assert b[0].wait(60) == 0, b[0].output()
