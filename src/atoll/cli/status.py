@@ -158,14 +158,26 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
 
 def headline(status: status_messages.Status, address: str) -> list[str]:
     """What concerns the run as a whole, a line each."""
-    durable = f", durable version {status.durable_version}" if status.durable_version is not None else ""
     run = f"run {status.run[:8]}, epoch {status.epoch}{', FINISHED' if status.finished else ''}"
-    if not status.model_bytes:
-        tasks = [task_totals(status.tasks)] if status.tasks else []
+    if status.model_bytes:
+        lines = [f"{status.name} at {address}: {status.algorithm}, {status.policy}, {run}", *_of_training(status)]
+    else:
         lines = [f"{status.name} at {address}: no model, {run}, up {duration(status.uptime_s)}"]
-        return [*lines, *workflow_lines(status.workflows), *tasks, *(f"warning: {each}" for each in status.warnings)]
+    lines += workflow_lines(status.workflows)
+    if status.tasks:
+        lines.append(task_totals(status.tasks))
+    for fragment in status.fragments if status.model_bytes else ():
+        waiting = awaited(fragment)
+        name = f"fragment {fragment.fragment}: " if len(status.fragments) > 1 else ""
+        lines.append(f"{name}version {fragment.version}, {fragment.phase}{f'; {waiting}' if waiting else ''}")
+        if fragment.place is not None:
+            lines.append(f"{name}{placed(fragment.place)}")
+    return lines + [f"warning: {warning}" for warning in status.warnings]
+
+
+def _of_training(status: status_messages.Status) -> list[str]:
+    durable = f", durable version {status.durable_version}" if status.durable_version is not None else ""
     lines = [
-        f"{status.name} at {address}: {status.algorithm}, {status.policy}, {run}",
         f"model {size(status.model_bytes)}, {codecs(status)}, sync every {status.sync_every or '—'}, "
         f"rounds {f'{status.rounds} in all' if status.rounds else 'until stopped'}, up {duration(status.uptime_s)}"
         f"{f', {told}' if (told := time_left(status.left_s)) else ''}",
@@ -181,16 +193,7 @@ def headline(status: status_messages.Status, address: str) -> list[str]:
         lines.append(f"outer optimizer {status.outer}{'; ' + behind if behind else ''}")
     if status.best is not None:
         lines.append(best_line(status.best))
-    lines += workflow_lines(status.workflows)
-    if status.tasks:
-        lines.append(task_totals(status.tasks))
-    for fragment in status.fragments:
-        waiting = awaited(fragment)
-        name = f"fragment {fragment.fragment}: " if len(status.fragments) > 1 else ""
-        lines.append(f"{name}version {fragment.version}, {fragment.phase}{f'; {waiting}' if waiting else ''}")
-        if fragment.place is not None:
-            lines.append(f"{name}{placed(fragment.place)}")
-    return lines + [f"warning: {warning}" for warning in status.warnings]
+    return lines
 
 
 def placed(place: status_messages.PlaceStatus) -> str:

@@ -112,9 +112,8 @@ class GlobalModels:
                 name = f"best (version {number})"
                 return path, row.model_copy(update={"name": name, "version": number}), False
             raise Gone("There is no best version.", "It is kept where best_metric is set, once that was reported.")
-        heads = run.store.heads()
-        if version != "latest":
-            heads = (int(version),) * len(heads)
+        newest = run.store.heads()
+        heads = newest if version == "latest" else (int(version),) * len(newest)
         row = row.model_copy(update={"name": f"version {min(heads)}", "version": min(heads)})
         path = run.settings.state_dir / "objects" / f"evaluated-{os.getpid()}{SUFFIX}"  # a start removes what is left
         try:
@@ -125,8 +124,8 @@ class GlobalModels:
             saved = exports / f"model-{min(heads):06d}{SUFFIX}"
             if saved.is_file():
                 return saved, row, False
-            if min(heads) > (newest := min(run.store.heads())):
-                raise Gone(f"There is no version {min(heads)}: the run has come to {newest}.") from None
+            if min(heads) > min(newest):
+                raise Gone(f"There is no version {min(heads)}: the run has come to {min(newest)}.") from None
             raise Gone(
                 f"Version {min(heads)} is no longer kept.",
                 "Set save_every before training; keep_versions counts while the run is not finished.",

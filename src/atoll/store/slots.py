@@ -146,7 +146,7 @@ class SlotPool:
             DiskFull: no space for another; no part of it is left behind.
         """
         with self.lock:
-            first = min((number for number, slot in self._slots.items() if not slot.holds), default=None)
+            first = min((number for number, slot in self._slots.items() if slot.free), default=None)
             if first is not None:
                 slot = self._slots[first]
                 slot.holds[why] += 1

@@ -189,7 +189,7 @@ class Tickets(Members):
             if row.state != "open":
                 raise why_closed(row)
             self._require_parts(row)
-            self.spool(ticket)  # in a swarm it has none yet
+            spool = self.spool(ticket)  # in a swarm it has none yet
             failpoint("accept.before")
             self.journal.execute(
                 "UPDATE tickets SET state = 'accepted', digest = ?, weight = ?, steps = ?, metrics_json = ?, norm = ?, "
@@ -215,7 +215,7 @@ class Tickets(Members):
                 weight=weight,
             )
             accepted = self.ticket(ticket)
-            self.journal.after_commit(lambda: self.spool(ticket).close(why_closed(accepted)))
+            self.journal.after_commit(lambda: spool.close(why_closed(accepted)))
             self.journal.after_commit(lambda: failpoint("accept.after"))
         return accepted
 
