@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -63,6 +65,13 @@ def remember(worker) -> None:
     anonymous = next(line.split()[1] for line in status if line.startswith("RssAnon:"))
     with (HERE / "memory").open("a") as file:
         file.write(f"{int(anonymous) * 1024 * int(held[0])}\\n")
+
+
+def opened(worker) -> None:
+    """As `train`, and says how many files its process has open."""
+    train(worker)
+    with (HERE / "opened").open("a") as file:
+        file.write(f"{len(os.listdir('/proc/self/fd'))}\\n")
 '''
 
 
@@ -112,6 +121,53 @@ def test_processes_divide_the_cores_among_their_threads(monkeypatch: pytest.Monk
     for told, threads in (("4", 4), ("4,2", 4), ("0", 2), ("many", 2), ("", 2)):
         monkeypatch.setenv("OMP_NUM_THREADS", told)
         assert threads_of(4) == threads
+
+
+@pytest.mark.covers("V2", "V3")
+@pytest.mark.slow
+def test_the_command_takes_arguments_of_the_client_prints_json_alone_and_leaves_nothing_running(
+    tmp_path: Path, client: str
+) -> None:
+    """Whose processes start others of their own, and print."""
+    more = "    import subprocess, sys\n    print('trains', *sys.argv[1:], flush=True)\n"
+    more += "    subprocess.Popen(['sleep', '600'], cwd=HERE)\n    model, number ="
+    (tmp_path / "client.py").write_text(CLIENT.replace("    model, number =", more, 1))
+    (tmp_path / "run.toml").write_text('model = "client.py:build"\nalgorithm = "fedavg"\nrounds = 2\n')
+    flags = ["--client", "client.py:train", "--workers", "4", "--processes", "2", "--json", "--", "--lr", "0.1"]
+    command = [sys.executable, "-m", "atoll.cli.main", "simulate", "run.toml", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["worker_rounds"] == 8
+    assert done.stderr.count("trains --lr 0.1\n") == 8
+    assert len((tmp_path / "loaded").read_text().split()) == 2 + 1  # of both processes, and of who builds the model
+    assert [entry for entry in Path("/proc").glob("[0-9]*") if cwd_of(entry) == str(tmp_path)] == []
+
+
+@pytest.mark.covers("V3")
+@pytest.mark.slow
+def test_lines_of_two_processes_do_not_mix(tmp_path: Path, client: str) -> None:
+    """The first prints half a line, waits until the other has printed a whole one, and prints the rest."""
+    more = "    import sys, time\n    begun, whole = HERE / 'begun', HERE / 'whole'\n"
+    more += "    def wait_for(path):\n        end = time.monotonic() + 120\n"
+    more += "        while not path.exists() and time.monotonic() < end:\n            time.sleep(0.01)\n"
+    more += "    if worker.site.endswith('0'):\n        print('half', end=' ')\n        begun.touch()\n"
+    more += "        wait_for(whole)\n        print('a line')\n"
+    more += "    else:\n        wait_for(begun)\n        print('whole')\n        whole.touch()\n    model, number ="
+    (tmp_path / "client.py").write_text(CLIENT.replace("    model, number =", more, 1))
+    (tmp_path / "run.toml").write_text('model = "client.py:build"\nalgorithm = "fedavg"\nrounds = 1\n')
+    flags = ["--client", "client.py:train", "--workers", "2", "--processes", "2", "--json"]
+    command = [sys.executable, "-m", "atoll.cli.main", "simulate", "run.toml", *flags]
+    unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=unbuffered, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "whole\nhalf a line\n" in done.stderr
+
+
+def cwd_of(process: Path) -> str:
+    try:
+        return os.readlink(process / "cwd")
+    except OSError:
+        return ""
 
 
 @pytest.mark.slow
@@ -257,9 +313,12 @@ def test_versions_and_spools_are_rewritten_round_after_round(tmp_path: Path, cli
         files.append(len(list((tmp_path / "state" / "slots").iterdir())))
         pins.append(len(open_within(tmp_path / "state")))
 
-    run(tmp_path, client, rounds=30, on_round=on_round)
+    run(tmp_path, client.replace(":train", ":opened"), rounds=30, on_round=on_round)
     assert max(files[5:]) <= 4 + 4  # 4 updates; two versions, the durable one, the one that is written
     assert max(pins[5:]) <= pins[4] + 4
+    theirs = [int(line) for line in (tmp_path / "opened").read_text().split()]
+    assert len(theirs) == 120
+    assert max(theirs[20:]) <= max(theirs[:20]) + 4
 
 
 @pytest.mark.slow

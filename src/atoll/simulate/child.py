@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 import select
 import signal
@@ -41,6 +42,7 @@ def main(channel_fd: int, numbers_fd: int, parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(0)
+    _print_whole_lines()
     with contextlib.suppress(EOFError, OSError):
         _Child(Channel(socket.socket(fileno=channel_fd)), numbers_fd).serve()
 
@@ -60,6 +62,13 @@ def take_number(fd: int) -> int | None:
     return int.from_bytes(read, "little")
 
 
+def _print_whole_lines() -> None:
+    """Standard error is everybody's here: PYTHONUNBUFFERED, common in containers, would mix parts of their lines."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
 class _Child:
     def __init__(self, channel: Channel, numbers_fd: int) -> None:
         self._channel, self._numbers_fd = channel, numbers_fd
@@ -71,15 +80,20 @@ class _Child:
         try:
             station = Station(Beginning.from_json(told["beginning"]))
         except AtollError as error:
+            if error.trace:
+                print(error.trace, file=sys.stderr)
             self._channel.send({"what": "bad", "message": error.message, "remedy": error.remedy})
             return
         self._channel.send({"what": "ready"})
+        pid = os.getpid()
         while True:
             number = self._next_number()
             told, spool_fd = self._job(number)
             try:
                 answer = station.train(*job_of(told), self._bases[told["ticket"]["base_digest"]], spool_fd)
             finally:
+                if os.getpid() != pid:  # the client has forked, and returns here, too
+                    os._exit(1)
                 os.close(spool_fd)
             self._channel.send({"what": "answer", "job": number, **answer.to_json()})
 
