@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 
 from atoll.aggregation.close import PassInputs, PassOutputs, PassResult, UpdateSource, run_pass
-from atoll.aggregation.state import state_layout
+from atoll.aggregation.scratch import Scratch
+from atoll.aggregation.state import region_digest, state_layout, version_regions
 from atoll.codecs.bf16 import Bf16Codec
 from atoll.codecs.none import NoneCodec
 from atoll.outer.build import build_outer
 from atoll.reducers.mean import WeightedMean
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
-from atoll.tensors.layout import update_layout, version_header, version_layout
+from atoll.tensors.layout import TILE, update_layout, version_header, version_layout
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
 
 CODECS = {"none": NoneCodec(), "bf16": Bf16Codec()}
@@ -79,6 +80,7 @@ class World:
         for segment in self.version_layout.segments:
             os.pwrite(self.base, raw(values(segment.spec, 0)), segment.offset)
         self.state_fd = None
+        self.result: PassResult | None = None
 
     def open(self, name: str) -> int:
         fd = os.open(self.folder / name, os.O_RDWR | os.O_CREAT)
@@ -105,7 +107,12 @@ class World:
 
     def inputs(self) -> PassInputs:
         header, layout = self.state or (b"", None)
-        return PassInputs(self.version_layout, self.base, self.sources(), header, layout, self.state_fd)
+        base = tuple(region_digest(self.base, region, Scratch(TILE)) for region in version_regions(self.version_layout))
+        return PassInputs(
+            self.version_layout, self.base, self.sources(), header, layout, self.state_fd,
+            base_digests=base if self.result is None else self.result.part_digests,
+            base_state_digests=self.result and self.result.state_digests,
+        )  # fmt: skip
 
     def round(self, **how) -> PassResult:
         """Close a round; the next one starts from its result."""
@@ -115,6 +122,7 @@ class World:
         )
         result = run_pass(inputs, outputs, self.rule, REDUCERS, CODECS, **how)
         self.number += 1
+        self.result = result
         self.base, self.state_fd = outputs.version_fd, outputs.state_fd
         return result
 

@@ -36,7 +36,7 @@ class DownWorld(World):
         version, state, delta = (self.open(f"{kind}{self.number + 1}") for kind in "vsd")
         os.ftruncate(delta, self.downlink.layout.nbytes)  # a slot is made of zeros
         result = run_pass(inputs, PassOutputs(version, state, delta), self.rule, REDUCERS, CODECS, **how)
-        self.number, self.base, self.state_fd = self.number + 1, version, state
+        self.number, self.base, self.state_fd, self.result = self.number + 1, version, state, result
         return result
 
     def version(self) -> dict[str, torch.Tensor]:

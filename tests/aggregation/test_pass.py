@@ -86,10 +86,31 @@ def test_the_pass_runs_again_over_a_half_written_output(tmp_path):
     outputs = PassOutputs(world.base, world.state_fd)
     for fd in (outputs.version_fd, outputs.state_fd):
         os.pwrite(fd, b"\xff" * 70_000, 1234)
-    world.number, world.state_fd = 0, None
+    world.number, world.state_fd, world.result = 0, None, None
     world.base = world.open("v0")
     again = run_pass(world.inputs(), outputs, world.rule, REDUCERS, CODECS)
     assert (again.digest, again.state_digests) == (first.digest, first.state_digests)
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("target", ["sgd", "adam", torch.optim.Adafactor])
+def test_a_base_that_the_disk_has_changed_is_refused(tmp_path, target):
+    """Every region of the version and of the outer state, the header and what is not read for the result, too."""
+    world = World(tmp_path, target=target, options={"lr": 0.1})
+    world.round()
+    regions = [(world.base, region, "version") for region in version_regions(world.version_layout)]
+    if world.state is not None:
+        states = state_regions(world.version_layout, world.state[1])
+        regions += [(world.state_fd, region, "outer state") for region in states]
+    inputs, outputs = world.inputs(), PassOutputs(world.open("v2"), world.open("s2") if world.state else None)
+    for fd, region, what in regions:
+        at, nbytes = region.ranges[-1]
+        (was,) = os.pread(fd, 1, at + nbytes - 1)
+        os.pwrite(fd, bytes([was ^ 1]), at + nbytes - 1)
+        with pytest.raises(StateCorrupt, match=f"The {what} that the round starts from is not what was written"):
+            run_pass(inputs, outputs, world.rule, REDUCERS, CODECS, threads=2)
+        os.pwrite(fd, bytes([was]), at + nbytes - 1)
+    run_pass(inputs, outputs, world.rule, REDUCERS, CODECS, threads=2)
 
 
 @pytest.mark.parametrize("target", ["sgd", "adam", torch.optim.Adafactor])

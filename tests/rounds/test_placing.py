@@ -35,12 +35,13 @@ def test_otherwise_each_site_draws_a_number_for_each_version() -> None:
         ("abc", "abc", "", "ab", "c"),  # nor who failed not long ago
         ("abc", "a", "", "a", "a"),  # unless nobody else has it
         ("abc", "ab", "b", "a", "a"),  # rather who did it before than who has failed
-        ("abc", "ab", "ab", "a", "a"),  # all have failed: from the first again
+        ("abc", "ab", "ab", "a", "a"),  # all have failed: who has failed longest ago
+        ("abc", "ab", "ba", "", "b"),
         ("abc", "", "", "", None),
     ],
 )
 def test_who_aggregates(order: str, holders: str, excluded: str, before: str, expected: str | None) -> None:
-    assert appointed(list(order), set(holders), set(excluded), set(before)) == expected
+    assert appointed(list(order), set(holders), list(excluded), set(before)) == expected
 
 
 @pytest.mark.covers("P10")

@@ -9,8 +9,9 @@ For every window of every part:
 Where versions go down by a codec, θ is the master in the state file, and the version is what workers then hold; see
 `delta.py`. Buffers take the mean of raw values, controls grow by the reduction, integers take the maximum. The pass is
 a pure function of its inputs: neither the chunk size nor the number of threads changes a bit, and after a crash it
-simply runs again. Memory is a few chunks per thread, whatever the model's size and the number of updates. Files are
-read and written by position; fsync is the caller's.
+simply runs again. What it reads of the base is hashed, too: a disk that has changed a bit since it was written is found
+out before anything follows from it. Memory is a few chunks per thread, whatever the model's size and the number of
+updates. Files are read and written by position; fsync is the caller's.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from atoll.aggregation.whole import step_whole
 from atoll.aggregation.wholes import Wholes
 from atoll.aggregation.windows import Window
 from atoll.codecs.base import Codec
+from atoll.errors import StateCorrupt
 from atoll.failpoints import failpoint
 from atoll.outer.rule import OuterRule, State, Stepper
 from atoll.posix import write_at
@@ -84,7 +86,8 @@ def run_pass(
 
     Raises:
         CancelledError: (concurrent.futures) `cancelled` was set; the outputs hold rubbish.
-        StateCorrupt: an input ends early.
+        StateCorrupt: an input ends early, or (`BaseDamaged`) the base is not what its digests say; the outputs hold
+            rubbish.
         OSError: the disk is full, or fails.
         UsageError: no updates, or a weight that is not finite and above zero.
     """
@@ -127,6 +130,8 @@ class _Pass:
         self.part_digests: list[bytes] = [b""] * parts
         self.state_digests: list[list[bytes]] = [[] for _ in range(parts)]
         self.delta_digests: list[bytes] = [b""] * parts
+        self.base_digests: list[bytes] = [b""] * parts
+        self.base_state_digests: list[list[bytes]] = [[] for _ in range(parts)]
         self.squares: list[float] = [0.0] * parts
         self._lock, self._done = threading.Lock(), 0
 
@@ -143,7 +148,19 @@ class _Pass:
             if self.on_progress is not None:
                 self.on_progress(self._done)
 
+    def require_base(self) -> None:
+        """Raise where what was read is not what it was when it was written."""
+        inputs = self.inputs
+        if inputs.base_digests is not None and tuple(self.base_digests) != inputs.base_digests:
+            raise BaseDamaged("version")
+        if inputs.base_state_digests and inputs.state_fd is not None and inputs.state_layout is not None:
+            found = [digest for part in self.base_state_digests for digest in part]
+            found.append(region_digest(inputs.state_fd, tail_region(inputs.state_layout), Scratch(TILE)))
+            if tuple(found) != inputs.base_state_digests:
+                raise BaseDamaged("outer state")
+
     def finish(self, began: float) -> PassResult:
+        self.require_base()
         state_digests = [digest for part in self.state_digests for digest in part]
         if self.inputs.state_layout is not None and self.outputs.state_fd is not None:
             failpoint("pass.write")
@@ -161,6 +178,16 @@ class _Pass:
         )
 
 
+class BaseDamaged(StateCorrupt):
+    """The disk has changed what the round starts from."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"The {what} that the round starts from is not what was written: its disk has changed it.",
+            "Look at the disk.",
+        )
+
+
 class _Member:
     """One thread of a pass: its scratch and its optimizer object."""
 
@@ -173,9 +200,10 @@ class _Member:
             self._delta = DeltaWriter(shared.inputs.downlink, shared.outputs.delta_fd, self._scratch)
 
     def do_part(self, part: Part) -> None:
-        """Write one part of the version and its runs of the state; hash both."""
-        shared, hasher = self._shared, blake3()
+        """Write one part of the version and its runs of the state; hash both, and what was read of the base."""
+        shared, hasher, base = self._shared, blake3(), blake3()
         columns: dict[Column, blake3] = {}
+        before: dict[Column, blake3] = {}
         if self._delta is not None:
             self._delta.begin(part.index)
         first = part.pieces[0].offset if part.pieces else part.stop
@@ -184,18 +212,21 @@ class _Member:
             read_at(shared.inputs.base_fd, header, at)
             self._write(shared.outputs.version_fd, header, at)
             hasher.update(header)
+            base.update(header)
         for window in shared.tables.windows.of(part):
             failpoint("pass.chunk")
             stored = self._scratch.view("stored", window.numel * torch_dtype(window.dtype).itemsize)
+            read_at(shared.inputs.base_fd, stored, window.offset)
+            base.update(stored)
             if window.kind == "whole" and self._delta is None:
                 read_at(shared.outputs.version_fd, stored, window.offset)
             else:
                 if window.kind == "whole":
-                    self._go_down(window, stored)
+                    self._go_down(window)
                 elif window.kind == "step":
-                    shared.squares[part.index] += self._step(window, stored, columns)
+                    shared.squares[part.index] += self._step(window, before, columns)
                 elif window.kind == "add":
-                    self._add(window, stored)
+                    self._add(window)
                 else:
                     self._replace(window)
                 self._write(shared.outputs.version_fd, stored, window.offset)
@@ -204,6 +235,8 @@ class _Member:
             shared.delta_digests[part.index] = self._delta.end()
         shared.part_digests[part.index] = hasher.digest()
         shared.state_digests[part.index] = [column.digest() for column in columns.values()]
+        shared.base_digests[part.index] = base.digest()
+        shared.base_state_digests[part.index] = [column.digest() for column in before.values()]
         shared.progress(part.nbytes)
 
     def _replace(self, window: Window) -> None:
@@ -218,9 +251,8 @@ class _Member:
         if self._delta is not None:
             self._delta.add(window, stored, None)
 
-    def _add(self, window: Window, stored: memoryview) -> None:
+    def _add(self, window: Window) -> None:
         """Controls: c ← s·c + the reduction."""
-        read_at(self._shared.inputs.base_fd, stored, window.offset)
         values = self._scratch.tensor("stored", torch_dtype(window.dtype), window.numel)
         _, runs = self._reduce(window)
         if self._shared.inputs.control_scale != 1:
@@ -230,7 +262,7 @@ class _Member:
         if self._delta is not None:
             self._delta.add(window, values, None)
 
-    def _go_down(self, window: Window, stored: memoryview) -> None:
+    def _go_down(self, window: Window) -> None:
         """Parameters that were stepped as whole tensors: bring what the base has of them to what goes down."""
         shared, n = self._shared, window.numel
         assert self._delta is not None
@@ -238,27 +270,31 @@ class _Member:
         head = window.extents[0]
         entry = shared.tables.entries[head.spec.name][MASTER]
         dtype = torch_dtype(entry.spec.dtype)
-        read_at(shared.inputs.base_fd, stored, window.offset)
         view = self._scratch.view(MASTER, n * dtype.itemsize)
         read_at(shared.outputs.state_fd, view, entry.offset + head.start * dtype.itemsize)
         values = self._scratch.tensor("stored", torch_dtype(window.dtype), n)
         self._delta.add(window, values, self._scratch.tensor(MASTER, dtype, n))
 
-    def _step(self, window: Window, stored: memoryview, columns: dict[Column, blake3]) -> float:
-        """Parameters: one outer step along the reduced pseudo-gradient; returns its sum of squares."""
+    def _step(self, window: Window, before_columns: dict[Column, blake3], columns: dict[Column, blake3]) -> float:
+        """Parameters: one outer step along the reduced pseudo-gradient; returns its sum of squares.
+
+        Args:
+            before_columns: hashes of the state that is read. columns: of the one that is written.
+        """
         shared, scratch = self._shared, self._scratch
         dtype, n = torch_dtype(window.dtype), window.numel
         kept = self._columns(window)
-        read_at(shared.inputs.base_fd, stored, window.offset)
         values = scratch.tensor("stored", dtype, n)
         reduced, grads = self._reduce(window)
         squares = float(torch.dot(reduced, reduced))
         first_round = shared.inputs.state_layout is not None and shared.inputs.state_fd is None
         held: dict[str, Tensor] = {}
-        for key, (_, offset, column_dtype) in kept.items():
+        for key, (column, offset, column_dtype) in kept.items():
             held[key] = scratch.tensor(f"state.{key}", column_dtype, n)
             if shared.inputs.state_fd is not None:
-                read_at(shared.inputs.state_fd, scratch.view(f"state.{key}", n * column_dtype.itemsize), offset)
+                view = scratch.view(f"state.{key}", n * column_dtype.itemsize)
+                read_at(shared.inputs.state_fd, view, offset)
+                before_columns.setdefault(column, blake3()).update(view)
         master = held.get(MASTER, values)
         if first_round and master is not values:
             master.copy_(values)

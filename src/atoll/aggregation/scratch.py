@@ -54,6 +54,6 @@ def read_at(fd: int, target: memoryview, offset: int) -> None:
         posix.read_at(fd, target, offset)
     except EOFError:
         raise StateCorrupt(
-            f"A file of the state directory ends before byte {offset + len(target)}, which it should have.",
-            "Something else truncated it; restart the server: it goes back to the version before.",
+            f"A file that the round is made of ends before byte {offset + len(target)}, which it should have.",
+            "Something else has cut it off: look at the disk.",
         ) from None

@@ -46,6 +46,8 @@ class PassInputs:
         reduced: the pseudo-gradient of `params` where an aggregator has made one of the updates; they are then reduced
             in everything else only.
         downlink: how versions go down; None: whole. With one, the state file has a master of every parameter.
+        base_digests: what the base is to be, as `PassResult.part_digests`; None: it is not checked.
+        base_state_digests: likewise of the base's outer state.
     """
 
     version_layout: Layout
@@ -57,6 +59,8 @@ class PassInputs:
     control_scale: float = 1.0
     reduced: UpdateSource | None = None
     downlink: Downlink | None = None
+    base_digests: tuple[bytes, ...] | None = None
+    base_state_digests: tuple[bytes, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,11 @@ def codecs_of(
         raise ConfigError(
             f"{setting} = {codec!r} is no codec.", f"Name a class that has {', '.join(_METHODS)}: atoll.codecs.base."
         )
-    try:
-        made = found(**options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{setting}_options = {dict(options)!r}: {error}.", f"They are the keyword arguments of {codec!r}."
-        ) from None
+    made = registry.made(
+        lambda: found(**options),
+        f"{setting}_options = {dict(options)!r}",
+        f"They are the keyword arguments of {codec!r}.",
+    )
     for option, value in options.items():
         if type(value) not in (str, int, float) or (isinstance(value, float) and not math.isfinite(value)):
             raise ConfigError(f"{setting}_options: {option} = {value!r}.", "An option is a text or a finite number.")

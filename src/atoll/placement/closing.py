@@ -21,6 +21,8 @@ def close(
     control_scale: float,
     outputs: PassOutputs,
     cancelled: threading.Event,
+    base_digests: tuple[bytes, ...] | None = None,
+    base_state_digests: tuple[bytes, ...] | None = None,
     reduced: UpdateSource | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> PassResult:
@@ -32,9 +34,11 @@ def close(
         population: how many workers have joined the run, when the round was frozen.
         control_scale: as `PassInputs`.
         reduced: likewise.
+        base_digests, base_state_digests: likewise.
 
     Raises:
         CancelledError: (concurrent.futures) `cancelled` was set.
+        StateCorrupt: the base or its outer state is not what its digests say.
         OSError: the disk is full, or fails.
     """
     planned = plan.fragments[fragment]
@@ -49,6 +53,8 @@ def close(
             control_scale=control_scale,
             downlink=planned.downlink,
             reduced=reduced,
+            base_digests=base_digests,
+            base_state_digests=base_state_digests,
         ),
         outputs,
         rule=plan.rule,

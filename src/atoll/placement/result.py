@@ -56,7 +56,10 @@ def write_result(plan: Plan, fds: Sequence[int], target: Path) -> None:
         for name, segment in layout.by_name.items()
     }
     path = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise disk_error(error, target) from error
     try:
         room, end = memoryview(bytearray(COPY_BYTES)), len(header)
         write_at(out, header, 0)

@@ -30,13 +30,12 @@ def build_reducers(groups: Mapping[str, str], name: str, options: Mapping[str, A
 
 
 def _made(name: str, options: Mapping[str, Any]) -> Reducer:
-    made = registry.load("reducers", name)
-    try:
-        reducer = made(**options)
-    except TypeError as error:
-        raise ConfigError(
-            f"reducer_options = {dict(options)!r}: {error}.", f"They are the keyword arguments of {name!r}."
-        ) from None
+    kind = registry.load("reducers", name)
+    reducer = registry.made(
+        lambda: kind(**options),
+        f"reducer_options = {dict(options)!r}",
+        f"They are the keyword arguments of {name!r}.",
+    )
     if not isinstance(reducer, Reducer):
         raise ConfigError(
             f"reducer = {name!r} makes a {type(reducer).__name__}, not a reducer.",

@@ -40,14 +40,15 @@ def appointed(
     """Who aggregates: the first in order who has the version and has not failed at it; nobody where nobody has it.
 
     Args:
-        excluded: who has failed in this round; asked again only where there is nobody else.
+        excluded: who has failed in this round, longest ago first; asked again in that order where nobody else is.
         before: who aggregated the round before, and who has failed in one of the last: asked last of the others.
         named: the user's choice; the others are asked only where none of these is able, though it be `before`.
     """
     able = [site for site in order if site in holders]
     fresh = [site for site in able if site not in excluded]
+    again = [site for site in excluded if site in able]
     asked = [site for site in fresh if site in named] or fresh
-    return next((site for site in asked if site not in before), None) or next(iter(asked or able), None)
+    return next((site for site in asked if site not in before), None) or next(iter(asked or again), None)
 
 
 def to_hold(order: Sequence[str], holders: Collection[str]) -> set[str]:

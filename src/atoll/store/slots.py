@@ -143,7 +143,7 @@ class SlotPool:
         """A slot that nobody held, held now; a new file only where there is none.
 
         Raises:
-            DiskFull: no space for another; no part of it is left behind.
+            DiskFull: no space for another; no part of it is left behind. StoreError: it cannot be made.
         """
         with self.lock:
             first = min((number for number, slot in self._slots.items() if slot.free), default=None)
@@ -169,7 +169,10 @@ class SlotPool:
         if self._in_memory:
             fd = os.memfd_create(path.name, os.MFD_CLOEXEC)
         else:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise disk_error(error, path) from error
         slot = Slot(number, path, fd)
         try:
             failpoint("slot.create")

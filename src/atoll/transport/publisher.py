@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import logging
 import os
 import socket
@@ -327,7 +328,9 @@ def _listen(host: str, port: int) -> socket.socket:
         return listener
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(f"host {host!r} is not an address of this machine.", "Give one that is.") from error
         raise PortInUse(
             f"Objects cannot be published on {host}, port {port}: {error.strerror}.",
-            "Give an address of this machine and a free port; port 0 takes any.",
+            "Give a free port; 0 takes any.",
         ) from error

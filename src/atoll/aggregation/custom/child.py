@@ -111,6 +111,8 @@ class _Child:
             self._tell_error(message, "the machine has too little memory for it")
         except Exception as error:
             if isinstance(error, AtollError) and message["what"] == "begin":
+                if error.trace:
+                    print(error.trace, file=sys.stderr)
                 self._told.put({"what": "bad", "message": error.message, "remedy": error.remedy})
                 return
             traceback.print_exc()

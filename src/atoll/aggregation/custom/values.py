@@ -80,15 +80,13 @@ def load(target: str, options: Mapping[str, Any]) -> Collected | Incremental:
     Raises:
         ConfigError: it is not there, cannot be made with these options, or has neither form.
     """
-    found = registry.load_attribute(target)
+    found = kind = registry.load_attribute(target)
     if isinstance(found, type):
-        try:
-            found = found(**options)
-        except TypeError as error:
-            raise ConfigError(
-                f"The aggregator {target!r} cannot be made: {error}.",
-                "Set aggregator_options to its keyword arguments.",
-            ) from error
+        found = registry.made(
+            lambda: kind(**options),
+            f"The aggregator {target!r} cannot be made",
+            "Set aggregator_options to its keyword arguments.",
+        )
     elif options and hasattr(found, "aggregate"):
         raise ConfigError(
             f"aggregator_options are given, but {target!r} is an object already.", "Name its class, or give none."
