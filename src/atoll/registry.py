@@ -10,14 +10,20 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-from atoll.errors import ConfigError
+from atoll.errors import AtollError, ConfigError
+
+T = TypeVar("T")
+_OURS = ("<frozen importlib", str(importlib.__file__), str(Path(__file__).parent) + os.sep)
+"""Files whose frames lead to the user's code."""
 
 TABLES: dict[str, dict[str, str]] = {
     "codecs": {
@@ -108,7 +114,8 @@ def load_attribute(target: str) -> Any:
     """The object at `module:attribute`, or at `file.py:attribute`.
 
     Raises:
-        ConfigError: it is not of that form, or the module, the file or the attribute is missing.
+        ConfigError: it is not of that form; the module, the file or the attribute is missing; or its code raises, or
+            exits, as it is imported.
     """
     module_name, separator, attribute = target.rpartition(":")
     if not separator or not module_name or not attribute:
@@ -120,6 +127,10 @@ def load_attribute(target: str) -> Any:
             f"{target!r}: no module named {error.name!r}.",
             "Start the command in the folder of the module, or install the package that has it.",
         ) from error
+    except AtollError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise _raised(f"{target!r} cannot be imported", error) from error
     try:
         return getattr(module, attribute)
     except AttributeError:
@@ -131,6 +142,46 @@ def load_attribute(target: str) -> Any:
             ) from None
         public = [entry for entry in vars(module) if not entry.startswith("_")]
         raise ConfigError(f"{target!r}: {module_name} has no {attribute!r}.", nearest(attribute, public)) from None
+
+
+def made(build: Callable[[], T], what: str, remedy: str) -> T:
+    """What a class or function of the user makes.
+
+    Args:
+        build: calls it.
+        what: cannot be done where it raises.
+        remedy: for arguments that it does not take.
+
+    Raises:
+        ConfigError: it raised, or exited.
+    """
+    try:
+        return build()
+    except AtollError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise _raised(what, error, remedy) from error
+
+
+def _raised(what: str, error: BaseException, remedy: str = "") -> ConfigError:
+    """The user's code raised: where, in a line, and its traceback, without the frames that led to it.
+
+    Args:
+        remedy: where none of it has run: it does not take what it was given.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        trace = trace.tb_next
+    if trace is None and remedy:
+        return ConfigError(f"{what}: {error}.", remedy)
+    lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(trace)]
+    if isinstance(error, SyntaxError):
+        lines.append((error.filename or "", error.lineno))
+    at = f" ({lines[-1][0]}, line {lines[-1][1]})" if lines else ""
+    last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    told = ConfigError(f"{what}: {last.rstrip('.')}{at}.", "Mend it, and start again.")
+    told.trace = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    return told
 
 
 def is_file(target: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -70,6 +71,55 @@ def test_code_that_is_not_there_is_named(target: str, message: str, remedy: str)
         registry.load_attribute(target)
     assert message in caught.value.message
     assert remedy in caught.value.remedy
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def build(): pass\nraise ValueError('no licence.')\n", "ValueError: no licence ({file}, line 2)"),
+        ("import sys\nsys.exit('too old')\n", "SystemExit: too old ({file}, line 2)"),
+        ("import json\n\n\njson.loads('{')\n", "JSONDecodeError: "),
+        ("from json import lost\n", "ImportError: cannot import name 'lost' from 'json'"),
+        ("def build(:\n", "SyntaxError: invalid syntax ({file}, line 1)"),
+    ],
+    ids=["raises", "exits", "raises-elsewhere", "lost-name", "syntax"],
+)
+@pytest.mark.parametrize("form", ["{folder}/their.py:build", "their:build"], ids=["file", "module"])
+def test_code_that_raises_as_it_is_imported_is_named_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str, form: str
+) -> None:
+    file = tmp_path / "their.py"
+    file.write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    target = form.replace("{folder}", str(tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        registry.load_attribute(target)
+    assert f"{target!r} cannot be imported: " in caught.value.message
+    assert said.replace("{file}", str(file)) in caught.value.message
+    assert str(file) in caught.value.trace
+    assert registry.__file__ not in caught.value.trace
+
+
+def test_what_a_users_class_raises_is_told_as_it_is() -> None:
+    def build() -> object:
+        raise OSError("no such site")
+
+    with pytest.raises(ConfigError, match=r"It cannot be made: OSError: no such site \(.*test_registry.py, line \d+\)"):
+        registry.made(build, "It cannot be made", "Give others.")
+    with pytest.raises(ConfigError, match=r"It cannot be made: 'n' is an invalid keyword .* Give others\."):
+        registry.made(partial(int, n=1), "It cannot be made", "Give others.")
+
+
+def test_a_wrong_type_within_the_users_code_is_no_wrong_argument() -> None:
+    def build(width: int) -> object:
+        return width + "1"  # type: ignore[operator]
+
+    with pytest.raises(ConfigError, match=r"TypeError: unsupported operand .*test_registry.py, line \d+\)") as caught:
+        registry.made(partial(build, width=3), "It cannot be made", "Give others.")
+    assert "in build" in caught.value.trace
+    with pytest.raises(ConfigError, match=r"missing 1 required positional argument: 'width'\. Give others\."):
+        registry.made(build, "It cannot be made", "Give others.")  # type: ignore[arg-type]
 
 
 @pytest.mark.covers("X3")

@@ -25,6 +25,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return left_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
+def remove_folder(path: Path) -> None:
+    """At once: a server that makes a file in it meanwhile would keep it there."""
+    removed = path.with_name(path.name + ".removed")
+    path.rename(removed)
+    shutil.rmtree(removed)
+
+
 def arm(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Switch failpoints on in this process."""
     monkeypatch.setattr(failpoints, "_actions", failpoints._parse(text))
@@ -96,7 +103,7 @@ def test_a_state_directory_that_is_removed_is_named(
 
     def during(site: str, at: int) -> None:
         if (site, at) == ("a", number):
-            shutil.rmtree(tmp_path / "state")
+            remove_folder(tmp_path / "state")
 
     with serving(tmp_path) as server:
         Sites(server.url, tmp_path, during)
@@ -119,7 +126,7 @@ def test_what_is_removed_of_a_state_directory_is_named(
                 for path in (tmp_path / "state" / "slots").iterdir():  # else it goes on with the open journal
                     path.unlink()
             else:
-                shutil.rmtree(tmp_path / "state" / "slots")
+                remove_folder(tmp_path / "state" / "slots")
 
     with serving(tmp_path, save_every=1) as server:
         Sites(server.url, tmp_path, during)
@@ -282,6 +289,36 @@ def test_a_damaged_version_falls_back_to_the_one_before_and_the_run_goes_on(
     # A site that knew version 2 to be durable had let go of its update, and trained the second round again; perhaps the
     # third too, whose update came before it knew.
     assert all(sites.trained[site, 2] in (1, 2) for site in "ab")
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["version", "outer state"])
+@pytest.mark.covers("F41")
+def test_a_version_that_is_damaged_while_the_server_runs_ends_it_and_the_next_start_falls_back(
+    nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int
+) -> None:
+    """A bit that the disk has changed does not go into the next version."""
+    flipped = []
+
+    def during(site: str, number: int) -> None:
+        if number == 3:
+            wait_until(lambda: flipped, "the damage")
+
+    with ServerProcess(nursery, tmp_path) as server:
+        sites = Sites(server.url, tmp_path, during)
+        wait_until(lambda: sum(number == 3 for _, number in sites.trained) == 2, "the third round")
+        flip(slots_of_head(tmp_path)[which], 2000)
+        flipped.append(True)
+        assert server.kept.wait() == 7
+        last = server.kept.now.output().splitlines()[-1]
+        assert last.startswith("atoll: Version 2 of fragment 0 was damaged on disk while the server ran: The ")
+        assert "start the server again: it goes on from the newest version that is whole" in last
+        with ServerProcess(nursery, tmp_path, port=server.port) as again:
+            sites.join()
+            assert again.kept.wait() == 0
+            assert "Version 2 of fragment 0 was lost, the run goes on from version 1" in again.log.read_text()
+    result = Result(tmp_path)
+    assert result.model == undisturbed.model
+    assert [digest for _, digest in result.versions] == [digest for _, digest in undisturbed.versions]
 
 
 @pytest.mark.covers("F41")

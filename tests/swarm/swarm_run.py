@@ -9,6 +9,10 @@ SITES = {"a": 1.0, "b": 2.5, "c": 0.75}
 """Site → weight of its updates."""
 
 
+STEPS = {"a": 2, "b": 3, "c": 1}
+"""Local steps of a site in each round."""
+
+
 class Tied(nn.Module):
     """About 340 kB: tied weights, an integer buffer, parameters of several parts."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from site_threads import Threads
-from swarm_run import SITES, build, gradients_
+from swarm_run import SITES, STEPS, build, gradients_
 from torch import nn
 
 import atoll
@@ -48,23 +48,28 @@ class Sites(Threads):
         moved: site → bytes of tensors that it has sent and received.
     """
 
-    def __init__(self, url: str, folder: Path, names: Iterable[str] = SITES, *, steps: int = 2) -> None:
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        names: Iterable[str] = SITES,
+    ) -> None:
         self.models: dict[str, nn.Module] = {}
         self.moved: dict[str, tuple[int, int]] = {}
-        self._url, self._folder, self._steps = url, folder, steps
+        self._url, self._folder = url, folder
         super().__init__(*(partial(self._work, site) for site in names))
 
     def _work(self, site: str) -> None:
-        model = build()
+        model, steps = build(), STEPS.get(site, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         with atoll.join(self._url, site=site, folder=self._folder / "workers") as worker:
             for round_ in worker:
                 round_.load_into(model)
                 round_.correct(model, optimizer)
-                for step in range(self._steps):
+                for step in range(steps):
                     gradients_(model, site, 10 * round_.number + step)
                     optimizer.step()
-                round_.submit(model, weight=SITES[site], metrics={"loss": 1.0 / round_.number}, steps=self._steps)
+                round_.submit(model, weight=SITES.get(site, 1.0), metrics={"loss": 1.0 / round_.number}, steps=steps)
             self.models[site] = worker.load_into(model)
             self.moved[site] = worker.bytes_up, worker.bytes_down
 

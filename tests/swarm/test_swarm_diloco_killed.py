@@ -84,3 +84,17 @@ def test_streamed_fragments_come_to_the_same_end_everywhere(
     ]
     assert max(Counter(result.counted()).values()) <= 2  # once for each fragment
     assert len(result.counted()) >= 2 * len(EVERY_SITE_AND_ROUND) - 2 * len(lives)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P10", "L3", "L5")
+def test_an_asynchronous_swarm_goes_on_without_its_aggregator(nursery: Nursery, tmp_path: Path) -> None:
+    """Others' updates are waiting when it is lost, so that rounds are closed one upon the other."""
+    lives = {site: ["swarm.closed=kill"] for site in ("a", "b")}
+    changed = {"mode": "async", "rounds": 12, "idle_timeout_s": 3.0, "aggregators": []}
+    with (
+        ServerProcess(nursery, tmp_path, **SETTINGS | changed) as server,
+        sites(nursery, server, lives, **dict.fromkeys(SITES, SITE)),
+    ):
+        assert server.kept.wait() == 0
+    assert [version for _, version, _ in Result(tmp_path).versions] == list(range(13))

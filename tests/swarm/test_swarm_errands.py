@@ -154,7 +154,7 @@ def test_an_update_of_other_bytes_is_not_collected(peer: Peer) -> None:
 
     with pytest.raises(PartCorrupt):
         peer.errands.update(collect(peer.serve(other, digest, other_digests)), peer.slot(SPOOL))
-    assert peer.errands.update(collect(peer.serve(slot, digest, digests)), peer.slot(SPOOL)) == (0.0, "")
+    assert peer.errands.update(collect(peer.serve(slot, digest, digests)), peer.slot(SPOOL))[1:] == (0.0, "")
 
 
 @pytest.mark.covers("P10")
@@ -258,6 +258,78 @@ def test_a_version_that_cannot_be_noted_is_not_there_and_its_files_are_the_calle
     assert slot.holds.total() == 1  # the caller's, who gives it back
     peer.shelf.give_back(VERSION, 0, slot)
     assert slot.free
+
+
+@pytest.mark.covers("P10")
+def test_a_version_that_is_dropped_gives_its_files_back_where_that_cannot_be_noted(peer: Peer) -> None:
+    slot, digests, digest = peer.version()
+    version = Version(0, 1, digest, slot, None, tuple(digests), ())
+    peer.shelf.put(version)
+    shutil.rmtree(peer.folder)
+    peer.shelf.drop(version)
+    assert peer.shelf.get(0, 1) is None
+    assert slot.free
+
+
+@pytest.mark.covers("P10")
+def test_a_file_that_cannot_be_made_is_an_error_of_the_disk(peer: Peer) -> None:
+    shutil.rmtree(peer.folder)
+    with pytest.raises(StoreError, match=r"version-0-0\.safetensors: No such file or directory"):
+        peer.shelf.take(VERSION, 0)
+
+
+@pytest.mark.covers("P10", "F41")
+@pytest.mark.parametrize("damage", ["none", "version", "state", "header", "cut", "another"])
+def test_what_an_earlier_process_held_is_believed_where_it_is_whole(peer: Peer, damage: str) -> None:
+    slot, _, _ = peer.version()
+    write_at(slot.fd, peer.planned.shapes().version.header, 0)
+    digests = digests_of(slot, peer.planned.version.parts)
+    digest = peer.planned.version.update_digest(digests)
+    state, _, _ = peer.state()
+    shape = peer.planned.shapes().state
+    assert shape is not None
+    states = tuple(region_digest(state.fd, region) for region in shape.regions)
+    named = "0" * 64 if damage == "another" else digest
+    peer.shelf.put(Version(0, 1, named, slot, state, tuple(digests), states))
+    peer.shelf.close()
+    file, at = {"state": (state, -1), "header": (state, 9)}.get(damage, (slot, -1))
+    content = bytearray(file.path.read_bytes())
+    if damage in ("version", "state", "header"):
+        content[at] ^= 1
+    elif damage == "cut":
+        del content[-10:]
+    file.path.write_bytes(content)
+    peer.shelf = Shelf(peer.plan, peer.folder, "run")
+    found = peer.shelf.get(0, 1)
+    assert (found is not None) == (damage == "none")
+    if found is not None:
+        assert (found.digest, found.part_digests, found.state_digests) == (digest, tuple(digests), states)
+    assert file.path.exists() == (damage == "none")  # what is not believed goes
+
+
+@pytest.mark.covers("P10", "F41")
+def test_what_comes_after_a_damaged_version_survives_the_next_start(peer: Peer) -> None:
+    """Its files are other ones than those that were removed."""
+
+    def held(version: int) -> Slot:
+        slot, _, _ = peer.version()
+        write_at(slot.fd, peer.planned.shapes().version.header, 0)
+        digests = digests_of(slot, peer.planned.version.parts)
+        digest = peer.planned.version.update_digest(digests)
+        peer.shelf.put(Version(0, version, digest, slot, None, tuple(digests), ()))
+        return slot
+
+    def start_again() -> None:
+        peer.shelf.close()
+        peer.shelf = Shelf(peer.plan, peer.folder, "run")
+
+    damaged = held(1)
+    write_at(damaged.fd, b"damaged", 5000)
+    start_again()
+    assert peer.shelf.versions() == []
+    held(2)
+    start_again()
+    assert [version.version for version in peer.shelf.versions()] == [2]
 
 
 @pytest.mark.covers("P10", "D10")

@@ -5,6 +5,7 @@ The sites aggregate in the order a, b, c: round 1 is aggregated by a and checked
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from swarm_run import SITES
 from swarm_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, sites
 
-from atoll.testing.processes import Nursery
+from atoll.testing.processes import Nursery, wait_until
 
 SETTINGS: dict[str, Any] = {"aggregators": ["a", "b", "c"], "heartbeat_timeout_s": 60.0, "idle_timeout_s": 5.0}
 
@@ -66,6 +67,58 @@ def test_workers_killed(nursery: Nursery, tmp_path: Path, undisturbed: Result, l
     assert result.bits == undisturbed.bits
     assert Counter(result.counted()) == Counter(EVERY_SITE_AND_ROUND)
     assert len({end["digest"] for end in ends.values()}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P10", "F41")
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("version", "The version that the round starts from is not what was written: its disk has changed it"),
+        pytest.param("state", "The outer state that the round starts from is not what was written", marks=LONG),
+        ("spool", "is not what came: the disk has changed it"),
+    ],
+)
+def test_a_bit_changes_on_the_disk_of_the_aggregator(
+    nursery: Nursery, tmp_path: Path, undisturbed: Result, what: str, said: str
+) -> None:
+    """While round 2 is trained, or one of its updates is awaited: another aggregates it, of what it has itself."""
+    go = tmp_path / "go"
+    held = {site: {"HOLD": f"2:{go}"} for site in (SITES if what != "spool" else "c")}
+    with ServerProcess(nursery, tmp_path, **SETTINGS) as server, sites(nursery, server, **held) as running:
+        wait_until(lambda: all(each.told("trains", 2) for each in running.values()), "round 2")
+        assert server.place("aggregator") == "b"
+        if what == "spool":
+            wait_until(lambda: collected(server) == ["a", "b"], "two updates at b")
+        for path in files_of(tmp_path, "b", what):
+            content = path.read_bytes()
+            with path.open("r+b") as file:  # in place: it is open at b
+                file.seek(len(content) // 2)
+                file.write(bytes([content[len(content) // 2] ^ 1]))
+        go.touch()
+        assert len({running[site].ended()["digest"] for site in SITES}) == 1
+        assert server.kept.wait() == 0
+    assert "b no longer aggregates round 2" in server.log.read_text()
+    assert said in server.log.read_text()
+    result = Result(tmp_path)
+    assert result.bits == undisturbed.bits
+    assert Counter(result.counted()) == Counter(EVERY_SITE_AND_ROUND)
+    assert result.aggregators[1] != "b"
+
+
+def collected(server: ServerProcess) -> list[str]:
+    now = server.status()
+    place = now.fragments[0].place if now else None
+    return sorted(place.collected) if place else []
+
+
+def files_of(folder: Path, site: str, what: str) -> list[Path]:
+    """Of the newest version that a site holds, or of all updates that it has collected."""
+    (note,) = (folder / "workers" / site).glob("*/held.json")
+    if what == "spool":
+        return sorted(note.parent.glob("spool-*"))
+    newest = max(json.loads(note.read_text())["versions"], key=lambda row: int(row[1]))
+    return [note.parent / f"{what}-0-{newest[3] if what == 'version' else newest[4]}.safetensors"]
 
 
 SERVER_DEATHS = [

@@ -124,26 +124,35 @@ def test_a_nan_is_refused_by_name_and_the_others_go_on(nursery: Nursery, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.covers("P10")
-@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+@pytest.mark.parametrize("damaged", [0, 1, 2], ids=["whole", "one-damaged", "both-damaged"])
 def test_all_die_and_what_they_hold_is_believed_where_it_is_whole(
-    nursery: Nursery, tmp_path: Path, damaged: bool
+    nursery: Nursery, tmp_path: Path, damaged: int
 ) -> None:
     hold = {site: {"HOLD": f"2:{tmp_path / 'go'}"} for site in SITES}
     with ServerProcess(nursery, tmp_path, **IN_TURN, heartbeat_timeout_s=60.0) as server:
         with sites(nursery, server, **hold) as running:
             wait_until(lambda: all(each.told("trains", 2) for each in running.values()), "round 2")
         holders = sorted(path.parent for path in (tmp_path / "workers").glob("*/*/held.json"))
-        assert len(holders) >= 2
-        if damaged:  # of one of the two that have version 1
-            for path in holders[0].glob("version-0-*"):
+        assert len(holders) == 2  # have version 1
+        for folder in holders[:damaged]:
+            for path in folder.glob("version-0-*"):
                 data = bytearray(path.read_bytes())
                 data[-1] ^= 1
                 path.write_bytes(data)
         (tmp_path / "go").touch()
         with sites(nursery, server) as running:
+            if damaged == 2:
+                lost = "no worker that is here has version 1, and a and b have lost it: export a version before it"
+                wait_until(lambda: lost in reason(server), "the reason")
+                return
             assert len({running[site].ended()["digest"] for site in SITES}) == 1
             assert server.kept.wait() == 0
     assert sorted(Result(tmp_path).counted()) == EVERY_SITE_AND_ROUND
+
+
+def reason(server: ServerProcess) -> str:
+    now = server.status()
+    return now.fragments[0].reason if now else ""
 
 
 @pytest.mark.slow
@@ -218,6 +227,14 @@ def test_each_site_has_the_result_and_nothing_else_is_left(tmp_path: Path) -> No
         ({"aggregator": "mine.py:Mean"}, "aggregator"),
         ({"reducer": "mine.py:Mean"}, "reducer"),
         ({"outer_optimizer": "mine.py:Adam"}, "outer_optimizer"),
+        ({"outer_optimizer": torch.optim.Adam}, "Server got outer_optimizer"),
+        ({"filters": [atoll.filters.NormClip(1.0)]}, "Server got filters"),
+        ({"workflow": print}, "Server got workflow"),
+        ({"workflow": "mine.py:main"}, "workflow"),
+        ({"task_result_filters": [{"filters": [{"path": "mine.py:Clip"}]}]}, "task_result_filters"),
+        ({"persistor": {"path": "mine.py:Keep"}}, "persistor"),
+        ({"codec": "mine.py:Codec"}, "codec"),
+        ({"algorithm": "mine.py:MINE"}, "algorithm"),
         ({"placement": "server", "aggregators": ("a",)}, "aggregators"),
     ],
     ids=[
@@ -230,6 +247,14 @@ def test_each_site_has_the_result_and_nothing_else_is_left(tmp_path: Path) -> No
         "aggregator",
         "reducer",
         "outer",
+        "outer-of-the-program",
+        "filters-of-the-program",
+        "workflow-of-the-program",
+        "workflow",
+        "filters",
+        "persistor",
+        "codec",
+        "algorithm",
         "no-swarm",
     ],
 )

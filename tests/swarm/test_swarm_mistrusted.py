@@ -5,15 +5,17 @@ from __future__ import annotations
 import base64
 import contextlib
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from swarm_world import SITES, Result, ServerProcess, SiteProcess, serving
+from swarm_world import SITES, Result, ServerProcess, SiteProcess, Sites, serving
 
 import atoll
 from atoll.errors import BadRequest
+from atoll.server.places import Place
 from atoll.testing.processes import Nursery, wait_until
 from atoll.transport.client import Http
 from atoll.wire import messages, routes
@@ -110,6 +112,40 @@ def test_a_reference_that_leads_elsewhere_is_refused(tmp_path: Path, place: str)
             with pytest.raises(BadRequest, match=f"does not lead to {ADDRESS}"):
                 http.post(routes.SWARM, PeerReport(address=ADDRESS, number=1, held=[held]), PeerWork)
         assert not http.get(routes.MANIFEST.format(fragment=0, version=0), messages.Manifest).sources
+
+
+@pytest.mark.covers("P10")
+def test_a_swarm_in_which_all_have_failed_for_days_asks_them_still(tmp_path: Path) -> None:
+    with serving(tmp_path, idle_timeout_s=60.0) as server:
+        swarm = server._require_run().swarm
+        assert swarm is not None
+        place = Place(losses=100_000, lost_s=time.monotonic(), excluded={"a": None, "b": None, "c": None})
+        assert 59.0 < swarm._pause_s(place) <= 60.0
+
+
+@pytest.mark.covers("P10", "X3")
+@pytest.mark.parametrize("place", ["10.0.0.1:80", "127.0.0.1:10"], ids=["host", "port"])
+def test_an_update_that_is_offered_elsewhere_is_refused(tmp_path: Path, place: str) -> None:
+    with serving(tmp_path) as server, joined(server, "a"):
+        swarm = server._require_run().swarm
+        assert swarm is not None
+        with pytest.raises(BadRequest, match=f"does not lead to {ADDRESS}"):
+            swarm.offer("a", 1, 0, messages.Complete(digest="0" * 64, source=reference(place)))
+        assert not swarm.offers
+
+
+@pytest.mark.covers("P10")
+def test_an_update_that_is_too_large_is_refused_by_who_collects_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of so many steps with gradients of norm √82,688: 0.05 · √82,688 · √steps is 14 for c, 20 for a, 25 for b."""
+    with serving(tmp_path, max_update_norm=22.0, min_workers=2, rounds=2) as server:
+        Sites(server.url, tmp_path).join()
+        server.run()
+    result = Result(tmp_path)
+    assert [summary["workers"] for summary in result.history] == [["a", "c"]] * 2
+    assert {site for site, _, state in result.tickets if state == "refused"} == {"b"}
+    assert "b: update refused: its norm is 24.89, above max_update_norm 22" in caplog.text
 
 
 @pytest.mark.covers("P10")

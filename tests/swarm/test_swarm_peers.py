@@ -87,10 +87,13 @@ def test_who_has_other_bytes_of_a_version_does_not_have_it() -> None:
 
 
 @pytest.mark.covers("P10", "X3")
-def test_whom_most_do_not_reach_is_sent_away_and_the_last_of_two() -> None:
+def test_whom_most_do_not_reach_is_sent_away_and_the_last_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.server.peers.SETTLED_S", 0.0)
     peers = some("a", "b", "c")
     report(peers, "b", 1, reached="c", unreached="a")
     report(peers, "c", 1, reached="b", unreached="a")
+    assert peers.apart() is None  # a may have died
+    report(peers, "a", 1)
     found = peers.apart()
     assert found is not None
     assert found[:2] == ("a", 1)
@@ -98,15 +101,37 @@ def test_whom_most_do_not_reach_is_sent_away_and_the_last_of_two() -> None:
 
     pair = some("a", "b")
     report(pair, "a", 1, unreached="b")
+    report(pair, "b", 1)
     found = pair.apart()
     assert found is not None
     assert found[:2] == ("b", 2)  # who came last
 
 
+@pytest.mark.covers("P10", "X3")
+def test_who_was_started_again_is_not_judged_by_what_was_tried_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("atoll.server.peers.time", SimpleNamespace(monotonic=lambda: now_s))
+    peers = some("a", "b")
+    report(peers, "a", 1, unreached="b")  # which has died
+    now_s += 60
+    assert peers.apart() is None
+    peers.known("b", at("b"), "p2")
+    report(peers, "a", 2, unreached="b")  # its next try is under way
+    now_s += 1
+    report(peers, "b", 1, reached="a")
+    assert peers.apart() is None
+    report(peers, "a", 3, reached="b")
+    now_s += 60
+    report(peers, "b", 2, reached="a")
+    assert peers.apart() is None
+
+
 @pytest.mark.covers("P10")
-def test_who_was_sent_away_comes_back_as_another_process_alone() -> None:
+def test_who_was_sent_away_comes_back_as_another_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.server.peers.SETTLED_S", 0.0)
     peers = some("a", "b")
     report(peers, "a", 1, unreached="b")
+    report(peers, "b", 1)
     peers.apart()
     again = messages.Join(protocol=1, site="b", host="here", process="p1", peer=at("b"))
     with pytest.raises(ConfigError, match="b cannot take part"):

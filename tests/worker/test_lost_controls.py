@@ -13,6 +13,7 @@ import torch
 
 import atoll
 from atoll.errors import ConfigError
+from atoll.testing.processes import wait_until
 
 STEPS_DELTA = {"w": torch.tensor([1.0, 2.0])}
 
@@ -63,6 +64,7 @@ def test_a_control_that_the_disk_has_damaged_is_no_control(
 ) -> None:
     """It would be a correction like any other, and train the site away from the rest."""
     take_part(server, tmp_path / "w", rounds=2)
+    wait_until(lambda: server.status().fragments[0].version == 2, "the second update is in the controls")
     file = run_folder(server, tmp_path / "w") / damaged
     kept = file.read_bytes()
     for _ in range(2):  # nor is it one at the next start
@@ -72,6 +74,7 @@ def test_a_control_that_the_disk_has_damaged_is_no_control(
         assert f"{damaged} is not what was written: it counts as lost. Look at the disk." in caplog.text
         file.write_bytes(kept)
     assert take_part(server, tmp_path / "w") == [2.0, 4.0]  # from a backup
+    wait_until(lambda: server.status().fragments[0].version == 3, "the third one, too")
     damage(file.with_name("control-0.bin"))  # that counts by now
     monkeypatch.setenv("ATOLL_NEW_CONTROLS", "1")
     assert take_part(server, tmp_path / "w") == [0.0, 0.0]

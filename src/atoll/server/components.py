@@ -11,6 +11,9 @@ from atoll.config import Settings, WorkflowEntry, component_at, components_of, i
 from atoll.errors import ConfigError
 from atoll.server.workflow import Function
 
+LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+"""Whether a call of a function runs nothing of it."""
+
 
 class Parts:
     """Components of a run, each made once, when it is first referred to.
@@ -38,16 +41,21 @@ class Parts:
         if not callable(found):
             raise ConfigError(f"{where} is a {type(found).__name__}.", "Name a function of one argument.")
         args = self._filled(dict(entry.args), where)
-        if args:
-            try:
-                inspect.signature(found).bind(None, **args)
-            except ValueError:  # of a builtin nobody knows
-                pass
-            except TypeError as error:
-                raise ConfigError(
-                    f"{where} cannot be called with args {sorted(args)}: {error}.",
-                    "Its function takes the controller, then args by their names.",
-                ) from None
+        if any(kind(each) for kind in LAZY for each in (found, getattr(found, "__call__", None))):  # noqa: B004
+            raise ConfigError(
+                f"{where} is {getattr(found, '__name__', found)!r}, a coroutine function or a generator: a call of it "
+                "does nothing.",
+                "Write it as a plain function: def without async and yield.",
+            )
+        try:
+            inspect.signature(found).bind(None, **args)
+        except ValueError:  # of a builtin nobody knows
+            pass
+        except TypeError as error:
+            raise ConfigError(
+                f"{where} cannot be called with args {sorted(args)}: {error}.",
+                "Its function takes the controller, then args by their names.",
+            ) from None
         require = getattr(found, "require", None)
         if require is not None:
             require(**args)
@@ -73,12 +81,14 @@ class Parts:
             self._making.append(name)
             target = registry.load_attribute(component.path)
             args = self._filled(dict(component.args), f"component {name!r}")
-            try:
-                self._made[name] = target(**args) if isinstance(target, type) or args else target
-            except TypeError as error:
-                raise ConfigError(
-                    f"Component {name!r} is {component.path!r} with args = {args!r}: {error}.",
+            self._made[name] = (
+                registry.made(
+                    lambda: target(**args),
+                    f"Component {name!r} is {component.path!r} with args = {args!r}",
                     "Give the arguments that it has.",
-                ) from error
+                )
+                if isinstance(target, type) or args
+                else target
+            )
             self._making.pop()
         return self._made[name]

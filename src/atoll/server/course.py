@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -103,11 +105,12 @@ class Course:
             path: Any = given if given is not None else settings.workflow
             entries = (WorkflowEntry(str(settings.workflow or getattr(given, "__name__", "workflow")), path=path),)
         self.steps = [Step(entry) for entry in entries]
-        evaluations = [step.entry.name for step in self.steps if step.entry.kind == EVALUATES]
-        if len(set(evaluations)) < len(evaluations):
+        files = Counter(step.entry.file_name for step in self.steps if step.entry.kind == EVALUATES)
+        name, times = next(iter(files.most_common(1)), ("", 0))
+        if times > 1:
             raise ConfigError(
-                f"Several evaluations are called {evaluations[0]!r}, and each writes a file of its name.",
-                'Give each a name: {kind = "cross_site_evaluation", name = "before"}.',
+                f"{times} evaluations write their results to {name}.json, which is named after each.",
+                'Give each a name of its own: {kind = "cross_site_evaluation", name = "before"}.',
             )
         self.evaluated: Callable[[], Evaluation] | None = None  # the last matrix, as far as it is
         self._controller: Controller | None = None
@@ -283,6 +286,8 @@ class Course:
         """
         limit_s = step.entry.start_timeout_s or 0.0
         gathers = any(round_.phase == "gathering" for round_ in self._run.state.rounds)
+        if gathers:  # nothing can move before
+            step.moved_s = time.monotonic()
         if limit_s and gathers and time.monotonic() - step.begun_s >= limit_s:
             raise _nobody(step, self._run.desk.alive(), self._settings.num_workers, limit_s)
 
@@ -375,7 +380,9 @@ def _call(
     assert function is not None
     error: BaseException | None = None
     try:
-        function(controller)
+        given: Any = function(controller)
+        if inspect.isawaitable(given) or inspect.isgenerator(given) or inspect.isasyncgen(given):
+            error = RunFailed(f"it gave a {type(given).__name__}, which nobody runs.", "Write it as a plain function.")
     except ServerStops:
         return
     except BaseException as raised:

@@ -9,7 +9,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -101,6 +101,8 @@ class Server:
             )
         self._outer = outer_optimizer
         self.settings = settings or Settings.build(options)
+        if self.settings.placement == "swarm":
+            _require_none_of_its_own(workflow=workflow, outer_optimizer=outer_optimizer, filters=filters)
         self._model = model
         self._filters = TaskFilters(self.settings, data_filters, filters)
         self._course = Course.of(self.settings, workflow, self._filters, evaluation)
@@ -382,3 +384,17 @@ def _listen(settings: Settings) -> socket.socket:
 
 
 __all__ = ["AtollError", "Server"]
+
+
+def _require_none_of_its_own(**given: Any) -> None:
+    """In a swarm updates are taken, filtered and reduced by workers, who run no code of the server's program.
+
+    Raises:
+        ConfigError: something was given.
+    """
+    for name, value in given.items():
+        if value is not None and not (isinstance(value, Sequence) and not value):
+            raise ConfigError(
+                f"Server got {name}, and placement is 'swarm': workers run no code that a server has.",
+                "Set what the run file can name, filter at the sites, or set placement = 'server'.",
+            )

@@ -13,13 +13,13 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from atoll import registry
+from atoll.config.workflows import file_name_of
 from atoll.errors import ConfigError, RunFailed
 from atoll.server.board import Board, Row, Source
 from atoll.server.global_models import GlobalModels, is_file
@@ -229,7 +229,7 @@ class _Told:
         self._finished = True
         found, folder = self.so_far(), self._run.behind.exports.folder
         folder.mkdir(parents=True, exist_ok=True)
-        name = re.sub(r"[^A-Za-z0-9._-]", "_", self._controller.name).lstrip(".") or "evaluation"
+        name = file_name_of(self._controller.name)
         for suffix, text in ((".json", found.model_dump_json(indent=2) + "\n"), (".md", markdown(found))):
             _write(folder / f"{name}{suffix}", text)
         values = sum(bool(cell.metrics or cell.not_finite) for cell in found.cells)

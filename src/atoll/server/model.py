@@ -58,12 +58,11 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
 
 
 def _call(build: Any, settings: Settings) -> Any:
-    try:
-        return build(**settings.model_args)
-    except TypeError as error:
-        raise ConfigError(
-            f"{settings.model!r} cannot be called: {error}.", "Set model_args to its keyword arguments."
-        ) from error
+    return registry.made(
+        lambda: build(**settings.model_args),
+        f"{settings.model!r} cannot be called",
+        "Set model_args to its keyword arguments.",
+    )
 
 
 def is_known(settings: Settings, given: nn.Module | Tensors | None, schema: Schema) -> bool:

@@ -13,6 +13,10 @@ from atoll.tensors.reference import TensorRef
 from atoll.wire import messages
 from atoll.wire.swarm_messages import Closed, Collected, Held, PeerReport
 
+SETTLED_S = 10.0
+"""For so long a worker says that it does not reach another one that does report, before either is sent away: one that
+was started again is tried anew meanwhile."""
+
 
 @dataclass
 class Peer:
@@ -21,7 +25,10 @@ class Peer:
     Attributes:
         number: of that report.
         bytes_s: when its work has last moved a byte.
+        heard_s: when it has last reported.
         until_s: when its next report is overdue.
+        unreached: address → why it was not reached.
+        tried_s: address → when that was first said.
     """
 
     address: str
@@ -29,6 +36,7 @@ class Peer:
     number: int = -1
     moved: int = 0
     bytes_s: float = 0.0
+    heard_s: float = -math.inf
     until_s: float = math.inf
     leaving: bool = False
     held: dict[tuple[int, int], Held] = field(default_factory=dict)
@@ -36,6 +44,7 @@ class Peer:
     closed: list[Closed] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
     unreached: dict[str, str] = field(default_factory=dict)
+    tried_s: dict[str, float] = field(default_factory=dict)
 
     def require_own(self, site: str, *sources: str | None) -> None:
         """Refuse references that lead elsewhere: the others would go there.
@@ -59,6 +68,7 @@ class Peer:
         if report.number <= self.number:
             return False
         now_s = time.monotonic()
+        self.heard_s = now_s
         self.until_s = now_s + report.wait_s + idle_timeout_s
         if report.moved != self.moved:  # that it says it is idle is no progress: its disk may be full
             self.moved, self.bytes_s = report.moved, now_s
@@ -68,6 +78,7 @@ class Peer:
         self.closed = list(report.closed)
         self.reached = set(report.reached)
         self.unreached = {each.address: each.why for each in report.unreached}
+        self.tried_s = {address: self.tried_s.get(address, now_s) for address in self.unreached}
         return True
 
 
@@ -107,6 +118,7 @@ class Peers(dict[str, Peer]):
             peer = self[site] = Peer(address, process)
             for other in self.values():
                 other.reached.discard(address)
+                other.tried_s.pop(address, None)
         return peer
 
     @property
@@ -152,14 +164,15 @@ class Peers(dict[str, Peer]):
     def apart(self) -> tuple[str, int, str] | None:
         """Of workers that cannot reach each other, the one that cannot take part: its lease, and what it is told.
 
-        That is whom most others do not get on with; of several, who has come last.
+        That is whom most others do not get on with; of several, who has come last. By one that was not reached
+        nobody is judged until it says something: it may be dead, and is waited for as long as its heartbeats.
         """
         at = {self[site].address: site for site in self.alive}
         pairs = [
             (site, at[address], why)
             for site in at.values()
             for address, why in self[site].unreached.items()
-            if address in at
+            if address in at and self._is_settled(self[site].tried_s.get(address, math.inf), self[at[address]])
         ]
         if not pairs:
             return None
@@ -172,3 +185,7 @@ class Peers(dict[str, Peer]):
         )
         self._apart[worst] = (self[worst].process, f"{told}.")
         return worst, members[worst].lease, told
+
+    @staticmethod
+    def _is_settled(tried_s: float, other: Peer) -> bool:
+        return other.heard_s > tried_s and time.monotonic() - tried_s >= SETTLED_S

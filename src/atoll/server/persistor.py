@@ -70,15 +70,13 @@ class Persistor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-persistor")
         self._lock = threading.Lock()
         self._best: Best | None = None  # the newest that is to be handed over, where its turn has not come
-        found = registry.load_attribute(self.name)
+        found = kind = registry.load_attribute(self.name)
         if isinstance(found, type):
-            try:
-                found = found(**settings.persistor_options)
-            except TypeError as error:
-                raise ConfigError(
-                    f"The persistor {self.name!r} cannot be made: {error}.",
-                    "Set persistor_options to its keyword arguments.",
-                ) from error
+            found = registry.made(
+                lambda: kind(**settings.persistor_options),
+                f"The persistor {self.name!r} cannot be made",
+                "Set persistor_options to its keyword arguments.",
+            )
         if not any(callable(getattr(found, method, None)) for method in METHODS):
             raise ConfigError(
                 f"The persistor {self.name!r} is a {type(found).__name__} without load, save and save_best.",

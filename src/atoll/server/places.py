@@ -43,8 +43,9 @@ class Place:
         version: that the open round starts from.
         aggregator: who does it; empty where nobody can.
         before: who did it in the round before.
-        excluded: who has failed at it in this round.
+        excluded: who has failed at it in this round, who has failed longest ago first.
         losses: how often that was.
+        lost_s: when that was the last time.
         lost: who it was the last time, and why.
         failures: (ticket, who) → how often that worker could not pull its update.
         since_s: since when the aggregator has had something to do without a pause.
@@ -59,8 +60,9 @@ class Place:
     version: int = -1
     aggregator: str = ""
     before: str = ""
-    excluded: set[str] = field(default_factory=set)
+    excluded: dict[str, None] = field(default_factory=dict)
     losses: int = 0
+    lost_s: float = 0.0
     lost: str = ""
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)
     since_s: float | None = None

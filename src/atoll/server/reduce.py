@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.aggregation.close import PassOutputs, UpdateSource
+from atoll.aggregation.close import BaseDamaged, PassOutputs, UpdateSource
+from atoll.errors import StateCorrupt
 from atoll.placement.closing import close
 from atoll.placement.plan import Plan
 from atoll.server.aggregator import Aggregator
@@ -77,6 +78,7 @@ def close_round(
     Raises:
         RunFailed: the aggregator failed; the round stays frozen.
         DiskFull: nothing is lost; the same call may be made again.
+        StateCorrupt: the base is not what was written; the server ends, and falls back when it starts.
         StoreError: the disk failed.
         SyncFailed: fsync failed; the server must end.
     """
@@ -100,6 +102,8 @@ def close_round(
             steps=[row.steps for row in rows],
             population=frozen.population,
             control_scale=frozen.control_scale,
+            base_digests=base.row.part_digests,
+            base_state_digests=base.row.state_digests,
             outputs=PassOutputs(draft.version_fd, draft.state_fd, draft.delta_fd),
             cancelled=cancelled,
             reduced=aggregator.aggregate(store, rows, number, cancelled) if aggregator else None,
@@ -116,6 +120,13 @@ def close_round(
             summary_json=summary.model_dump_json(),
             tickets=tickets,
         )
+    except BaseDamaged as error:
+        draft.abandon()
+        raise StateCorrupt(
+            f"Version {base_version} of fragment {fragment} was damaged on disk while the server ran: {error.message}",
+            f"Look at the disk of {store.slots_directory}, then start the server again: it goes on from the newest "
+            "version that is whole.",
+        ) from error
     except OSError as error:
         draft.abandon()
         raise disk_error(error, store.slots_directory / f"version {version}") from error

@@ -115,13 +115,12 @@ def _made(entry: Mapping[str, Any], setting: Setting) -> _Entry:
             f"{setting} has {dict(entry)!r}, which is not understood.",
             'Write {path = "norm_clip", args = {max_norm = 1.0}, sites = ["clinic-a"]}; all but path are optional.',
         )
-    made = registry.load("filters", str(path))
-    try:
-        filter_ = made(*args) if isinstance(args, list) else made(**args)
-    except TypeError as error:
-        raise ConfigError(
-            f"{setting}: {path!r} with args = {args!r}: {error}.", "Give the arguments that it has."
-        ) from error
+    kind = registry.load("filters", str(path))
+    filter_ = registry.made(
+        lambda: kind(*args) if isinstance(args, list) else kind(**args),
+        f"{setting}: {path!r} with args = {args!r}",
+        "Give the arguments that it has.",
+    )
     if not isinstance(filter_, Filter):
         raise ConfigError(
             f"{setting}: {path!r} makes a {type(filter_).__name__}, which is no filter.",

@@ -8,6 +8,7 @@ had collected is lost with it: its round is opened again, and the updates come f
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import time
@@ -52,6 +53,7 @@ class Swarm(Places):
         self._news = asyncio.Event()
         self._longest_s: dict[int, float] = {}  # fragment → that a round before has had its aggregator busy
         self._lost_at: dict[tuple[int, str], int] = {}  # fragment and site → the version from which it could not
+        self._reopened = [0] * len(self.places)  # fragment → how often its round lost who aggregated it; rises only
         self._answers, self._since_ms = 0, int(1e3 * time.time())
 
     # -- what workers say
@@ -145,7 +147,8 @@ class Swarm(Places):
             order = self._order(fragment, place.version)
             wary = {site for site in order if self._is_wary_of(site, fragment, place.version)}
             named = self._settings.aggregators
-            place.aggregator = appointed(order, holders, place.excluded, {place.before, *wary}, named) or ""
+            chosen = appointed(order, holders, place.excluded, {place.before, *wary}, named) or ""
+            place.aggregator = "" if chosen in place.excluded and self._pause_s(place) > 0 else chosen
             place.since_s = None
             if place.aggregator:
                 self._floor.wake()
@@ -211,14 +214,14 @@ class Swarm(Places):
         peer, others = self.peers[site], set(self._holding(fragment, place.version)) - {site}
         if peer.leaving and others:
             return "it leaves"
+        if place.closing is not None and (failed := self._why_not_closed(place)):
+            return failed
         if (fragment, place.version) not in peer.held:
-            return f"it was started again without version {place.version}"
+            return f"it has not got version {place.version} any more"
         tickets = self._floor.state.rounds[fragment].tickets.values()
         accepted = [ticket for ticket in tickets if ticket.state == "accepted"]
         if gone := next((ticket.site for ticket in accepted if self._is_nowhere(peer, ticket.id)), ""):
             return f"the update of {gone} is nowhere any more"
-        if place.closing is not None and (failed := self._why_not_closed(place)):
-            return failed
         at_work = place.since_s is not None or place.closing is not None
         if at_work and not self.peers.is_heard(site) and any(map(self.peers.is_heard, others)):
             return "it does not report any more"
@@ -247,20 +250,40 @@ class Swarm(Places):
             reason,
         )
         place.lost = f"{place.aggregator}: {reason}"
-        place.excluded.add(place.aggregator)
+        place.excluded.pop(place.aggregator, None)  # behind those that have failed longer ago
+        place.excluded[place.aggregator] = None
         self._lost_at[fragment, place.aggregator] = place.version
         place.aggregator, place.closing, place.checker, place.since_s, place.busy_s = "", None, "", None, 0.0
         place.unable.clear()
         place.losses += 1
+        place.lost_s = time.monotonic()
+        self._reopened[fragment] += 1
         self._floor.apply(ev.AggregatorLost(fragment, reason))
         self._tell()
 
+    def _pause_s(self, place: Place) -> float:
+        """How long nobody is asked where all have failed: longer each time, up to the idle timeout."""
+        times = min(place.losses - len(place.excluded), 16)  # a power of any size is no number
+        pause_s = min(2.0 ** max(0, times), self._settings.idle_timeout_s)
+        return place.lost_s + pause_s - time.monotonic()
+
     def _why_nobody(self, fragment: int) -> str:
-        return (
-            f"no worker that is here has version {self.places[fragment].version}"
-            if self.places[fragment].version
-            else "the first worker pulls the initial model"
-        )
+        place = self.places[fragment]
+        if place.losses and self._holding(fragment, place.version):
+            return f"no worker could aggregate it, and they are asked again in turn; the last was {place.lost}"
+        if place.version < 1:  # -1 before anybody has looked
+            return "the first worker pulls the initial model"
+        summary = json.loads(self._store.version(fragment, place.version).summary_json or "{}")
+        had = [summary[who] for who in ("aggregator", "checker") if summary.get(who)]
+        away = [site for site in (*had, *self._floor.state.members) if not self.peers.is_alive(site)]
+        looking = [site for site in had if self.peers.is_alive(site) and self.peers[site].number < 0]
+        told = f"no worker that is here has version {place.version}"
+        if looking:
+            return f"{told} yet: {' and '.join(looking)} still look through their files"
+        if away:  # others may have come to hold it, too
+            return f"{told}; start {' or '.join(dict.fromkeys(away))} again, with its folder"
+        lost = f"{' and '.join(had)} have lost it"
+        return f"{told}, and {lost}: export a version before it, and begin a new run from that"
 
     # -- closing a round
 
@@ -273,11 +296,11 @@ class Swarm(Places):
             Reopened: the worker was lost; the round is open again.
             DiskFull: the journal could not be written; the same call may be made again.
         """
-        losses = self.places[fragment].losses
+        losses = self._reopened[fragment]  # not the place's: that of the round before may still be there
 
         def is_frozen() -> bool:  # the same tickets may be frozen once more, with other updates
             as_then = self._floor.state.rounds[fragment].frozen == tuple(tickets)
-            return as_then and self.places[fragment].losses == losses
+            return as_then and self._reopened[fragment] == losses
 
         if not is_frozen():  # that came before this was begun
             raise Reopened

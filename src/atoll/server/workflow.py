@@ -151,6 +151,8 @@ class Controller:
     ) -> list[Result]:
         _require_name(task)
         _deadline(timeout_s)  # refused before anything is written
+        if min_responses is not None and (not _is_number(min_responses) or min_responses < 0):
+            raise UsageError(f"min_responses is {min_responses!r}.", "Give how many answers suffice; None: all.")
         chosen = _named(sites) if sites is not None else self.sites(min_responses or 1, timeout_s=timeout_s)
         if min_responses is not None and min_responses > len(chosen):
             raise UsageError(
@@ -294,7 +296,7 @@ def _deadline(timeout_s: float | None) -> float:
     """
     if timeout_s is None:
         return float("inf")
-    if not timeout_s >= 0:  # NaN, too, with which nothing would ever be late
+    if not _is_number(timeout_s) or not timeout_s >= 0:  # NaN, too, with which nothing would ever be late
         raise UsageError(f"timeout_s is {timeout_s!r}.", "Give seconds, 0 or more; or None to wait for ever.")
     return time.monotonic() + timeout_s
 
@@ -305,9 +307,13 @@ def _limit(progress_timeout_s: float) -> float:
     Raises:
         UsageError: it is no time.
     """
-    if not 0 <= progress_timeout_s < float("inf"):
+    if not _is_number(progress_timeout_s) or not 0 <= progress_timeout_s < float("inf"):
         raise UsageError(f"progress_timeout_s is {progress_timeout_s!r}.", "Give seconds; 0 sets no limit.")
     return progress_timeout_s
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _named(sites: Sequence[str]) -> list[str]:

@@ -22,7 +22,7 @@ from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.wire.swarm_messages import Collect, Hold, Source
 from atoll.worker.connection import UNPULLED
-from atoll.worker.holding import Version
+from atoll.worker.holding import Spool, Version
 from atoll.worker.outlet import Outlet
 from atoll.worker.peering import CONNECTIONS, Pull, Writing, spans
 
@@ -119,8 +119,8 @@ class Errands:
             parts.close()
         return Version(hold.fragment, 0, hold.digest, slot, None, digests, ())
 
-    def update(self, collect: Collect, slot: Slot) -> tuple[float, str]:
-        """An update in this slot; returns its norm, and what is wrong with it."""
+    def update(self, collect: Collect, slot: Slot) -> tuple[Spool, float, str]:
+        """An update in this slot; returns it, its norm, and what is wrong with it."""
         layout, inspection = self._plan.fragments[collect.fragment].update, self._inspections[collect.fragment]
         sums, bad = list[float](), list[str]()
 
@@ -146,7 +146,8 @@ class Errands:
             if layout.update_digest(digests) != collect.digest:
                 raise PartCorrupt(f"{ref.server} serves an update whose parts make up another one.")
             pull.parts(digests, layout.parts, _into(slot), on_bytes=self._move, on_part=look)
-        return (math.sqrt(math.fsum(sums)) if not bad else 0.0), (min(bad) if bad else "")
+        spool = Spool(collect.fragment, slot, tuple(digests))
+        return spool, (math.sqrt(math.fsum(sums)) if not bad else 0.0), (min(bad) if bad else "")
 
     def _connected(self, text: str) -> AbstractContextManager[tuple[TensorRef, Ranges]]:
         return self._outlet.connected(text, self._idle_timeout_s)

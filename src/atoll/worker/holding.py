@@ -6,12 +6,14 @@ that a worker that was started again still has what it had.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from atoll.errors import StoreError
 from atoll.placement.digests import split
 from atoll.placement.plan import Plan
 from atoll.store.slots import JOURNAL, READER, SPOOL, STATE, VERSION, Slot, SlotPool, verify
@@ -35,6 +37,15 @@ class Version:
     state: Slot | None
     part_digests: tuple[bytes, ...]
     state_digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Spool:
+    """An update that was collected: where it lies, and BLAKE3 of each of its parts."""
+
+    fragment: int
+    slot: Slot
+    part_digests: tuple[bytes, ...]
 
 
 @dataclass
@@ -83,6 +94,7 @@ class Shelf:
             slots = [each.slot if kind == VERSION else each.state for each in self._versions.values()]
             mine = [each.fragment for each in self._versions.values()]
             pool.retain({slot.number for slot, at in zip(slots, mine, strict=True) if slot and at == fragment})
+            pool.trim()  # what is not whole goes with its slot
             for path in self._path.parent.glob(f"{kind}-{fragment}-*"):
                 if path not in {slot.path for slot in slots if slot is not None}:
                     path.unlink()
@@ -140,7 +152,8 @@ class Shelf:
         """It is not needed any more; its slots may be rewritten once nobody reads them."""
         with self._lock:
             if self._versions.pop((version.fragment, version.version), None) is not None:
-                self._write()
+                with contextlib.suppress(StoreError):  # a note that still has it is not believed without its digests
+                    self._write()
                 self.give_back(VERSION, version.fragment, version.slot)
                 self.give_back(STATE, version.fragment, version.state)
 
@@ -161,6 +174,11 @@ class Shelf:
             write_note(self._path, _Note(self._run, rows))
 
     # -- slots
+
+    @property
+    def folder(self) -> Path:
+        """Where they lie."""
+        return self._path.parent
 
     def take(self, kind: str, fragment: int) -> Slot | None:
         """A slot to write into; None where the fragment has no such files.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from atoll.errors import ConfigError, PartCorrupt
+from atoll.errors import ConfigError, PartCorrupt, PortInUse
 from atoll.tensors.layout import PART_BYTES, Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Counters
@@ -31,7 +31,7 @@ def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
 
     Raises:
         ConfigError: the run's server is not on this machine, and nothing says where this worker is to be reached; or
-            the address needs TLS. PortInUse: somebody else has the port.
+            the address needs TLS, or is not this machine's. PortInUse: somebody else has the port.
     """
     host = os.environ.get("ATOLL_PEER_HOST")
     if host is None and not is_loopback(server_host):
@@ -50,16 +50,22 @@ def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
             f"Worker {site} would serve models on {host}, which others can reach, without TLS.",
             "Set ATOLL_PEER_TLS_CERT and ATOLL_PEER_TLS_KEY, or ATOLL_PEER_INSECURE=1 if the network is your own.",
         )
-    return ObjectHost(
-        host,
-        _port(),
-        name=os.environ.get("ATOLL_PEER_NAME"),
-        tls_cert=cert,
-        tls_key=key,
-        insecure=insecure,
-        idle_timeout_s=idle_timeout_s,
-        folder=None,
-    )
+    try:
+        return ObjectHost(
+            host,
+            _port(),
+            name=os.environ.get("ATOLL_PEER_NAME"),
+            tls_cert=cert,
+            tls_key=key,
+            insecure=insecure,
+            idle_timeout_s=idle_timeout_s,
+            folder=None,
+        )
+    except (ConfigError, PortInUse) as error:
+        raise type(error)(
+            f"Worker {site} cannot listen for the others: {error.message}",
+            "Set ATOLL_PEER_HOST to an address of this machine, or 0.0.0.0, and ATOLL_PEER_PORT to a free port.",
+        ) from error
 
 
 def _port() -> int:

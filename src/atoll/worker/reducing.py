@@ -9,27 +9,36 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from atoll.aggregation.jobs import run_jobs
 from atoll.aggregation.values import PassOutputs, UpdateSource
 from atoll.config import Settings
-from atoll.errors import AtollError, VersionSkew
+from atoll.errors import AtollError, StateCorrupt, VersionSkew
 from atoll.placement.closing import close
 from atoll.placement.digests import in_text
 from atoll.placement.plan import Plan
 from atoll.placement.result import write_result
-from atoll.store.slots import VERSION, Slot, disk_error
-from atoll.wire.swarm_messages import Close, Closed, PeerWork, SwarmPlan
-from atoll.worker.holding import Shelf, Version
+from atoll.store.slots import VERSION, Slot, disk_error, region_digest
+from atoll.wire.swarm_messages import Close, Closed, PeerWork, Share, SwarmPlan
+from atoll.worker.holding import Shelf, Spool, Version
 from atoll.worker.reporting import LOG, told
 
 Key = tuple[object, ...]
 """Of a job: what it is for."""
 
 
+class UpdateDamaged(StateCorrupt):
+    """The disk has changed an update since it was collected."""
+
+    def __init__(self, share: Share) -> None:
+        super().__init__(f"The update of {share.site} is not what came: the disk has changed it.", "Look at the disk.")
+        self.ticket = share.ticket
+
+
 def reduced(
     plan: Plan,
     work: Close,
     base: Version,
-    spools: Mapping[int, Slot],
+    spools: Mapping[int, Spool],
     version: Slot,
     state: Slot | None,
     *,
@@ -40,16 +49,18 @@ def reduced(
 
     Args:
         base: the version that the round starts from.
-        spools: ticket → where its update lies.
-        on_bytes: told of the version's bytes as they are made.
+        spools: ticket → its update.
+        on_bytes: told of the updates' bytes as they are looked at, and of the version's as they are made.
 
     Returns:
         The version, and what is said of it.
 
     Raises:
         CancelledError: (concurrent.futures) `cancelled` was set. OSError: the disk is full, or fails.
+        UpdateDamaged: an update is not what came. StateCorrupt: nor is the base.
     """
     begin, update, done = time.monotonic(), plan.fragments[work.fragment].update, 0
+    _require_whole(plan, work, spools, cancelled, on_bytes)
 
     def on_progress(nbytes: int) -> None:
         nonlocal done
@@ -62,12 +73,14 @@ def reduced(
         base_fd=base.slot.fd,
         state_fd=base.state.fd if base.state is not None else None,
         updates=[
-            UpdateSource(each.site, spools[each.ticket].fd, update, each.weight, each.norm, each.scale)
+            UpdateSource(each.site, spools[each.ticket].slot.fd, update, each.weight, each.norm, each.scale)
             for each in work.updates
         ],
         steps=[each.steps for each in work.updates],
         population=work.population,
         control_scale=work.control_scale,
+        base_digests=base.part_digests,
+        base_state_digests=base.state_digests,
         outputs=PassOutputs(version.fd, state.fd if state is not None else None),
         cancelled=cancelled,
         on_progress=on_progress,
@@ -94,6 +107,26 @@ def reduced(
     return made, closed
 
 
+def _require_whole(
+    plan: Plan,
+    work: Close,
+    spools: Mapping[int, Spool],
+    cancelled: threading.Event,
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Read every update once more: what lay on a disk since it came goes into the model only as it came."""
+    parts = plan.fragments[work.fragment].update.parts
+
+    def look(job: tuple[Share, int]) -> None:
+        share, index = job
+        spool, part = spools[share.ticket], parts[index]
+        if region_digest(spool.slot.fd, ((part.start, part.nbytes),)) != spool.part_digests[index]:
+            raise UpdateDamaged(share)
+        on_bytes(part.nbytes)
+
+    run_jobs([(share, part.index) for share in work.updates for part in parts], plan.threads, lambda: look, cancelled)
+
+
 def failed(work: Close, why: str) -> Closed:
     """What is said of a round that could not be reduced here."""
     return Closed(
@@ -101,14 +134,14 @@ def failed(work: Close, why: str) -> Closed:
     )
 
 
-def why_failed(error: Exception, beside: Path) -> str:
+def why_failed(error: Exception, made: Path) -> str:
     """What the server is told of it; another worker may have better luck. A traceback is for this worker's log.
 
     Args:
-        beside: a file on the disk that was written to.
+        made: what was to be written.
     """
     if isinstance(error, OSError):
-        error = disk_error(error, beside)
+        error = disk_error(error, made)
     if not isinstance(error, AtollError):
         LOG.error("a round could not be reduced", exc_info=error)
     return told(error, 500)

@@ -131,6 +131,22 @@ class Progress:
         )
 
 
+class Troubles:
+    """What fails again and again of the same is said once; later to who wants to know every step."""
+
+    def __init__(self) -> None:
+        self._said: dict[object, str] = {}
+
+    def say(self, of: object, text: str) -> None:
+        """This has failed so."""
+        known, self._said[of] = self._said.get(of), text
+        LOG.log(logging.DEBUG if known == text else logging.INFO, "%s", text)
+
+    def end(self, of: object) -> None:
+        """This has not failed."""
+        self._said.pop(of, None)
+
+
 @contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Progress]:
     """A `Progress` that says its last line when the block ends without an error."""

@@ -19,7 +19,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from atoll.errors import AtollError, LeaseLost, Superseded
+from atoll.errors import AtollError, LeaseLost, StateCorrupt, Superseded
 from atoll.failpoints import failpoint
 from atoll.placement.digests import digest_of
 from atoll.placement.plan import Plan
@@ -40,10 +40,10 @@ from atoll.wire.swarm_messages import (
 )
 from atoll.worker.connection import UNPULLED, NetworkLost
 from atoll.worker.errands import Errands
-from atoll.worker.holding import Shelf, Version
+from atoll.worker.holding import Shelf, Spool, Version
 from atoll.worker.outlet import Outlet, ServedVersions
-from atoll.worker.reducing import Key, failed, keep_result, key_of, reduced, why_failed
-from atoll.worker.reporting import LOG, told
+from atoll.worker.reducing import Key, UpdateDamaged, failed, keep_result, key_of, reduced, why_failed
+from atoll.worker.reporting import LOG, Troubles, told
 
 RESULT = "model.safetensors"
 """In the worker's folder: what a finished run has come to."""
@@ -88,12 +88,13 @@ class SwarmPeer:
         self._lock = threading.RLock()  # guards what follows
         self._work = PeerWork(stamp=0)
         self._number = self._moved = 0
-        self._spools: dict[int, tuple[int, Slot]] = {}  # ticket → fragment and slot
+        self._spools: dict[int, Spool] = {}  # by ticket
         self._collected: dict[int, Collected] = {}
         self._closed: dict[Key, Closed] = {}
         self._reached: dict[str, None] = {}  # in their order
         self._unreached: dict[str, str] = {}
         self._jobs: set[Key] = set()
+        self._troubles = Troubles()
         self._leaving = False
         self._stopping, self._stayed = threading.Event(), threading.Event()
         self._pool = ThreadPoolExecutor(JOBS, thread_name_prefix="atoll-swarm")
@@ -251,11 +252,13 @@ class SwarmPeer:
         except CancelledError:
             pass
         except AtollError as error:
-            LOG.info("%s: %s: %s", self.site, " ".join(map(str, key)), error)
+            self._troubles.say(key, f"{self.site}: {' '.join(map(str, key))}: {error}")
             self._stopping.wait(BUSY_S)
         except Exception:
             LOG.exception("%s: %s failed", self.site, " ".join(map(str, key)))
             self._stopping.wait(BUSY_S)
+        else:
+            self._troubles.end(key)
         finally:
             with self._lock:
                 self._jobs.discard(key)
@@ -307,7 +310,7 @@ class SwarmPeer:
         slot = self._shelf.take(SPOOL, fragment)
         assert slot is not None
         try:
-            norm, bad = self._errands.update(collect, slot)
+            spool, norm, bad = self._errands.update(collect, slot)
             failpoint("swarm.collected")
             found = Collected(ticket=ticket, digest=collect.digest, source=collect.source, norm=norm, bad=bad)
         except UNPULLED as error:
@@ -322,14 +325,14 @@ class SwarmPeer:
             self._shelf.give_back(SPOOL, fragment, slot)
             raise
         with self._lock:
-            self._spools[ticket], self._collected[ticket] = (fragment, slot), found
+            self._spools[ticket], self._collected[ticket] = spool, found
 
     def _close(self, work: Close) -> None:
         """Make the next version of a frozen round."""
         key, fragment = key_of(work), work.fragment
         base = self._shelf.get(fragment, work.base_version)
         with self._lock:
-            spools = {ticket: slot for ticket, (_, slot) in self._spools.items()}
+            spools = dict(self._spools)
             lacking = [share.site for share in work.updates if share.ticket not in spools]
         if base is None or lacking:
             what = f"version {work.base_version}" if base is None else f"the update of {lacking[0]}"
@@ -343,7 +346,7 @@ class SwarmPeer:
             with (
                 self._shelf.reading(VERSION, fragment, [base.slot]),
                 self._shelf.reading(STATE, fragment, [base.state]),
-                self._shelf.reading(SPOOL, fragment, [spools[share.ticket] for share in work.updates]),
+                self._shelf.reading(SPOOL, fragment, [spools[share.ticket].slot for share in work.updates]),
             ):
                 made, closed = reduced(
                     self._plan, work, base, spools, version, state, cancelled=self._stopping, on_bytes=self._move
@@ -360,7 +363,16 @@ class SwarmPeer:
             self._shelf.give_back(STATE, fragment, state)
             if isinstance(error, CancelledError) or not isinstance(error, Exception):
                 raise
-            self._ended(key, failed(work, why_failed(error, self._result)))
+            why = why_failed(error, self._shelf.folder / f"version {work.version}")
+            with self._lock:  # both are said in one report
+                if isinstance(error, StateCorrupt):
+                    self._let_go(base, error)
+                self._ended(key, failed(work, why))
+
+    def _let_go(self, base: Version, error: StateCorrupt) -> None:
+        """What the disk has changed is not here any more: others have it, or have it still."""
+        LOG.warning("%s: %s", self.site, error)
+        self._forget(error.ticket) if isinstance(error, UpdateDamaged) else self._drop(base)
 
     def _ended(self, key: Key, closed: Closed) -> None:
         with self._lock:
@@ -383,6 +395,6 @@ class SwarmPeer:
 
     def _forget(self, ticket: int) -> None:
         self._collected.pop(ticket, None)
-        held = self._spools.pop(ticket, None)
-        if held is not None:
-            self._shelf.give_back(SPOOL, *held)
+        spool = self._spools.pop(ticket, None)
+        if spool is not None:
+            self._shelf.give_back(SPOOL, spool.fragment, spool.slot)
