@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_here import simulate_here
 from virtual_world import CLIENT, model_of, simulate, told, write
 
 import atoll
+from atoll import failpoints
+from atoll.errors import ConfigError, RunFailed, StoreError
+from atoll.simulate import client, conductor, local
+from atoll.simulate.jobs import Answer
+from atoll.simulate.station import answer_to
 from atoll.testing.processes import Nursery, wait_until
 
 FOUR = ("--workers", "4", "--processes", "1")
@@ -97,8 +105,10 @@ def test_an_update_that_is_not_finite_is_refused_and_the_round_goes_on(nursery: 
             model[0].weight.data[0, 0] = float("nan")
 """
     client = CLIENT.replace("        round.submit(", nan + "        round.submit(")
-    said = simulate(nursery, write(tmp_path, client), *FOUR)
+    said = simulate(nursery, write(tmp_path, client), *FOUR, "--json")
     assert "site-0003: update refused: 0.weight holds NaN or Inf" in said
+    assert "; 1 update refused: site-0003; " in said
+    assert (told(said)["refused"], told(said)["failed"]) == ({"site-0003": 1}, {})
     assert workers_of(tmp_path / "atoll-simulation") == [list("012"), list("0123"), list("0123")]
 
 
@@ -139,6 +149,89 @@ def test_a_control_that_the_disk_has_damaged_ends_its_virtual_workers_part(
     assert list(done.failed) == ["site-0001"]
     assert "what it has kept of its own is lost" in done.failed["site-0001"]
     assert workers_of(tmp_path / "state") == [list("0123"), list("0123"), list("023"), list("023")]
+
+
+@pytest.mark.covers("S2", "V2")
+def test_a_control_that_is_lost_between_two_starts_is_no_zero(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    simulate_here(monkeypatch)
+    given = {"state_dir": tmp_path / "state", "model": f"{tmp_path / 'client.py'}:build"}
+
+    def simulated(rounds: int) -> Any:
+        settings = atoll.Settings.read(write(tmp_path, algorithm="scaffold", rounds=rounds), given)
+        monkeypatch.setattr(client, "inside", False)
+        return atoll.Simulation(settings=settings, client=f"{tmp_path / 'client.py'}:train", workers=4).run()
+
+    kept = tmp_path / "state" / "sites" / "site-0001"
+    assert simulated(rounds=2).failed == {}
+    for path in kept.glob("control-*.bin"):
+        path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    failed = simulated(rounds=3).failed
+    assert list(failed) == ["site-0001"]
+    assert "what it has kept of its own is lost" in failed["site-0001"]
+    assert workers_of(tmp_path / "state") == [list("0123"), list("0123"), list("023")]
+    shutil.rmtree(kept)
+    with pytest.raises(ConfigError, match=r"What site-0001 keeps .* is not in .* Bring its folder back"):
+        simulated(rounds=4)
+
+
+@pytest.mark.covers("F25")
+def test_a_disk_that_is_full_ends_the_simulation_which_goes_on_when_there_is_space(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, undisturbed: bytes
+) -> None:
+    """Nobody is dropped for it: without its control a site would be lost for the rest of the run."""
+    simulate_here(monkeypatch)
+    given = {"state_dir": tmp_path / "state", "model": f"{tmp_path / 'client.py'}:build"}
+    settings = atoll.Settings.read(write(tmp_path, algorithm="scaffold"), given)
+
+    def simulation() -> atoll.Simulation:
+        return atoll.Simulation(settings=settings, client=f"{tmp_path / 'client.py'}:train", workers=4)
+
+    monkeypatch.setattr(failpoints, "_actions", failpoints._parse("worker.write=enospc@50"))
+    monkeypatch.setattr(failpoints, "_reached", {})
+    with pytest.raises(StoreError, match=r"While site-000\d was trained, the disk failed: .*no space left") as error:
+        simulation().run()
+    assert error.value.exit_code == 7
+    assert 0 < len(workers_of(tmp_path / "state")) < 3
+    monkeypatch.setattr(failpoints, "_actions", {})
+    monkeypatch.setattr(client, "inside", False)
+    assert simulation().run().failed == {}
+    assert model_of(tmp_path / "state") == undisturbed
+
+
+def test_an_exception_that_is_its_own_cause_is_told() -> None:
+    error = ValueError("round and round")
+    error.__cause__ = error
+    assert answer_to(error).error == "ValueError: round and round"
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_begin_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "START_S", 0.5)
+    settings = atoll.Settings.read(write(tmp_path), {"state_dir": tmp_path / "state", "model": "client:build"})
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    simulation = atoll.Simulation(settings=settings, client=f"{tmp_path / 'slow.py'}:train", workers=4, processes=1)
+    with pytest.raises(RunFailed, match=r"has not begun within 0\.5 s, and was ended"):
+        simulation.run()
+    sys.modules.pop("client", None)
+
+
+FORKS = """\
+        import os
+        if worker.site == "site-0001" and round.number == 1:
+            if os.fork() == 0:
+                return
+            os.wait()
+"""
+
+
+@pytest.mark.slow
+def test_a_client_that_forks_and_returns_twice_answers_once(nursery: Nursery, tmp_path: Path) -> None:
+    submit = next(line for line in CLIENT.splitlines(keepends=True) if "round.submit(" in line)
+    said = simulate(nursery, write(tmp_path, CLIENT.replace(submit, FORKS + submit)), *FOUR, "--json")
+    assert told(said)["failed"] == {}
+    assert workers_of(tmp_path / "atoll-simulation") == [list("0123")] * 3
+    assert "an answer that nobody awaits" not in said
 
 
 KILLS = """\
@@ -255,6 +348,72 @@ def test_what_has_no_meaning_is_refused_with_exit_code_2(
 def test_a_client_that_cannot_be_imported_is_said_with_its_traceback(nursery: Nursery, tmp_path: Path) -> None:
     run_file = write(tmp_path)
     (tmp_path / "their.py").write_text("import torch\nraise RuntimeError('no licence')\n")
+    said = simulate(nursery, run_file, *FOUR, "--client", "their.py:train", code=2)
+    assert "Traceback" in said
+    assert "their.py:train' cannot be imported: RuntimeError: no licence (" in said
+    assert "their.py, line 2)" in said
+    (tmp_path / "their.py").write_text("import os\nos._exit(3)\n")
     said = simulate(nursery, run_file, *FOUR, "--client", "their.py:train", code=9)
-    assert "RuntimeError: no licence" in said
-    assert "ended with code 1 before it began" in said
+    assert "ended with code 3 before it began" in said
+
+
+@pytest.mark.covers("V2")
+@pytest.mark.slow
+def test_virtual_workers_that_never_return_do_not_keep_the_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As many of them as there are processes: without a third the round cannot close."""
+    monkeypatch.setattr(conductor, "LEAST_PATIENCE_S", 1.0)
+    sleeps = "        import time\n        if worker.site < 'site-0002':\n            time.sleep(100000)\n"
+    client = CLIENT.replace("        round.submit(", sleeps + "        round.submit(")
+    rules = {"quorum": 3, "min_workers": 3, "round_deadline_s": 0.5, "rounds": 6, "num_workers": 5}
+    given = {"state_dir": tmp_path / "state", "model": f"{tmp_path / 'client.py'}:build"}
+    settings = atoll.Settings.read(write(tmp_path, client, **rules), given)
+    with atoll.Simulation(settings=settings, client=f"{tmp_path / 'client.py'}:train", workers=5, processes=2) as begun:
+        assert begun._over.wait(90)
+    assert workers_of(tmp_path / "state") == [list("234")] * 6
+    assert "site-0000 did not return within 1 s" in caplog.text
+
+
+@pytest.mark.covers("V2")
+def test_an_answer_that_nobody_awaits_is_left_out() -> None:
+    class Twice:
+        def receive(self) -> tuple[dict[str, object], None]:
+            return {"what": "answer", "job": 7, **Answer(error="x").to_json()}, None
+
+    process = local._Process.__new__(local._Process)
+    process.jobs, process._channel = {}, Twice()  # type: ignore[assignment]
+    assert process.hear() == (None, Answer(error="x"))
+
+
+@pytest.mark.covers("V2")
+def test_a_process_that_is_killed_before_it_began_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, closed = [-9, -9, 0], list[int]()
+
+    class Begins:
+        def __init__(self, _: object) -> None:
+            self.code = codes.pop(0)
+
+        def ready(self) -> None:
+            if self.code:
+                raise local._Killed("It was ended by SIGKILL.")
+
+        def close(self) -> None:
+            closed.append(self.code)
+
+    monkeypatch.setattr(local, "_Process", Begins)
+    engine = local.LocalEngine(1)
+    engine._beginning = None  # type: ignore[assignment]
+    assert engine._begun().code == 0  # type: ignore[attr-defined]
+    assert closed == [-9, -9]
+    codes[:] = [-9] * 4
+    with pytest.raises(local._Killed):
+        engine._begun()
+    assert codes == [-9]
+
+
+@pytest.mark.slow
+def test_a_state_directory_that_is_given_is_the_one_that_is_taken(nursery: Nursery, tmp_path: Path) -> None:
+    simulate(nursery, write(tmp_path, rounds=1), *FOUR, "--state-dir", "atoll-run")
+    assert (tmp_path / "atoll-run" / "exports" / "model.safetensors").exists()
+    assert not (tmp_path / "atoll-simulation").exists()

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,9 +74,13 @@ def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
         return answer
 
     monkeypatch.setattr(ray, "get", asked)
+    before = set(Path(tempfile.gettempdir()).glob("atoll-actor-*"))
     assert run(tmp_path, "ray", processes=2, client=KILLED) == undisturbed
+    left = set(Path(tempfile.gettempdir()).glob("atoll-actor-*")) - before
+    assert len(left) <= 2, "of the two that were lost; the next simulation removes them"
     assert (tmp_path / "killed").exists()
     assert not short
+    assert ray.is_initialized()  # it is the program's, not the simulation's
     assert "(its machine had too little memory); another one takes its place" in caplog.text
 
 
@@ -100,6 +105,28 @@ def test_a_ray_that_cannot_go_on_is_said_with_what_goes_on(
     with pytest.raises(RunFailed, match=said) as failed:
         RayEngine(2, None).got(None, 3.0)
     assert failed.value.exit_code == 9
+
+
+@pytest.mark.covers("V2")
+def test_who_ends_three_actors_is_the_one_that_fails(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
+    from atoll.simulate import on_ray
+
+    class Ends:
+        stuck, begun = False, 0
+
+        def train(self, *_: Any) -> Any:
+            raise on_ray._Lost
+
+        def begin_anew(self) -> None:
+            self.begun += 1
+
+    engine, hand = on_ray.RayEngine(1, None), Ends()
+    engine._beginning = SimpleNamespace(sites=str(tmp_path))  # type: ignore[assignment]
+    job = SimpleNamespace(site="site-0000", attempts=0)
+    answer = engine._trained(hand, job)  # type: ignore[arg-type]
+    assert answer.error == "its actor was lost, 3 times in a row"
+    assert (job.attempts, hand.begun) == (3, 3)
 
 
 @pytest.mark.slow
@@ -186,7 +213,7 @@ def test_what_a_killed_simulation_has_left_of_its_ray_is_removed() -> None:
     for folder in (ended, alive):  # no process has a number above 2²²
         folder.mkdir()
     try:
-        on_ray._remove_left_behind()
+        on_ray._remove_left_behind(on_ray.TEMPORARY, on_ray.FOLDER)
         assert not ended.exists()
         assert alive.exists()
     finally:

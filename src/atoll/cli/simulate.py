@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,7 +87,7 @@ def command(
             sys.path.insert(0, folder)
     flags = {"client": client, "num_workers": workers, "rounds": rounds, "state_dir": state_dir}
     settings = Settings.read(run_file, flags)
-    if settings.state_dir == run_file.parent / Settings.model_fields["state_dir"].default:
+    if state_dir is None and settings.state_dir == run_file.parent / Settings.model_fields["state_dir"].default:
         settings = settings.model_copy(update={"state_dir": run_file.parent / STATE_DIR})
     LOG.info("%s starts; loading PyTorch takes a few seconds", settings.name)
     from atoll.simulate.simulation import Simulation
@@ -151,19 +152,24 @@ def summary(done: Simulated) -> str:
     """What a simulation came to, in one line."""
     if not done.rounds:
         return f"was finished before, at version {done.version}: nothing is trained; {done.model}"
-    failed = list(done.failed)
-    named = ", ".join(failed[:NAMED]) + (f" and {len(failed) - NAMED} more" if len(failed) > NAMED else "")
     parts = [
         f"finished at version {done.version} after {duration(done.seconds)}",
         f"{counted(done.rounds, 'round')}, {counted(done.worker_rounds, 'worker-round')}, "
         f"{_pace(done.worker_rounds_per_s)} a second",
         f"{size(done.bytes_up)} up and {size(done.bytes_down)} down would have travelled",
         f"{counted(done.late, 'update')} came too late" if done.late else "",
-        f"{counted(len(failed), 'virtual worker')} failed: {named}" if failed else "",
+        f"{counted(sum(done.refused.values()), 'update')} refused: {_some(done.refused)}" if done.refused else "",
+        f"{counted(len(done.failed), 'virtual worker')} failed: {_some(done.failed)}" if done.failed else "",
         numbers(done.metrics),
         str(done.model),
     ]
     return "; ".join(filter(None, parts))
+
+
+def _some(sites: Collection[str]) -> str:
+    """Their names, where they are few."""
+    more = len(sites) - NAMED
+    return ", ".join(list(sites)[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _pace(per_s: float) -> str:

@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from atoll.errors import AtollError, ConfigError, LeaseLost, RunFailed, TicketClosed, UpdateRefused
+from atoll.errors import AtollError, ConfigError, LeaseLost, RunFailed, StoreError, TicketClosed, UpdateRefused
 from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine, membership
@@ -26,7 +26,7 @@ from atoll.server.outcome import outcome_of
 from atoll.server.roster import Lease
 from atoll.server.run import Run
 from atoll.server.space import require_space
-from atoll.simulate.jobs import Answer, Engine, Job
+from atoll.simulate.jobs import ATTEMPTS, Answer, Engine, Job
 from atoll.simulate.keeping import pending
 from atoll.store.handles import PinnedVersion
 from atoll.store.slots import WRITER
@@ -38,6 +38,9 @@ T = TypeVar("T")
 
 TRACES = 3
 """How many virtual workers' tracebacks are shown in full."""
+PATIENCE = 2
+"""Deadlines that one may train for while others wait for its process."""
+LEAST_PATIENCE_S = 10.0
 JOIN_AT_ONCE = 500
 HOST = "simulated"
 
@@ -54,6 +57,7 @@ class Conductor:
     Attributes:
         worker_rounds: updates that were accepted.
         late: updates whose round went on without them.
+        refused: site → how many of its updates were refused.
         failed: site → what ended its part.
         bytes_up, bytes_down: of tensors that would have travelled.
     """
@@ -77,9 +81,12 @@ class Conductor:
         self._counted = set[str]()  # sites of which an update counts in the run
         self._bases: dict[PinnedVersion, int] = {}  # → how many train from it
         self._done = run.state.rounds[0].done
+        self._stuck = Counter[str]()  # site → how often it did not return, since its last update
+        self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * run.settings.round_deadline_s)
         self._engine_failed: Exception | None = None
         self.worker_rounds = self.late = self.bytes_up = self.bytes_down = 0
         self.failed: dict[str, str] = {}
+        self.refused = Counter[str]()
 
     # -- what an engine tells, by threads of its own
 
@@ -107,7 +114,7 @@ class Conductor:
             RunFailed: no round can close any more. AtollError: the run failed, or the engine.
         """
         await self._join()
-        watching = asyncio.ensure_future(self._watch())
+        watching = [asyncio.ensure_future(each) for each in (self._watch(), self._free_processes())]
         try:
             while not self._run.finished.is_set():
                 self._news.clear()
@@ -126,7 +133,8 @@ class Conductor:
             self._tell_of_rounds()
             self._raise_what_failed()
         finally:
-            watching.cancel()
+            for each in watching:
+                each.cancel()
             self._let_go_of_all()
 
     async def _watch(self) -> None:
@@ -139,6 +147,12 @@ class Conductor:
                 self._news.set()
         finally:
             ended.cancel()
+
+    async def _free_processes(self) -> None:
+        """Where a round has a deadline, nobody keeps a process for ever that others wait for."""
+        while self._run.settings.quorum:
+            await asyncio.sleep(self._patience_s / 4)
+            self._engine.free(self._patience_s)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
@@ -188,7 +202,7 @@ class Conductor:
         """All of them: round one opens with the last. Those of an earlier start that are no more leave.
 
         Raises:
-            ConfigError: the run is one of real workers.
+            ConfigError: the run is one of real workers; or what one of them has kept is gone.
         """
         begun = bool(self._run.roster)
         real = next((site for site, presence in self._run.roster.items() if presence.host != HOST), None)
@@ -199,6 +213,9 @@ class Conductor:
             )
         request: Any = {IDENTITY: Identity()}
         sites = set(self._sites)
+        if begun and self._run.has_controls:
+            self._counted.update(filter(self._has_counted, self._sites))
+            self._require_controls()
         with self._together():
             for member in membership.alive(self._run.state.members):
                 if member.site not in sites:
@@ -211,21 +228,22 @@ class Conductor:
                         site=site,
                         host=HOST,
                         process=f"{self._run.store.epoch}x{number}",
-                        controls=self._controls_of(site) if begun else "",
                     )
                     self._leases[site] = Lease.parse(now(self._handlers.join(message, request)).lease)
             await asyncio.sleep(0)  # a simulation of very many can be ended in between
-        if begun and self._run.has_controls:
-            self._counted.update(filter(self._has_counted, self._sites))
 
     def _has_counted(self, site: str) -> bool:
-        ticket = self._run.store.last_ticket(site)
-        return self._run.roster[site].rounds > 0 or (ticket is not None and ticket.state == "accepted")
+        ticket, known = self._run.store.last_ticket(site), self._run.roster.get(site)
+        return (known is not None and known.rounds > 0) or (ticket is not None and ticket.state == "accepted")
 
-    def _controls_of(self, site: str) -> Any:
-        if self._folder is None or not self._run.has_controls:
-            return ""
-        return "kept" if (self._folder / site / "control.json").is_file() else "missing"
+    def _require_controls(self) -> None:
+        assert self._folder is not None
+        for site in sorted(self._counted):
+            if not (self._folder / site / "control.json").is_file():
+                raise ConfigError(
+                    f"What {site} keeps between its rounds is not in {self._folder} any more, and its updates count.",
+                    "Bring its folder back from a backup, or begin a new simulation in another state_dir.",
+                )
 
     # -- jobs
 
@@ -308,6 +326,14 @@ class Conductor:
         self.bytes_down += answer.bytes_down
         self._run.bytes_down += answer.bytes_down
         try:
+            if answer.disk:
+                raise StoreError(
+                    f"While {job.site} was trained, the disk failed: {answer.error}",
+                    "Make space, or look at the disk. Nothing is lost: the same simulation goes on from here.",
+                )
+            if answer.stuck:
+                await self._did_not_return(job, lease)
+                return
             if answer.update is None:
                 await self._end(lease, answer)
                 return
@@ -315,11 +341,12 @@ class Conductor:
                 self._handlers.record_part(lease, job.ticket.ticket, part, stats)
             await self._handlers.complete(lease, job.ticket.ticket, answer.update)
             self._counted.add(job.site)
+            del self._stuck[job.site]
         except TicketClosed:
             self.late += 1
             LOG.warning("%s: round %d went on without it", job.site, job.ticket.round)
-        except UpdateRefused:
-            pass  # the server has said so
+        except UpdateRefused:  # the server has said why
+            self.refused[job.site] += 1
         except LeaseLost:
             self.failed[job.site] = self._run.roster[job.site].error
         else:
@@ -328,14 +355,29 @@ class Conductor:
             self.bytes_up += nbytes
             self._run.bytes_up += nbytes
 
+    async def _did_not_return(self, job: Job, lease: Lease) -> None:
+        """It is late where its round is over, and has another try; at last it takes part no more."""
+        self._stuck[job.site] += 1
+        told_s = f"{self._patience_s:g} s"
+        LOG.warning(
+            "%s did not return within %s, while others waited for its process, which was ended", job.site, told_s
+        )
+        if machine.may_submit(self._run.state, job.site, lease.number, job.ticket.ticket) is not None:
+            self.late += 1
+        if self._stuck[job.site] == ATTEMPTS:
+            why = (
+                f"it did not return within {told_s}, {ATTEMPTS} times in a row; a longer round_deadline_s gives it more"
+            )
+            await self._end(lease, Answer(error=why))
+
     async def _end(self, lease: Lease, answer: Answer) -> None:
         """A virtual worker that raised, or returned without an update, takes part no more."""
         site = lease.site
         self.failed[site] = answer.error or "it returned without an update"
-        if answer.trace and len(self.failed) <= TRACES:
+        if not answer.trace:
+            LOG.warning("%s takes part no more: %s", site, self.failed[site])
+        elif len(self.failed) <= TRACES:
             LOG.error("%s raised, and takes part no more:\n%s", site, answer.trace.rstrip())
-        elif not answer.error:
-            LOG.warning("%s returned without an update, and takes part no more", site)
         elif len(self.failed) == TRACES + 1:
             LOG.error("%s raised, too; tracebacks of further ones are not shown", site)
         await self._handlers.leave(lease, messages.Leave(error=told(answer.error) if answer.error else None))

@@ -100,6 +100,8 @@ class Answer:
         error: the last line of what it raised; empty where it did not.
         trace: all of it.
         bytes_down: of tensors that it has loaded.
+        stuck: whether it did not return, and its process was ended for those that wait.
+        disk: whether `error` is of a disk that is full or fails: no fault of this virtual worker's.
     """
 
     update: messages.Complete | None = None
@@ -107,6 +109,8 @@ class Answer:
     error: str = ""
     trace: str = ""
     bytes_down: int = 0
+    stuck: bool = False
+    disk: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """From a process."""
@@ -155,6 +159,13 @@ class Engine(Protocol):
 
     def put(self, job: Job) -> None:
         """Train it soon; the answer is heard. A job whose process ends is begun again by another one."""
+        ...
+
+    def free(self, longer_s: float) -> None:
+        """End the process that has trained one virtual worker for longest, and for longer than this, if others wait.
+
+        The answer is heard as `stuck`; another process takes its place.
+        """
         ...
 
     def pids(self) -> list[int]:

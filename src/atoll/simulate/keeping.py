@@ -35,6 +35,8 @@ def read_kept(folder: Path) -> Kept:
 
 def put_kept(folder: Path, kept: Kept) -> None:
     """Files as `read_kept` gave them, in a folder that nobody else has."""
+    if not kept:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in kept.items():
         (folder / name).write_bytes(content)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 
 from atoll.aggregation.custom.channel import Channel
@@ -69,6 +70,16 @@ class LocalEngine:
             self._waiting.append(job)
             self._hand_out()
 
+    def free(self, longer_s: float) -> None:
+        with self._lock:
+            if not self._waiting and all(len(process.jobs) <= 1 for process in self._crew):
+                return
+            begun = [process for process in self._crew if process.jobs and process.stuck is None]
+            longest = min(begun, key=lambda each: each.since_s, default=None)
+            if longest is not None and time.monotonic() - longest.since_s > longer_s:
+                longest.stuck = next(iter(longest.jobs))
+                longest.kill()
+
     def pids(self) -> list[int]:
         with self._lock:
             return [process.pid for process in self._crew]
@@ -104,11 +115,21 @@ class LocalEngine:
 
     def _hear(self, process: _Process) -> None:
         """Hear a process, and those that take its place: they are killed where the thread ends that started them."""
+        try:
+            self._hear_all(process)
+        except Exception as error:
+            self._heard.failed_to_go_on(error)
+
+    def _hear_all(self, process: _Process) -> None:
         while True:
             while (told := process.hear()) is not None:
                 job, answer = told
+                if job is None:  # the client has forked, and returned twice
+                    LOG.warning("an answer that nobody awaits is left out: does the client fork, and return twice?")
+                    continue
                 with self._lock:
                     process.jobs.pop(job.ticket.ticket, None)
+                    process.since_s = time.monotonic()
                     self._hand_out()
                 self._heard.answered(job, answer)
             other = self._instead_of(process)
@@ -131,6 +152,9 @@ class LocalEngine:
         doing = f" while it trained {begun[0].site}" if begun else ""
         LOG.warning("a process of the simulation ended with %s%s; another one takes its place", how, doing)
         for job in begun:
+            if process.stuck == job.ticket.ticket:
+                self._heard.answered(job, Answer(stuck=True))
+                continue
             job.attempts += 1
             if job.attempts == ATTEMPTS:
                 self._heard.answered(job, Answer(error=f"its process ended with {how}, {ATTEMPTS} times in a row"))
@@ -138,8 +162,7 @@ class LocalEngine:
                 with self._lock:
                     self._waiting.appendleft(job)
         try:
-            other = _Process(self._beginning)
-            other.ready()
+            other = self._begun()
         except Exception as error:
             self._heard.failed_to_go_on(error)
             return None
@@ -153,12 +176,40 @@ class LocalEngine:
         other.close()
         return None
 
+    def _begun(self) -> _Process:
+        """Another process that is ready; one that was killed before says nothing about the client.
+
+        Raises:
+            ConfigError, RunFailed: as `_Process.ready`.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            other = _Process(self._beginning)
+            try:
+                other.ready()
+                break
+            except _Killed:
+                other.close()
+                if attempt == ATTEMPTS or self._closed:
+                    raise
+        return other
+
+
+class _Killed(RunFailed):
+    """A signal ended a process before it began."""
+
 
 class _Process:
-    """One process, and what it was given and has not answered, oldest first."""
+    """One process, and what it was given and has not answered, oldest first.
+
+    Attributes:
+        since_s: when it was given the first of them, or gave its last answer.
+        stuck: the ticket that it was ended for; None where it was not.
+    """
 
     def __init__(self, beginning: Beginning) -> None:
         self.jobs: dict[int, Job] = {}
+        self.since_s = time.monotonic()
+        self.stuck: int | None = None
         self._base = ""  # digest of the version that it has
         self._numbers_fd, self._put_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -193,13 +244,30 @@ class _Process:
         Raises:
             ConfigError: that cannot be loaded. RunFailed: it has ended.
         """
-        slow = threading.Timer(START_S, self._popen.kill)
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self.kill()
+
+        slow = threading.Timer(START_S, end)
         slow.start()
         try:
             told, _ = self._channel.receive()
         except EOFError:
+            code = self.bury()
+            if late.is_set():
+                raise RunFailed(
+                    f"A process of the simulation has not begun within {START_S:g} s, and was ended.",
+                    "What it printed says how far it came; most often the client's file does much when it is imported.",
+                ) from None
+            if code < 0:
+                raise _Killed(
+                    f"A process of the simulation was ended by {signal.Signals(-code).name} before it began.",
+                    "Where memory is short the kernel does so: take fewer processes. The same command goes on.",
+                ) from None
             raise RunFailed(
-                f"A process of the simulation ended with code {self.bury()} before it began.",
+                f"A process of the simulation ended with code {code} before it began.",
                 "What it printed says why; most often the client's file ends it when it is imported.",
             ) from None
         finally:
@@ -209,6 +277,8 @@ class _Process:
 
     def give(self, job: Job) -> None:
         """Have it train a job; one that has ended is heard of elsewhere."""
+        if not self.jobs:
+            self.since_s = time.monotonic()
         self.jobs[job.ticket.ticket] = job
         with contextlib.suppress(OSError):
             if self._base != job.ticket.base_digest:
@@ -222,14 +292,14 @@ class _Process:
         number = take_number(self._numbers_fd)
         return None if number is None else self.jobs.pop(number)
 
-    def hear(self) -> tuple[Job, Answer] | None:
-        """The next answer; None once it has ended."""
+    def hear(self) -> tuple[Job | None, Answer] | None:
+        """The next answer, and its job, None where nobody awaits it; None once it has ended."""
         try:
             told, _ = self._channel.receive()
         except (EOFError, OSError):
             return None
         del told["what"]
-        job = self.jobs[told.pop("job")]
+        job = self.jobs.get(told.pop("job"))
         return job, Answer.from_json(told)
 
     def kill(self) -> None:

@@ -14,22 +14,27 @@ import shutil
 import socket
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from atoll.errors import AtollError, ConfigError, RunFailed, ServerUnreachable
+from atoll.errors import AtollError, ConfigError, RunFailed, ServerUnreachable, StoreError
 from atoll.posix import nameless_file, read_at, write_at
 from atoll.simulate.jobs import ATTEMPTS, START_S, Answer, Beginning, Heard, Job, job_of
 from atoll.simulate.keeping import Kept, put_kept, read_kept, write_kept
-from atoll.simulate.station import Station
+from atoll.simulate.station import Station, answer_to
 
 LOG = logging.getLogger("atoll.simulate")
 
 CONNECT_S = 5.0
 TEMPORARY, FOLDER = "/tmp", "atoll-ray-"
 """Where a Ray of our own has its files; names of sockets in it have to be short."""
+ACTOR = "atoll-actor-"
+"""Likewise of an actor, behind it its process."""
+END_S = 2.0
+"""For actors that have nothing to do to let go of their files."""
 INSTALL = "Install it: pip install 'atoll[ray]'; or take engine local, which needs nothing."
 
 
@@ -42,7 +47,9 @@ class Actor:
 
     def __init__(self, beginning: dict[str, Any], folder: str | None) -> None:
         os.dup2(2, 1)  # what the client prints must not mix with a summary
-        self._folder = tempfile.TemporaryDirectory(dir=folder, prefix="atoll-actor-")
+        temporary = folder or tempfile.gettempdir()
+        _remove_left_behind(temporary, ACTOR)
+        self._folder = tempfile.TemporaryDirectory(dir=temporary, prefix=f"{ACTOR}{os.getpid()}-")
         begun = Beginning.from_json({**beginning, "sites": self._folder.name})
         self._error: AtollError | None = None
         self._base, self._spool = (nameless_file(Path(self._folder.name)) for _ in range(2))
@@ -54,8 +61,12 @@ class Actor:
     def ready(self) -> dict[str, Any]:
         """Where it runs; or why it cannot train anybody."""
         if self._error is not None:
-            return {"message": self._error.message, "remedy": self._error.remedy}
+            return {"message": self._error.message, "remedy": self._error.remedy, "trace": self._error.trace}
         return {"pid": os.getpid(), "host": socket.gethostname()}
+
+    def end(self) -> None:
+        """It is about to be killed: let go of its files."""
+        self._folder.cleanup()
 
     def take(self, version: np.ndarray[Any, Any]) -> None:
         """The version to train from, until the next one comes."""
@@ -68,13 +79,14 @@ class Actor:
             nbytes: of an update.
         """
         folder = Path(self._folder.name) / job["site"]
-        if kept:
-            put_kept(folder, kept)
         try:
+            put_kept(folder, kept)
             answer = self._station.train(*job_of(job), self._base, self._spool)
             update = np.empty(nbytes if answer.update is not None else 0, np.uint8)
             read_at(self._spool, update.data, 0)
             return answer.to_json(), update, read_kept(folder)
+        except OSError as error:  # this machine's disk
+            return answer_to(error).to_json(), np.empty(0, np.uint8), {}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -128,6 +140,16 @@ class RayEngine:
     def put(self, job: Job) -> None:
         self._jobs.put(job)
 
+    def free(self, longer_s: float) -> None:
+        if self._jobs.empty():
+            return
+        with self._lock:
+            begun = [hand for hand in self._hands if hand.job is not None and not hand.stuck]
+            longest = min(begun, key=lambda each: each.since_s, default=None)
+            if longest is not None and time.monotonic() - longest.since_s > longer_s:
+                longest.stuck = True
+                longest.kill()
+
     def pids(self) -> list[int]:
         here = socket.gethostname()
         with self._lock:
@@ -139,8 +161,13 @@ class RayEngine:
             hands, self._hands = self._hands, []
         for _ in hands:
             self._jobs.put(None)
-        for hand in hands:
-            hand.kill()
+        if self._ray.is_initialized():  # else they have ended with it
+            if self._folder is None:  # else it goes, with all that is in it
+                with contextlib.suppress(Exception):  # they have ended, or Ray has
+                    ends = [hand.end() for hand in hands if hand.job is None]
+                    self._ray.wait(ends, num_returns=len(ends), timeout=END_S)
+            for hand in hands:
+                hand.kill()
         if not closed and self._ours:
             self._ray.shutdown()
         if self._folder is not None:
@@ -153,7 +180,7 @@ class RayEngine:
             return
         options: dict[str, Any] = {"address": self._address or "local", "logging_level": logging.ERROR}
         if self._address is None:
-            _remove_left_behind()
+            _remove_left_behind(TEMPORARY, FOLDER)
             self._folder = tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-", dir=TEMPORARY)
             options |= {"include_dashboard": False, "num_cpus": self._count, "_temp_dir": self._folder}
         else:
@@ -211,8 +238,12 @@ class RayEngine:
 
     def _work(self, hand: _Hand) -> None:
         while (job := self._jobs.get()) is not None:
+            with self._lock:
+                hand.job, hand.since_s, hand.stuck = job, time.monotonic(), False
             try:
                 answer = self._trained(hand, job)
+                with self._lock:
+                    hand.job = None
             except Exception as error:
                 if not self._closed:
                     self._heard.failed_to_go_on(error)
@@ -228,15 +259,23 @@ class RayEngine:
             except _Lost as lost:
                 if self._closed:
                     raise
+                if hand.stuck:
+                    hand.begin_anew()
+                    return Answer(stuck=True)
                 LOG.warning("an actor was lost while it trained %s%s; another one takes its place", job.site, lost)
                 job.attempts += 1
                 hand.begin_anew()
                 if job.attempts == ATTEMPTS:
                     told_why = f"its actor was lost, {ATTEMPTS} times in a row{lost}"
                     return Answer(error=told_why, trace=told_why)
-        write_at(job.spool_fd, update.data, 0)
-        write_kept(folder, kept)
-        return Answer.from_json(told)
+        answer = Answer.from_json(told)
+        if not answer.disk:  # else it has kept nothing of this round
+            try:
+                write_at(job.spool_fd, update.data, 0)
+                write_kept(folder, kept)
+            except (OSError, StoreError) as error:
+                return answer_to(error)
+        return answer
 
 
 class _Lost(Exception):
@@ -251,6 +290,8 @@ class _Hand:
         self._actor = engine.actor()
         self._base = ""  # digest of the version that it has
         self.pid, self.host = 0, ""
+        self.job: Job | None = None
+        self.since_s, self.stuck = 0.0, False
 
     def ready(self) -> None:
         """Wait until it has loaded the client.
@@ -266,7 +307,9 @@ class _Hand:
                 "Ray's log says why; Atoll and the client's code have to be on every machine of the cluster.",
             ) from error
         if "message" in told:
-            raise ConfigError(told["message"], told["remedy"])
+            refused = ConfigError(told["message"], told["remedy"])
+            refused.trace = told["trace"]
+            raise refused
         self.pid, self.host = told["pid"], told["host"]
 
     def begin_anew(self) -> None:
@@ -282,15 +325,19 @@ class _Hand:
             self._base = job.ticket.base_digest
         return self._engine.got(self._actor.train.remote(job.to_json(), kept, job.update_bytes))
 
+    def end(self) -> Any:
+        """As `Actor.end`."""
+        return self._actor.end.remote()
+
     def kill(self) -> None:
         with contextlib.suppress(Exception):  # it has ended, or Ray has
             self._engine._ray.kill(self._actor)
 
 
-def _remove_left_behind() -> None:
+def _remove_left_behind(temporary: str, prefix: str) -> None:
     """The folders of processes that were killed: Ray's own end with them."""
-    for path in Path(TEMPORARY).glob(f"{FOLDER}*-*"):
-        owner = path.name.removeprefix(FOLDER).partition("-")[0]
+    for path in Path(temporary).glob(f"{prefix}*-*"):
+        owner = path.name.removeprefix(prefix).partition("-")[0]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
             shutil.rmtree(path, ignore_errors=True)
 

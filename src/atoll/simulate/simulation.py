@@ -57,6 +57,7 @@ class Simulated:
         metrics: of the last round.
         failed: site → what ended its part.
         late: updates whose round went on without them.
+        refused: site → how many of its updates were refused.
     """
 
     model: Path
@@ -70,6 +71,7 @@ class Simulated:
     metrics: dict[str, float]
     failed: dict[str, str]
     late: int
+    refused: dict[str, int]
 
     @property
     def worker_rounds_per_s(self) -> float:
@@ -143,7 +145,7 @@ class Simulation:
             )
         self._client, self._arguments = name_of(client), tuple(arguments)
         require_engine(engine, processes, address)
-        self._processes = processes or os.cpu_count() or 1
+        self._processes = processes or cores()
         self._engine = _engine(engine, self._processes, address)
         self._filters = TaskFilters(self.settings, (), filters)
         self._filters.require_rounds()
@@ -228,8 +230,10 @@ class Simulation:
         except BaseException as error:
             self._error = error
         finally:
-            self._engine.close()
-            self._over.set()
+            try:
+                self._engine.close()
+            finally:
+                self._over.set()
 
     async def _simulate(self) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
@@ -281,6 +285,7 @@ class Simulation:
             metrics=dict(last.metrics) if last else {},
             failed=dict(conductor.failed),
             late=conductor.late,
+            refused=dict(conductor.refused),
         )
 
 
@@ -289,8 +294,12 @@ def threads_of(processes: int) -> int:
     told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if told.isdecimal() and int(told):
         return int(told)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // processes)
+    return max(1, cores() // processes)
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _lasts(plan: Plan, beginning: Beginning) -> bool:

@@ -12,7 +12,8 @@ from types import TracebackType
 
 import torch
 
-from atoll.errors import AtollError
+from atoll.errors import AtollError, StoreError
+from atoll.posix import FULL
 from atoll.simulate.client import Client
 from atoll.simulate.jobs import Answer, Beginning
 from atoll.simulate.seldom import Seldom
@@ -61,8 +62,8 @@ class Station:
         folder = self._sites / site
         try:
             session = VirtualSession(self._shared, site, ticket, os.dup(base_fd), spool_fd, folder, known, counts)
-        except AtollError as error:  # of what it has kept
-            return _raised(error, 0)
+        except (AtollError, OSError) as error:  # of what it has kept
+            return answer_to(error, 0)
         try:
             worker = VirtualWorker(session)
             with taken_by(worker):
@@ -71,21 +72,36 @@ class Station:
             raise
         except BaseException as error:
             if not (isinstance(error, SystemExit) and not error.code):
-                return _raised(error, session.counters.bytes_down)
+                return answer_to(error, session.counters.bytes_down)
         finally:
             session.close()
             forget()
         return Answer(session.formed, session.stats, bytes_down=session.counters.bytes_down)
 
 
-def _raised(error: BaseException, bytes_down: int) -> Answer:
+def answer_to(error: BaseException, bytes_down: int = 0) -> Answer:
+    """What is told of an exception."""
     trace: TracebackType | None = error.__traceback__
     here = os.path.dirname(__file__)
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(here):
         trace = trace.tb_next  # to the user's first line
     text = "".join(traceback.format_exception(type(error), error.with_traceback(None), trace))
     last = "".join(traceback.format_exception_only(error)).strip()
-    return Answer(error=last[-LAST_WORDS_CHARS:] or type(error).__name__, trace=text, bytes_down=bytes_down)
+    words, disk = last[-LAST_WORDS_CHARS:] or type(error).__name__, _of_the_disk(error)
+    return Answer(error=disk or words, trace=text, bytes_down=bytes_down, disk=bool(disk))
+
+
+def _of_the_disk(error: BaseException | None) -> str:
+    """What the disk has to do with it; empty where it has not."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:  # one may be its own cause
+        seen.add(id(error))
+        if isinstance(error, StoreError):
+            return error.message
+        if isinstance(error, OSError) and error.errno in FULL:
+            return f"{error.filename or 'a file'}: {error.strerror}."
+        error = error.__cause__
+    return ""
 
 
 def _say_little() -> None:
