@@ -30,6 +30,15 @@ def test_the_script_trains_alone_and_the_run_file_is_valid(atoll_command, tmp_pa
     assert "training alone" in trained.stderr
 
 
+@pytest.mark.covers("X3")
+def test_what_cannot_be_written_is_said(atoll_command, tmp_path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    outcome = atoll_command("init", "taken/mine")
+    assert outcome.returncode == 7
+    assert outcome.stderr.startswith("atoll: taken/mine cannot be written: Not a directory. Name another folder")
+    assert outcome.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("algorithm", ["fedavg", "diloco"])
 def test_every_default_of_the_run_file_is_the_real_one(algorithm: str) -> None:
     """Uncommenting every line that shows a value changes nothing."""

@@ -61,8 +61,23 @@ WHAT = {
 """Template → the algorithm of its run, and a metric that falls."""
 
 
+PLAIN = {"README.md", "data.py", "model.py", "train.py", "run.toml"}
+
+
 def test_every_template_is_tried_here() -> None:
     assert WHAT.keys() == init.TEMPLATES.keys()
+
+
+@pytest.mark.covers("X1")
+@pytest.mark.parametrize("template", WHAT)
+def test_a_template_has_its_files_and_its_own_words(template: str, atoll_command, tmp_path: Path) -> None:
+    assert atoll_command("init", "--template", template, "mine").returncode == 0
+    more = {"aggregator.py", "answer.py", "flow.toml", "workflow.py"} if template == "custom" else set()
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == PLAIN | more
+    assert WHAT[template][0] in (tmp_path / "mine" / "run.toml").read_text()
+    other = "fedavg" if template != "fedavg" else "diloco"
+    atoll_command("init", "--template", other, "other")
+    assert (tmp_path / "mine" / "README.md").read_text() != (tmp_path / "other" / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from atoll.cli.bench_run import Bench
 
 STRESS = Path(__file__).parents[2] / "bench" / "stress.py"
 
@@ -45,3 +49,28 @@ def test_every_way_comes_to_the_same_bits(
             assert 16_000_000 <= run["server_bytes_up"] < 16_010_000
             assert 24_000_000 <= run["server_bytes_down"] < 24_040_000
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.covers("D8")
+@pytest.mark.parametrize("same", [True, False])
+def test_bits_that_differ_end_it_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], same: bool
+) -> None:
+    """Each way is one of its own: on disk and in memory, at the server and at a worker."""
+    program = runpy.run_path(str(STRESS))
+    asked: list[tuple[str, bool]] = []
+
+    def measured(bench: Bench, say: object) -> dict[str, Any]:
+        asked.append((bench.placement, bench.download_to_disk))
+        return {"digest": "0" if same else str(len(asked)), "exact": True}
+
+    main = program["main"]
+    monkeypatch.setitem(main.__globals__, "measure", measured)
+    monkeypatch.setattr(sys, "argv", ["stress.py", "--placement", "both", "--compare", "--json"])
+    if same:
+        main()
+    else:
+        with pytest.raises(SystemExit, match="The result is not what it should be"):
+            main()
+    assert asked == [("server", True), ("server", False), ("swarm", True), ("swarm", False)]
+    assert len(json.loads(capsys.readouterr().out)) == 4

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from evaluation_world import errors, losses, serve
+from site_threads import Threads
 from torch import nn
 
 import atoll
 from atoll.errors import UsageError
+from atoll.sizes import CHUNK_BYTES
 
 ALONE: dict[str, Any] = {"workflows": ({"kind": "cross_site_evaluation"},), "rounds": 0, "num_workers": 1}
 
 
-def play(folder: Path, register: Callable[[Any], None]) -> dict[str, Any]:
+def play(folder: Path, register: Callable[[Any], None], **settings: Any) -> dict[str, Any]:
     """An evaluation of one site, in this process; the run's model is w = 0."""
-    with serve(folder, **ALONE) as server:
+    with serve(folder, **ALONE, **settings) as server:
         with atoll.tasks(server.url, "a") as worker:
             register(worker)
             worker.run()
@@ -85,6 +88,41 @@ def test_what_is_no_metric_is_said_to_the_site(tmp_path: Path, gives: Any, words
     found = play(tmp_path, register)
     assert words in errors(found)["version 0", "a"]
     assert losses(found) == {"a": {"a": 1.0}}
+
+
+@pytest.mark.covers("P9")
+def test_a_model_of_long_tensors_goes_into_the_module_as_it_is(tmp_path: Path) -> None:
+    """It is read in runs, of which the tensor takes several."""
+    expected = torch.arange(2.5 * CHUNK_BYTES // 4).view(1, -1)
+
+    def wrong(model: Any) -> dict[str, Any]:
+        return {"loss": (model.weight != expected).sum()}
+
+    def register(worker: Any) -> None:
+        worker.evaluates(wrong, model=nn.Linear(expected.numel(), 1, bias=False))
+        worker.submits(lambda: {"weight": expected})
+
+    assert losses(play(tmp_path, register, has_model=False)) == {"a": {"a": 0.0}}
+
+
+@pytest.mark.covers("P9")
+def test_only_the_sites_that_are_named_evaluate(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def site(name: str) -> None:
+        with atoll.tasks(server.url, name) as worker:
+            worker.evaluates(lambda state: asked.append(name) or {"loss": 1.0})
+            worker.submits(lambda: {"weight": torch.ones(1, 1)})
+            worker.run()
+
+    workflows = ({"kind": "cross_site_evaluation", "sites": ["b"]},)
+    with serve(tmp_path, workflows=workflows, rounds=0, num_workers=2) as server:
+        running = Threads(partial(site, "a"), partial(site, "b"))
+        server.run()
+        running.join()
+    assert server.evaluation is not None
+    assert losses(server.evaluation.model_dump()) == {"version 0": {"b": 1.0}, "b": {"b": 1.0}}
+    assert set(asked) == {"b"}
 
 
 @pytest.mark.covers("P9", "P1")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from evaluation_world import MATRIX, errors, losses, matrix_of, serve, start_site
 
+from atoll.errors import RunFailed
 from atoll.testing.processes import Nursery, wait_until
 
 
@@ -82,6 +83,16 @@ def test_sites_that_fail_refuse_or_measure_no_number_leave_a_cell_and_a_reason(
     assert "- a on every site: UsageError: Site a gives no model." in text
     assert "- every model on b: ValueError: no data here" in text
     assert "| c | 36 | — | not finite |" in text
+
+
+@pytest.mark.covers("P9", "P12")
+def test_an_evaluation_that_has_not_one_value_has_failed(nursery: Nursery, tmp_path: Path) -> None:
+    only = ({"kind": "cross_site_evaluation"},)
+    with serve(tmp_path, workflows=only, rounds=0, num_workers=1) as server:
+        start_site(nursery, tmp_path, server.url, "a", "tasks", "refuses", "raises")
+        with pytest.raises(RunFailed, match="evaluated nothing: every model on a: ValueError: no data here"):
+            server.run()
+    assert matrix_of(tmp_path)["finished"]
 
 
 @pytest.mark.covers("P9")

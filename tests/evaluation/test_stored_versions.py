@@ -107,7 +107,8 @@ def test_versions_of_a_finished_run_are_evaluated_beside_it(nursery: Nursery, tm
 def test_a_run_that_is_not_finished_goes_on_after_an_evaluation(nursery: Nursery, tmp_path: Path) -> None:
     trained(nursery, tmp_path, 2)
     (tmp_path / "run.toml").write_text(RUN.format(rounds=4))
-    server = nursery.start("atoll", "evaluate", "run.toml", "--no-site-models", "--port", "0", "--json", cwd=tmp_path)
+    asked = ["--no-site-models", "--sites", "b", "--port", "0", "--json", "--out", "found.md"]
+    server = nursery.start("atoll", "evaluate", "run.toml", *asked, cwd=tmp_path)
     url = url_of(server)
     # the script of training takes no part in it: there are no rounds now
     refused = nursery.start(str(tmp_path / "train.py"), url, "a", cwd=tmp_path)
@@ -117,7 +118,8 @@ def test_a_run_that_is_not_finished_goes_on_after_an_evaluation(nursery: Nursery
     assert server.wait(60) == 0, server.output()
     assert [site.wait() for site in sites] == [0, 0]
     text = server.output()
-    assert losses(json.loads(text[text.index("\n{\n") :])) == {"version 2": {"a": 4.0, "b": 1.0}}
+    assert losses(json.loads(text[text.index("\n{\n") :])) == {"version 2": {"b": 1.0}}
+    assert "| version 2 | 1 |" in (tmp_path / "found.md").read_text()
     trained(nursery, tmp_path, 4)
     exported = nursery.start("atoll", "export", "out.safetensors", "--state-dir", "state", cwd=tmp_path)
     assert exported.wait() == 0

@@ -16,7 +16,7 @@ from recipe_world import CORRECTED, DILOCO, PLAIN, module, project, recipe, trai
 from safetensors.torch import load_file
 
 from atoll.errors import ConfigError, RunFailed, UsageError
-from atoll.recipes import DiLoCoRecipe, FedAvgRecipe, LocalEnv, Recipe, ScaffoldRecipe, SimEnv, SwarmRecipe
+from atoll.recipes import DiLoCoRecipe, FedAvgRecipe, LocalEnv, Recipe, ScaffoldRecipe, SimEnv, SwarmRecipe, local
 from atoll.testing.processes import Nursery, wait_until
 
 pytestmark = pytest.mark.slow
@@ -33,6 +33,14 @@ def running(folder: Path) -> list[str]:
             except OSError:
                 continue
     return found
+
+
+def test_what_a_server_says_is_told_from_words_of_the_user() -> None:
+    """A run's name is in the log, and a model may print."""
+    said = "11:59:59 listening on http://name starts\nlistening on http://printed\n12:00:01 listening on http://it:1\n"
+    assert [found.group(1) for found in local.LISTENS.finditer(said)] == ["http://it:1"]
+    assert not local.STOPPED.search("12:00:00 stopping; the same command goes on is its name\n")
+    assert local.STOPPED.search("12:00:01 x\n12:00:02 stopping; the same command goes on from where the run is\n")
 
 
 def by_hand(nursery: Nursery, run_file: Path, sites: list[str]) -> Path:
@@ -110,24 +118,30 @@ def test_a_folder_that_has_the_run_goes_on_and_another_one_is_refused(
     project(
         tmp_path,
         monkeypatch,
-        train(more='if round.number == 2 and not open("marks", "a+").tell(): raise SystemExit(3)'),
+        train(
+            more="""if (worker.site, round.number) == ("site-2", 2) and not open("marks", "a+").tell():
+            raise SystemExit(3)"""
+        ),
     )
+    with pytest.raises(UsageError, match="num_clients is 1, but min_clients of small is 2"):
+        recipe().execute(LocalEnv(num_clients=1, folder="here", quiet=True))
     with pytest.raises(
-        RunFailed, match=r"site-\d ended with 3 .* before the run was finished; a round takes 1"
+        RunFailed,
+        match=r"site-2 ended with 3 .* before the run was finished; a round takes 2 clients, and 1 of 2 are left",
     ) as failed:
-        recipe(min_clients=1).execute(LocalEnv(num_clients=1, folder="here", quiet=True))
+        recipe().execute(LocalEnv(num_clients=2, folder="here", quiet=True))
     assert "The same call with folder='here' goes on." in str(failed.value)
     assert failed.value.exit_code == 9
     assert running(tmp_path) == []
     Path("marks").write_text("now it works")
-    result = recipe(min_clients=1).execute(LocalEnv(num_clients=1, folder="here", quiet=True))
+    result = recipe().execute(LocalEnv(num_clients=2, folder="here", quiet=True))
     assert [row.round for row in result.history] == [1, 2]
     assert "going on at version 1" in Path("here/server.log").read_text()
-    again = recipe(min_clients=1).execute(LocalEnv(num_clients=1, folder="here"))  # it is finished already
+    again = recipe().execute(LocalEnv(num_clients=2, folder="here"))  # it is finished already
     assert (again.model, again.history, again.finished) == (result.model, result.history, True)
     assert "small was finished before; nothing is trained" in capfd.readouterr().out
     with pytest.raises(UsageError, match=r"folder 'here' has another run"):
-        recipe(min_clients=1, num_rounds=3).execute(LocalEnv(num_clients=1, folder="here"))
+        recipe(num_rounds=3).execute(LocalEnv(num_clients=2, folder="here"))
     Path("full").mkdir()
     Path("full/mine").touch()
     with pytest.raises(UsageError, match=r"folder 'full' is not empty, and has no run.toml"):
@@ -160,6 +174,16 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"The server ended with 2: .*my_modle.* here/server\.log has more") as failed:
         recipe(model="my_modle:build").execute(LocalEnv(num_clients=2, folder="here", quiet=True))
     assert failed.value.exit_code == 2
+    assert running(tmp_path) == []
+
+
+@pytest.mark.covers("P11")
+def test_a_server_that_fails_in_the_middle_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project(tmp_path, monkeypatch)
+    Path("mine.py").write_text("def mean(updates):\n    raise ValueError('no quorum of ours')\n")
+    made = recipe(min_clients=1).add_server_config({"aggregator": "mine.py:mean"})
+    with pytest.raises(RunFailed, match=r"The server ended with 9: .*no quorum of ours.* here/server\.log has more"):
+        made.execute(LocalEnv(num_clients=1, folder="here", quiet=True))
     assert running(tmp_path) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import tomllib
 from pathlib import Path
@@ -99,6 +100,20 @@ def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
 
 
 @pytest.mark.covers("P11")
+def test_a_missing_argument_is_refused_with_those_that_are_needed() -> None:
+    needed = "It needs name, model, min_clients, num_rounds, train_script"
+    incomplete: Any = FedAvgRecipe
+    with pytest.raises(UsageError, match=rf"FedAvgRecipe: missing a required argument: 'model'\. {needed}\."):
+        incomplete(name="small")
+    with pytest.raises(UsageError, match=rf"FedAvgRecipe: too many positional arguments\. {needed}\."):
+        incomplete(*range(8))
+    for kind in (SimEnv, LocalEnv):
+        empty: Any = kind
+        with pytest.raises(UsageError, match=rf"{kind.__name__}: missing .*'num_clients'\. It needs num_clients\."):
+            empty()
+
+
+@pytest.mark.covers("P11")
 def test_aggregators_are_names_of_clients() -> None:
     assert recipe(SwarmRecipe, aggregators="site-2").settings().aggregators == ("site-2",)  # not its letters
     for kind in (SimEnv, LocalEnv):
@@ -116,12 +131,24 @@ def test_aggregators_are_names_of_clients() -> None:
         ({"min_clients": 0}, r"FedAvgRecipe, min_clients: num_workers = 0: input should be greater than or equal to 1"),
         ({"name": 3}, r"FedAvgRecipe, name: name = 3: input should be a valid string"),
         ({"num_rounds": 0}, r"num_rounds is 0\. A recipe ends by itself"),
+        ({"num_rounds": -3}, r"num_rounds is -3\. A recipe ends by itself"),
         ({"train_script": "trian.py"}, r"there is no train_script 'trian.py'"),
         ({"model": None}, r"no initial model"),
         ({"model": torch.nn.Linear}, r"model is the class Linear, not a model\. Make one: Linear\(\)"),
         ({"model": 3}, r"model is a int\. Give an nn.Module"),
         ({"model": {"class": "x"}}, r"model = \{'class': 'x'\} is not understood"),
         ({"model": "__main__:Net"}, r"the server is another program"),
+        ({"num_rounds": "3"}, r"FedAvgRecipe: num_rounds is '3'\. Give a whole number"),
+        ({"num_rounds": True}, r"FedAvgRecipe: num_rounds is True\. Give a whole number"),
+        ({"min_clients": "2"}, r"FedAvgRecipe: min_clients is '2'\. Give a whole number, at least 1"),
+        ({"min_clients": True}, r"FedAvgRecipe: min_clients is True"),
+        ({"train_script": None}, r"FedAvgRecipe: train_script is None\. Give a path"),
+        ({"train_script": 3}, r"FedAvgRecipe: train_script is 3\. Give a path"),
+        ({"train_args": 5}, r"FedAvgRecipe: train_args is 5\. Give one text, .* or a list"),
+        ({"train_args": None}, r"FedAvgRecipe: train_args is None\. Give one text"),
+        ({"train_args": b"--x"}, r"FedAvgRecipe: train_args is b'--x'\. Give one text"),
+        ({"train_args": "--x 'a"}, r"""train_args is "--x 'a": no closing quotation\. Quote it as for a shell"""),
+        ({"initial_ckpt": 3}, r"FedAvgRecipe: initial_ckpt is 3\. Give a path"),
         ({"model": "a.safetensors", "initial_ckpt": "b.safetensors"}, r"Give one of them"),
     ],
 )
@@ -129,6 +156,49 @@ def test_a_wrong_value_is_refused_where_it_is_given(given: dict[str, object], sa
     with pytest.raises(AtollError, match=said) as refused:
         recipe(**given)
     assert refused.value.exit_code == 2
+
+
+@pytest.mark.covers("P11")
+@pytest.mark.parametrize(
+    ("kind", "given", "said"),
+    [
+        (SimEnv, {"num_clients": "2"}, r"SimEnv: num_clients is '2'\. Give a whole number, at least 1"),
+        (SimEnv, {"num_clients": 2.0}, r"SimEnv: num_clients is 2\.0"),
+        (SimEnv, {"num_clients": 2, "processes": "2"}, r"processes is '2'\. Give at least 1"),
+        (SimEnv, {"num_clients": 2, "engine": 3}, r"engine is 3\. Take one of local, ray"),
+        (SimEnv, {"num_clients": 2, "folder": 3}, r"SimEnv: folder is 3\. Give a path"),
+        (LocalEnv, {"num_clients": "2"}, r"LocalEnv: num_clients is '2'"),
+        (LocalEnv, {"num_clients": 2, "threads": "x"}, r"LocalEnv: threads is 'x'\. Give a whole number, at least 0"),
+        (LocalEnv, {"num_clients": 2, "threads": -1}, r"LocalEnv: threads is -1"),
+        (LocalEnv, {"num_clients": 2, "folder": 3}, r"LocalEnv: folder is 3\. Give a path"),
+        (ServerEnv, {"url": 8512}, r"ServerEnv: url is 8512\. Write it as http://host:8512"),
+        (
+            ServerEnv,
+            {"url": "http://h:1", "site": "a b/c"},
+            r"ServerEnv, site: 'a b/c' is not a site name\. Use 1 to 64",
+        ),
+        (ServerEnv, {"url": "http://h:1", "site": 3}, r"ServerEnv, site: 3 is not a site name"),
+        (ServerEnv, {"url": "http://h:1", "threads": -1}, r"ServerEnv: threads is -1"),
+    ],
+)
+def test_a_wrong_value_of_an_environment_is_refused_where_it_is_given(
+    kind: Any, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(AtollError, match=said) as refused:
+        kind(**given)
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.covers("P11")
+@pytest.mark.parametrize("kind", [SimEnv, LocalEnv])
+def test_a_folder_that_cannot_be_one_is_refused(kind: Any, tmp_path: Path) -> None:
+    (tmp_path / "here" / "run.toml").mkdir(parents=True)
+    for folder in ("train.py/below", "train.py/below/it", "here"):
+        with pytest.raises(UsageError, match=rf"folder '{folder}' cannot be used: .*Name another one"):
+            recipe().execute(kind(num_clients=2, folder=folder))
+    (tmp_path / "atoll-recipes").touch()
+    with pytest.raises(UsageError, match=r"folder 'atoll-recipes/.*' cannot be used: .*Name another one"):
+        recipe().execute(kind(num_clients=2))
 
 
 @pytest.mark.covers("P11", "X3")
@@ -154,10 +224,11 @@ def test_an_engine_that_is_not_there_is_refused_where_it_is_given(given: dict[st
 
 @pytest.mark.covers("P11")
 def test_a_wrong_server_config_is_refused_and_changes_nothing() -> None:
-    made = recipe(DiLoCoRecipe, sync_every=6)
+    made = recipe(DiLoCoRecipe, sync_every=6, outer_momentum=0.8)
     before = made.settings()
     for config, said in [
         ({"quorm": 2}, r"add_server_config: there is no setting 'quorm'\. Did you mean 'quorum'\?"),
+        ({"outer_optimizer": "adam"}, r"DiLoCoRecipe: outer_momentum is 0\.8, but adam has no momentum\. Leave it out"),
         ({"port": "http"}, r"add_server_config: port = 'http': input should be a valid integer"),
         ({"quorum": 2}, r"round_deadline_s is 0, so it never takes effect"),
         ({"num_fragments": 4}, r"sync_every is 6, and num_fragments is 4"),
@@ -171,6 +242,9 @@ def test_a_wrong_server_config_is_refused_and_changes_nothing() -> None:
         with pytest.raises(AtollError, match=said):
             made.add_server_config(config)
         assert made.settings() == before
+    with pytest.raises(UsageError, match=r"add_server_config got the key 3, which is no name of a setting"):
+        made.add_server_config({3: "int8"})  # type: ignore[dict-item]
+    assert made.settings() == before
     as_one = r"one mapping, and got {}\.\s.*recipe\.add_server_config\({}\)"
     for given, keywords, got, shown in [
         ((), {"codec": "int8"}, "codec=…", r"\{'codec': 'int8'\}"),
@@ -295,3 +369,10 @@ def test_what_is_no_environment_is_refused() -> None:
 @pytest.mark.covers("X5")
 def test_everything_public_has_a_docstring() -> None:
     assert all(inspect.getdoc(getattr(atoll.recipes, name)) for name in atoll.recipes.__all__)
+
+
+@pytest.mark.covers("P11")
+def test_recipes_and_environments_can_be_copied() -> None:
+    for env in (SimEnv(num_clients=3, processes=2), LocalEnv(num_clients=2, folder="here")):
+        assert copy.deepcopy(env) == env
+        assert copy.copy(env) == env

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_world import module, project, recipe
+from recipe_world import module, project, recipe, train
 
 import atoll
 from atoll.config import Settings
 from atoll.errors import ConfigError, RunFailed, ServerUnreachable, UsageError
 from atoll.recipes import DiLoCoRecipe, FedAvgRecipe, RunResult, ServerEnv
-from atoll.testing.processes import free_port
+from atoll.testing.processes import free_port, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +103,44 @@ def test_a_script_that_fails_and_a_run_that_is_over(capfd: pytest.CaptureFixture
         with pytest.raises(RunFailed, match=r"train\.py ended with 4\. What it said is above; the run goes on"):
             again.execute(ServerEnv(server.url, site="a"))
         assert not server.finished
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P11")
+def test_a_script_has_what_a_worker_finds_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token in a file, which the server asks for, and what else is a setting of a server, too."""
+    Path("token").write_text("secret-of-the-run")
+    Path("token").chmod(0o600)
+    monkeypatch.setenv("ATOLL_TOKEN_FILE", "token")
+    monkeypatch.setenv("ATOLL_IDLE_TIMEOUT_S", "7.5")
+    Path("train.py").write_text(train(more='import json, os; json.dump(dict(os.environ), open("found.json", "w"))'))
+    made = recipe(min_clients=1).add_server_config({"token_file": "token"})
+    with serving(made) as server:
+        made.execute(ServerEnv(server.url, site="a", threads=2, quiet=True))
+        assert server.wait(30)
+    found = json.loads(Path("found.json").read_text())
+    expected = {"ATOLL_TOKEN_FILE": str(Path("token").resolve()), "ATOLL_IDLE_TIMEOUT_S": "7.5", "ATOLL_SITE": "a"}
+    assert expected | {"OMP_NUM_THREADS": "2"} == {key: found[key] for key in (*expected, "OMP_NUM_THREADS")}
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P11")
+@pytest.mark.usefixtures("interruptible")
+def test_sigterm_ends_the_script_too() -> None:
+    slow = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), os._exit(0)))"
+    told = 'open("pid.tmp", "w").write(str(os.getpid())); os.rename("pid.tmp", "pid")'
+    Path("train.py").write_text(train(more=f"import os, signal, time; {slow}; {told}; time.sleep(600)"))
+    made = recipe(min_clients=1)
+    with serving(made) as server:
+        Path("job.py").write_text(
+            "from atoll.recipes import FedAvgRecipe, ServerEnv\n"
+            f'FedAvgRecipe("small", "my_model:build", 1, 2, "train.py").execute(ServerEnv({server.url!r}, site="a"))\n'
+        )
+        job = subprocess.Popen([sys.executable, "job.py"])
+        wait_until(lambda: Path("pid").exists(), "training", 90)
+        job.terminate()
+        assert job.wait(30) == -signal.SIGTERM
+    assert not Path("/proc", Path("pid").read_text()).exists()  # it is waited for, not only told
 
 
 @pytest.mark.covers("P11")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from recipe_world import BY_HAND, CORRECTED, DILOCO, module, project, recipe, train
 
-from atoll.errors import AtollError, UsageError
+from atoll.errors import AtollError, RunFailed, UsageError
 from atoll.recipes import (
     DiLoCoRecipe,
     FedAvgRecipe,
@@ -62,6 +63,28 @@ def test_the_written_file_is_simulated_by_the_command_to_the_same_bits(
     assert Path("there/atoll-simulation/exports/model.safetensors").exists()
     assert [row.round for row in simulated.history] == [1, 2]
     assert made.execute(SimEnv(num_clients=2, folder="simulated", quiet=True)).history == simulated.history
+
+
+@pytest.mark.covers("P11")
+def test_all_that_is_asked_for_reaches_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project(tmp_path, monkeypatch)
+    given: list[dict[str, Any]] = []
+
+    class Asked:
+        def __init__(self, **options: Any) -> None:
+            given.append(options)
+
+        def run(self) -> None:
+            raise RunFailed("That is all.")
+
+    monkeypatch.setattr("atoll.simulate.simulation.Simulation", Asked)
+    env = SimEnv(num_clients=3, processes=2, engine="ray", address="head:6379", quiet=True)
+    with pytest.raises(RunFailed, match="That is all"):
+        recipe(train_args="--epochs 3", num_rounds=4).execute(env)
+    (asked,) = given
+    assert (asked["arguments"], asked["workers"]) == (["--epochs", "3"], ["site-1", "site-2", "site-3"])
+    assert (asked["processes"], asked["engine"], asked["address"]) == (2, "ray", "head:6379")
+    assert (asked["settings"].rounds, Path(asked["settings"].client).resolve()) == (4, tmp_path / "train.py")
 
 
 @pytest.mark.covers("P11")

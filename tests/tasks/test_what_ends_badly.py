@@ -80,13 +80,23 @@ def test_sites_that_are_no_names_are_refused_and_nobody_is_awaited(tmp_path: Pat
 
 
 @pytest.mark.covers("T14", "X3")
-@pytest.mark.parametrize("timeout_s", [float("nan"), -1.0])
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("timeout_s", float("nan")),
+        ("timeout_s", -1.0),
+        ("timeout_s", "soon"),
+        ("progress_timeout_s", "soon"),
+        ("min_responses", -1),
+        ("min_responses", "two"),
+    ],
+)
 @pytest.mark.parametrize("named", [True, False], ids=["to a site", "to whoever is there"])
-def test_a_timeout_that_is_no_time_is_refused(tmp_path: Path, timeout_s: float, named: bool) -> None:
+def test_an_argument_that_means_nothing_is_refused(tmp_path: Path, argument: str, value: Any, named: bool) -> None:
     def main(controller: Any) -> None:
-        controller.broadcast("train", None, sites=["a"] if named else None, timeout_s=timeout_s)
+        controller.broadcast("train", None, sites=["a"] if named else None, **{argument: value})
 
-    with pytest.raises(RunFailed, match=rf"timeout_s is {timeout_s}"), serve(tmp_path, main) as server:
+    with pytest.raises(RunFailed, match=rf"UsageError: {argument} is {value!r}"), serve(tmp_path, main) as server:
         server.run()
 
 

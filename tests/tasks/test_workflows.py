@@ -191,7 +191,8 @@ def test_a_late_answer_is_refused_and_nothing_of_it_is_kept(tmp_path: Path, capl
     over, come = threading.Event(), threading.Event()
 
     def main(controller: Any) -> None:
-        assert controller.broadcast("train", {"w": torch.ones(2)}, timeout_s=0.5) == []
+        controller.sites(1)
+        assert controller.broadcast("train", {"w": torch.ones(2)}, sites=["a"], timeout_s=0.5) == []
         over.set()
         assert come.wait(30)
 

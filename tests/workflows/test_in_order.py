@@ -126,8 +126,10 @@ def test_more_rounds_are_trained_and_what_comes_behind_is_done_again(nursery: Nu
     assert server.wait(60) == 0, server.output()
     assert [site.wait() for site in first] == [0, 0]
     write_run(tmp_path, ASK_TRAIN_ASK, rounds=3)
-    again = start_server(nursery, tmp_path, port)
+    killed = start_server(nursery, tmp_path, port, failpoints="workflow.ended=kill")  # behind the third round
     second = start_sites(nursery, tmp_path, port)
+    assert killed.wait(60) == -9, killed.output()
+    again = start_server(nursery, tmp_path, port)
     assert again.wait(60) == 0, again.output()
     assert [site.wait() for site in second] == [0, 0]
     assert told(tmp_path)[:5] == [*ALL, "after begins"]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from site_threads import Threads
 
 import atoll
 from atoll.errors import RunFailed, UsageError
+from atoll.testing.processes import wait_until
 
 
 @pytest.mark.covers("P12")
@@ -22,6 +25,28 @@ def test_training_in_which_nothing_moves_fails_after_its_limit(tmp_path: Path) -
         with pytest.raises(RunFailed, match="The workflow train made no progress for 1 s"):
             server.run()
     assert server.status().workflows[0].state == "failed"
+
+
+@pytest.mark.covers("P12")
+def test_time_in_which_sites_are_awaited_is_none_in_which_training_stands_still(tmp_path: Path) -> None:
+    """How long they are waited for is another limit, and here there is none."""
+    workflows = [{"kind": "train", "progress_timeout_s": 2}]
+    settings = {"rounds": 1, "num_workers": 2, "port": 0, "state_dir": tmp_path / "state"}
+    server = atoll.Server({"w": torch.ones(2)}, workflows=workflows, **settings)  # type: ignore[arg-type]
+
+    def train(site: str) -> None:
+        with atoll.Client(server.url, site, folder=tmp_path) as client:
+            while client.next_round() is not None:
+                client.submit(client.pull())
+
+    with server:
+        first = Threads(partial(train, "a"))
+        wait_until(lambda: server.status().workflows[0].seconds > 3.0, "a longer time")
+        second = Threads(partial(train, "b"))
+        server.run()
+        first.join()
+        second.join()
+    assert server.status().workflows[0].state == "done"
 
 
 @pytest.mark.covers("P12", "T14")

@@ -28,6 +28,8 @@ EVALUATION = {"kind": "cross_site_evaluation"}
         ({"workflows": [{"kind": "train", "versions": []}]}, ["Workflow 1, of the kind 'train'", "'versions'"]),
         ({"workflows": [{"kind": "train", "start_timeout_s": -1}]}, ["start_timeout_s = -1", "0 sets no limit"]),
         ({"workflows": [{"path": "f.py:g", "args": [1]}]}, ["args = [1]", "Write a table"]),
+        ({"workflows": [{"kind": "train", "args": {"rounds": 3}}]}, ["Workflow 1, of the kind 'train', has args"]),
+        ({"name": "two\nlines"}, ["name is 'two\\nlines'", "Write it in one line"]),
         ({"workflows": [{"kind": "train"}] * 2, "rounds": 1}, ["Workflows 1 and 2", "a run trains once"]),
         ({"workflows": [{"kind": "train"}, EVALUATION]}, ["training never ends", "Set rounds"]),
         ({"workflows": [EVALUATION], "rounds": 3}, ["rounds is 3, and workflows has no training"]),
@@ -129,11 +131,39 @@ def test_filters_aggregator_and_persistor_take_what_a_component_names() -> None:
 def scheduled(controller: Any, schedule: Any) -> None: ...
 
 
+def alone() -> None: ...
+
+
+async def awaited(controller: Any) -> None: ...
+
+
+def yielding(controller: Any) -> Any:
+    yield
+
+
+async def both(controller: Any) -> Any:
+    yield
+
+
+class Awaited:
+    async def __call__(self, controller: Any) -> None: ...
+
+
+def gives(controller: Any) -> Any:
+    return yielding(controller)
+
+
 @pytest.mark.covers("P12", "X3")
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"workflows": [{"path": scheduled}]}, []),
+        ({"workflows": [{"path": scheduled}]}, ["cannot be called with args []", "'schedule'"]),
+        ({"workflows": [{"path": alone}]}, ["'alone' cannot be called with args []"]),
+        ({"workflows": [{"path": awaited}]}, ["is 'awaited', a coroutine function", "plain function"]),
+        ({"workflows": [{"path": yielding}]}, ["is 'yielding', a coroutine function or a generator"]),
+        ({"workflows": [{"path": both}]}, ["is 'both', a coroutine function or a generator"]),
+        ({"workflows": [{"path": Awaited()}]}, ["a coroutine function or a generator"]),
+        ({"workflows": [{"path": gives}]}, ["gives failed: RunFailed: it gave a generator, which nobody runs"]),
         ({"workflows": [{"path": scheduled, "args": {"schedul": 1}}]}, ["'scheduled' cannot be called", "schedul"]),
         ({"workflows": [{"path": "json:decoder"}]}, ["is a module", "Name a function"]),
         ({"workflows": [{"path": "json:laods"}]}, ["Did you mean 'loads'?"]),
@@ -154,14 +184,36 @@ def scheduled(controller: Any, schedule: Any) -> None: ...
             },
             ["Component 'a' is 'builtins:len' with args"],
         ),
-        ({"workflows": [EVALUATION, EVALUATION]}, ["Several evaluations", "Give each a name"]),
+        (
+            {"workflows": [EVALUATION, EVALUATION]},
+            ["2 evaluations write their results to cross_site_evaluation.json", "Give each a name"],
+        ),
+        (
+            {"workflows": [EVALUATION | {"name": "a/b"}, EVALUATION | {"name": "a_b"}]},
+            ["2 evaluations write their results to a_b.json"],
+        ),
     ],
-    ids=["fails", "argument", "module", "name", "circle", "component", "twice"],
+    ids=[
+        "needs",
+        "alone",
+        "awaited",
+        "yields",
+        "both",
+        "object",
+        "gives",
+        "argument",
+        "module",
+        "name",
+        "circle",
+        "component",
+        "twice",
+        "one-file",
+    ],
 )
 def test_functions_are_looked_at_before_the_server_starts(
     tmp_path: Path, settings: dict[str, Any], words: list[str]
 ) -> None:
-    """But for the first: that the function has an argument without a value shows when it is called."""
+    """But for what a plain function gives: that shows when it has been called."""
     with pytest.raises(AtollError) as caught:
         atoll.Server(state_dir=tmp_path, port=0, **settings).run()
     for word in words:

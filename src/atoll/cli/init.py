@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 from atoll import registry
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.config.text import to_toml
-from atoll.errors import UsageError
+from atoll.errors import StoreError, UsageError
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "The model": ("name", "model", "model_args", "seed"),
@@ -138,9 +138,15 @@ def command(
             f"{str(directory)!r} has {', '.join(present)} already; nothing was written.",
             "Name another folder: atoll init my-run.",
         )
-    directory.mkdir(parents=True, exist_ok=True)
-    for entry, content in contents.items():
-        (directory / entry).write_text(content, encoding="utf-8")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for entry, content in contents.items():
+            (directory / entry).write_text(content, encoding="utf-8")
+    except OSError as error:
+        where = error.filename or directory
+        raise StoreError(
+            f"{where} cannot be written: {error.strerror}.", "Name another folder: atoll init my-run."
+        ) from error
     print(f"Wrote {', '.join(contents)} in {directory}.\n")
     needs = TEMPLATES[template] if template else Template("")
     if needs.module and not find_spec(needs.module):

@@ -49,10 +49,15 @@ def _root(
 
 
 def main() -> None:
-    """Run a command; an error that Atoll raises is one line on standard error and its own exit code."""
+    """Run a command; an error that Atoll raises is one line on standard error and its own exit code.
+
+    Where it was the user's code that raised, its traceback comes before that line.
+    """
     try:
         app()
     except AtollError as error:
+        if error.trace:
+            print(error.trace, file=sys.stderr)
         print(f"atoll: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:

@@ -18,6 +18,7 @@ def require_consistent(settings: Settings) -> None:
     Raises:
         ConfigError: both values, and the remedy.
     """
+    _require_name(settings)
     _require_async(settings)
     _require_rounds(settings)
     _require_streaming(settings)
@@ -25,6 +26,11 @@ def require_consistent(settings: Settings) -> None:
     _require_workflows(settings)
     _require_swarm(settings)
     _require_the_rest(settings)
+
+
+def _require_name(settings: Settings) -> None:
+    if not settings.name.isprintable():
+        raise ConfigError(f"name is {settings.name!r}.", "Write it in one line: logs and the status show it so.")
 
 
 def _require_rounds(settings: Settings) -> None:

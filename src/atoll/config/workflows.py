@@ -17,6 +17,7 @@ progress_timeout_s = 3600
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,11 @@ class WorkflowEntry:
     start_timeout_s: float | None = None
     progress_timeout_s: float = 0.0
 
+    @property
+    def file_name(self) -> str:
+        """Of what it writes, without a suffix."""
+        return file_name_of(self.name)
+
 
 @dataclass(frozen=True)
 class Component:
@@ -61,6 +67,11 @@ class Component:
 
     path: str
     args: Mapping[str, Any]
+
+
+def file_name_of(workflow: str) -> str:
+    """Of what a workflow of this name writes, without a suffix: different names may come to the same."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", workflow).lstrip(".") or "evaluation"
 
 
 def kinds() -> list[str]:
@@ -98,6 +109,11 @@ def _entry(place: int, table: Mapping[str, Any]) -> WorkflowEntry:
             registry.nearest(kind, kinds(), 'A function of your own is path = "my_file.py:function".'),
         )
     args = table.get("args", {})
+    if kind == TRAIN and args:
+        raise ConfigError(
+            f"{where}, of the kind 'train', has args = {args!r}, which mean nothing to it.",
+            "What training does is said by the settings of the run file: rounds, algorithm and so on.",
+        )
     if not isinstance(args, Mapping) or not all(isinstance(key, str) for key in args):
         raise ConfigError(f"{where} has args = {args!r}.", "Write a table: args = {rounds = 3}.")
     name = table.get("name", kind or (path if isinstance(path, str) else getattr(path, "__name__", "workflow")))

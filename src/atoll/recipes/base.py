@@ -14,7 +14,7 @@ from atoll.algorithms.resolve import resolve
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.config.text import settings_lines
 from atoll.errors import ConfigError, UsageError
-from atoll.recipes.arguments import Strict
+from atoll.recipes.arguments import Strict, require_number, require_path, script_arguments
 from atoll.recipes.model import InitialModel
 
 if TYPE_CHECKING:
@@ -80,25 +80,23 @@ class Recipe(Strict):
     _config: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.initial_ckpt is not None:
+            require_path(self, "initial_ckpt", self.initial_ckpt)
         self._initial = InitialModel(self.model, self.initial_ckpt)
-        self._require_usable()
-        if self.num_rounds < 1:
+        require_path(self, "train_script", self.train_script)
+        script_arguments(self, self.train_args)
+        if isinstance(self.num_rounds, int) and self.num_rounds < 1:
             raise UsageError(
                 f"{type(self).__name__}: num_rounds is {self.num_rounds}.", "A recipe ends by itself: give at least 1."
             )
+        self.settings()
+        require_number(self, "min_clients", self.min_clients, 1)
+        require_number(self, "num_rounds", self.num_rounds, 1)
         if not Path(self.train_script).is_file():
             raise UsageError(
                 f"{type(self).__name__}: there is no train_script {str(self.train_script)!r}.",
                 f"A relative path is looked for in {str(Path.cwd())!r}.",
             )
-
-    def _require_usable(self) -> None:
-        """The settings, and what the algorithm makes of them, are as they should be; ConfigError where not."""
-        settings = self.settings()
-        try:
-            resolve(settings)
-        except ConfigError as error:
-            raise ConfigError(f"{type(self).__name__}: {error.message}", error.remedy) from None
 
     # -- the settings it stands for
 
@@ -123,6 +121,11 @@ class Recipe(Strict):
             )
         fixed = {"algorithm", *ARGUMENTS, *self.choices()} - {*DEFAULTS_ONLY}
         for key in config:
+            if not isinstance(key, str):
+                raise UsageError(
+                    f"add_server_config got the key {key!r}, which is no name of a setting.",
+                    "Names are texts: docs/reference/settings.md has them.",
+                )
             if key in fixed:
                 who = type(self).__name__
                 argument = ARGUMENTS.get(key)
@@ -149,12 +152,19 @@ class Recipe(Strict):
             folder: where an initial model lies that `write` makes.
 
         Raises:
-            ConfigError: a value is wrong, or contradicts another.
+            ConfigError: a value is wrong, or contradicts another, or the algorithm does not take it.
         """
         who = type(self).__name__
         source = {key: f"{who}, {argument}" for key, argument in ARGUMENTS.items()}
         source |= dict.fromkeys(self.choices(), who) | dict.fromkeys(self._config, "add_server_config")
-        return Settings.build(self._values(num_clients, folder), source)
+        settings = Settings.build(self._values(num_clients, folder), source)
+        try:
+            resolve(settings)
+        except ConfigError as error:
+            told = ConfigError(f"{who}: {error.message}", error.remedy)
+            told.trace = error.trace
+            raise told from error
+        return settings
 
     def _values(self, num_clients: int | None, folder: Path) -> dict[str, Any]:
         floor = {} if self._config.get("mode") == "async" else {"min_workers": self.min_clients}
@@ -177,8 +187,7 @@ class Recipe(Strict):
     @property
     def argv(self) -> list[str]:
         """The script and its arguments."""
-        given = shlex.split(self.train_args) if isinstance(self.train_args, str) else list(map(str, self.train_args))
-        return [str(self.train_script), *given]
+        return [str(self.train_script), *script_arguments(self, self.train_args)]
 
     # -- what it does
 

@@ -33,9 +33,9 @@ def require_clients(recipe: Recipe, num_clients: int) -> None:
     Raises:
         UsageError: it has fewer clients than the recipe wants, or none of a name that is to aggregate.
     """
-    if not isinstance(num_clients, int) or num_clients < recipe.min_clients:
+    if num_clients < recipe.min_clients:
         raise UsageError(
-            f"num_clients is {num_clients!r}, but min_clients of {recipe.name} is {recipe.min_clients}: no round would "
+            f"num_clients is {num_clients}, but min_clients of {recipe.name} is {recipe.min_clients}: no round would "
             "ever close.",
             f"Give the environment at least {recipe.min_clients}.",
         )
@@ -57,9 +57,28 @@ def prepared(recipe: Recipe, given: str | Path | None, num_clients: int) -> Path
     """The folder of a run, with its run file in it: a new one, or one that has the same run.
 
     Raises:
-        UsageError: there is something else in it.
+        UsageError: there is something else in it, or it cannot be one.
     """
-    folder = _new_folder(recipe.name) if given is None else Path(given)
+    try:
+        folder = _new_folder(recipe.name) if given is None else Path(given)
+        is_new = _is_new(folder, recipe, num_clients)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"folder {str(error.filename if given is None else given)!r} cannot be used: {error}.", "Name another one."
+        ) from None
+    if is_new:
+        try:
+            recipe.write(folder / RUN_FILE, num_clients)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # if it is empty
+            raise
+    return folder
+
+
+def _is_new(folder: Path, recipe: Recipe, num_clients: int) -> bool:
+    """Whether a run file is to be written there: there is nothing; or else the same one."""
     if folder.is_file():
         raise UsageError(f"folder {str(folder)!r} is a file.", "Name another one.")
     run_file = folder / RUN_FILE
@@ -69,16 +88,10 @@ def prepared(recipe: Recipe, given: str | Path | None, num_clients: int) -> Path
                 f"folder {str(folder)!r} has another run: {run_file} is not what this recipe writes.",
                 "Name another folder, or leave folder out for a new one.",
             )
-        return folder
+        return False
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"folder {str(folder)!r} is not empty, and has no {RUN_FILE}.", "Name another one.")
-    try:
-        recipe.write(run_file, num_clients)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # if it is empty
-        raise
-    return folder
+    return True
 
 
 def _new_folder(name: str) -> Path:

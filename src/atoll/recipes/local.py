@@ -24,7 +24,7 @@ from atoll.errors import (
     StateLocked,
     StoreError,
 )
-from atoll.recipes.arguments import Strict
+from atoll.recipes.arguments import Strict, require_number, require_path
 from atoll.recipes.folder import (
     RUN_FILE,
     WORKERS,
@@ -49,7 +49,9 @@ START_S = 120.0
 END_S = 45.0
 """From the end of the run until its processes have ended by themselves."""
 
-STOPPED = "stopping; the same command goes on"
+LISTENS = re.compile(r"^\d\d:\d\d:\d\d listening on (\S+)$", re.MULTILINE)
+"""What a server says when workers reach it, in a line of its own: others may hold words of a user's."""
+STOPPED = re.compile(r"^\d\d:\d\d:\d\d stopping; the same command goes on from", re.MULTILINE)
 """What a server says that was told to end before its run was finished."""
 FAILURES: dict[int, type[AtollError]] = {
     error.exit_code: error for error in (ConfigError, PortInUse, StateLocked, StoreError, AuthError)
@@ -70,12 +72,21 @@ class LocalEnv(Strict):
             lies there already, it goes on.
         threads: of PyTorch in each client; 0: as the environment says.
         quiet: say nothing while it runs.
+
+    Raises:
+        UsageError: a value is of a wrong type.
     """
 
     num_clients: int
     folder: str | Path | None = None
     threads: int = 1
     quiet: bool = False
+
+    def __post_init__(self) -> None:
+        require_number(self, "num_clients", self.num_clients, 1)
+        require_number(self, "threads", self.threads, 0)
+        if self.folder is not None:
+            require_path(self, "folder", self.folder)
 
     def run(self, recipe: Recipe) -> RunResult:
         """Execute a recipe; what was started has ended when this returns or raises.
@@ -152,7 +163,7 @@ class _Local:
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s:
             text = self._log("server").read_text(encoding="utf-8", errors="replace")
-            if found := re.search(r"listening on (\S+)", text):
+            if found := LISTENS.search(text):
                 return found.group(1)
             if (code := server.poll()) is not None:
                 raise self._server_failed(code)
@@ -194,7 +205,7 @@ class _Local:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._children.processes["server"].wait(END_S)
             log = self._log("server").read_text(encoding="utf-8", errors="replace")
-            if code or STOPPED in log:
+            if code or STOPPED.search(log):
                 raise self._server_failed(code)
             if status is None:
                 self._say(f"{self._settings.name} was finished before; nothing is trained")

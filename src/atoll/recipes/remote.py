@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.children import Children
 from atoll.errors import AtollError, ConfigError, RunFailed, UsageError
-from atoll.recipes.arguments import Strict
+from atoll.recipes.arguments import Strict, require_number
+from atoll.recipes.folder import ended_by_sigterm
 from atoll.recipes.local import environment
 from atoll.recipes.result import RunResult
 from atoll.transport.ask import ask
@@ -20,6 +21,7 @@ from atoll.wire import routes
 from atoll.wire.messages import RunInfo
 from atoll.wire.status_messages import Status
 from atoll.worker import last_status
+from atoll.worker.site import require_site
 
 if TYPE_CHECKING:
     from atoll.recipes.base import Recipe
@@ -40,16 +42,31 @@ class ServerEnv(Strict):
     are; the server is started on the file that `recipe.write` writes.
 
     Args:
-        url: the server's address; a token and a certificate come from the environment, as for `atoll worker`.
+        url: the server's address; the script has the ATOLL_* variables of this program (a token, an
+            authority of certificates), as under `atoll worker`.
         site: this site's name; by default ATOLL_SITE, or one made of host and process.
         threads: of PyTorch in the script; 0: as the environment says.
         quiet: say nothing; what the script says is said.
+
+    Raises:
+        UsageError: a value is of a wrong type.
+        ConfigError: `site` is no name that a server takes.
     """
 
     url: str
     site: str | None = None
     threads: int = 0
     quiet: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.url, str):
+            raise UsageError(f"ServerEnv: url is {self.url!r}.", "Write it as http://host:8512.")
+        require_number(self, "threads", self.threads, 0)
+        if self.site is not None:
+            try:
+                require_site(self.site)
+            except ConfigError as error:
+                raise ConfigError(f"ServerEnv, site: {error.message}", error.remedy) from None
 
     def run(self, recipe: Recipe) -> RunResult:
         """Take part; returns when the script has ended.
@@ -84,11 +101,11 @@ class ServerEnv(Strict):
         )
 
     def _take_part(self, recipe: Recipe, status: Status) -> Status:
-        own = {"ATOLL_SERVER": self.url}
-        site = self.site or os.environ.get("ATOLL_SITE")
-        own |= {"ATOLL_SITE": site} if site else {}
-        own |= {key: os.environ[key] for key in ("ATOLL_DIR",) if key in os.environ}
-        with Children() as children, tempfile.TemporaryDirectory() as folder:
+        own = {key: value for key, value in os.environ.items() if key.startswith("ATOLL_")}  # as `atoll worker` does
+        own |= {"ATOLL_SERVER": self.url} | ({"ATOLL_SITE": self.site} if self.site else {})
+        if path := own.get("ATOLL_TOKEN_FILE"):
+            own["ATOLL_TOKEN_FILE"] = str(Path(path).resolve())
+        with ended_by_sigterm(), Children() as children, tempfile.TemporaryDirectory() as folder:
             last = Path(folder) / "status.json"
             own |= {last_status.VARIABLE: str(last)}
             process = children.spawn("script", recipe.argv, environment=environment(self.threads, **own))

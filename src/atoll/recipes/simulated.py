@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.config import Settings
-from atoll.recipes.arguments import Strict
+from atoll.recipes.arguments import Strict, require_number, require_path
 from atoll.recipes.folder import RUN_FILE, ended_by_sigterm, prepared, require_clients, result_of, sites_of, told
 from atoll.recipes.result import RunResult
 from atoll.simulate.engines import require_engine
@@ -36,6 +36,7 @@ class SimEnv(Strict):
         quiet: say nothing while it runs.
 
     Raises:
+        UsageError: a value is of a wrong type.
         ConfigError: an engine, or a number of processes, that is not there.
     """
 
@@ -47,6 +48,9 @@ class SimEnv(Strict):
     quiet: bool = False
 
     def __post_init__(self) -> None:
+        require_number(self, "num_clients", self.num_clients, 1)
+        if self.folder is not None:
+            require_path(self, "folder", self.folder)
         require_engine(self.engine, self.processes, self.address)
 
     def run(self, recipe: Recipe) -> RunResult:
