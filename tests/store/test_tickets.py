@@ -42,6 +42,26 @@ def test_the_same_update_again_after_it_was_counted_gets_its_version(store: Stor
     assert (row.state, row.version) == ("counted", 1)
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_ticket_is_what_the_journal_has_after_a_change_was_undone(store: Store, flat: bool) -> None:
+    store.issue_ticket(1, "a", 0, 0)
+    for part in (0, 1):
+        send_part(store, 1, part, update_of("a", 0))
+    assert store.ticket(1).state == "open"
+
+    def accept_and_fail() -> None:
+        with store.transaction(flat=flat):
+            accept(store, 1, update_of("a", 0))
+            assert store.ticket(1).state == "accepted"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        accept_and_fail()
+    assert store.ticket(1).state == "open"
+    assert accept(store, 1, update_of("a", 0)) == store.ticket(1)
+    assert store.ticket(1).state == "accepted"
+
+
 @pytest.mark.covers("F18")
 def test_other_bytes_under_the_same_ticket_are_a_conflict(store: Store) -> None:
     submit(store, 1, "a", 0)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from atoll.rounds import membership
 from atoll.rounds.draft import Draft
 from atoll.rounds.effects import ExpectedChanged, RoundClosed, RoundOpened, TicketsExpired
-from atoll.rounds.policy import Wait
+from atoll.rounds.policy import Barrier, Wait
 from atoll.rounds.state import Round, Ticket, view
 from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, advance
 
@@ -88,8 +88,13 @@ def _expect(draft: Draft, fragment: int, wanted: set[str]) -> None:
 
 
 def _judge(draft: Draft, fragment: int) -> None:
-    round_, seen = draft.round(fragment), view(draft.state, fragment)
-    decision = draft.state.rules.policy.decide(seen, draft.now_s)
+    round_, policy = draft.round(fragment), draft.state.rules.policy
+    if type(policy) is Barrier and round_.until_s is None:
+        states = [ticket.state for ticket in round_.tickets.values()]
+        if states.count("accepted") < len(round_.expected):
+            return  # it waits for the others; a view of every update for every one of them is quadratic
+    seen = view(draft.state, fragment)
+    decision = policy.decide(seen, draft.now_s)
     if isinstance(decision, Wait):
         if decision.until_s != round_.until_s:
             draft.change_round(fragment, until_s=decision.until_s)
@@ -101,7 +106,7 @@ def _judge(draft: Draft, fragment: int) -> None:
     fit = accepted.issuperset(decision.tickets) if is_async else accepted == set(decision.tickets)
     if not fit or len(set(decision.tickets)) < max(seen.floor, len(decision.tickets)):
         raise IllegalTransition(
-            f"{draft.state.rules.policy} closes a round with tickets {decision.tickets}; "
+            f"{policy} closes a round with tickets {decision.tickets}; "
             f"accepted are {sorted(accepted)}, needed {seen.floor}."
         )
     phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "policy closes")

@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,10 @@ class Shared:
         )
 
 
+_path = lru_cache(8)(Path)
+"""Of files that are everybody's: made for every virtual worker, a path would take longer than a tensor is read in."""
+
+
 class SharedBase(BaseFile):
     """A version's file, as the server has it: read only.
 
@@ -80,7 +85,7 @@ class SharedBase(BaseFile):
     """
 
     def __init__(self, layout: Layout, fd: int, note: BaseNote) -> None:
-        self.layout, self.name, self.nbytes, self.path = layout, "base", layout.nbytes, Path(f"version {note.version}")
+        self.layout, self.name, self.nbytes, self.path = layout, "base", layout.nbytes, _path(f"version {note.version}")
         self._descriptor, self._one_writes = Descriptor(fd), threading.Lock()
         self.is_new, self.pulled, self.note = False, False, note
 
@@ -96,7 +101,7 @@ class SpoolOutbox(Outbox):
     """
 
     def __init__(self, layout: Layout, fd: int, inspection: Inspection) -> None:
-        self.layout, self.nbytes, self.path = layout, layout.nbytes, Path("spool")
+        self.layout, self.nbytes, self.path = layout, layout.nbytes, _path("spool")
         self.note: OutboxNote | None = None
         self.stats: list[PartStats] = []
         self._fd, self._inspection = fd, inspection

@@ -15,6 +15,7 @@ from atoll.store.slots import DELTA, SPOOL, STATE, VERSION, FileShape, FragmentS
 
 if TYPE_CHECKING:
     from atoll.store.handles import PinnedVersion
+    from atoll.store.rows import TicketRow
     from atoll.store.spool import Spool
 
 STATE_SLOTS = 4
@@ -38,6 +39,8 @@ class Core:
         self.in_memory = False
         self.pools: dict[tuple[str, int], SlotPool] = {}
         self.spools: dict[int, Spool] = {}
+        self.live: dict[int, TicketRow] = {}  # tickets as the journal has them: each is asked for several times
+        self.live_as_of = journal.undone
         self.pins: list[PinnedVersion] = []  # oldest first
         self._shapes: tuple[FragmentShapes, ...] = ()
 

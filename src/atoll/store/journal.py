@@ -35,7 +35,11 @@ NEW_RUN = (
 
 
 class Journal:
-    """See the module. Thread-safe; a transaction of one thread keeps all others out."""
+    """See the module. Thread-safe; a transaction of one thread keeps all others out.
+
+    Attributes:
+        undone: how often changes were undone, so far: what was read before may not hold any more.
+    """
 
     def __init__(self, path: Path, durability: Durability, *, begin: bool = True) -> None:
         """Open the journal, and make it where there is none.
@@ -55,10 +59,12 @@ class Journal:
         self._committed: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
         self._broken: SyncFailed | None = None
-        with self._translated():
+        self._translated = _Translated(self)
+        self.undone = 0
+        with self._translated:
             self._db = sqlite3.connect(path, BUSY_S, isolation_level=None, check_same_thread=False)
         try:
-            with self._translated():
+            with self._translated:
                 self._prepare(begin)
         except BaseException:
             self._db.close()
@@ -98,7 +104,7 @@ class Journal:
             DiskFull: nothing was changed; may be tried again.
             SyncFailed: what was written may be lost; every later call raises it too.
         """
-        with self.lock, self._translated():
+        with self.lock, self._translated:
             if self._broken:
                 raise self._broken
             outermost = self._depth == 0
@@ -148,6 +154,7 @@ class Journal:
             self._depth -= 1
 
     def _roll_back(self, committed: int, undo: int) -> None:
+        self.undone += 1
         if self._db.in_transaction:  # SQLite ends it by itself where the disk is full
             if self._depth == 1:
                 self._db.execute("ROLLBACK")
@@ -176,17 +183,23 @@ class Journal:
     def execute(self, sql: str, *values: Any) -> int:
         """Change rows inside a transaction; returns how many."""
         assert self._depth, "a change outside of a transaction"
-        with self._translated():
+        with self._translated:
             return self._db.execute(sql, values).rowcount
+
+    def execute_many(self, sql: str, values: Iterable[tuple[Any, ...]]) -> None:
+        """Change rows inside a transaction, with one tuple after the other."""
+        assert self._depth, "a change outside of a transaction"
+        with self._translated:
+            self._db.executemany(sql, values)
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         """Every row of a query."""
-        with self.lock, self._translated():
+        with self.lock, self._translated:
             return self._db.execute(sql, values).fetchall()
 
     def row(self, sql: str, *values: Any) -> tuple[Any, ...] | None:
         """The first row of a query."""
-        with self.lock, self._translated():
+        with self.lock, self._translated:
             found: tuple[Any, ...] | None = self._db.execute(sql, values).fetchone()
             return found
 
@@ -221,7 +234,7 @@ class Journal:
         """
         if not self._is_there():
             raise StoreError(f"{self.path} was removed or replaced while the server ran.", NEW_RUN)
-        with self._translated():
+        with self._translated:
             try:
                 with closing(sqlite3.connect(self.path)) as db:
                     db.execute("PRAGMA wal_checkpoint(PASSIVE)")
@@ -247,18 +260,8 @@ class Journal:
                 self.closed = True
                 self._db.close()
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise self._readable(error) from error
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            raise DiskFull(f"The disk of {self.path.parent} is full.", "Make space; nothing was lost.") from error
-
-    def _readable(self, error: sqlite3.Error) -> StoreError:
+    def readable(self, error: sqlite3.Error) -> StoreError:
+        """What an error of SQLite means to whoever runs the server."""
         code = getattr(error, "sqlite_errorcode", 0)
         if code & 0xFF == sqlite3.SQLITE_FULL:
             return DiskFull(f"The disk of {self.path.parent} is full.", "Make space; nothing was lost.")
@@ -272,6 +275,27 @@ class Journal:
                 "Close what writes to it, a sqlite3 shell or a backup, and start the server again: nothing is lost.",
             )
         return StoreError(f"{self.path}: {error}.")
+
+
+class _Translated:
+    """What fails inside, as an error of the store; a class, for it is entered for every statement.
+
+    Raises:
+        DiskFull, SyncFailed, StateCorrupt, StoreError: in place of SQLite's error, or of a disk that is full.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, sqlite3.Error):
+            raise self._journal.readable(error) from error
+        if isinstance(error, OSError) and error.errno in FULL:
+            folder = self._journal.path.parent
+            raise DiskFull(f"The disk of {folder} is full.", "Make space; nothing was lost.") from error
 
 
 def placeholders(values: Iterable[object]) -> str:

@@ -147,7 +147,7 @@ def _recover_spool(store: Versions, ticket: TicketRow) -> list[str]:
             for part in bad:
                 store.journal.execute("DELETE FROM parts WHERE ticket = ? AND part = ?", ticket.ticket, part)
             if slot is None:
-                store.journal.execute("UPDATE tickets SET slot = NULL WHERE ticket = ?", ticket.ticket)
+                store.change_tickets("UPDATE tickets SET slot = NULL WHERE ticket = ?", [ticket.ticket])
             if not bad:
                 return []
             return [f"Parts {bad} of ticket {ticket.ticket} of {ticket.site} were damaged; they are sent again."]

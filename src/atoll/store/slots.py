@@ -133,6 +133,7 @@ class SlotPool:
         self.lock, self._most = lock, most
         self._in_memory = in_memory
         self._slots: dict[int, Slot] = {}
+        self._free: set[int] = set()  # those of them that nobody holds
         self._reserved: set[int] = set()
 
     def path(self, number: int) -> Path:
@@ -146,10 +147,9 @@ class SlotPool:
             DiskFull: no space for another; no part of it is left behind. StoreError: it cannot be made.
         """
         with self.lock:
-            first = min((number for number, slot in self._slots.items() if slot.free), default=None)
-            if first is not None:
-                slot = self._slots[first]
-                slot.holds[why] += 1
+            if self._free:
+                slot = self._slots[min(self._free)]
+                self.hold(slot, why)
                 return slot
             used = self._slots.keys() | self._reserved
             number = next(n for n in range(len(used) + 1) if n not in used)
@@ -157,8 +157,8 @@ class SlotPool:
         try:
             slot = self._create(number)  # without the lock: a file system may take its time
             with self.lock:
-                slot.holds[why] += 1
                 self._slots[number] = slot
+                self.hold(slot, why)
         finally:
             with self.lock:
                 self._reserved.discard(number)
@@ -197,6 +197,7 @@ class SlotPool:
                 if os.fstat(slot.fd).st_size != self.shape.nbytes:
                     return None
                 self._slots[number] = slot
+            self._free.discard(number)
             slot.holds[JOURNAL] = 1
             return slot
 
@@ -206,13 +207,17 @@ class SlotPool:
     def hold(self, slot: Slot, why: str) -> None:
         with self.lock:
             slot.holds[why] += 1
+            self._free.discard(slot.number)
 
     def drop(self, slot: Slot, why: str) -> None:
         """End one hold; the slot may be rewritten once it was the last."""
         with self.lock:
             slot.holds[why] -= 1
             slot.holds += Counter()  # forgets what has come to zero
-            if slot.free and self._most is not None and len(self._slots) > self._most:
+            if not slot.free or self._slots.get(slot.number) is not slot:
+                return
+            self._free.add(slot.number)
+            if self._most is not None and len(self._slots) > self._most:
                 self._remove(slot)
 
     def retain(self, numbers: Collection[int]) -> None:
@@ -225,11 +230,11 @@ class SlotPool:
     def trim(self, keep: int = 0) -> None:
         """Remove free slots but for `keep`."""
         with self.lock:
-            free = [slot for slot in self._slots.values() if slot.free]
-            for slot in free[keep:]:
-                self._remove(slot)
+            for number in sorted(self._free)[keep:]:
+                self._remove(self._slots[number])
 
     def _remove(self, slot: Slot) -> None:
+        self._free.discard(slot.number)
         if self._slots.pop(slot.number, None) is slot:
             slot.path.unlink(missing_ok=True)
 
@@ -240,6 +245,7 @@ class SlotPool:
                 if not slot.holds.keys() - {JOURNAL}:
                     slot.close()
             self._slots.clear()
+            self._free.clear()
 
     def holds(self) -> dict[str, dict[str, int]]:
         """File name → holder → how many times; {} for a free slot."""

@@ -46,10 +46,25 @@ class Tickets(Members):
         Raises:
             Gone: no such ticket was ever issued by this run.
         """
-        row = self.journal.row(f"SELECT {COLUMNS} FROM tickets WHERE ticket = ?", ticket)
-        if row is None:
-            raise Gone(f"The run has no ticket {ticket}.", "Ask for a new one.")
-        return to_ticket(row)
+        with self.lock:
+            if self.live_as_of != self.journal.undone:
+                self.live.clear()
+                self.live_as_of = self.journal.undone
+            if (known := self.live.get(ticket)) is not None:
+                return known
+            found = self.journal.row(f"SELECT {COLUMNS} FROM tickets WHERE ticket = ?", ticket)
+            if found is None:
+                raise Gone(f"The run has no ticket {ticket}.", "Ask for a new one.")
+            row = to_ticket(found)
+            if row.is_live:
+                self.live[ticket] = row
+            return row
+
+    def change_tickets(self, sql: str, tickets: Sequence[int], *values: Any) -> None:
+        """Change rows of the journal's table inside a transaction: `sql` ends with `?`s for `values` and a ticket."""
+        for ticket in tickets:
+            self.live.pop(ticket, None)
+        self.journal.execute_many(sql, [(*values, ticket) for ticket in tickets])
 
     def newest_bases(self, fragment: int = 0) -> dict[str, int]:
         """Site → the version that its newest ticket is for."""
@@ -99,7 +114,7 @@ class Tickets(Members):
             with self.transaction():
                 row = self.require_live(ticket)
                 if row.slot is None:
-                    self.journal.execute("UPDATE tickets SET slot = ? WHERE ticket = ?", slot.number, ticket)
+                    self.change_tickets("UPDATE tickets SET slot = ? WHERE ticket = ?", [ticket], slot.number)
                     pool.hold(slot, JOURNAL)
                     self.journal.after_rollback(lambda: self._forget_spool(ticket, slot))
                     return self._open_spool(row, slot)
@@ -191,17 +206,17 @@ class Tickets(Members):
             self._require_parts(row)
             spool = self.spool(ticket)  # in a swarm it has none yet
             failpoint("accept.before")
-            self.journal.execute(
+            self.change_tickets(
                 "UPDATE tickets SET state = 'accepted', digest = ?, weight = ?, steps = ?, metrics_json = ?, norm = ?, "
                 "bytes = ?, accepted_order = 1 + (SELECT coalesce(max(accepted_order), 0) FROM tickets "
-                "WHERE accepted_order > 0) WHERE ticket = ? AND state = 'open'",
+                "WHERE accepted_order > 0) WHERE state = 'open' AND ticket = ?",
+                [ticket],
                 digest,
                 weight,
                 steps,
                 json.dumps(dict(metrics)),
                 norm,
                 self.shapes_of(row.fragment).update_bytes,
-                ticket,
             )
             self.journal.count("bytes", self.shapes_of(row.fragment).update_bytes)
             audit.append(
@@ -252,10 +267,10 @@ class Tickets(Members):
         with self.transaction():
             for row in (self.ticket(ticket) for ticket in tickets):
                 if row.state == "accepted":
-                    self.journal.execute(
+                    self.change_tickets(
                         "UPDATE tickets SET state = 'open', digest = NULL, weight = 0, norm = 0, accepted_order = 0, "
                         "slot = NULL WHERE ticket = ?",
-                        row.ticket,
+                        [row.ticket],
                     )
                     self.journal.count("bytes", -row.bytes)
                     self._after_reopening(row)
@@ -294,16 +309,17 @@ class Tickets(Members):
         """Give tickets their last state, inside a transaction; their spools are free once it is committed and nobody
         writes them."""
         assert state in get_args(TicketState)
-        for row in rows:
-            self.journal.execute(
-                "UPDATE tickets SET state = ?, reason = ?, version = ?, slot = NULL WHERE ticket = ?",
-                state,
-                reason,
-                version,
-                row.ticket,
-            )
-            self.journal.execute("DELETE FROM parts WHERE ticket = ?", row.ticket)
-            self.journal.count(state)
+        tickets = [row.ticket for row in rows]
+        self.change_tickets(
+            "UPDATE tickets SET state = ?, reason = ?, version = ?, slot = NULL WHERE ticket = ?",
+            tickets,
+            state,
+            reason,
+            version,
+        )
+        self.journal.execute_many("DELETE FROM parts WHERE ticket = ?", [(ticket,) for ticket in tickets])
+        if tickets:
+            self.journal.count(state, len(tickets))
         self.journal.after_commit(lambda: self._drop_spools(rows, state, reason))
 
     def _drop_spools(self, rows: Sequence[TicketRow], state: str, reason: str) -> None:

@@ -151,8 +151,9 @@ class Versions(Deltas):
             )
         rows = [self.ticket(ticket) for ticket in tickets]
         self.end_tickets(rows, "counted", "", version)
-        for row in rows:
-            self.journal.execute("UPDATE members SET rounds_counted = rounds_counted + 1 WHERE site = ?", row.site)
+        self.journal.execute_many(
+            "UPDATE members SET rounds_counted = rounds_counted + 1 WHERE site = ?", [(row.site,) for row in rows]
+        )
         self.journal.execute("DELETE FROM rounds WHERE fragment = ? AND base_version < ?", fragment, head)
         self.journal.execute("UPDATE rounds SET state = 'committed' WHERE fragment = ?", fragment)
 

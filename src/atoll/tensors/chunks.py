@@ -92,6 +92,9 @@ def assign_run_(tensor: Tensor | InPieces, start: int, values: Tensor) -> None:
         return
     stop = start + values.numel()
     if tensor.is_contiguous():
+        if start == 0 and stop == tensor.numel():
+            tensor.copy_(values.view(tensor.shape))
+            return
         tensor.reshape(-1)[start:stop].copy_(values)
         return
     for target, low, high in _blocks(tensor, start, stop, 0):

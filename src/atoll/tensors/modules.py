@@ -82,7 +82,7 @@ def schema_of(
     owners, aliases = named_tensors(model, values=values, sharded=sharded)
     told: Mapping[str, bool] = model.buffers if isinstance(model, Told) else {}
     if isinstance(model, nn.Module):
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        parameters = _parameter_names(model)
         told = {name: name not in parameters for name in owners}
     patterns = tuple(buffers)
 
@@ -103,22 +103,35 @@ def fits(model: nn.Module | Tensors, schema: Schema) -> dict[str, Tensor] | None
     A mapping cannot say which of its tensors are buffers, nor which are tied: what the schema says is taken over.
     """
     tensors, aliases = named_tensors(model)
+    parameters = None
     if isinstance(model, nn.Module):
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        told = tuple(sorted(aliases.items())) == schema.aliases and all(
-            (spec.group == PARAMS) == (spec.name in parameters and spec.is_float) for spec in schema.tensors
-        )
+        if tuple(sorted(aliases.items())) != schema.aliases:
+            return None
+        parameters = _parameter_names(model)
     else:
         tied = dict(schema.aliases)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
-        told = True
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-    if not told or len(ordered) != len(schema.tensors):
+    if len(ordered) != len(schema.tensors):
         return None
     for (name, tensor), spec in zip(ordered, schema.tensors, strict=True):
         if name != spec.name or tensor.shape != spec.shape or tensor.dtype != torch_dtype(spec.dtype):
             return None
+        if parameters is not None and (spec.group == PARAMS) != (name in parameters and spec.is_float):
+            return None
     return tensors
+
+
+def _parameter_names(model: nn.Module) -> set[str]:
+    """The names of all parameters, every one of tied ones, too."""
+    if type(model).named_parameters is not nn.Module.named_parameters:
+        return {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {  # what that would say, in a third of the time: a model is asked twice in every round
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

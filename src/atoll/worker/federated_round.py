@@ -56,9 +56,7 @@ class FederatedRound:
             self._correction.close()
             self._correction = None
         self._pull(tensors)
-        self._session.heartbeat = self._session.heartbeat.model_copy(
-            update={"state": "training", "version": self._ticket.base_version}
-        )
+        self._session.tell(state="training", version=self._ticket.base_version)
         return model
 
     def _pull(self, into: dict[str, Tensor]) -> None:

@@ -259,10 +259,10 @@ class BaseFile(PartsFile):
         """The file is about to hold something that is no version: no digest names it any more."""
         self._write_note(BaseNote(**{**asdict(note), "digest": "", "part_digests": []}))
 
-    def elements(self, piece: Piece, start: int, stop: int, scratch: bytearray, dtype: torch.dtype) -> Tensor:
+    def elements(self, piece: Piece, start: int, stop: int, scratch: memoryview, dtype: torch.dtype) -> Tensor:
         """Elements [start, stop) of a piece's tensor, in `scratch`."""
         item = piece.segment.spec.item_bytes
-        view = memoryview(scratch)[: (stop - start) * item]
+        view = scratch[: (stop - start) * item]
         self.read_into(self.layout.by_name[piece.segment.spec.name].offset + start * item, view)
         return torch.frombuffer(view, dtype=dtype)
 

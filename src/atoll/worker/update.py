@@ -222,12 +222,17 @@ def _is_zero(delta: Tensor) -> bool:
     return not (bool(delta[:64].any()) or bool(delta.any()))
 
 
+def _scratch() -> memoryview:
+    """Memory for one chunk of any dtype, which nobody has to clear."""
+    return bytes_of(torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8, device="cpu"))
+
+
 def rebase_(tensors: Held, old: BaseFile, new: BaseFile) -> None:
     """w ← b_head + (w − b_base), in place: local progress is carried over to the version that others moved on to.
 
     Buffers take the new version's values.
     """
-    scratch_old, scratch_new = (bytearray(CHUNK_ELEMENTS * _WIDEST_BYTES) for _ in range(2))
+    scratch_old, scratch_new = (_scratch() for _ in range(2))
     with torch.no_grad(), alone():
         for part in new.layout.parts:
             for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
@@ -253,7 +258,7 @@ def merge_(tensors: Tensors, version: BaseFile, alpha: float) -> None:
         load_(tensors, version)
     if alpha in (0, 1):
         return
-    scratch = bytearray(CHUNK_ELEMENTS * _WIDEST_BYTES)
+    scratch = _scratch()
     with torch.no_grad(), alone():
         for part in version.layout.parts:
             for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
@@ -267,8 +272,8 @@ def merge_(tensors: Tensors, version: BaseFile, alpha: float) -> None:
 
 def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -> None:
     """base ← base − dec(update), in the base file: what was submitted, as the server decodes it."""
-    scratch = bytearray(CHUNK_ELEMENTS * _WIDEST_BYTES)
-    encoded = bytearray(CHUNK_ELEMENTS * _WIDEST_BYTES)
+    scratch = _scratch()
+    encoded = _scratch()
     with torch.no_grad(), alone():
         for part in outbox.layout.parts:
             for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
@@ -278,18 +283,18 @@ def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -
                 wide = accumulate_dtype(spec.dtype)
                 values = base.elements(piece, start, stop, scratch, torch_dtype(spec.dtype))
                 run = outbox.layout.piece(piece.segment, start, stop)
-                outbox.read_into(run.offset, memoryview(encoded)[: run.nbytes])
+                outbox.read_into(run.offset, encoded[: run.nbytes])
                 delta = torch.empty(stop - start, dtype=wide, device="cpu")
                 source = torch.frombuffer(encoded, dtype=torch.uint8, count=run.nbytes)
                 codecs[piece.segment.codec].decode_(source, delta, spec.dtype)
                 values.copy_(values.to(wide) - delta)
                 offset = base.layout.by_name[spec.name].offset + start * spec.item_bytes
-                base.write(offset, memoryview(scratch)[: (stop - start) * spec.item_bytes])
+                base.write(offset, scratch[: (stop - start) * spec.item_bytes])
 
 
 def load_(tensors: Held, base: BaseFile) -> None:
     """Copy what the base file has of the tensors into them, in place."""
-    scratch = bytearray(CHUNK_ELEMENTS * _WIDEST_BYTES)
+    scratch = _scratch()
     with torch.no_grad():
         for part in base.layout.parts:
             for piece, start, stop in chunks(part, CHUNK_ELEMENTS):

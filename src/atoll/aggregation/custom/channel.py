@@ -30,9 +30,11 @@ class Channel:
         """
         text = json.dumps(message).encode()
         length = len(text).to_bytes(LENGTH_BYTES, "little")
+        data = length + text  # in one go: the other side wakes up once
         with self._lock:
-            sent = socket.send_fds(self._socket, [length], [] if fd is None else [fd])
-            self._socket.sendall(length[sent:] + text)
+            sent = socket.send_fds(self._socket, [data], [] if fd is None else [fd])
+            if sent < len(data):
+                self._socket.sendall(data[sent:])
 
     def receive(self) -> tuple[dict[str, Any], int | None]:
         """The next message and its file, which is the receiver's from now on.
