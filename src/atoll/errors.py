@@ -35,6 +35,7 @@ Each names who erred, the value and the remedy. `code` is what travels on the wi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 
@@ -177,3 +178,13 @@ def _tree(root: type[AtollError]) -> dict[str, type[AtollError]]:
 
 BY_CODE: dict[str, type[AtollError]] = _tree(AtollError)
 """Wire code → exception class; what a client raises when a server answers with that code."""
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, what it was raised from, and so on; each once, for one may be a cause of its own."""
+    told = set[int]()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in told:
+        told.add(id(cause))
+        yield cause
+        cause = cause.__cause__

@@ -56,3 +56,9 @@ def test_an_error_reads_as_message_and_remedy() -> None:
         "Lower the learning rate.",
     )
     assert str(PeerError("The server is older.")) == "The server is older."
+
+
+def test_causes_are_told_each_once_where_they_are_a_circle_too() -> None:
+    first, second, third = ValueError("first"), OSError("second"), KeyError("third")
+    first.__cause__, second.__cause__, third.__cause__ = second, third, second
+    assert list(errors.causes(first)) == [first, second, third]

@@ -58,22 +58,20 @@ def write_result(plan: Plan, fds: Sequence[int], target: Path) -> None:
     path = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            room, end = memoryview(bytearray(COPY_BYTES)), len(header)
+            write_at(out, header, 0)
+            for spec in owners:
+                fd, start = at_of[spec.name]
+                for done in range(0, spec.nbytes, COPY_BYTES):
+                    piece = room[: min(COPY_BYTES, spec.nbytes - done)]
+                    read_at(fd, piece, start + done)
+                    write_at(out, piece, end)
+                    end += len(piece)
+            os.fsync(out)
+            os.rename(path, target)
+        finally:
+            os.close(out)
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise disk_error(error, target) from error
-    try:
-        room, end = memoryview(bytearray(COPY_BYTES)), len(header)
-        write_at(out, header, 0)
-        for spec in owners:
-            fd, start = at_of[spec.name]
-            for done in range(0, spec.nbytes, COPY_BYTES):
-                piece = room[: min(COPY_BYTES, spec.nbytes - done)]
-                read_at(fd, piece, start + done)
-                write_at(out, piece, end)
-                end += len(piece)
-        os.fsync(out)
-        os.rename(path, target)
-    except OSError as error:
-        raise disk_error(error, target) from error
-    finally:
-        os.close(out)
-        path.unlink(missing_ok=True)

@@ -6,18 +6,18 @@ import errno
 import sqlite3
 from pathlib import Path
 
-from atoll.errors import DiskFull, StoreError, SyncFailed
+from atoll.errors import DiskFull, StoreError, SyncFailed, causes
 
 _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 def no_more_files(error: BaseException) -> bool:
     """Whether this came of a file that could not be opened because too many are."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, SyncFailed):
+    for cause in causes(error):
+        if isinstance(cause, SyncFailed):
+            return False
         if isinstance(cause, OSError) and cause.errno in _NO_MORE_FILES:
             return True
-        cause = cause.__cause__
     return False
 
 

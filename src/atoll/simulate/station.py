@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch
 
-from atoll.errors import AtollError, StoreError
+from atoll.errors import AtollError, StoreError, causes
 from atoll.posix import FULL
 from atoll.simulate.client import Client
 from atoll.simulate.jobs import Answer, Beginning
@@ -91,16 +91,13 @@ def answer_to(error: BaseException, bytes_down: int = 0) -> Answer:
     return Answer(error=disk or words, trace=text, bytes_down=bytes_down, disk=bool(disk))
 
 
-def _of_the_disk(error: BaseException | None) -> str:
+def _of_the_disk(error: BaseException) -> str:
     """What the disk has to do with it; empty where it has not."""
-    seen = set[int]()
-    while error is not None and id(error) not in seen:  # one may be its own cause
-        seen.add(id(error))
-        if isinstance(error, StoreError):
-            return error.message
-        if isinstance(error, OSError) and error.errno in FULL:
-            return f"{error.filename or 'a file'}: {error.strerror}."
-        error = error.__cause__
+    for cause in causes(error):
+        if isinstance(cause, StoreError):
+            return cause.message
+        if isinstance(cause, OSError) and cause.errno in FULL:
+            return f"{cause.filename or 'a file'}: {cause.strerror}."
     return ""
 
 
