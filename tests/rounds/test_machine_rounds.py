@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from round_story import closed
 
-from atoll.rounds import machine
+from atoll.rounds import machine, settle
 from atoll.rounds.effects import (
     ExpectedChanged,
     RoundClosed,
@@ -297,6 +297,22 @@ def test_an_accept_after_the_round_closed_is_an_error_of_the_caller(story):
     run.wait(60)
     with pytest.raises(IllegalTransition, match=f"Ticket {late} is expired; 'update accepted' cannot happen"):
         machine.step(run.state, UpdateAccepted(late), run.now_s)
+
+
+def test_a_barrier_that_waits_is_not_shown_every_update(story, monkeypatch):
+    """Which would take the square of the workers; the last update closes the round all the same."""
+    sites = [f"site-{number:02d}" for number in range(20)]
+    run = story(num_workers=len(sites))
+    run.join(*sites)
+    looks: list[int] = []
+    view = settle.view
+    monkeypatch.setattr(settle, "view", lambda state, fragment: looks.append(fragment) or view(state, fragment))
+    for site in sites:
+        assert run.state.rounds[0].phase == "open"
+        run.ticket(site)
+        run.submit(site)
+    assert run.state.rounds[0].phase == "closing"
+    assert len(looks) <= 2  # with the last, and once more by the restart that a story plays after every event
 
 
 class Hasty(Barrier):

@@ -190,7 +190,9 @@ def test_memory_does_not_grow_with_the_number_of_virtual_workers(tmp_path: Path,
     run(tmp_path, client.replace(":train", ":remember"), workers=60, rounds=1)
     used = [int(line) for line in (tmp_path / "memory").read_text().split()]
     assert len(used) == 60
-    assert max(used[5:]) - used[4] < 16 * 2**20  # 55 more of them, with 8 MB each while they train
+    # 55 more of them, with 8 MB each while they train; where a small object lies in the gap that one has left, the heap
+    # of the process has two or three such gaps
+    assert max(used[5:]) - used[4] < 5 * 8 * 2**20
 
 
 @pytest.mark.slow

@@ -45,3 +45,29 @@ def test_one_too_many_is_removed_when_it_becomes_free(tmp_path: Path) -> None:
     assert sorted(pool.holds()) == [pool.path(1).name, pool.path(2).name]
     assert [pool.take(WRITER).number for _ in range(2)] == [1, 2]
     assert pool.take(WRITER).number == 0  # made anew
+
+
+def test_a_slot_that_was_removed_says_nothing_of_the_file_that_has_its_number_now(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path, VERSION, 0, FileShape(8, b"", ()), threading.RLock(), most=1)
+    before, other = pool.take(WRITER), pool.take(WRITER)
+    pool.drop(before, WRITER)  # one too many
+    assert [slot.number for slot in (before, other)] == [0, 1]
+    assert pool.take(WRITER).number == 0  # made anew
+    pool.hold(before, READER)
+    pool.drop(before, READER)
+    assert pool.take(WRITER).number == 2  # the new one is held
+    pool.drop(pool[0], WRITER)
+    pool.drop(pool[2], WRITER)
+    pool.drop(other, WRITER)
+    pool.hold(before, READER)
+    assert pool.take(WRITER).number == 1  # the only one there is, and free
+
+
+def test_what_the_journal_takes_up_is_not_given_to_anybody(tmp_path: Path) -> None:
+    pool = SlotPool(tmp_path, SPOOL, 0, FileShape(8, b"", ()), threading.RLock())
+    pool.drop(pool.take(WRITER), WRITER)
+    assert pool.adopt(0) is pool[0]
+    assert pool.take(WRITER).number == 1
+    pool.drop(pool[0], JOURNAL)
+    pool.close()
+    assert pool.take(WRITER).number == 0  # made anew, in place of what is closed

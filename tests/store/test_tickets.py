@@ -62,6 +62,14 @@ def test_a_ticket_is_what_the_journal_has_after_a_change_was_undone(store: Store
     assert store.ticket(1).state == "accepted"
 
 
+def test_a_ticket_is_nothing_any_more_when_the_store_is_closed(store: Store) -> None:
+    assert submit(store, 1, "a", 0) == store.ticket(1)
+    store.close()
+    for asked in (store.ticket, store.spool):
+        with pytest.raises(StoreError):
+            asked(1)
+
+
 @pytest.mark.covers("F18")
 def test_other_bytes_under_the_same_ticket_are_a_conflict(store: Store) -> None:
     submit(store, 1, "a", 0)

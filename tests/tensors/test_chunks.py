@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -149,6 +152,26 @@ def test_a_model_fits_the_schema_that_it_has_and_no_other() -> None:
     assert fits({**mapping, "norm.bias": torch.zeros(4)}, schema) is None
     assert fits({**mapping, "more": torch.zeros(4)}, schema) is None
     assert fits({name: mapping[name] for name in reversed(mapping)}, schema) is None  # in another order
+
+
+class Frozen(nn.Linear):
+    """Says that its bias is no parameter."""
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from ((name, each) for name, each in super().named_parameters(*args, **options) if name != "bias")
+
+
+def test_parameters_are_those_that_a_model_says_it_has() -> None:
+    told, plain = Frozen(2, 3), nn.Linear(2, 3)
+    assert {spec.name: spec.group for spec in schema_of(told).tensors} == {"weight": "params", "bias": "buffers"}
+    assert fits(told, schema_of(told)) is not None
+    assert fits(told, schema_of(plain)) is None
+    asked = nn.Linear(2, 3)
+    asked.named_parameters = lambda **_: iter([("weight", asked.weight)])  # type: ignore[method-assign,assignment,misc]
+    assert fits(asked, schema_of(told)) is not None
+    within = nn.Sequential(told)  # whose own word counts, as for torch
+    assert {spec.group for spec in schema_of(within).tensors} == {"params"}
+    assert fits(within, schema_of(within)) is not None
 
 
 @pytest.mark.covers("P4")

@@ -92,7 +92,7 @@ def _judge(draft: Draft, fragment: int) -> None:
     if type(policy) is Barrier and round_.until_s is None:
         states = [ticket.state for ticket in round_.tickets.values()]
         if states.count("accepted") < len(round_.expected):
-            return  # it waits for the others; a view of every update for every one of them is quadratic
+            return  # it waits for the others; a view of every update takes longest of all, and comes to the same
     seen = view(draft.state, fragment)
     decision = policy.decide(seen, draft.now_s)
     if isinstance(decision, Wait):

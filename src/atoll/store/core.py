@@ -39,7 +39,7 @@ class Core:
         self.in_memory = False
         self.pools: dict[tuple[str, int], SlotPool] = {}
         self.spools: dict[int, Spool] = {}
-        self.live: dict[int, TicketRow] = {}  # tickets as the journal has them: each is asked for several times
+        self.live_tickets: dict[int, TicketRow] = {}  # as the journal has them: each is asked for several times
         self.live_as_of = journal.undone
         self.pins: list[PinnedVersion] = []  # oldest first
         self._shapes: tuple[FragmentShapes, ...] = ()

@@ -1,7 +1,8 @@
 """The journal: one SQLite file in WAL mode, one connection, one lock for it and for everything that must agree with it.
 
 A process that is killed at any instruction leaves either all of a transaction or nothing. What lives in memory beside
-the journal (which slot is held by whom) follows it through `after_commit` and `after_rollback`.
+the journal (which slot is held by whom) follows it through `after_commit` and `after_rollback`; what was only read from
+it, and is remembered, holds while `undone` is the same.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import errno
 import os
 import sqlite3
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -285,7 +287,7 @@ class _Translated:
     """
 
     def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+        self._journal: Journal = weakref.proxy(journal)  # else its connection stays open until the collector comes
 
     def __enter__(self) -> None:
         pass

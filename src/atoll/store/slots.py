@@ -197,8 +197,8 @@ class SlotPool:
                 if os.fstat(slot.fd).st_size != self.shape.nbytes:
                     return None
                 self._slots[number] = slot
-            self._free.discard(number)
             slot.holds[JOURNAL] = 1
+            self._free.discard(number)
             return slot
 
     def __getitem__(self, number: int) -> Slot:
@@ -207,7 +207,8 @@ class SlotPool:
     def hold(self, slot: Slot, why: str) -> None:
         with self.lock:
             slot.holds[why] += 1
-            self._free.discard(slot.number)
+            if self._slots.get(slot.number) is slot:  # else it was removed, and its number may be another one's
+                self._free.discard(slot.number)
 
     def drop(self, slot: Slot, why: str) -> None:
         """End one hold; the slot may be rewritten once it was the last."""

@@ -121,6 +121,7 @@ class Store(Reading):
             for spool in self.spools.values():
                 spool.close(StoreError("The server is stopping.", "Send it again when it is back."))
             self.spools.clear()
+            self.live_tickets.clear()
             try:
                 if self.journal.usable and self.finished:
                     self._forget_all_but_heads()

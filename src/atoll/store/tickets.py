@@ -48,22 +48,22 @@ class Tickets(Members):
         """
         with self.lock:
             if self.live_as_of != self.journal.undone:
-                self.live.clear()
+                self.live_tickets.clear()
                 self.live_as_of = self.journal.undone
-            if (known := self.live.get(ticket)) is not None:
+            if (known := self.live_tickets.get(ticket)) is not None:
                 return known
             found = self.journal.row(f"SELECT {COLUMNS} FROM tickets WHERE ticket = ?", ticket)
             if found is None:
                 raise Gone(f"The run has no ticket {ticket}.", "Ask for a new one.")
             row = to_ticket(found)
             if row.is_live:
-                self.live[ticket] = row
+                self.live_tickets[ticket] = row
             return row
 
     def change_tickets(self, sql: str, tickets: Sequence[int], *values: Any) -> None:
-        """Change rows of the journal's table inside a transaction: `sql` ends with `?`s for `values` and a ticket."""
+        """Change rows of the journal's table inside a transaction: the `?`s of `sql` are `values`, then the ticket."""
         for ticket in tickets:
-            self.live.pop(ticket, None)
+            self.live_tickets.pop(ticket, None)
         self.journal.execute_many(sql, [(*values, ticket) for ticket in tickets])
 
     def newest_bases(self, fragment: int = 0) -> dict[str, int]:

@@ -124,7 +124,8 @@ def fits(model: nn.Module | Tensors, schema: Schema) -> dict[str, Tensor] | None
 
 def _parameter_names(model: nn.Module) -> set[str]:
     """The names of all parameters, every one of tied ones, too."""
-    if type(model).named_parameters is not nn.Module.named_parameters:
+    own = (model.named_parameters, model._named_members)
+    if [getattr(each, "__func__", None) for each in own] != [nn.Module.named_parameters, nn.Module._named_members]:
         return {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {  # what that would say, in a third of the time: a model is asked twice in every round
         f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,63 @@
+"""Messages over a socket pair arrive whole, with their files, however the kernel cuts them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.aggregation.custom.channel import Channel
+
+
+@pytest.fixture
+def ends() -> Any:
+    one, other = (Channel(end) for end in socket.socketpair())
+    yield one, other
+    one.close()
+    other.close()
+
+
+def taken(channel: Channel) -> tuple[dict[str, Any], bytes | None]:
+    """The next message, and what its file holds."""
+    message, fd = channel.receive()
+    if fd is None:
+        return message, None
+    data = os.pread(fd, 100, 0)
+    os.close(fd)
+    return message, data
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4, 5, 20])
+def test_a_message_that_the_kernel_takes_in_two_pieces(
+    ends: tuple[Channel, Channel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    one, other = ends
+    send = socket.send_fds
+
+    def send_some(end: socket.socket, buffers: Sequence[bytes], fds: Sequence[int]) -> int:
+        return send(end, [buffers[0][:cut]], list(fds))
+
+    monkeypatch.setattr(socket, "send_fds", send_some)
+    (tmp_path / "file").write_bytes(b"tensors")
+    with (tmp_path / "file").open("rb") as file:
+        one.send({"what": "version", "digest": "a" * 50}, file.fileno())
+    one.send({"what": "next"})
+    assert taken(other) == ({"what": "version", "digest": "a" * 50}, b"tensors")
+    assert taken(other) == ({"what": "next"}, None)
+
+
+def test_more_than_the_socket_holds(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    sent = [{"number": number, "text": "x" * (300_000 * (number % 2))} for number in range(6)]
+    sending = threading.Thread(target=lambda: [one.send(message) for message in sent])
+    sending.start()
+    assert [taken(other)[0] for _ in sent] == sent
+    sending.join()
+    one.close()
+    with pytest.raises(EOFError):
+        other.receive()
