@@ -18,6 +18,8 @@ ROUNDS ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The tests start more than a thousand processes: without compiled files, each compiles all of Atoll for itself.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all check bench behaviours reference pythons clean
 .DELETE_ON_ERROR:

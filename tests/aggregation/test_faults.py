@@ -27,7 +27,7 @@ def run_with(folder, failpoints):
 
 @pytest.mark.slow
 @pytest.mark.covers("F10", "F11")
-@pytest.mark.parametrize("point", ["pass.chunk=kill@5", "pass.write=kill@9"])
+@pytest.mark.parametrize("point", ["pass.chunk=kill@5", pytest.param("pass.write=kill@9", marks=pytest.mark.long)])
 def test_killed_in_the_middle_the_same_pass_gives_the_same_bits(tmp_path, point):
     (tmp_path / "undisturbed").mkdir()
     expected = World(tmp_path / "undisturbed").round()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from atoll.cli import worker
+from atoll.cli.main import main
 from atoll.errors import ConfigError, ServerUnreachable
 from atoll.worker.given import sync_retries
 
@@ -59,10 +60,16 @@ def test_its_exit_code_is_the_commands(canned, atoll_command, end: str, code: in
     assert atoll_command("worker", "--server", canned.url, "--", sys.executable, "-c", end).returncode == code
 
 
-def test_a_server_that_does_not_answer_is_exit_5_and_the_command_is_not_started(atoll_command, tmp_path) -> None:
-    outcome = atoll_command("worker", "--server", "http://127.0.0.1:9", "--", sys.executable, "-c", "open('ran', 'w')")
-    assert outcome.returncode == 5
-    lines = outcome.stderr.splitlines()
+def test_a_server_that_does_not_answer_is_exit_5_and_the_command_is_not_started(tmp_path, monkeypatch, capsys) -> None:
+    script = f"open({str(tmp_path / 'ran')!r}, 'w')"
+    argv = ["atoll", "worker", "--server", "http://127.0.0.1:9", "--", sys.executable, "-c", script]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(worker, "SERVER_WAIT_S", 0.3)  # 15 s
+    monkeypatch.setattr(worker, "SERVER_PAUSE_S", 0.05)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 5
+    lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "atoll: waiting for http://127.0.0.1:9"
     assert lines[1].startswith("atoll: http://127.0.0.1:9 does not answer")
     assert len(lines) == 2

@@ -50,7 +50,7 @@ def simulated(folder: Path, name: str, *, processes: int, client: str = "client.
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(each, marks=pytest.mark.long) if each == "fedadam" else each for each in RUNS],
+    params=[pytest.param(each, marks=pytest.mark.long) if each in ("fedadam", "int8") else each for each in RUNS],
 )
 def real(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of real workers, and its result in `state`."""

@@ -65,7 +65,7 @@ def life(
     [
         pytest.param({"tau": 1, "alpha": 0.5}, id="one-under-way", marks=pytest.mark.long),
         pytest.param({"tau": 3, "max_inflight": 2, "codec": "int8"}, id="two-under-way"),
-        pytest.param({"tau": 0, "quorum": 1, "round_deadline_s": 0.3}, id="quorum"),
+        pytest.param({"tau": 0, "quorum": 1, "round_deadline_s": 0.3}, id="quorum", marks=pytest.mark.long),
     ],
 )
 def test_a_run_comes_to_its_end_whatever_its_workers_do(tmp_path: Path, settings: dict[str, Any]) -> None:

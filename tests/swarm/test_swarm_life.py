@@ -124,7 +124,14 @@ def test_a_nan_is_refused_by_name_and_the_others_go_on(nursery: Nursery, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.covers("P10")
-@pytest.mark.parametrize("damaged", [0, 1, 2], ids=["whole", "one-damaged", "both-damaged"])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        pytest.param(0, id="whole", marks=pytest.mark.long),
+        pytest.param(1, id="one-damaged"),
+        pytest.param(2, id="both-damaged"),
+    ],
+)
 def test_all_die_and_what_they_hold_is_believed_where_it_is_whole(
     nursery: Nursery, tmp_path: Path, damaged: int
 ) -> None:

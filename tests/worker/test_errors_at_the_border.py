@@ -104,7 +104,10 @@ with atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), server=add
 @pytest.mark.parametrize(
     ("address", "width", "code", "last"),
     [
-        ("box:8512", 4, 2, "atoll.errors.UsageError: 'box:8512' is not the address of a server."),
+        pytest.param(
+            *("box:8512", 4, 2, "atoll.errors.UsageError: 'box:8512' is not the address of a server."),
+            marks=pytest.mark.long,
+        ),
         ("", 5, 6, "atoll.errors.SchemaMismatch: "),
         ("", 4, 1, "ValueError: this is the script's own error"),
     ],
