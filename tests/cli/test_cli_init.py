@@ -43,7 +43,7 @@ def test_what_cannot_be_written_is_said(atoll_command, tmp_path) -> None:
 def test_every_default_of_the_run_file_is_the_real_one(algorithm: str) -> None:
     """Uncommenting every line that shows a value changes nothing."""
     lines = init.run_file(algorithm, "x").splitlines()
-    keys = {key for keys in (init.SECTIONS | init.LOW_COMMUNICATION).values() for key in keys}
+    keys = {key for keys in (init.SECTIONS | init.LOW_COMMUNICATION | init.SIMULATED).values() for key in keys}
     assert any(line.startswith("# num_fragments = 1") for line in lines) == (algorithm == "diloco")
     uncommented = [
         line.removeprefix("# ") if line.startswith("# ") and line[2:].partition(" = ")[0] in keys else line
@@ -54,7 +54,7 @@ def test_every_default_of_the_run_file_is_the_real_one(algorithm: str) -> None:
 
     values = tomllib.loads("\n".join(uncommented))
     chosen = {"name": "x", "model": "model:build", "num_workers": 2, "algorithm": algorithm, "rounds": 10}
-    chosen |= {"sync_every": 20} if algorithm == "diloco" else {}
+    chosen |= {"sync_every": 20} if algorithm == "diloco" else {"client": "train.py"}
     assert Settings.build(values) == Settings.build(chosen)
 
 

@@ -106,6 +106,34 @@ def test_a_template_runs_by_the_two_commands_of_its_readme(
 
 
 @pytest.mark.slow
+@pytest.mark.covers("X1", "V1")
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(each, marks=pytest.mark.long) if each != "scaffold" else each
+        for each in WHAT
+        if each != "diloco"  # which counts steps of its own, and is refused
+    ],
+)
+def test_a_template_is_simulated_as_it_is_to_the_same_bits_on_any_number_of_processes(
+    template: str, atoll_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its script draws random numbers that nobody seeds."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else one process would have all of them
+    outcome = atoll_command("init", "--template", template, "mine")
+    assert "atoll simulate run.toml --workers 20" in outcome.stdout
+    results = []
+    for processes in ("1", "2"):
+        where = str(tmp_path / processes)
+        flags = ["--workers", "5", "--per-round", "3", "--rounds", "2", "--processes", processes, "--state-dir", where]
+        done = atoll_command("simulate", str(tmp_path / "mine" / "run.toml"), *flags)
+        assert done.returncode == 0, done.stderr
+        assert "6 worker-rounds" in done.stderr + done.stdout
+        results.append((tmp_path / processes / "exports" / "model.safetensors").read_bytes())
+    assert results[0] == results[1]
+
+
+@pytest.mark.slow
 @pytest.mark.covers("X1", "T14")
 def test_the_workflow_of_the_template_custom_runs_by_its_commands(
     nursery: Nursery, atoll_command, tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -55,6 +56,9 @@ LOW_COMMUNICATION = {
     )
 }
 """Of runs that count local steps."""
+
+SIMULATED = {"Many sites on this machine: atoll simulate run.toml --workers 20": ("client",)}
+"""Of runs whose sites train by rounds."""
 
 ALGORITHMS = registry.TABLES["algorithms"]
 
@@ -151,7 +155,7 @@ def command(
     needs = TEMPLATES[template] if template else Template("")
     if needs.module and not find_spec(needs.module):
         print(f"It needs {needs.module}, which is not installed: pip install 'atoll[{needs.extra}]'\n")
-    print(next_commands(directory))
+    print(next_commands(directory, simulated="client" in tomllib.loads(contents["run.toml"])))
 
 
 def _plain(algorithm: str, name: str) -> dict[str, str]:
@@ -190,8 +194,12 @@ def _project(template: str, algorithm: str | None, name: str) -> dict[str, str]:
     return {"run.toml": run_file(algorithm or made.algorithm, name, made.chosen)} | texts
 
 
-def next_commands(directory: Path) -> str:
-    """What to type next."""
+def next_commands(directory: Path, *, simulated: bool) -> str:
+    """What to type next.
+
+    Args:
+        simulated: whether virtual workers can run the script, too.
+    """
     enter = "" if directory.resolve() == Path.cwd() else f"  cd {directory}\n"
     server = f"http://127.0.0.1:{DEFAULT_PORT}"
     return (
@@ -200,6 +208,7 @@ def next_commands(directory: Path) -> str:
         f"  atoll worker --server {server} --site a -- python train.py\n"
         f"  atoll worker --server {server} --site b -- python train.py\n"
         "  atoll status --watch             # who does what, who is awaited"
+        + ("\n  atoll simulate run.toml --workers 20   # or twenty sites, on this machine alone" if simulated else "")
     )
 
 
@@ -216,7 +225,7 @@ def run_file(algorithm: str, name: str, more: Mapping[str, Any] | None = None) -
         "state_dir": "atoll-run",
         "algorithm": algorithm,
         "rounds": 10,
-        **({"sync_every": 20} if algorithm == "diloco" else {}),
+        **({"sync_every": 20} if algorithm == "diloco" else {"client": "train.py"}),
         **(more or {}),
     }
     lines = [
@@ -224,11 +233,12 @@ def run_file(algorithm: str, name: str, more: Mapping[str, Any] | None = None) -
         "# variable (ATOLL_SYNC_EVERY=100). Lines that are commented out show the default. These are the usual",
         "# settings; all of them: `atoll server --help`.",
     ]
-    for title, keys in (SECTIONS | (LOW_COMMUNICATION if algorithm == "diloco" else {})).items():
+    sections = SECTIONS | (LOW_COMMUNICATION if algorithm == "diloco" else SIMULATED)
+    for title, keys in sections.items():
         lines += ["", f"# ---- {title} {'-' * (70 - len(title))}"]
         for key in keys:
             lines += ["", *_setting(key, chosen)]
-    shown = {key for keys in SECTIONS.values() for key in keys}
+    shown = {key for keys in sections.values() for key in keys}
     if others := [key for key in chosen if key not in shown]:
         lines += ["", f"# ---- Of this project {'-' * 53}"]
         for key in others:

@@ -26,6 +26,7 @@ class Beginning:
         path: where it may import from.
         info, schema: of the run, as its server tells every worker.
         threads: of torch, in each process.
+        seed: of the random numbers that virtual workers draw.
         sites: folder of what sites keep between their rounds.
     """
 
@@ -35,6 +36,7 @@ class Beginning:
     info: messages.RunInfo
     schema: messages.SchemaMessage
     threads: int
+    seed: int
     sites: str
 
     def to_json(self) -> dict[str, Any]:

@@ -267,6 +267,7 @@ class Simulation:
             info=now(handlers.get_run()),
             schema=now(handlers.get_schema()),
             threads=threads_of(self._processes),
+            seed=self.settings.seed,
             sites=str((self.settings.state_dir / SITES).resolve()),
         )
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
 import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 import torch
+from blake3 import blake3
 
 from atoll.errors import AtollError, StoreError, causes
 from atoll.posix import FULL
@@ -39,6 +42,10 @@ class Station:
         self._shared = Shared.of(beginning.info, beginning.schema.to_split())
         self._sites = Path(beginning.sites)
         self._client = Client(beginning.client, beginning.arguments)
+        self._seed = beginning.seed
+        on_device = torch.cuda.is_available() or torch.backends.mps.is_available()
+        # the first takes a hundred times as long
+        self._seed_torch = torch.manual_seed if on_device else torch.default_generator.manual_seed
         gc.freeze()  # a full collection would look at all that torch has imported, at every so many virtual workers
 
     def train(
@@ -66,6 +73,7 @@ class Station:
             return answer_to(error, 0)
         try:
             worker = VirtualWorker(session)
+            self._begin_random(site, ticket.round)
             with taken_by(worker):
                 self._client.train(worker)
         except KeyboardInterrupt:
@@ -77,6 +85,13 @@ class Station:
             session.close()
             forget()
         return Answer(session.formed, session.stats, bytes_down=session.counters.bytes_down)
+
+    def _begin_random(self, site: str, round_: int) -> None:
+        """What a virtual worker draws hangs on its name and the round, not on who was trained here before it."""
+        drawn = int.from_bytes(blake3(f"{self._seed} {round_} {site}".encode()).digest(8), "little")
+        self._seed_torch(drawn)
+        random.seed(drawn)
+        np.random.seed(drawn % 2**32)
 
 
 def answer_to(error: BaseException, bytes_down: int = 0) -> Answer:
