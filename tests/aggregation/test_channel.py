@@ -16,7 +16,10 @@ from atoll.aggregation.custom.channel import Channel
 
 @pytest.fixture
 def ends() -> Any:
-    one, other = (Channel(end) for end in socket.socketpair())
+    pair = socket.socketpair()
+    for end in pair:
+        end.settimeout(30.0)  # what does not arrive whole is waited for no longer
+    one, other = map(Channel, pair)
     yield one, other
     one.close()
     other.close()

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -141,6 +142,48 @@ def test_the_command_takes_arguments_of_the_client_prints_json_alone_and_leaves_
     assert done.stderr.count("trains --lr 0.1\n") == 8
     assert len((tmp_path / "loaded").read_text().split()) == 2 + 1  # of both processes, and of who builds the model
     assert [entry for entry in Path("/proc").glob("[0-9]*") if cwd_of(entry) == str(tmp_path)] == []
+
+
+DRAWS = """
+import random
+import numpy as np
+
+LOADED = [random.random(), np.random.rand(), torch.rand(()).item()]
+
+
+def draw(worker) -> None:
+    drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
+    train(worker)
+    with (HERE / "drawn").open("a") as file:
+        file.write(f"{worker.site} {' '.join(map(str, [*LOADED, *drawn]))}\\n")
+"""
+
+
+@pytest.mark.covers("V1")
+def test_what_is_drawn_hangs_on_the_seed_the_site_and_the_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all three generators; and of what is drawn when the client is loaded, on the seed."""
+
+    def drawn(name: str, *given: int, **options: Any) -> list[list[str]]:
+        """A line for each site and round: of the loading, of the round. In the order in which they were trained."""
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.py").write_text(CLIENT + DRAWS)
+        client = f"{tmp_path / name / f'{name}.py'}:draw"
+        for rounds in given:
+            random.seed(rounds)
+            torch.manual_seed(rounds)
+            simulate_here(monkeypatch)
+            run(tmp_path / name, client, rounds=rounds, **options)
+        return sorted(line.split() for line in (tmp_path / name / "drawn").read_text().splitlines())
+
+    whole, interrupted, other = drawn("a", 2), drawn("b", 1, 2), drawn("c", 2, seed=1)
+    assert whole == interrupted
+    for column in range(1, 4):
+        assert len({line[column] for line in whole}) == 1
+        assert {line[column] for line in whole}.isdisjoint(line[column] for line in other)
+    for column in range(4, 7):
+        assert len({line[column] for line in [*whole, *other]}) == 2 * 4 * 2  # seeds, sites, rounds
 
 
 @pytest.mark.covers("V3")

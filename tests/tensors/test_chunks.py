@@ -169,6 +169,9 @@ def test_parameters_are_those_that_a_model_says_it_has() -> None:
     asked = nn.Linear(2, 3)
     asked.named_parameters = lambda **_: iter([("weight", asked.weight)])  # type: ignore[method-assign,assignment,misc]
     assert fits(asked, schema_of(told)) is not None
+    members = nn.Linear(2, 3)
+    members._named_members = lambda *_, **__: iter([("weight", members.weight)])  # type: ignore[method-assign,assignment]
+    assert fits(members, schema_of(told)) is not None
     within = nn.Sequential(told)  # whose own word counts, as for torch
     assert {spec.group for spec in schema_of(within).tensors} == {"params"}
     assert fits(within, schema_of(within)) is not None

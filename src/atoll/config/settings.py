@@ -42,7 +42,9 @@ class Settings(BaseModel):
         description="Further tensors to be averaged as buffers rather than stepped, as shell patterns; only needed "
         "where the initial model is a file that does not say.",
     )
-    seed: int = Field(0, description="Seed set before the initial model is built.")
+    seed: int = Field(
+        0, description="Seed set before the initial model is built; in a simulation, of what virtual workers draw, too."
+    )
 
     algorithm: str = Field(
         "diloco", description="`diloco`, `fedavg`, `fedprox`, `fednova`, … or `module:attribute` of your own."

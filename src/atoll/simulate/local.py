@@ -213,9 +213,7 @@ class _Process:
         self._base = ""  # digest of the version that it has
         self._numbers_fd, self._put_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        environment = dict(os.environ)
-        for name, value in _MEMORY.items():
-            environment.setdefault(name, value)
+        environment = {"PYTHONHASHSEED": "0"} | _MEMORY | dict(os.environ)  # the order of sets is the same in all
         for name in ("ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR", "ATOLL_FAILPOINTS"):  # none of these is meant for it
             environment.pop(name, None)
         try:

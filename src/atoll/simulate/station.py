@@ -41,11 +41,12 @@ class Station:
         _say_little()
         self._shared = Shared.of(beginning.info, beginning.schema.to_split())
         self._sites = Path(beginning.sites)
-        self._client = Client(beginning.client, beginning.arguments)
         self._seed = beginning.seed
-        on_device = torch.cuda.is_available() or torch.backends.mps.is_available()
-        # the first takes a hundred times as long
-        self._seed_torch = torch.manual_seed if on_device else torch.default_generator.manual_seed
+        built_for = (torch.version.cuda, torch.version.hip, getattr(torch.version, "xpu", None))  # asks no device yet
+        is_cpu = not any(built_for) and not torch.backends.mps.is_built()
+        self._seed_torch = torch.default_generator.manual_seed if is_cpu else torch.manual_seed  # 100 times as long
+        self._begin_random("", 0)  # what it draws when it is loaded is the same in every process
+        self._client = Client(beginning.client, beginning.arguments)
         gc.freeze()  # a full collection would look at all that torch has imported, at every so many virtual workers
 
     def train(
