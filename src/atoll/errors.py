@@ -45,20 +45,18 @@ class AtollError(Exception):
     Args:
         message: who erred and with which value, in one sentence.
         remedy: what to do about it, in one sentence; may be empty.
-
-    Attributes:
         trace: of the user's code, where that raised; a command prints it.
     """
 
     code: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
     retry_after_s: float | None = None
-    trace: str = ""
 
-    def __init__(self, message: str, remedy: str = "") -> None:
+    def __init__(self, message: str, remedy: str = "", trace: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.remedy = remedy
+        self.trace = trace
 
     def __str__(self) -> str:
         return f"{self.message} {self.remedy}".rstrip()

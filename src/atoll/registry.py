@@ -179,9 +179,8 @@ def _raised(what: str, error: BaseException, remedy: str = "") -> ConfigError:
         lines.append((error.filename or "", error.lineno))
     at = f" ({lines[-1][0]}, line {lines[-1][1]})" if lines else ""
     last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    told = ConfigError(f"{what}: {last.rstrip('.')}{at}.", "Mend it, and start again.")
-    told.trace = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-    return told
+    told = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    return ConfigError(f"{what}: {last.rstrip('.')}{at}.", "Mend it, and start again.", told)
 
 
 def is_file(target: str) -> bool:

@@ -8,6 +8,7 @@ import os
 import shutil
 import sqlite3
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -245,6 +246,19 @@ def flip(path: Path, at: int) -> None:
         os.close(fd)
 
 
+def waiting_in_round_3(server: ServerProcess, folder: Path) -> tuple[Sites, threading.Event]:
+    """Both sites have pulled the third round's version, and wait for the event before they train."""
+    go_on = threading.Event()
+
+    def during(site: str, number: int) -> None:
+        if number == 3:
+            wait_until(go_on.is_set, "the damage")
+
+    sites = Sites(server.url, folder, during)
+    wait_until(lambda: sum(number == 3 for _, number in sites.trained) == 2, "the third round")
+    return sites, go_on
+
+
 def slots_of_head(folder: Path) -> tuple[Path, Path]:
     """Files of the newest version and of its outer state."""
     with contextlib.closing(sqlite3.connect(folder / "state/journal.sqlite")) as journal:
@@ -259,15 +273,8 @@ def slots_of_head(folder: Path) -> tuple[Path, Path]:
 def test_a_damaged_version_falls_back_to_the_one_before_and_the_run_goes_on(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int, damage: str
 ) -> None:
-    killed = []
-
-    def during(site: str, number: int) -> None:
-        if number == 3:
-            wait_until(lambda: killed, "the damage")
-
     with ServerProcess(nursery, tmp_path) as server:
-        sites = Sites(server.url, tmp_path, during)
-        wait_until(lambda: sum(number == 3 for _, number in sites.trained) == 2, "the third round")
+        sites, go_on = waiting_in_round_3(server, tmp_path)
         server.kept.close()
         victim = slots_of_head(tmp_path)[which]
         if damage == "flip":
@@ -278,7 +285,7 @@ def test_a_damaged_version_falls_back_to_the_one_before_and_the_run_goes_on(
             victim.unlink()
         with ServerProcess(nursery, tmp_path, port=server.port) as again:
             wait_until(lambda: "listening" in again.log.read_text(), "the second start")
-            killed.append(True)
+            go_on.set()
             sites.join()
             assert again.kept.wait() == 0
             assert "Version 2 of fragment 0 was lost, the run goes on from version 1" in again.log.read_text()
@@ -297,17 +304,10 @@ def test_a_version_that_is_damaged_while_the_server_runs_ends_it_and_the_next_st
     nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int
 ) -> None:
     """A bit that the disk has changed does not go into the next version."""
-    flipped = []
-
-    def during(site: str, number: int) -> None:
-        if number == 3:
-            wait_until(lambda: flipped, "the damage")
-
     with ServerProcess(nursery, tmp_path) as server:
-        sites = Sites(server.url, tmp_path, during)
-        wait_until(lambda: sum(number == 3 for _, number in sites.trained) == 2, "the third round")
+        sites, go_on = waiting_in_round_3(server, tmp_path)
         flip(slots_of_head(tmp_path)[which], 2000)
-        flipped.append(True)
+        go_on.set()
         assert server.kept.wait() == 7
         last = server.kept.now.output().splitlines()[-1]
         assert last.startswith("atoll: Version 2 of fragment 0 was damaged on disk while the server ran: The ")

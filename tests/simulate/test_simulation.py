@@ -60,7 +60,7 @@ def train(worker) -> None:
 
 def remember(worker) -> None:
     """As `train`, and says how much memory its process has."""
-    held = torch.ones(2 * 2**20)  # 8 MB of a virtual worker's own
+    held = torch.ones(8 * 2**20)  # 32 MB of a virtual worker's own, past what stays with the process when it is freed
     train(worker)
     status = Path("/proc/self/status").read_text().splitlines()
     anonymous = next(line.split()[1] for line in status if line.startswith("RssAnon:"))
@@ -233,9 +233,7 @@ def test_memory_does_not_grow_with_the_number_of_virtual_workers(tmp_path: Path,
     run(tmp_path, client.replace(":train", ":remember"), workers=60, rounds=1)
     used = [int(line) for line in (tmp_path / "memory").read_text().split()]
     assert len(used) == 60
-    # 55 more of them, with 8 MB each while they train; where a small object lies in the gap that one has left, the heap
-    # of the process has two or three such gaps
-    assert max(used[5:]) - used[4] < 5 * 8 * 2**20
+    assert max(used[5:]) - used[4] < 16 * 2**20  # 55 more of them, with 32 MB each while they train
 
 
 @pytest.mark.slow

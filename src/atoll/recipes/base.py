@@ -161,9 +161,7 @@ class Recipe(Strict):
         try:
             resolve(settings)
         except ConfigError as error:
-            told = ConfigError(f"{who}: {error.message}", error.remedy)
-            told.trace = error.trace
-            raise told from error
+            raise ConfigError(f"{who}: {error.message}", error.remedy, error.trace) from error
         return settings
 
     def _values(self, num_clients: int | None, folder: Path) -> dict[str, Any]:

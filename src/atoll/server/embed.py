@@ -383,9 +383,6 @@ def _listen(settings: Settings) -> socket.socket:
     )
 
 
-__all__ = ["AtollError", "Server"]
-
-
 def _require_none_of_its_own(**given: Any) -> None:
     """In a swarm updates are taken, filtered and reduced by workers, who run no code of the server's program.
 
@@ -398,3 +395,6 @@ def _require_none_of_its_own(**given: Any) -> None:
                 f"Server got {name}, and placement is 'swarm': workers run no code that a server has.",
                 "Set what the run file can name, filter at the sites, or set placement = 'server'.",
             )
+
+
+__all__ = ["AtollError", "Server"]

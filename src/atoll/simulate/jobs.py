@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from atoll.aggregation.inspect import PartStats
 from atoll.store.handles import PinnedVersion
@@ -126,6 +127,21 @@ class Answer:
         update = messages.Complete(**told["update"]) if told["update"] is not None else None
         stats = tuple(PartStats(bytes.fromhex(d), float.fromhex(s), bad) for d, s, bad in told["stats"])
         return cls(**{**told, "update": update, "stats": stats})
+
+
+class Busy(Protocol):
+    """Who trains virtual workers; `since_s` is when it began with the one that it has."""
+
+    since_s: float
+
+
+B = TypeVar("B", bound=Busy)
+
+
+def overdue(busy: Iterable[B], longer_s: float) -> B | None:
+    """Who has been at one for longest, and for longer than this."""
+    longest = min(busy, key=lambda each: each.since_s, default=None)
+    return longest if longest is not None and time.monotonic() - longest.since_s > longer_s else None
 
 
 class Heard(Protocol):

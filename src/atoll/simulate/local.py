@@ -16,7 +16,7 @@ from collections import deque
 from atoll.aggregation.custom.channel import Channel
 from atoll.errors import ConfigError, RunFailed
 from atoll.simulate.child import NUMBER_BYTES, take_number
-from atoll.simulate.jobs import ATTEMPTS, START_S, Answer, Beginning, Heard, Job
+from atoll.simulate.jobs import ATTEMPTS, START_S, Answer, Beginning, Heard, Job, overdue
 
 LOG = logging.getLogger("atoll.simulate")
 
@@ -75,8 +75,7 @@ class LocalEngine:
             if not self._waiting and all(len(process.jobs) <= 1 for process in self._crew):
                 return
             begun = [process for process in self._crew if process.jobs and process.stuck is None]
-            longest = min(begun, key=lambda each: each.since_s, default=None)
-            if longest is not None and time.monotonic() - longest.since_s > longer_s:
+            if (longest := overdue(begun, longer_s)) is not None:
                 longest.stuck = next(iter(longest.jobs))
                 longest.kill()
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from atoll.errors import AtollError, ConfigError, RunFailed, ServerUnreachable, StoreError
 from atoll.posix import nameless_file, read_at, write_at
-from atoll.simulate.jobs import ATTEMPTS, START_S, Answer, Beginning, Heard, Job, job_of
+from atoll.simulate.jobs import ATTEMPTS, START_S, Answer, Beginning, Heard, Job, job_of, overdue
 from atoll.simulate.keeping import Kept, put_kept, read_kept, write_kept
 from atoll.simulate.station import Station, answer_to
 
@@ -145,8 +145,7 @@ class RayEngine:
             return
         with self._lock:
             begun = [hand for hand in self._hands if hand.job is not None and not hand.stuck]
-            longest = min(begun, key=lambda each: each.since_s, default=None)
-            if longest is not None and time.monotonic() - longest.since_s > longer_s:
+            if (longest := overdue(begun, longer_s)) is not None:
                 longest.stuck = True
                 longest.kill()
 
@@ -307,9 +306,7 @@ class _Hand:
                 "Ray's log says why; Atoll and the client's code have to be on every machine of the cluster.",
             ) from error
         if "message" in told:
-            refused = ConfigError(told["message"], told["remedy"])
-            refused.trace = told["trace"]
-            raise refused
+            raise ConfigError(told["message"], told["remedy"], told["trace"])
         self.pid, self.host = told["pid"], told["host"]
 
     def begin_anew(self) -> None:
