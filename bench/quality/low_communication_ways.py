@@ -22,6 +22,8 @@ TOPK = {"codec": "topk", "downlink_codec": "topk", "outer_lr": 1.0, "outer_momen
 DENSER = {**TOPK, "codec_options": {"density": 1 / 16}, "downlink_codec": "int8"}
 BUFFERED = {"mode": "async", "async_buffer": WORKERS - 1, "sync_rounds_first": 10, "outer_momentum": 0.8}
 DELAYED = {"mode": "async", "dn_buffer_size": WORKERS, "sync_rounds_first": 10, "outer_momentum": 0.7}
+WARM = {"mode": "async", "async_buffer": 2, "dn_buffer_size": 2, "sync_rounds_first": 25, "outer_momentum": 0.75}
+"""A third of the 75 rounds is synchronous: delayed Nesterov is meant for a model that was trained before."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,9 @@ WAYS: dict[str, Way] = {
     "slow_sync": Way("DiLoCo, H = 20, one worker slow", H20, slow=True),
     "slow_async": Way("async, one slow", {**H20, "mode": "async"}, slow=True),
     "slow_delayed": Way("async, delayed Nesterov, sync first, one slow", {**H20, **DELAYED}, slow=True),
+    "slow_delayed_warm": Way(
+        "async, delayed Nesterov on steps for 2 updates, a third sync first, one slow", {**H20, **WARM}, slow=True
+    ),
     "slow_buffered": Way("async, a step for 3 updates, sync first, one slow", {**H20, **BUFFERED}, slow=True),
     "slow_dylu": Way(
         "async, delayed Nesterov, sync first, DyLU, one slow", {**H20, **DELAYED, "dylu": True}, slow=True

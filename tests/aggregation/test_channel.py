@@ -64,3 +64,46 @@ def test_more_than_the_socket_holds(ends: tuple[Channel, Channel]) -> None:
     one.close()
     with pytest.raises(EOFError):
         other.receive()
+
+
+def test_a_file_whose_message_never_comes_is_given_back(tmp_path: Path) -> None:
+    mine, theirs = socket.socketpair()
+    other = Channel(mine)
+    (tmp_path / "file").write_bytes(b"tensors")
+    with (tmp_path / "file").open("rb") as file:
+        socket.send_fds(theirs, [b"\5"], [file.fileno()])
+        theirs.close()
+        before = set(os.listdir("/proc/self/fd"))
+        with pytest.raises(EOFError):
+            other.receive()
+        assert set(os.listdir("/proc/self/fd")) == before
+    other.close()
+
+
+def test_where_no_files_come_many_messages_are_received_at_once() -> None:
+    mine, theirs = socket.socketpair()
+    reads: list[int] = []
+
+    class Counted(socket.socket):
+        def recv(self, *asked: Any) -> bytes:
+            data = super().recv(*asked)
+            reads.append(len(data))
+            return data
+
+    counted = Counted(fileno=mine.detach())
+    counted.settimeout(30.0)
+    one, other = Channel(theirs), Channel(counted, files=False)
+    sent = [{"number": number, "text": "x" * number} for number in range(100)] + [{"text": "x" * 500_000}]
+    for message in sent[:-1]:
+        one.send(message)
+    sending = threading.Thread(target=one.send, args=[sent[-1]])
+    sending.start()
+    assert [taken(other) for _ in sent[:-1]] == [(message, None) for message in sent[:-1]]
+    assert len(reads) == 1
+    assert taken(other) == (sent[-1], None)
+    sending.join()
+    theirs.sendall(b"\5\0\0\0ab")  # it ends in the middle of one
+    one.close()
+    with pytest.raises(EOFError):
+        other.receive()
+    other.close()

@@ -68,6 +68,16 @@ def encode(content, segment, numbers):
     content[segment.offset : segment.offset + segment.nbytes] = encoded.numpy().tobytes()
 
 
+def large():
+    """An update of `LARGE`: its layout, its one part, its bytes."""
+    layout = update_layout(LARGE.tensors, raw)
+    (part,) = layout.parts
+    content = bytearray(layout.nbytes)
+    for segment in layout.segments:
+        encode(content, segment, values(segment.spec, 1).reshape(-1))
+    return layout, part, content
+
+
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_digests_and_norm_of_a_good_update(tmp_path, codec):
     world = World(tmp_path, codec=codec)
@@ -86,11 +96,7 @@ def test_digests_and_norm_of_a_good_update(tmp_path, codec):
 
 
 def test_the_pieces_in_which_bytes_arrive_change_nothing():
-    layout = update_layout(LARGE.tensors, raw)
-    (part,) = layout.parts
-    content = bytearray(layout.nbytes)
-    for segment in layout.segments:
-        encode(content, segment, values(segment.spec, 1).reshape(-1))
+    layout, part, content = large()
     seen = []
     for size in (999, 4096, 2**20, 2**20 + 1, layout.nbytes):
         spans: list[bytes] = []
@@ -100,6 +106,50 @@ def test_the_pieces_in_which_bytes_arrive_change_nothing():
         seen.append(stats)
     assert all(stats == seen[0] for stats in seen)
     assert seen[0].digest == blake3(content).digest()
+
+
+def test_a_span_that_was_begun_is_filled_before_others_are_looked_at_where_they_lie():
+    layout, part, content = large()
+    data = memoryview(content)
+    with Inspection(layout, CODECS).begin(part, no_write) as inspector:
+        assert feed(inspector, data[:999]) == 999
+        assert inspector.take_from(data[999:]) == 0
+        first = inspector._spans[0].stop
+        assert feed(inspector, data[999:first]) == first - 999
+        assert inspector.take_from(data[first:]) == layout.nbytes - first
+        assert inspector.stats() == look_at(Inspection(layout, CODECS), part, content)
+
+
+@pytest.mark.parametrize("size", [999, 5 * 2**19, 3 * 2**20, 2**30])
+def test_bytes_that_are_looked_at_where_they_lie_are_the_same(size):
+    layout, part, content = large()
+    inspection, spans, there = Inspection(layout, CODECS), [], 0
+    with inspection.begin(part, lambda span: spans.append(bytes(span))) as inspector:
+        assert all(span.stop - span.start > 999 for span in inspector._spans[:-1])
+        for start in range(0, layout.nbytes, size):
+            data = memoryview(content)[start : start + size]
+            taken = inspector.take_from(data)
+            assert taken + feed(inspector, data[taken:]) == len(data)
+            there += taken
+        assert inspector.complete
+        stats = inspector.stats()
+    assert inspection._lent == 0
+    # all bytes at once are nothing but whole spans, of at most 2 MiB; 999 never are one, but for the last
+    assert there == layout.nbytes if size == 2**30 else there < layout.nbytes
+    assert there <= 999 if size == 999 else there > 2**20
+    assert b"".join(spans) == content
+    assert stats == look_at(Inspection(layout, CODECS), part, content)
+
+
+@pytest.mark.covers("F31")
+def test_what_is_not_finite_where_it_lies_is_named():
+    layout, part, content = large()
+    encode(content, layout.by_name["scale"], torch.tensor([math.nan]))
+    with Inspection(layout, CODECS).begin(part, no_write) as inspector:
+        assert inspector.take_from(memoryview(content)) == layout.nbytes
+        assert inspector.stats().bad == "scale holds NaN or Inf"
+    with pytest.raises(StoreError, match="no longer received"):
+        inspector.take_from(memoryview(content))
 
 
 def test_one_byte_at_a_time(tmp_path):

@@ -13,8 +13,10 @@ from store_world import SHAPES, accept, first, play_round, read, send_part, slot
 from atoll import failpoints
 from atoll.errors import BadRequest, Conflict, DiskFull, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.store import slots, spool
+from atoll.store.rows import TicketRow
 from atoll.store.spool import WriterCancelled
 from atoll.store.store import Store
+from atoll.store.tickets import COLUMNS, to_ticket
 
 
 @pytest.fixture
@@ -40,6 +42,33 @@ def test_the_same_update_again_after_it_was_counted_gets_its_version(store: Stor
     play_round(store, 0)
     row = accept(store, 1, update_of("a", 0))
     assert (row.state, row.version) == ("counted", 1)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_neither_a_ticket_nor_its_slot_outlives_what_was_undone(store: Store, flat: bool) -> None:
+    def issue_and_fail() -> None:
+        with store.transaction(flat=flat):
+            store.issue_ticket(1, "a", 0, 0)
+            assert store.ticket(1).slot is None
+            store.spool(1)
+            assert store.ticket(1).slot is not None
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        issue_and_fail()
+    with pytest.raises(Gone):
+        store.ticket(1)
+
+    def journals() -> TicketRow:
+        row = store.journal.row(f"SELECT {COLUMNS} FROM tickets WHERE ticket = 1")
+        assert row is not None
+        return to_ticket(row)
+
+    assert store.issue_ticket(1, "b", 0, 0) == store.ticket(1) == journals()
+    assert store.ticket(1).slot is None
+    spool = store.spool(1)
+    assert store.ticket(1) == journals()
+    assert store.ticket(1).slot == spool.slot.number
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -92,6 +92,25 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
+def test_tensors_that_begin_at_one_place_are_tied_only_where_they_are_the_same_elements() -> None:
+    row = torch.arange(12.0)
+    tensors = {
+        "row": row,
+        "first": row[:6],
+        "matrix": row.view(3, 4),
+        "bits": row.view(torch.int32),
+        "again": row[:12],
+        "matrix again": row.view(3, 4),
+        "empty": row[:0],
+        "empty again": row[:0],
+        "far": torch.empty(3, device="meta"),
+    }
+    tensors["far again"] = tensors["far"]
+    owners, aliases = named_tensors(tensors, values=False)
+    assert aliases == {"again": "row", "matrix again": "matrix", "far again": "far"}
+    assert list(owners) == [name for name in tensors if name not in aliases]
+
+
 def test_tied_tensors_travel_once_and_groups_follow_the_module() -> None:
     model = Tied()
     owners, aliases = named_tensors(model)
@@ -184,6 +203,7 @@ def test_parameters_are_those_that_a_model_says_it_has() -> None:
         (torch.eye(3).to_sparse(), "sparse"),
         (torch.zeros(2, device="meta"), "meta"),
         (torch.zeros(2, dtype=torch.complex32), "complex32"),
+        (torch.nested.nested_tensor([torch.zeros(2)]), "nested"),
         ("text", "str"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -179,6 +180,74 @@ def test_a_read_that_ends_early_is_taken_up_again(tmp_path: Path, monkeypatch: p
     with pytest.raises(EOFError):
         file.read_scattered(90, [memoryview(targets[0])])
     file.close()
+
+
+def test_a_version_is_loaded_into_tensors_however_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Straight into memory that lies as the file does, and by a scratch into the rest; more tensors than one read has
+    targets, some of them not asked for, one of several chunks."""
+    torch.manual_seed(0)
+    start = {f"small.{index}": torch.randn(index % 7, 3) for index in range(1200)}
+    start |= {"large": torch.randn(700_001), "matrix": torch.randn(600, 700), "half": torch.randn(9).bfloat16()}
+    start |= {"count": torch.tensor(7), "flag": torch.tensor([True, False])}
+    base = base_with(tmp_path, start)
+    into = {name: torch.zeros_like(tensor) for name, tensor in start.items() if not name.startswith("small.50")}
+    into["matrix"] = torch.zeros(700, 600).t()
+    into["small.3"] = torch.nn.Parameter(into["small.3"])
+    into["half"] = torch.zeros(18, dtype=torch.bfloat16)[::2]
+    reads: list[int] = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *asked: reads.append(len(asked[1])) or preadv(*asked))
+    load_(into, base)
+    assert all(torch.equal(into[name], start[name]) for name in into)
+    assert max(reads) == 512
+    assert len(reads) < 30  # of 1,205 tensors
+    base.close()
+
+
+class Wrapped(Tensor):
+    """A tensor of a kind of its own, which tells no memory of its elements."""
+
+    def numpy(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError("no memory")
+
+    def detach(self) -> Wrapped:
+        return self
+
+
+def test_what_is_no_plain_memory_of_the_dtype_is_copied_to(tmp_path: Path) -> None:
+    start = {"a": torch.arange(4.0), "b": torch.arange(6.0).view(2, 3), "c": torch.arange(5.0)}
+    base = base_with(tmp_path, start)
+    twisted = torch.zeros(5, dtype=torch.complex64)
+    into = {
+        "a": torch.zeros(4, dtype=torch.float64),
+        "b": torch.zeros(2, 3).as_subclass(Wrapped),
+        "c": torch._neg_view(torch.view_as_real(twisted)[:, 1].contiguous()),
+    }
+    assert into["c"].is_neg()
+    load_(into, base)
+    assert into["a"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert into["b"].as_subclass(Tensor).tolist() == start["b"].tolist()
+    assert into["c"].tolist() == start["c"].tolist()
+    base.close()
+
+
+def test_autograd_is_told_that_a_version_has_replaced_what_it_kept(tmp_path: Path) -> None:
+    base = base_with(tmp_path, {"w": torch.full((3,), 5.0)})
+    w = torch.ones(3, requires_grad=True)
+    loss = (w * w).sum()
+    load_({"w": w.detach()}, base)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # its gradient would be that of another model
+    base.close()
+
+
+def test_a_base_that_ends_early_is_named(tmp_path: Path) -> None:
+    start = {"a": torch.ones(5000), "b": torch.ones(3)}
+    base = base_with(tmp_path, start)
+    os.truncate(base.path, base.nbytes - 8)
+    with pytest.raises(EOFError, match=r"base\.safetensors"):
+        load_({name: torch.zeros_like(tensor) for name, tensor in start.items()}, base)
+    base.close()
 
 
 def test_an_update_larger_than_the_buffer_and_a_part_is_formed_whole(tmp_path: Path) -> None:

@@ -20,11 +20,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
+from atoll.aggregation.ahead import Ahead, elements_for, helpers_for
 from atoll.aggregation.delta import DeltaWriter
 from atoll.aggregation.jobs import run_jobs
 from atoll.aggregation.scratch import Scratch, read_at
@@ -43,6 +45,7 @@ from atoll.posix import write_at
 from atoll.reducers.base import Reducer
 from atoll.reducers.maximum import Maximum
 from atoll.reducers.mean import WeightedMean
+from atoll.tensors.alone import stay_alone
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import TILE, Part
 from atoll.tensors.schema import PARAMS
@@ -78,7 +81,8 @@ def run_pass(
         rule: the outer optimizer.
         reducers: by group, for floating point tensors.
         codecs: by name, every one that an update's layout names.
-        threads: that do the work; the calling one waits. torch's own threads are not used, nor their number changed.
+        threads: that do the work; the calling one waits, and those with a part that others reduce ahead for. torch's
+            own threads are not used, nor their number changed.
         chunk_elements: of a window, at most; a multiple of 4,096.
         on_progress: told the bytes of the version done so far, from any thread, one at a time.
         cancelled: ends the pass early when it is set.
@@ -93,9 +97,13 @@ def run_pass(
     """
     began = time.monotonic()
     tables = tables or Tables(rule.granularity, codecs, inputs.state_layout)
-    rows = rows_at_once(inputs.updates, reducers)
+    parts, rows, threads = inputs.version_layout.parts, rows_at_once(inputs.updates, reducers), max(1, threads)
+    helpers = helpers_for(threads, len(parts), len(inputs.updates)) if rows == 1 else 0
+    if helpers:
+        largest = max(sum(piece.numel for piece in part.pieces) for part in parts)
+        chunk_elements = min(chunk_elements, elements_for(helpers, largest))
     if rows > 1:
-        chunk_elements = min(chunk_elements, TOGETHER_ELEMENTS, ALL_TOGETHER_ELEMENTS // (rows * max(1, threads)))
+        chunk_elements = min(chunk_elements, TOGETHER_ELEMENTS, ALL_TOGETHER_ELEMENTS // (rows * threads))
     tables.cut(max(chunk_elements // TILE, 1) * TILE, max(rows, 1))
     updates = Updates(inputs.updates, reducers, Maximum(), codecs, tables.places)
     params = updates
@@ -105,7 +113,12 @@ def run_pass(
     work.on_progress = on_progress
     if rule.granularity == "tensor":
         run_jobs([None], 1, lambda: work.step_wholes, cancelled)
-    run_jobs(inputs.version_layout.parts, max(1, threads), work.member, cancelled)
+    if not helpers:
+        run_jobs(parts, threads, work.member, cancelled)
+        return work.finish(began)
+    with ThreadPoolExecutor(helpers * len(parts), "atoll-ahead", stay_alone) as pool:
+        work.pool, work.helpers = pool, helpers
+        run_jobs(parts, len(parts), work.member, cancelled)
     return work.finish(began)
 
 
@@ -113,6 +126,8 @@ class _Pass:
     """What the threads of a pass share."""
 
     on_progress: Callable[[int], None] | None = None
+    pool: ThreadPoolExecutor | None = None
+    helpers = 0
 
     def __init__(
         self,
@@ -141,6 +156,20 @@ class _Pass:
     def step_wholes(self, _job: None) -> None:
         scratch = Scratch(self.tables.scratch_elements)
         self.squares.append(step_whole(self.inputs, self.outputs, self.rule, self.params, self.tables, scratch))
+
+    def updates_of(self, window: Window) -> Updates:
+        return self.params if window.kind == "step" else self.updates
+
+    def reduce_into(self, window: Window, scratch: Scratch) -> None:
+        """Reduce a window, with zeros in the padding between its runs; of those that were stepped whole, nothing is."""
+        if window.kind == "whole":
+            return
+        updates = self.updates_of(window)
+        place, dtype = updates.place(window), accumulate_dtype(window.dtype)
+        updates.reduce_(window, scratch.tensor("reduced", dtype, place.numel), scratch)
+        view = scratch.view("reduced", place.numel * dtype.itemsize)
+        for low, high in place.gaps:
+            view[low * dtype.itemsize : high * dtype.itemsize] = bytes((high - low) * dtype.itemsize)
 
     def progress(self, nbytes: int) -> None:
         with self._lock:
@@ -189,11 +218,14 @@ class BaseDamaged(StateCorrupt):
 
 
 class _Member:
-    """One thread of a pass: its scratch and its optimizer object."""
+    """One thread of a pass: its scratch, those of its helpers, and its optimizer object."""
 
     def __init__(self, shared: _Pass) -> None:
         self._shared = shared
-        self._scratch = Scratch(shared.tables.scratch_elements)
+        elements = shared.tables.scratch_elements
+        self._scratch = Scratch(elements)
+        self._ahead = Ahead(shared.reduce_into, self._scratch, shared.pool, shared.helpers, elements)
+        self._reduced = self._scratch  # where the reduction of the window at hand lies
         self._stepper: Stepper = shared.rule.stepper()
         self._delta: DeltaWriter | None = None
         if shared.inputs.downlink is not None and shared.outputs.delta_fd is not None:
@@ -213,8 +245,9 @@ class _Member:
             self._write(shared.outputs.version_fd, header, at)
             hasher.update(header)
             base.update(header)
-        for window in shared.tables.windows.of(part):
+        for window, reduced in self._ahead.of(shared.tables.windows.of(part)):
             failpoint("pass.chunk")
+            self._reduced = reduced
             stored = self._scratch.view("stored", window.numel * torch_dtype(window.dtype).itemsize)
             read_at(shared.inputs.base_fd, stored, window.offset)
             base.update(stored)
@@ -242,7 +275,7 @@ class _Member:
     def _replace(self, window: Window) -> None:
         """Buffers: the reduction of raw values, cast to the version's dtype."""
         stored = self._scratch.tensor("stored", torch_dtype(window.dtype), window.numel)
-        reduced, runs = self._reduce(window)
+        reduced, runs = self._reduction(window)
         if len(reduced) == len(stored):
             stored.copy_(reduced)
         else:
@@ -254,7 +287,7 @@ class _Member:
     def _add(self, window: Window) -> None:
         """Controls: c ← s·c + the reduction."""
         values = self._scratch.tensor("stored", torch_dtype(window.dtype), window.numel)
-        _, runs = self._reduce(window)
+        _, runs = self._reduction(window)
         if self._shared.inputs.control_scale != 1:
             values.mul_(self._shared.inputs.control_scale)
         for target, run in zip(torch.split(values, window.sizes), runs, strict=True):
@@ -285,7 +318,7 @@ class _Member:
         dtype, n = torch_dtype(window.dtype), window.numel
         kept = self._columns(window)
         values = scratch.tensor("stored", dtype, n)
-        reduced, grads = self._reduce(window)
+        reduced, grads = self._reduction(window)
         squares = float(torch.dot(reduced, reduced))
         first_round = shared.inputs.state_layout is not None and shared.inputs.state_fd is None
         held: dict[str, Tensor] = {}
@@ -314,15 +347,10 @@ class _Member:
                 columns.setdefault(column, blake3()).update(view)
         return squares
 
-    def _reduce(self, window: Window) -> tuple[Tensor, Sequence[Tensor]]:
-        """The reduction of a window, with zeros in the padding between its runs, and the runs."""
-        updates = self._shared.params if window.kind == "step" else self._shared.updates
-        place, dtype = updates.place(window), accumulate_dtype(window.dtype)
-        reduced = self._scratch.tensor("reduced", dtype, place.numel)
-        updates.reduce_(window, reduced, self._scratch)
-        view = self._scratch.view("reduced", place.numel * dtype.itemsize)
-        for low, high in place.gaps:
-            view[low * dtype.itemsize : high * dtype.itemsize] = bytes((high - low) * dtype.itemsize)
+    def _reduction(self, window: Window) -> tuple[Tensor, Sequence[Tensor]]:
+        """What the window was reduced to, and the runs of it."""
+        place = self._shared.updates_of(window).place(window)
+        reduced = self._reduced.tensor("reduced", accumulate_dtype(window.dtype), place.numel)
         return reduced, torch.split(reduced, place.sizes)[::2]
 
     def _columns(self, window: Window) -> dict[str, tuple[Column, int, torch.dtype]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -236,12 +237,37 @@ class PartInspector:
             StoreError: the part was left before.
             Exception: what `fill` raised, or the writer.
         """
+        with self._working():
+            if not self.complete:
+                self._take(fill, self._scratch or self._take_up())
+
+    def take_from(self, data: memoryview) -> int:
+        """Look at the bytes that come next where they lie, in writable memory, as far as they are whole spans.
+
+        Returns:
+            How many that were; `take` brings the others.
+
+        Raises:
+            StoreError, Exception: as `take`.
+        """
+        done = 0
+        with self._working():
+            while not self.complete and not self._filled:
+                span = self._spans[self._next]
+                view = data[done : done + span.stop - span.start]
+                if len(view) < span.stop - span.start:
+                    break
+                self._look(span, view, torch.frombuffer(view, dtype=torch.uint8))
+                self._next, done = self._next + 1, done + len(view)
+        return done
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
         try:
             with self._busy, alone():
                 if self._left:
                     raise StoreError(f"Part {self._index} is no longer received.")
-                if not self.complete:
-                    self._take(fill, self._scratch or self._take_up())
+                yield
         finally:
             if self._left:  # meanwhile; who left could not take the memory from this thread
                 self._let_go()
@@ -255,7 +281,8 @@ class PartInspector:
                 break
             self._filled += count
             if count == len(room):
-                self._look(span, scratch)
+                nbytes = span.stop - span.start
+                self._look(span, scratch.view("source", nbytes), scratch.raw("source", nbytes))
                 self._next, self._filled, self._written = self._next + 1, 0, 0
         self._put_aside(scratch)
 
@@ -294,26 +321,26 @@ class PartInspector:
         digest = self._hasher.digest() if self._hasher is not None else b""
         return PartStats(digest, self._sumsq, self._bad[0] if self._bad else None)
 
-    def _look(self, span: _Span, scratch: Scratch) -> None:
-        view = scratch.view("source", span.stop - span.start)
+    def _look(self, span: _Span, view: memoryview, raw: torch.Tensor) -> None:
+        """Write what was not yet written of a span, and sum what is in it; `view` and `raw` are its bytes."""
         self._write(view[self._written :])
         if self._hasher is not None:
             self._hasher.update(view)
         for look in span.looks:
             low, high = look.start - span.start, look.stop - span.start
-            encoded = scratch.raw("source", high)[low:]
+            encoded = raw[low:high]
             squares = self._quick_squares(look, encoded)
             if math.isnan(squares):
                 squares = self._squares(look.spec, look.codec, encoded, look.numel)
             if not squares < math.inf:  # somewhere in it, or in the padding, which is nobody's
-                squares = sum(self._squares_of(piece, span.start, scratch) for piece in look.pieces)
+                squares = sum(self._squares_of(piece, span.start, raw) for piece in look.pieces)
             if look.spec.group == PARAMS:
                 self._sumsq += squares
 
-    def _squares_of(self, piece: Piece, base: int, scratch: Scratch) -> float:
+    def _squares_of(self, piece: Piece, base: int, raw: torch.Tensor) -> float:
         """Σ x² of one piece alone; where it holds what is not finite, its tensor is named in `_bad`."""
         spec, start = piece.segment.spec, piece.offset - base
-        encoded = scratch.raw("source", start + piece.nbytes)[start:]
+        encoded = raw[start : start + piece.nbytes]
         squares = self._squares(spec, piece.segment.codec, encoded, piece.numel)
         # fp64 values can be finite and their squares not, so those are looked at one by one
         overflow = squares == math.inf and spec.dtype == "F64"
@@ -335,8 +362,10 @@ class PartInspector:
             codec.decode_(encoded, values, dtype)
         whole = look.numel - look.numel % ROW
         norms = torch.linalg.vector_norm(values[:whole].view(-1, ROW), dim=1).double()
-        rest = values[whole:].double()
-        squares = float(torch.dot(norms, norms) + torch.dot(rest, rest))
+        squares = float(torch.dot(norms, norms))
+        if whole < look.numel:
+            rest = values[whole:].double()
+            squares += float(torch.dot(rest, rest))
         return squares if SMALLEST < squares < math.inf else math.nan
 
     def _squares(self, spec: TensorSpec, codec: str, encoded: torch.Tensor, numel: int) -> float:

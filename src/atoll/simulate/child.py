@@ -98,11 +98,9 @@ class _Child:
             self._channel.send({"what": "answer", "job": number, **answer.to_json()})
 
     def _next_number(self) -> int:
-        while True:
+        while (number := take_number(self._numbers_fd)) is None:  # none has come, or it was taken back
             select.select([self._numbers_fd], [], [])
-            number = take_number(self._numbers_fd)
-            if number is not None:  # else it was taken back
-                return number
+        return number
 
     def _job(self, number: int) -> tuple[dict[str, Any], int]:
         """The job of this number; those that came before it are another process's by now."""

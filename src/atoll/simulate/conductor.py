@@ -26,9 +26,9 @@ from atoll.server.outcome import outcome_of
 from atoll.server.roster import Lease
 from atoll.server.run import Run
 from atoll.server.space import require_space
+from atoll.simulate.bases import Bases
 from atoll.simulate.jobs import ATTEMPTS, Answer, Engine, Job
 from atoll.simulate.keeping import pending
-from atoll.store.handles import PinnedVersion
 from atoll.store.slots import WRITER
 from atoll.wire import messages, routes, status_messages
 from atoll.worker.reporting import told
@@ -41,6 +41,9 @@ TRACES = 3
 PATIENCE = 2
 """Deadlines that one may train for while others wait for its process."""
 LEAST_PATIENCE_S = 10.0
+GATHER_S = 0.004
+"""Answers that come within it are taken in one transaction, which costs as much as three of them; meanwhile processes
+train what they have been given ahead."""
 JOIN_AT_ONCE = 500
 HOST = "simulated"
 
@@ -79,7 +82,7 @@ class Conductor:
         self._leases: dict[str, Lease] = {}
         self._jobs: dict[str, Job] = {}
         self._counted = set[str]()  # sites of which an update counts in the run
-        self._bases: dict[PinnedVersion, int] = {}  # → how many train from it
+        self._bases = Bases(run.store)
         self._done = run.state.rounds[0].done
         self._stuck = Counter[str]()  # site → how often it did not return, since its last update
         self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * run.settings.round_deadline_s)
@@ -130,6 +133,8 @@ class Conductor:
                 self._tell_of_rounds()
                 self._require_hope()
                 await self._news.wait()
+                if len(self._heard) < len(self._jobs):  # else nobody trains, and nothing more comes
+                    await asyncio.sleep(GATHER_S)
             self._tell_of_rounds()
             self._raise_what_failed()
         finally:
@@ -269,8 +274,7 @@ class Conductor:
                     self._run.store.journal.after_commit(partial(self._engine.put, job))
 
     def _job(self, issued: fx.TicketIssued) -> Job:
-        site, base = issued.site, self._base(issued.base_version)
-        self._bases[base] += 1
+        site, base = issued.site, self._bases.take(issued.base_version)
         ticket = self._handlers.given(site, issued.ticket, 0, issued.base_version, base.row.digest)
         spool = self._run.store.spool(issued.ticket)
         spool.pool.hold(spool.slot, WRITER)
@@ -286,17 +290,6 @@ class Conductor:
             lambda: spool.pool.drop(spool.slot, WRITER),
         )
 
-    def _base(self, version: int) -> PinnedVersion:
-        """The version, pinned; others are let go of, unless somebody still trains from them."""
-        base = next((pin for pin in self._bases if pin.row.version == version), None)
-        if base is None:
-            for idle in [pin for pin, count in self._bases.items() if not count]:
-                del self._bases[idle]
-                idle.release()
-            base = self._run.store.pin_version(0, version)
-            self._bases[base] = 0
-        return base
-
     def _outcomes(self, site: str) -> tuple[messages.Outcome, ...]:
         """Of the update that the site's files hang on."""
         if self._folder is None:
@@ -306,17 +299,15 @@ class Conductor:
 
     def _let_go(self, job: Job) -> None:
         job.release()
-        self._bases[job.base] -= 1
+        self._bases.give_back(job.base)
 
     def _let_go_of_all(self) -> None:
         """Nobody trains any more."""
         self._engine.close()
         for job in self._jobs.values():
             job.release()
-        for base in self._bases:
-            base.release()
         self._jobs.clear()
-        self._bases.clear()
+        self._bases.release()
 
     async def _take(self, job: Job, answer: Answer) -> None:
         """What became of a job, told as a worker tells it."""

@@ -20,7 +20,7 @@ from atoll.simulate.jobs import ATTEMPTS, START_S, Answer, Beginning, Heard, Job
 
 LOG = logging.getLogger("atoll.simulate")
 
-AHEAD = 4
+AHEAD = 8
 """Jobs that a process is given beside the one that it trains."""
 _MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(16 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20)}
 """Scratches of a few MiB stay with a process, instead of being taken from the kernel page by page for every update."""
@@ -231,7 +231,7 @@ class _Process:
         finally:
             theirs.close()
         self.pid = self._popen.pid
-        self._channel = Channel(mine)
+        self._channel = Channel(mine, files=False)
         with contextlib.suppress(OSError):  # `ready` tells how it ended
             self._channel.send({"what": "begin", "beginning": beginning.to_json()})
 

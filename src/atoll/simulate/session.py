@@ -120,7 +120,9 @@ class SpoolOutbox(Outbox):
 
         while done < len(data):
             inspector = self._inspector or self._begin(self.layout.parts[len(self.stats)])
-            inspector.take(fill)
+            done += inspector.take_from(data[done:])
+            if not inspector.complete:
+                inspector.take(fill)
             if inspector.complete:
                 self.stats.append(inspector.stats())
                 self._end()

@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import traceback
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 
@@ -26,6 +27,8 @@ from atoll.worker.functional import forget
 from atoll.worker.seat import taken_by
 
 LAST_WORDS_CHARS = 2000
+FOLDERS = 1000
+"""Of sites, whose paths are kept: to make one takes as long as to read a tensor."""
 
 
 class Station:
@@ -40,7 +43,7 @@ class Station:
         torch.set_num_threads(beginning.threads)
         _say_little()
         self._shared = Shared.of(beginning.info, beginning.schema.to_split())
-        self._sites = Path(beginning.sites)
+        self._folder_of = lru_cache(FOLDERS)(Path(beginning.sites).joinpath)
         self._seed = beginning.seed
         built_for = (torch.version.cuda, torch.version.hip, getattr(torch.version, "xpu", None))  # asks no device yet
         is_cpu = not any(built_for) and not torch.backends.mps.is_built()
@@ -67,9 +70,10 @@ class Station:
             spool_fd: where the update goes; stays the caller's.
         """
         known = {outcome.ticket: outcome for outcome in outcomes}
-        folder = self._sites / site
         try:
-            session = VirtualSession(self._shared, site, ticket, os.dup(base_fd), spool_fd, folder, known, counts)
+            session = VirtualSession(
+                self._shared, site, ticket, os.dup(base_fd), spool_fd, self._folder_of(site), known, counts
+            )
         except (AtollError, OSError) as error:  # of what it has kept
             return answer_to(error, 0)
         try:

@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +57,8 @@ class Journal:
         self.lock = threading.RLock()
         self._level: str = "FULL" if durability == "power" else "NORMAL"
         self._depth = 0
-        self._flat = self._torn = False
+        self._flat_of: int | None = None  # the thread that has a flat transaction
+        self._torn = False
         self._committed: list[Callable[[], None]] = []
         self._undo: list[Callable[[], None]] = []
         self._broken: SyncFailed | None = None
@@ -93,8 +94,7 @@ class Journal:
         if answer != "ok":
             raise StateCorrupt(f"{self.path} is damaged: {answer}.", NEW_RUN)
 
-    @contextmanager
-    def transaction(self, *, synced: bool = False, flat: bool = False) -> Iterator[None]:
+    def transaction(self, *, synced: bool = False, flat: bool = False) -> AbstractContextManager[None]:
         """All or nothing. One inside another is part of it, and can fail alone.
 
         Args:
@@ -106,15 +106,18 @@ class Journal:
             DiskFull: nothing was changed; may be tried again.
             SyncFailed: what was written may be lost; every later call raises it too.
         """
+        if self._flat_of == threading.get_ident():
+            return _PartOfFlat(self)
+        return self._whole(synced, flat)
+
+    @contextmanager
+    def _whole(self, synced: bool, flat: bool) -> Iterator[None]:
         with self.lock, self._translated:
             if self._broken:
                 raise self._broken
             outermost = self._depth == 0
-            if self._flat and not outermost:
-                with self._part_of_flat():
-                    yield
-                return
-            self._flat, self._torn = flat, False
+            assert outermost or not flat
+            self._torn = False
             lifted = synced and outermost and self._level != "FULL"
             marks = len(self._committed), len(self._undo)
             if lifted:
@@ -122,6 +125,8 @@ class Journal:
             try:
                 self._db.execute("BEGIN IMMEDIATE" if outermost else f"SAVEPOINT level{self._depth}")
                 self._depth += 1
+                if flat:
+                    self._flat_of = threading.get_ident()
                 try:
                     yield
                     if self._torn:
@@ -134,6 +139,7 @@ class Journal:
                     raise
                 finally:
                     self._depth -= 1
+                    self._flat_of = None
             finally:
                 if lifted:
                     self._db.execute(f"PRAGMA synchronous = {self._level}")
@@ -141,19 +147,6 @@ class Journal:
                 done, self._committed, self._undo = self._committed, [], []
                 for action in done:
                     action()
-
-    @contextmanager
-    def _part_of_flat(self) -> Iterator[None]:
-        marks, changes = (len(self._committed), len(self._undo)), self._db.total_changes
-        self._depth += 1
-        try:
-            yield
-        except BaseException:
-            self._torn = self._torn or self._db.total_changes != changes
-            self._forget(*marks)
-            raise
-        finally:
-            self._depth -= 1
 
     def _roll_back(self, committed: int, undo: int) -> None:
         self.undone += 1
@@ -277,6 +270,33 @@ class Journal:
                 "Close what writes to it, a sqlite3 shell or a backup, and start the server again: nothing is lost.",
             )
         return StoreError(f"{self.path}: {error}.")
+
+
+class _PartOfFlat:
+    """A transaction inside a flat one; a class, for there are ten for every update."""
+
+    __slots__ = ("_changes", "_journal", "_marks")
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def __enter__(self) -> None:
+        journal = self._journal
+        if journal._broken:
+            raise journal._broken
+        if not journal._db.in_transaction:
+            raise StoreError("SQLite has ended the transaction that this is part of.", "Begin it again.")
+        self._marks = len(journal._committed), len(journal._undo)
+        self._changes = journal._db.total_changes
+        journal._depth += 1
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        journal = self._journal
+        journal._depth -= 1
+        if error is not None:
+            journal._torn = journal._torn or journal._db.total_changes != self._changes
+            journal._forget(*self._marks)
+            journal._translated.__exit__(kind, error, trace)
 
 
 class _Translated:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from atoll.errors import AtollError, BadRequest, Conflict, Gone, StoreError, TicketClosed, UpdateRefused
@@ -38,7 +39,8 @@ class Tickets(Members):
                 fragment,
                 base_version,
             )
-        return TicketRow(ticket, site, fragment, base_version, "open")
+            row = self._known_tickets()[ticket] = TicketRow(ticket, site, fragment, base_version, "open")
+        return row
 
     def ticket(self, ticket: int) -> TicketRow:
         """A ticket, whatever became of it.
@@ -47,18 +49,23 @@ class Tickets(Members):
             Gone: no such ticket was ever issued by this run.
         """
         with self.lock:
-            if self.live_as_of != self.journal.undone:
-                self.live_tickets.clear()
-                self.live_as_of = self.journal.undone
-            if (known := self.live_tickets.get(ticket)) is not None:
+            tickets = self._known_tickets()
+            if (known := tickets.get(ticket)) is not None:
                 return known
             found = self.journal.row(f"SELECT {COLUMNS} FROM tickets WHERE ticket = ?", ticket)
             if found is None:
                 raise Gone(f"The run has no ticket {ticket}.", "Ask for a new one.")
             row = to_ticket(found)
             if row.is_live:
-                self.live_tickets[ticket] = row
+                tickets[ticket] = row
             return row
+
+    def _known_tickets(self) -> dict[int, TicketRow]:
+        """Those that are live, as the journal has them; under the lock."""
+        if self.live_as_of != self.journal.undone:
+            self.live_tickets.clear()
+            self.live_as_of = self.journal.undone
+        return self.live_tickets
 
     def change_tickets(self, sql: str, tickets: Sequence[int], *values: Any) -> None:
         """Change rows of the journal's table inside a transaction: the `?`s of `sql` are `values`, then the ticket."""
@@ -115,6 +122,7 @@ class Tickets(Members):
                 row = self.require_live(ticket)
                 if row.slot is None:
                     self.change_tickets("UPDATE tickets SET slot = ? WHERE ticket = ?", [ticket], slot.number)
+                    row = self._known_tickets()[ticket] = replace(row, slot=slot.number)
                     pool.hold(slot, JOURNAL)
                     self.journal.after_rollback(lambda: self._forget_spool(ticket, slot))
                     return self._open_spool(row, slot)

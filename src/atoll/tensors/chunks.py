@@ -17,7 +17,7 @@ from torch import Tensor
 
 from atoll.tensors.dtypes import NOT_IN_NUMPY
 from atoll.tensors.layout import Layout
-from atoll.tensors.modules import Tensors
+from atoll.tensors.modules import PLAIN, Tensors
 
 CHUNK_BYTES = 2**21
 """What a transfer holds in memory at a time; 64 KiB costs 1.8 times the CPU, 8 MiB gains nothing."""
@@ -128,7 +128,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
         return memoryview(b"")
     if tensor.dtype in NOT_IN_NUMPY:
         tensor = tensor.view(-1).view(torch.uint8)
-    array: Any = tensor.detach().numpy()
+    array: Any = (tensor.detach() if tensor.requires_grad else tensor).numpy()
     return memoryview(array.reshape(-1).view(np.uint8))
 
 
@@ -148,7 +148,7 @@ class Scatter:
         self._starts = [segment.offset for segment in segments]
         self._stops = [segment.offset + segment.nbytes for segment in segments]
         self._tensors = [tensors[segment.spec.name] for segment in segments]
-        self._views = [_writable_bytes(tensor) for tensor in self._tensors]
+        self._views = [writable_bytes(tensor) for tensor in self._tensors]
         self._lock = threading.Lock()
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -193,7 +193,8 @@ class Scatter:
             assign_run_(tensor, start, held.view(tensor.dtype))
 
 
-def _writable_bytes(tensor: Tensor) -> memoryview | None:
-    if not (tensor.is_cpu and tensor.is_contiguous()):
+def writable_bytes(tensor: Tensor) -> memoryview | None:
+    """The memory of a tensor whose elements lie there as in a file, in a row; None of one on a device, or strided."""
+    if type(tensor) not in PLAIN or not (tensor.is_cpu and tensor.is_contiguous()):
         return None
-    return bytes_of(tensor)
+    return None if tensor.is_neg() else bytes_of(tensor)

@@ -16,6 +16,8 @@ Tensors = Mapping[str, Tensor]
 
 _BUFFER_NAMES = ("*running_mean", "*running_var", "*num_batches_tracked")
 """What a plain mapping (a file, a state dict) cannot say of itself: the buffers of batch normalisation."""
+PLAIN = (Tensor, nn.Parameter)
+"""The classes of nearly all tensors: those of a class of its own may keep their elements elsewhere."""
 
 
 class Told(dict[str, Tensor]):
@@ -49,18 +51,18 @@ def named_tensors(
     state: Mapping[str, object] = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     owners: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    seen: dict[object, str] = {}
+    begin_at: dict[int, list[str]] = {}  # where in memory → which owners
     for name, tensor in state.items():
-        if isinstance(model, nn.Module) and name.endswith("_extra_state") and not isinstance(tensor, Tensor):
+        if name.endswith("_extra_state") and isinstance(model, nn.Module) and not isinstance(tensor, Tensor):
             continue
         _require_dense(name, tensor, values, sharded)
         assert isinstance(tensor, Tensor)
-        identity = _identity(tensor)
-        if identity is not None and identity in seen:
-            aliases[name] = seen[identity]
+        there = begin_at.setdefault(_begin(tensor), [])
+        owner = next((each for each in there if _is_tied(tensor, state[each])), None) if there else None
+        if owner is not None:
+            aliases[name] = owner
             continue
-        if identity is not None:
-            seen[identity] = name
+        there.append(name)
         owners[name] = tensor.detach()
     return owners, aliases
 
@@ -139,13 +141,20 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
-def _identity(tensor: Tensor) -> object | None:
-    """What two names of one tensor have in common; None for tensors that hold nothing to share."""
-    if tensor.numel() == 0:
-        return None
+def _begin(tensor: Tensor) -> int:
+    """Where it begins in memory; tied tensors agree in it, and few others do."""
     if is_sharded(tensor):  # here it may have no elements, and so no address: tied ones are one parameter
         return id(tensor)
-    return memory_of(tensor)
+    return tensor.data_ptr() or tensor.untyped_storage()._cdata
+
+
+def _is_tied(tensor: Tensor, owner: object) -> bool:
+    """Whether two that begin at the same place are one; those that hold nothing have nothing to share."""
+    if not isinstance(owner, Tensor) or tensor.numel() == 0:
+        return False
+    if is_sharded(tensor) or is_sharded(owner):
+        return tensor is owner
+    return memory_of(tensor) == memory_of(owner)
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
@@ -158,14 +167,18 @@ def memory_of(tensor: Tensor) -> tuple[object, ...]:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor, a class that takes long to import."""
-    return hasattr(tensor, "placements")
+    return type(tensor) not in PLAIN and hasattr(tensor, "placements")
 
 
 def _require_dense(name: str, tensor: object, values: bool, sharded: bool) -> None:
     if not isinstance(tensor, Tensor):
         raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor.", "Leave it out of the mapping.")
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        what = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+    odd = tensor.is_quantized or tensor.is_nested or tensor.layout != torch.strided
+    if type(tensor) in PLAIN and not (odd or tensor.is_meta):
+        return  # nearly all of them
+    if odd:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        what = "quantised" if tensor.is_quantized else layout
         raise UsageError(f"{name!r} is a {what} tensor, which does not travel.", "Convert it to a dense one first.")
     if is_sharded(tensor) and not sharded:
         raise UsageError(

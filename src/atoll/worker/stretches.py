@@ -18,8 +18,8 @@ from atoll.tensors.chunks import CHUNK_ELEMENTS
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece
 from atoll.tensors.schema import PARAMS, TensorSpec
 
-_MOST_RUNS = 512
-"""In one stretch: a read may have 1,024 targets."""
+MOST_TARGETS = 512
+"""Of one read, and so the most runs in a stretch; the system takes 1,024."""
 
 Range = tuple[int, int]
 
@@ -93,7 +93,7 @@ class Stretches:
         first, last = held[0].segment, held[-1]
         spec, codec = piece.segment.spec, self._codecs[piece.segment.codec]
         alike = (spec.dtype, spec.group, piece.segment.codec) == (first.spec.dtype, first.spec.group, first.codec)
-        if not alike or spec.group != PARAMS or not codec.elementwise or len(held) == _MOST_RUNS:
+        if not alike or spec.group != PARAMS or not codec.elementwise or len(held) == MOST_TARGETS:
             return False
         if self._base_offset(last, last.stop) != self._base_offset(piece, piece.start):
             return False

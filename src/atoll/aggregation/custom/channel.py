@@ -1,4 +1,4 @@
-"""Messages between the server and the process of an aggregator: JSON, and at most one open file with each.
+"""Messages between a process and one that it has started: JSON, and at most one open file with each.
 
 message  | length (4 bytes, little endian) + the file | JSON |
 """
@@ -13,14 +13,23 @@ import threading
 from typing import Any
 
 LENGTH_BYTES = 4
+AHEAD_BYTES = 2**16
+"""Asked for at a time where no files come."""
 
 
 class Channel:
-    """One end of a Unix socket pair. `send` may be called by any thread, `receive` by one."""
+    """One end of a Unix socket pair. `send` may be called by any thread, `receive` by one.
 
-    def __init__(self, end: socket.socket) -> None:
+    Args:
+        end: of the pair; belongs to the channel.
+        files: whether some come to this end; where none do, many short messages are received at once.
+    """
+
+    def __init__(self, end: socket.socket, *, files: bool = True) -> None:
         self._socket = end
         self._lock = threading.Lock()
+        self._files = files
+        self._ahead = bytearray()  # what was received beyond a message
 
     def send(self, message: dict[str, Any], fd: int | None = None) -> None:
         """Send a message; the file is duplicated, and stays the sender's.
@@ -32,7 +41,7 @@ class Channel:
         length = len(text).to_bytes(LENGTH_BYTES, "little")
         data = length + text  # in one go: the other side wakes up once
         with self._lock:
-            sent = socket.send_fds(self._socket, [data], [] if fd is None else [fd])
+            sent = self._socket.send(data) if fd is None else socket.send_fds(self._socket, [data], [fd])
             if sent < len(data):
                 self._socket.sendall(data[sent:])
 
@@ -43,25 +52,37 @@ class Channel:
             EOFError: the other side is gone.
         """
         try:
-            length, fds, _, _ = socket.recv_fds(self._socket, LENGTH_BYTES, 1)
-            fd = fds[0] if fds else None
-            if fd is not None:
-                os.set_inheritable(fd, False)
-            if not length:
-                raise EOFError
-            length += self._exactly(LENGTH_BYTES - len(length))
-            return json.loads(self._exactly(int.from_bytes(length, "little"))), fd
+            fd = self._file() if self._files else None
+            try:
+                length = int.from_bytes(self._exactly(LENGTH_BYTES), "little")
+                return json.loads(self._exactly(length)), fd
+            except BaseException:
+                if fd is not None:
+                    os.close(fd)
+                raise
         except ConnectionError as error:
             raise EOFError from error
 
+    def _file(self) -> int | None:
+        """The file of the next message, which comes with its first byte."""
+        self._ahead[:], fds, _, _ = socket.recv_fds(self._socket, LENGTH_BYTES, 1)
+        if not self._ahead:
+            raise EOFError
+        if fds:
+            os.set_inheritable(fds[0], False)
+        return fds[0] if fds else None
+
     def _exactly(self, nbytes: int) -> bytes:
-        data = bytearray()
-        while len(data) < nbytes:
-            more = self._socket.recv(nbytes - len(data))
+        ahead = self._ahead
+        while len(ahead) < nbytes:
+            missing = nbytes - len(ahead)
+            more = self._socket.recv(missing if self._files else max(missing, AHEAD_BYTES))
             if not more:
                 raise EOFError
-            data += more
-        return bytes(data)
+            ahead += more
+        data = bytes(ahead[:nbytes])
+        del ahead[:nbytes]
+        return data
 
     def close(self) -> None:
         """Let the other side see the end; idempotent. A `receive` under way ends, too."""
