@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 
-from atoll.testing.processes import Nursery, interruptible, wait_until
+from atoll.testing import processes
+from atoll.testing.processes import Nursery, free_port, interruptible, wait_until
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -30,3 +33,30 @@ def test_what_a_test_makes_interruptible_is_as_before_behind_it() -> None:
     with interruptible(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_free_port_is_not_one_that_a_socket_may_be_given() -> None:
+    """Guards against a server whose port a silent listener of another test took first: who joined it waited in vain."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert min(processes._PORTS) >= 1024
+    assert max(processes._PORTS) < lowest
+    assert free_port() in processes._PORTS
+
+
+def test_nobody_else_is_given_the_same_free_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_PORTS", range(32_101, 32_105))
+    monkeypatch.setattr(processes, "_TAKEN", [])  # nobody else's, and free again behind this test
+    (tmp_path / "other.py").write_text(
+        "import json, time\nfrom atoll.testing import processes\nprocesses._PORTS = range(32_101, 32_104)\n"
+        "print(json.dumps([processes.free_port(), processes.free_port()]), flush=True)\ntime.sleep(60)\n"
+    )
+    with Nursery(preload=()) as nursery:
+        other = nursery.start(str(tmp_path / "other.py"), cwd=tmp_path)
+        wait_until(lambda: other.output().endswith("]\n"), "its two ports")
+        theirs = json.loads(other.output())
+        with socket.create_server(("127.0.0.1", 32_104)):
+            ours = free_port()  # of four, two are another process's, and somebody listens at one
+            assert {*theirs, ours} == {32_101, 32_102, 32_103}
+            with pytest.raises(RuntimeError, match=r"no port of range\(32101, 32105\) is free"):
+                free_port()
+    assert {free_port() for _ in range(3)} == {*theirs, 32_104}  # that process has ended, and so has the listener

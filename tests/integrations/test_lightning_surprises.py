@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from lightning_world import Tiny, data, lines, package, serve, trainer_of
 
 import atoll
 import atoll.lightning
+from atoll.testing.processes import free_port
 
 pytestmark = pytest.mark.usefixtures("each_package")
 
@@ -37,10 +37,7 @@ def test_steps_that_another_callback_tries_before_training_are_none_of_the_round
 @pytest.mark.covers("S1")
 def test_a_fit_behind_an_error_asks_what_the_server_runs_now(tmp_path: Path) -> None:
     """Guards against the earlier run's algorithm in another run at the same address: its rounds went uncorrected."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    trainer, module = trainer_of(), Tiny()
+    trainer, module, port = trainer_of(), Tiny(), free_port()
     atoll.lightning.patch(trainer, f"http://127.0.0.1:{port}", "a", folder=tmp_path)
     with serve(tmp_path / "first", port=port):
         trainer.fit(module, data())

@@ -37,7 +37,7 @@ from atoll.errors import (
 )
 from atoll.tensors.objects import Extent
 from atoll.tensors.reference import TensorRef
-from atoll.testing.processes import Nursery, wait_until
+from atoll.testing.processes import Nursery, free_port, wait_until
 from atoll.testing.proxy import Fault, Proxy
 from atoll.transport.client import Http
 from atoll.transport.parts import Parts
@@ -58,8 +58,8 @@ def files(folder: Path) -> list[str]:
 
 @pytest.mark.covers("P1", "P4")
 def test_what_a_process_left_at_the_server_another_one_gets_after_a_restart(nursery: Nursery, tmp_path: Path) -> None:
-    with serve(tmp_path) as server:
-        port = server.port
+    port = free_port()
+    with serve(tmp_path, port=port) as server:
         told = json.dumps({"what": "flat", "server": server.url, "chunk_bytes": PART})
         publisher = nursery.start(str(SCRIPT), "publish", told, cwd=tmp_path)
         ref = TensorRef.parse(said(publisher))  # it has ended
@@ -110,15 +110,15 @@ def test_the_server_keeps_nothing_longer_than_it_declares(tmp_path: Path) -> Non
 
 @pytest.mark.covers("D4", "P14")
 def test_a_start_removes_what_expired_meanwhile_and_what_a_killed_server_left(tmp_path: Path) -> None:
-    folder = tmp_path / "state" / "objects"
-    with serve(tmp_path) as server:
+    folder, port = tmp_path / "state" / "objects", free_port()
+    with serve(tmp_path, port=port) as server:
         ref = atoll.publish(flat(), server=server.url)
         brief = atoll.publish(flat(), server=server.url, expires_s=3600)
     note = folder / f"{brief.object}.json"
     note.write_text(json.dumps({**json.loads(note.read_text()), "expires_at": time.time() - 1}))
     for name in ("1" * 32 + ".part", "2" * 32 + ".safetensors", "3" * 32 + ".note", "4" * 32 + ".json"):
         (folder / name).write_text("[]")
-    with serve(tmp_path, port=ref.port):
+    with serve(tmp_path, port=port):
         assert sorted(path.name for path in folder.iterdir()) == [f"{ref.object}.json", f"{ref.object}.safetensors"]
         assert differences(flat(), atoll.fetch(ref)) == []
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import atoll
 from atoll.errors import ConfigError, RunFailed
-from atoll.testing.processes import wait_until
+from atoll.testing.processes import free_port, wait_until
 
 START = {"w": torch.zeros(2, 3), "v": torch.zeros(4), "bn.running_mean": torch.zeros(1)}
 SITES = {"a": 1.0, "b": 3.0}
@@ -199,7 +199,8 @@ class AsTheyArrive:
 @pytest.mark.covers("D7")
 def test_one_that_raises_ends_the_run_by_name_and_a_mended_one_goes_on_with_the_same_updates(tmp_path: Path) -> None:
     write(tmp_path, MEAN.replace("yield name, result", 'raise ValueError("no such luck")'))
-    server = serve(tmp_path, "mean").start()
+    port = free_port()
+    server = serve(tmp_path, "mean", port=port).start()
     clients = clients_of(server, tmp_path)
     for site, client in clients.items():
         assert client.next_round() == 1
@@ -216,7 +217,7 @@ def test_one_that_raises_ends_the_run_by_name_and_a_mended_one_goes_on_with_the_
         server.run()
     assert server.status().fragments[0].version == 0
     write(tmp_path, MEAN)
-    with serve(tmp_path, "mean", port=server.port) as server:
+    with serve(tmp_path, "mean", port=port) as server:
         assert server.wait(60)  # nobody submits again
         model = load_file(server.exports / "model.safetensors")
         for client in clients.values():
@@ -269,7 +270,8 @@ def waits(updates):
     return updates[0].tensors
 """,
     )
-    server = serve(tmp_path, "waits", num_workers=1).start()
+    port = free_port()
+    server = serve(tmp_path, "waits", num_workers=1, port=port).start()
     client = atoll.Client(server.url, site="a", folder=tmp_path / "w").register()
     assert client.next_round() == 1
     submit(client, "a", 1)
@@ -279,7 +281,7 @@ def waits(updates):
     assert not Path(f"/proc/{pid.read_text()}").exists()
     assert server.status().fragments[0].version == 0
     (tmp_path / "go").write_text("")
-    with serve(tmp_path, "waits", num_workers=1, port=server.port) as server:
+    with serve(tmp_path, "waits", num_workers=1, port=port) as server:
         assert client.next_round() is None
         client.close()
         assert server.wait(60)

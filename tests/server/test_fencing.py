@@ -14,7 +14,7 @@ import atoll
 from atoll.errors import LeaseLost, Superseded
 from atoll.store.slots import WRITER
 from atoll.tensors.modules import named_tensors
-from atoll.testing.processes import wait_until
+from atoll.testing.processes import free_port, wait_until
 from atoll.transport.client import Http
 from atoll.wire import messages, routes
 from atoll.worker.session import Session
@@ -185,7 +185,9 @@ def test_a_part_that_is_sent_anew_ends_the_request_before(server: atoll.Server, 
 def test_the_older_of_two_processes_does_not_take_the_place_back_after_a_restart(tmp_path: Path) -> None:
     """A process that slept while another joined under its name, and wakes up to a server that was started again."""
 
-    def serve(port: int) -> atoll.Server:
+    port = free_port()
+
+    def serve() -> atoll.Server:
         return atoll.Server(nn.Linear(2, 1), port=port, algorithm="fedavg", num_workers=1, state_dir=tmp_path / "state")
 
     def join(process: str) -> str:
@@ -196,15 +198,15 @@ def test_the_older_of_two_processes_does_not_take_the_place_back_after_a_restart
         http.lease = lease
         http.post(routes.HEARTBEAT, messages.Heartbeat(), messages.HeartbeatReply)
 
-    with serve(0) as server:
+    with serve() as server:
         http = Http(server.url)
         older, newer = join("0" * 16), join("f" * 16)
-    with serve(server.port):
+    with serve():
         with pytest.raises(Superseded):
             beat(older)
         beat(newer)
         unheard = join("f" * 16)  # granted, and the server dies before its answer is read
-    with serve(server.port):
+    with serve():
         with pytest.raises(LeaseLost):
             beat(newer)
         beat(unheard)

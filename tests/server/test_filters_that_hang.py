@@ -23,7 +23,7 @@ from atoll.filters import Filter
 from atoll.server import aside
 from atoll.server.filters import Filtering
 from atoll.store.rows import TicketRow
-from atoll.testing.processes import wait_until
+from atoll.testing.processes import free_port, wait_until
 
 START = {"w": torch.zeros(2)}
 
@@ -89,13 +89,13 @@ def test_a_server_ends_while_it_hangs_at_what_was_accepted_before_a_restart(
     tmp_path: Path, go: threading.Event
 ) -> None:
     """a's update is in the journal when the server ends; the next one's filter hangs at it when the round closes."""
-    with serving(tmp_path, rounds=1) as server:
+    port = free_port()
+    with serving(tmp_path, rounds=1, port=port) as server:
         first, second = client(server, tmp_path, "a"), client(server, tmp_path, "b")
         assert (first.next_round(), second.next_round()) == (1, 1)
         first.pull()
         second.pull()
         first.submit({"w": torch.ones(2)})
-        port = server.port
     hanging = Hanging(go)
     with serving(tmp_path, rounds=1, filters={"a": [hanging]}, port=port) as server:
         second.submit({"w": torch.ones(2)})

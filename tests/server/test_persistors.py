@@ -284,9 +284,9 @@ class Slow:
         Slow.busy -= 1
 
 
-def slow_server(folder: Path, rounds: int, port: int = 0) -> atoll.Server:
+def slow_server(folder: Path, rounds: int) -> atoll.Server:
     named: dict[str, Any] = {"persistor": f"{__name__}:Slow", "best_metric": "accuracy", "save_every": 0}
-    return server_of(folder, START, rounds=rounds, port=port, **named)
+    return server_of(folder, START, rounds=rounds, **named)
 
 
 def measure(client: atoll.Client, accuracies: list[float]) -> None:

@@ -18,7 +18,7 @@ from atoll.errors import DiskFull, RunFailed
 from atoll.filters import Drop, Filter, Outgoing
 from atoll.server.filters import HOLDER
 from atoll.store.rows import TicketRow
-from atoll.testing.processes import wait_until
+from atoll.testing.processes import free_port, wait_until
 from atoll.wire import messages, routes
 
 
@@ -93,10 +93,10 @@ def test_the_round_goes_on_without_a_site_whose_filter_fails(
 @pytest.mark.covers("T8")
 def test_an_accepted_update_is_filtered_anew_behind_a_restart(tmp_path: Path) -> None:
     """What was received is kept as it was: the second server halves it once, not twice."""
-    with serving(tmp_path, filters=[Halved()]) as server:
+    port = free_port()
+    with serving(tmp_path, filters=[Halved()], port=port) as server:
         clients = join(server, tmp_path, "ab")
         clients["a"].submit(become([2.0, 4.0], 0.0))
-        port = server.port
     with serving(tmp_path, filters=[Halved()], port=port) as server:
         clients["b"].submit(become([6.0, 8.0], 0.0))
         for client in clients.values():
@@ -108,10 +108,10 @@ def test_an_accepted_update_is_filtered_anew_behind_a_restart(tmp_path: Path) ->
 
 @pytest.mark.covers("T8", "X3")
 def test_a_filter_that_fails_at_what_it_took_before_ends_the_server_and_loses_nothing(tmp_path: Path) -> None:
-    with serving(tmp_path, filters=[Filter()]) as server:
+    port = free_port()
+    with serving(tmp_path, filters=[Filter()], port=port) as server:
         clients = join(server, tmp_path, "ab")
         clients["a"].submit(become([2.0, 4.0], 0.0))
-        port = server.port
     with serving(tmp_path, filters={"a": [Broken()]}, port=port) as server:
         clients["b"].submit(become([6.0, 8.0], 0.0))
         with pytest.raises(RunFailed, match=r"update of a for round 1 .*Broken\(\) failed at 'head'.*Nothing is lost"):

@@ -18,7 +18,7 @@ from atoll.errors import AuthError, BadRequest, ConfigError, Conflict, RunFailed
 from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.payload import pack
 from atoll.tensors.reference import TensorRef
-from atoll.testing.processes import Nursery, Process, wait_until
+from atoll.testing.processes import Nursery, Process, free_port, wait_until
 from atoll.transport.client import Http
 from atoll.wire import routes
 from atoll.wire import task_messages as tm
@@ -313,11 +313,12 @@ def test_sites_outlive_a_restart_and_get_the_new_tasks(nursery: Nursery, tmp_pat
     def after(controller: Any) -> None:
         came["after"] = controller.send("a", "train", {"w": torch.ones(2)}, timeout_s=30).payload
 
-    server = serve(tmp_path, before).start()
+    port = free_port()
+    server = serve(tmp_path, before, port=port).start()
     worker = site(nursery, tmp_path, server, "a")
     assert answered.wait(30)
     server.stop()
-    with serve(tmp_path, after, port=server.port) as again:
+    with serve(tmp_path, after, port=port) as again:
         assert again.wait(60)
         again.run()
     assert worker.wait() == 0

@@ -17,6 +17,7 @@ import ctypes
 import importlib
 import json
 import os
+import random
 import runpy
 import signal
 import socket
@@ -35,6 +36,8 @@ from atoll import failpoints as failpoints_module
 T = TypeVar("T")
 
 POLL_S = 0.01
+_PORTS = range(20_000, 32_000)  # below those that Linux gives by itself: ip_local_port_range, 32,768 to 60,999
+_TAKEN: list[socket.socket] = []
 _PR_SET_PDEATHSIG = 1
 _PRELOAD = (
     "atoll.cli.main",
@@ -76,11 +79,26 @@ def interruptible() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody has at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    """A port of 127.0.0.1 that nobody has, for this process's tests alone until it ends, whoever listens meanwhile.
+
+    Not one of those that the system gives to whom asks for any (port 0, and the near end of a connection): another
+    test's socket would have it before the server that was meant, or between two starts of that server, and a listener
+    that says nothing, as each of gloo's is, passes for a server that hangs. Processes that call this keep out of each
+    other's way by a name that ends with its process.
+    """
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        taken = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            try:
+                taken.bind(f"\0atoll-port-{port}")
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                taken.close()
+                continue
+        _TAKEN.append(taken)
         return port
+    raise RuntimeError(f"no port of {_PORTS} is free")
 
 
 class Process:
