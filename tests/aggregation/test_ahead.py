@@ -119,10 +119,8 @@ def test_windows_of_a_large_part_are_cut_for_helpers(tmp_path: Path, few: list[s
     inputs = replace(world.inputs(), version_layout=layout, base_digests=None, state_layout=None, state_header=b"")
     outputs = PassOutputs(world.open("v1"), None)
     run_pass(inputs, outputs, build_outer("sgd", {"lr": 1.0}), REDUCERS, CODECS, threads=2)
-    assert [name.startswith("atoll-ahead") for name in few] == [
-        True,
-        True,
-    ]  # 150,000 elements at most: three tensors and three
+    by_helpers = [name.startswith("atoll-ahead") for name in few]
+    assert by_helpers == [True, True]  # 150,000 elements at most: three tensors and three
 
 
 def reducing() -> list[str]:
