@@ -41,6 +41,18 @@ def test_metrics_that_are_not_finite_are_left_out_with_a_warning(
     assert "the metric 'loss' is nan; it is left out" in caplog.text
 
 
+@pytest.mark.covers("L15")
+@pytest.mark.filterwarnings("error:Converting a tensor with requires_grad")
+def test_a_loss_is_a_metric_as_the_script_has_it(tmp_path: Path) -> None:
+    """Guards against torch's warning about a scalar that requires a gradient, in every round of every script."""
+    with atoll.Server(nn.Linear(2, 1), port=0, algorithm="fedavg", rounds=1, state_dir=tmp_path / "s") as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for round_ in worker:
+                model = round_.load_into(nn.Linear(2, 1))
+                round_.submit(model, metrics={"loss": model(torch.zeros(1, 2)).sum() * 0 + 0.25})
+        assert server.status().history[0].metrics == {"loss": 0.25}
+
+
 @pytest.mark.covers("L14")
 def test_a_reported_loss_that_becomes_nan_is_told_once_by_the_site_s_name_and_no_longer_shown(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -185,12 +185,18 @@ class Scatter:
         tensor = self._tensors[index]
         with self._lock:
             if self._scratch.numel() < len(source):
-                pinned = any(other.device.type == "cuda" for other in self._tensors)
+                pinned = any(_copies_from_pinned(other.device) for other in self._tensors)
                 room = max(len(source), CHUNK_BYTES)
                 self._scratch = torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             held = self._scratch[: len(source)]
             bytes_of(held)[:] = source
             assign_run_(tensor, start, held.view(tensor.dtype))
+
+
+def _copies_from_pinned(device: torch.device) -> bool:
+    """Whether a copy to this device takes no other on its way where it begins in pinned memory."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and device.type == accelerator.type != "mps"  # which shares the memory of the CPU
 
 
 def writable_bytes(tensor: Tensor) -> memoryview | None:

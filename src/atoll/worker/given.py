@@ -92,7 +92,7 @@ def finite_metrics(metrics: dict[str, float], site: str, said: set[str] | None =
                 f"{str(key)[:80]!r} is no name of a metric.", f"Give texts of {messages.METRIC_CHARS} letters at most."
             )
         try:
-            values[key] = float(given)
+            values[key] = float(given.detach() if hasattr(given, "detach") else given)  # torch warns of a loss as it is
         except OverflowError:
             values[key] = math.inf
         except (TypeError, ValueError, RuntimeError):

@@ -1,0 +1,186 @@
+"""Trains in every way with models on one device, and writes what each has come to.
+
+python every_way.py cpu|far LIBRARY OUT
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from far_device import FarDevice
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import atoll
+from atoll.filters import NormClip
+
+SITES = {"a": 3.0, "b": 1.0}
+"""Site → weight of its updates."""
+Tensors = dict[str, Tensor]
+
+
+class Awkward(nn.Module):
+    """Tied weights, a transposed parameter, a narrow one, one of several chunks, one without elements, a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 16)
+        self.wide = nn.Linear(16, 300)
+        self.back = nn.Linear(300, 16)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.mixing = nn.Parameter(torch.randn(16, 24))
+        self.narrow = nn.Parameter(torch.randn(700, dtype=torch.bfloat16))
+        self.long = nn.Parameter(0.01 * torch.randn(600_000))  # more than a chunk
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.mean: Tensor
+        self.seen: Tensor
+        self.register_buffer("mean", torch.zeros(300))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.wide(self.embedding(inputs))
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(hidden.mean(0), alpha=0.1)
+            self.seen += 1
+        hidden = self.back(torch.relu(hidden - self.mean))
+        mixed = (hidden @ self.mixing).sum(-1, keepdim=True) * self.narrow.float().mean() * self.scale
+        logits: Tensor = self.head(hidden + 0.01 * mixed + self.long.mean())
+        return logits
+
+
+def build(device: str = "cpu") -> Awkward:
+    """Tied and transposed on the device: torch moves tensors to one that is not its own one by one, in a row."""
+    model = Awkward().to(device)
+    model.head.weight = model.embedding.weight
+    model.mixing = nn.Parameter(model.mixing.detach().t().contiguous().t())
+    return model
+
+
+def data(site: str, device: str) -> tuple[Tensor, Tensor]:
+    inputs = torch.randint(50, (32,), generator=torch.Generator().manual_seed(ord(site)))
+    return inputs.to(device), ((inputs * 7 + 3) % 50).to(device)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def state_of(model: nn.Module) -> Tensors:
+    return {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
+
+
+def everywhere(train: Callable[[str], Tensors]) -> Tensors:
+    """What the sites have, who train at the same time."""
+    with ThreadPoolExecutor(len(SITES)) as pool:
+        states = dict(zip(SITES, pool.map(train, SITES), strict=True))
+    return {f"{site}.{name}": tensor for site, state in states.items() for name, tensor in state.items()}
+
+
+def diloco(device: str, folder: Path, sites: int = 2, **settings: Any) -> Tensors:
+    """What the sites have at the end, and with one of them what the server has."""
+    options = {"sync_every": 8, "num_workers": sites, "port": 0, "min_free_bytes": 0} | settings
+    server = atoll.Server(build(), algorithm="diloco", state_dir=folder / "state", **options).start()
+
+    def train(site: str) -> Tensors:
+        model = build(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with atoll.DiLoCo(model, optimizer, server=server.url, site=site, folder=folder / "workers") as loop:
+            for _ in range(26):  # three rounds and two steps
+                if not loop.finished:
+                    step(model, optimizer, *data(site, device))
+        return state_of(model)
+
+    if sites == 1:
+        left = train("a")
+        path = server.save_state(folder / "version.safetensors")
+        server.stop()
+        return left | {f"server.{name}": tensor for name, tensor in load_file(path).items()}
+    left = everywhere(train)
+    server.run()
+    return left
+
+
+def federated(device: str, folder: Path, *, clip: bool = False, **settings: Any) -> Tensors:
+    options = {"rounds": 3, "num_workers": len(SITES), "port": 0, "min_free_bytes": 0} | settings
+    server = atoll.Server(build(device), state_dir=folder / "state", **options).start()
+
+    def train(site: str) -> Tensors:
+        model = build(device)
+        filters = [NormClip(0.5)] if clip else []
+        with atoll.join(server.url, site=site, folder=folder / "workers", filters=filters) as worker:
+            for round_ in worker:
+                round_.load_into(model)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+                round_.correct(model, optimizer)
+                for _ in range(3):
+                    loss = step(model, optimizer, *data(site, device))
+                round_.submit(model, weight=SITES[site], metrics={"loss": loss})
+        return state_of(model)
+
+    left = everywhere(train)
+    server.run()
+    return left | {f"server.{name}": tensor for name, tensor in load_file(server.exports / "model.safetensors").items()}
+
+
+def carried(device: str, folder: Path) -> Tensors:
+    """Objects and tasks: of tensors there, into a model there, and lazily."""
+    del folder
+    model, other = build(device), build(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    ref = atoll.publish(dict(model.state_dict()))
+    atoll.fetch(ref, into=other)
+    found = {f"into.{name}": tensor for name, tensor in state_of(other).items()}
+    lazy = atoll.fetch(atoll.publish(model.state_dict()), to_disk=True)
+    return found | {f"lazy.{name}": atoll.resolve(tensor).clone() for name, tensor in lazy.items()}
+
+
+STREAMING = {"num_fragments": 4, "tau": 1, "alpha": 0.5}
+INT4 = {"codec": "int4", "downlink_codec": "int4"}
+INT8 = {"codec": "int8", "downlink_codec": "int8"}
+WAYS: dict[str, Callable[[str, Path], Tensors]] = {
+    "diloco": lambda device, folder: diloco(device, folder, rounds=3),
+    "bf16": lambda device, folder: diloco(device, folder, rounds=3, codec="bf16", downlink_codec="bf16"),
+    "top-k": lambda device, folder: diloco(device, folder, rounds=3, codec="topk", downlink_codec="topk"),
+    "streaming": lambda device, folder: diloco(device, folder, rounds=3, **STREAMING),
+    "streaming int4": lambda device, folder: diloco(device, folder, rounds=3, **STREAMING, **INT4),
+    "swarm": lambda device, folder: diloco(device, folder, rounds=3, placement="swarm"),
+    "async": lambda device, folder: diloco(device, folder, 1, mode="async", dn_buffer_size=2, **INT8),
+    "fedavg": lambda device, folder: federated(device, folder, algorithm="fedavg", clip=True),
+    "fedprox": lambda device, folder: federated(device, folder, algorithm="fedprox", **INT8),
+    "scaffold": lambda device, folder: federated(device, folder, algorithm="scaffold"),
+    "fednova": lambda device, folder: federated(device, folder, algorithm="fednova"),
+    "objects": carried,
+}
+
+
+def main(device: str, library: Path, out: Path) -> None:
+    far = FarDevice(library)
+    torch.set_num_threads(1)
+    if device == "touched":
+        ctypes.string_at(torch.ones(1).to("far").data_ptr(), 4)
+        return
+    for name, way in WAYS.items():
+        (folder := out / name).mkdir(parents=True)
+        save_file(
+            {key: tensor.contiguous() for key, tensor in way(device, folder).items()}, out / f"{name}.safetensors"
+        )
+    (out / "received.json").write_text(json.dumps(far.received_bytes()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,40 @@
+"""Models on a device whose memory the CPU may not touch: whatever the way to train, the same bits as on the CPU."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from every_way import WAYS, Awkward
+from far_device import compiled
+from safetensors.torch import load_file
+
+from atoll.testing.processes import Nursery
+
+SCRIPT = Path(__file__).with_name("every_way.py")
+
+
+@pytest.mark.covers("P1", "L7", "L16")
+def test_every_way_leaves_the_same_bits_on_another_device(nursery: Nursery, tmp_path: Path) -> None:
+    library = compiled(tmp_path)
+    touched, far, cpu = (
+        nursery.start(str(SCRIPT), how, str(library), str(tmp_path / how), cwd=tmp_path)
+        for how in ("touched", "far", "cpu")
+    )
+    assert touched.wait(120) == -signal.SIGSEGV  # so whoever takes memory of the device for the CPU's does not end well
+    for process in (far, cpu):
+        assert process.wait(300) == 0, process.output()[-4000:]
+        assert "Warning" not in process.output()
+    for way in WAYS:
+        there, here = (load_file(tmp_path / how / f"{way}.safetensors") for how in ("far", "cpu"))
+        assert there.keys() == here.keys()
+        assert [name for name in here if not torch.equal(there[name], here[name])] == []
+        assert any(name.endswith("long") for name in here)
+    received, from_pinned = json.loads((tmp_path / "far" / "received.json").read_text())
+    model_nbytes = sum(tensor.nbytes for tensor in Awkward().parameters())
+    # One pull is the least of each way and site; objects come to one place.
+    assert received > from_pinned > (2 * len(WAYS) - 3) * model_nbytes
+    assert json.loads((tmp_path / "cpu" / "received.json").read_text()) == [0, 0]
