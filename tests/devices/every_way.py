@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.filters import NormClip
+from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 
 SITES = {"a": 3.0, "b": 1.0}
 """Site → weight of its updates."""
@@ -135,8 +136,60 @@ def federated(device: str, folder: Path, *, clip: bool = False, **settings: Any)
     return left | {f"server.{name}": tensor for name, tensor in load_file(server.exports / "model.safetensors").items()}
 
 
-def carried(device: str, folder: Path) -> Tensors:
-    """Objects and tasks: of tensors there, into a model there, and lazily."""
+def by_hand(device: str, folder: Path) -> Tensors:
+    """SCAFFOLD with the corrections as values, of one site."""
+    options: dict[str, Any] = {"rounds": 3, "num_workers": 1, "port": 0, "min_free_bytes": 0}
+    with atoll.Server(build(), algorithm="scaffold", state_dir=folder / "state", **options) as server:
+        model = build(device)
+        with atoll.join(server.url, site="a", folder=folder / "workers") as worker:
+            for round_ in worker:
+                round_.load_into(model)
+                scaffold = atoll.Scaffold(model, round_.global_controls(), round_.own_controls())
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+                with scaffold.correct(optimizer):
+                    step(model, optimizer, *data("a", device))
+                round_.submit(model, control_difference=scaffold.finish(), steps=scaffold.steps)
+        assert server.wait(60)
+        return state_of(model)
+
+
+def moved_on(device: str, folder: Path) -> Tensors:
+    """A site that is not told that its first update counts: it carries its next steps over to the version after it."""
+    options: dict[str, Any] = {"rounds": 3, "num_workers": 1, "sync_every": 2, "port": 0, "min_free_bytes": 0}
+    with (
+        atoll.Server(build(), algorithm="diloco", state_dir=folder / "state", **options) as server,
+        Proxy(server.port) as proxy,
+    ):
+        model = build(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        place = {"site": "a", "folder": folder / "workers"}
+        with atoll.DiLoCo(model, optimizer, server=proxy.url, max_sync_retries=0, **place) as loop:
+            proxy.faults.append(Fault("POST .*/complete ", "down", at=BEFORE_HEADER, action="reset"))
+            while not loop.finished:
+                step(model, optimizer, *data("a", device))
+            assert loop.step == 6
+            assert loop.sync_metrics["skipped"] == 1
+        return state_of(model)
+
+
+def tasks(device: str, folder: Path) -> Tensors:
+    """A workflow sends tensors of the device, and is sent some."""
+    answers: list[Tensors] = []
+
+    def workflow(controller: Any) -> None:
+        payload = {name: tensor.to(device) for name, tensor in state_of(build()).items()}
+        answers.append(controller.send("a", "add", payload, timeout_s=60).payload)
+
+    with atoll.Server(workflow=workflow, port=0, state_dir=folder / "state", min_free_bytes=0) as server:
+        with atoll.tasks(server.url, "a") as worker:
+            for task in worker.tasks():
+                task.answer({name: tensor.to(device) + 1 for name, tensor in task.payload.items()})
+        assert server.wait(60)
+    return answers[0]
+
+
+def objects(device: str, folder: Path) -> Tensors:
+    """Of tensors there, into a model there, and lazily."""
     del folder
     model, other = build(device), build(device)
     with torch.no_grad():
@@ -164,7 +217,10 @@ WAYS: dict[str, Callable[[str, Path], Tensors]] = {
     "fedprox": lambda device, folder: federated(device, folder, algorithm="fedprox", **INT8),
     "scaffold": lambda device, folder: federated(device, folder, algorithm="scaffold"),
     "fednova": lambda device, folder: federated(device, folder, algorithm="fednova"),
-    "objects": carried,
+    "by hand": by_hand,
+    "moved on": moved_on,
+    "tasks": tasks,
+    "objects": objects,
 }
 
 

@@ -35,6 +35,5 @@ def test_every_way_leaves_the_same_bits_on_another_device(nursery: Nursery, tmp_
         assert any(name.endswith("long") for name in here)
     received, from_pinned = json.loads((tmp_path / "far" / "received.json").read_text())
     model_nbytes = sum(tensor.nbytes for tensor in Awkward().parameters())
-    # One pull is the least of each way and site; objects come to one place.
-    assert received > from_pinned > (2 * len(WAYS) - 3) * model_nbytes
+    assert received > from_pinned > len(WAYS) * model_nbytes  # a pull in each way is the least
     assert json.loads((tmp_path / "cpu" / "received.json").read_text()) == [0, 0]
