@@ -38,25 +38,28 @@ def test_what_a_test_makes_interruptible_is_as_before_behind_it() -> None:
 def test_a_free_port_is_not_one_that_a_socket_may_be_given() -> None:
     """Guards against a server whose port a silent listener of another test took first: who joined it waited in vain."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert min(processes._PORTS) >= 1024
-    assert max(processes._PORTS) < lowest
-    assert free_port() in processes._PORTS
+    if lowest < 32_768:
+        pytest.skip("this system gives more ports than Linux does by itself")
+    assert 1024 <= min(processes._PORTS) <= free_port() <= max(processes._PORTS) < lowest
 
 
 def test_nobody_else_is_given_the_same_free_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_PORTS", range(32_101, 32_105))
-    monkeypatch.setattr(processes, "_TAKEN", [])  # nobody else's, and free again behind this test
+    ports = [free_port() for _ in range(4)]
+    for name in processes._TAKEN[-4:]:
+        name.close()
+    monkeypatch.setattr(processes, "_PORTS", ports)
+    monkeypatch.setattr(processes, "_TAKEN", [])  # free again behind this test
     (tmp_path / "other.py").write_text(
-        "import json, time\nfrom atoll.testing import processes\nprocesses._PORTS = range(32_101, 32_104)\n"
+        f"import json, time\nfrom atoll.testing import processes\nprocesses._PORTS = {ports[:3]}\n"
         "print(json.dumps([processes.free_port(), processes.free_port()]), flush=True)\ntime.sleep(60)\n"
     )
     with Nursery(preload=()) as nursery:
         other = nursery.start(str(tmp_path / "other.py"), cwd=tmp_path)
         wait_until(lambda: other.output().endswith("]\n"), "its two ports")
         theirs = json.loads(other.output())
-        with socket.create_server(("127.0.0.1", 32_104)):
+        with socket.create_server(("127.0.0.1", ports[3])):
             ours = free_port()  # of four, two are another process's, and somebody listens at one
-            assert {*theirs, ours} == {32_101, 32_102, 32_103}
-            with pytest.raises(RuntimeError, match=r"no port of range\(32101, 32105\) is free"):
+            assert {*theirs, ours} == set(ports[:3])
+            with pytest.raises(RuntimeError, match=r"no port of .* is free"):
                 free_port()
-    assert {free_port() for _ in range(3)} == {*theirs, 32_104}  # that process has ended, and so has the listener
+    assert {free_port() for _ in range(3)} == {*theirs, ports[3]}  # that process has ended, and so has the listener

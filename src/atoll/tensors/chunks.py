@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -186,8 +187,7 @@ class Scatter:
         with self._lock:
             if self._scratch.numel() < len(source):
                 pinned = any(_copies_from_pinned(other.device) for other in self._tensors)
-                room = max(len(source), CHUNK_BYTES)
-                self._scratch = torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+                self._scratch = _memory(max(len(source), CHUNK_BYTES), pinned)
             held = self._scratch[: len(source)]
             bytes_of(held)[:] = source
             assign_run_(tensor, start, held.view(tensor.dtype))
@@ -195,8 +195,18 @@ class Scatter:
 
 def _copies_from_pinned(device: torch.device) -> bool:
     """Whether a copy to this device takes no other on its way where it begins in pinned memory."""
+    if device.type in ("cpu", "mps") or not torch.accelerator.is_available():  # mps has the memory of the CPU
+        return False
     accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and device.type == accelerator.type != "mps"  # which shares the memory of the CPU
+    return accelerator is not None and accelerator.type == device.type
+
+
+def _memory(nbytes: int, pinned: bool) -> Tensor:
+    """Bytes of the CPU; as they come where the device's backend pins none."""
+    if pinned:
+        with suppress(RuntimeError):
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def writable_bytes(tensor: Tensor) -> memoryview | None:

@@ -36,7 +36,7 @@ from atoll import failpoints as failpoints_module
 T = TypeVar("T")
 
 POLL_S = 0.01
-_PORTS = range(20_000, 32_000)  # below those that Linux gives by itself: ip_local_port_range, 32,768 to 60,999
+_PORTS: Sequence[int] = range(20_000, 32_000)  # below those that Linux gives by itself, 32,768 to 60,999
 _TAKEN: list[socket.socket] = []
 _PR_SET_PDEATHSIG = 1
 _PRELOAD = (
@@ -79,7 +79,7 @@ def interruptible() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody has, for this process's tests alone until it ends, whoever listens meanwhile.
+    """A port of 127.0.0.1 that nobody has, nor will have whoever asks here or asks for any, until this process ends.
 
     Not one of those that the system gives to whom asks for any (port 0, and the near end of a connection): another
     test's socket would have it before the server that was meant, or between two starts of that server, and a listener

@@ -29,6 +29,7 @@ from atoll.wire import task_messages as tm
 from atoll.worker.connection import Connection
 from atoll.worker.fetch import fetch_lazily
 from atoll.worker.filtering import AnswerFilters
+from atoll.worker.given import number
 from atoll.worker.publish import Publisher, cut_as_told, send, withdraw
 from atoll.worker.reporting import LOG
 from atoll.worker.transfer import idle_timeout
@@ -234,7 +235,7 @@ def measured(metrics: Any) -> dict[str, float]:
     found: dict[str, float] = {}
     for key, value in metrics.items():
         try:
-            found[str(key)] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            found[str(key)] = number(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise UsageError(f"The metric {key!r} is {value!r}.", "Give a number.") from None
     return found

@@ -7,7 +7,7 @@ import operator
 import os
 import traceback
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from atoll.errors import ConfigError, UsageError
 from atoll.wire import messages
@@ -69,6 +69,11 @@ def counted(steps: int) -> int:
     return value
 
 
+def number(given: Any) -> float:
+    """As `float`; of a loss, too, of which torch would warn that it requires a gradient."""
+    return float(given.detach() if hasattr(given, "detach") else given)
+
+
 def finite_metrics(metrics: dict[str, float], site: str, said: set[str] | None = None) -> dict[str, float]:
     """The finite ones as floats; the others are dropped with a warning.
 
@@ -92,7 +97,7 @@ def finite_metrics(metrics: dict[str, float], site: str, said: set[str] | None =
                 f"{str(key)[:80]!r} is no name of a metric.", f"Give texts of {messages.METRIC_CHARS} letters at most."
             )
         try:
-            values[key] = float(given.detach() if hasattr(given, "detach") else given)  # torch warns of a loss as it is
+            values[key] = number(given)
         except OverflowError:
             values[key] = math.inf
         except (TypeError, ValueError, RuntimeError):
