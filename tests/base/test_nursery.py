@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,19 @@ def test_what_a_test_makes_interruptible_is_as_before_behind_it() -> None:
     with interruptible(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_process_does_not_end_as_an_earlier_one_did_that_had_its_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against servers that ended with 5 as soon as they began, once a run of the suite had used all pids."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        ended = {child.pid: 5}
+        monkeypatch.setattr(processes, "_fork", lambda request, answers: child.pid)
+        assert processes._answer({"do": "start"}, 0, ended) == child.pid
+        assert processes._answer({"do": "poll", "pid": child.pid}, 0, ended) is None
+        child.kill()
+        status = wait_until(lambda: processes._answer({"do": "poll", "pid": child.pid}, 0, ended), "its end")
+        assert status == -signal.SIGKILL
+        assert processes._answer({"do": "poll", "pid": child.pid}, 0, ended) == -signal.SIGKILL
 
 
 def test_a_free_port_is_not_one_that_a_socket_may_be_given() -> None:

@@ -273,9 +273,17 @@ def _serve() -> None:
     ended: dict[int, int] = {}
     for line in sys.stdin:
         request = json.loads(line)
-        answer = _fork(request, answers.fileno()) if request["do"] == "start" else _ended(request["pid"], ended)
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps(_answer(request, answers.fileno(), ended)) + "\n")
         answers.flush()
+
+
+def _answer(request: dict[str, Any], answers: int, ended: dict[int, int]) -> int | None:
+    """`ended`: pid → exit status of those that are known to have ended."""
+    if request["do"] != "start":
+        return _ended(request["pid"], ended)
+    pid = _fork(request, answers)
+    ended.pop(pid, None)  # of an earlier process: pids come again, on many systems after 32,768
+    return pid
 
 
 def _ended(pid: int, ended: dict[int, int]) -> int | None:
