@@ -159,7 +159,12 @@ def test_the_next_windows_are_reduced_meanwhile_and_none_is_written_over() -> No
 def test_without_helpers_each_is_reduced_when_it_is_asked_for() -> None:
     asked: list[int] = []
     own = Scratch(TILE)
-    mine = Ahead(lambda window, _: asked.append(window), own, None, 0, TILE)  # type: ignore[arg-type]
+
+    def reduce_(window: Any, scratch: Scratch) -> None:
+        assert scratch is own
+        asked.append(window)
+
+    mine = Ahead(reduce_, own, None, 0, TILE)
     coming: Any = range(3)
     windows = mine.of(coming)
     assert next(windows) == (0, own)

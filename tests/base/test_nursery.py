@@ -65,8 +65,8 @@ def test_nobody_else_is_given_the_same_free_port(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(processes, "_PORTS", ports)
     monkeypatch.setattr(processes, "_TAKEN", [])  # free again behind this test
     (tmp_path / "other.py").write_text(
-        f"import json, time\nfrom atoll.testing import processes\nprocesses._PORTS = {ports[:3]}\n"
-        "print(json.dumps([processes.free_port(), processes.free_port()]), flush=True)\ntime.sleep(60)\n"
+        f"import json, signal\nfrom atoll.testing import processes\nprocesses._PORTS = {ports[:3]}\n"
+        "print(json.dumps([processes.free_port(), processes.free_port()]), flush=True)\nsignal.pause()\n"
     )
     with Nursery(preload=()) as nursery:
         other = nursery.start(str(tmp_path / "other.py"), cwd=tmp_path)

@@ -3,8 +3,8 @@
 // The same pages are mapped twice: without any access, which is what tensors have, and for this file alone. Operators
 // that are not here run on copies on the CPU, so that results are those of the CPU, bit for bit.
 
-#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -13,7 +13,6 @@
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/view_cpu_dispatch.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <sys/mman.h>
 #include <torch/library.h>
 #include <unistd.h>

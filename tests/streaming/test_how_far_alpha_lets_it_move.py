@@ -23,20 +23,22 @@ class Two(nn.Module):
 
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize(
-    ("alpha", "outer_lr", "outer_momentum", "speed"),
+    ("alpha", "tau", "outer_lr", "outer_momentum", "speed"),
     [
         # G = outer_lr / (1 − outer_momentum); G·p / (1 − α + α·G), with p = 2, of two inner steps of 1
-        (0.25, 0.7, 0.9, 2 * 7 / 2.5),
-        (0.5, 0.7, 0.9, 2 * 7 / 4),
-        (0.5, 1.0, 0.9, 2 * 10 / 5.5),
-        (0.5, 1.0, 0.0, 2.0),
+        (0.25, 0, 0.7, 0.9, 2 * 7 / 2.5),
+        (0.5, 0, 0.7, 0.9, 2 * 7 / 4),
+        (0.5, 0, 1.0, 0.9, 2 * 10 / 5.5),
+        (0.5, 0, 1.0, 0.0, 2.0),
+        # and 1 − (1 − α)·τ/H of it
+        (0.5, 1, 0.7, 0.9, 2 * 7 / 4 * 0.75),
     ],
 )
 def test_the_model_moves_by_so_much_in_each_round(
-    tmp_path: Path, alpha: float, outer_lr: float, outer_momentum: float, speed: float
+    tmp_path: Path, alpha: float, tau: int, outer_lr: float, outer_momentum: float, speed: float
 ) -> None:
     """After 30 rounds; what is left of how it began is less than 0.73²⁹ of it."""
-    settings = {"sync_every": 2, "num_fragments": 2, "tau": 0, "alpha": alpha, "codec": "none", "rounds": 30}
+    settings = {"sync_every": 2, "num_fragments": 2, "tau": tau, "alpha": alpha, "codec": "none", "rounds": 30}
     steps = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "num_workers": 1, "port": 0}
     model = Two()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -79,14 +79,13 @@ def interruptible() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody has, nor will have whoever asks here or asks for any, until this process ends.
+    """A port of 127.0.0.1 that nobody has, and that nobody else is given until this process ends.
 
-    Not one of those that the system gives to whom asks for any (port 0, and the near end of a connection): another
-    test's socket would have it before the server that was meant, or between two starts of that server, and a listener
-    that says nothing, as each of gloo's is, passes for a server that hangs. Processes that call this keep out of each
-    other's way by a name that ends with its process.
+    The system does not give it to a socket that asks for any port: that of another test could have it before the server
+    that was meant, or between two starts of that server, and a listener that says nothing, as each of gloo's is, passes
+    for a server that hangs. Nor does another process that calls this: a name holds the port, and ends with its process.
     """
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):  # tests seed `random`
         taken = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
