@@ -1,0 +1,39 @@
+"""What tests of runs share: a small model, a server, sites as threads or processes, copies of folders, digests.
+
+    with serve(tmp_path, rounds=3) as server:           # a server in this process, on any free port
+        sites = FederatedSites(server.url, tmp_path)    # two sites as threads
+        sites.join()
+        server.run()
+    assert tensors_digest(exported(tmp_path)) == ...
+
+Everything here reaches Atoll through its public names, its command line, and the environment.
+"""
+
+from __future__ import annotations
+
+from kit.digests import exported, tensors_digest
+from kit.folders import copy_folder, stop_group
+from kit.models import SITES, build_model, local_step, train_
+from kit.processes import ForkedServer, ForkedSite, write_run_file
+from kit.servers import SETTINGS, serve
+from kit.sites import DiLoCoSites, FederatedSites, Threads, together
+
+__all__ = [
+    "SETTINGS",
+    "SITES",
+    "DiLoCoSites",
+    "FederatedSites",
+    "ForkedServer",
+    "ForkedSite",
+    "Threads",
+    "build_model",
+    "copy_folder",
+    "exported",
+    "local_step",
+    "serve",
+    "stop_group",
+    "tensors_digest",
+    "together",
+    "train_",
+    "write_run_file",
+]

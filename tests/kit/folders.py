@@ -1,0 +1,59 @@
+"""Stop processes where they are, and copy what lies on disk: what a loss of power would leave of the files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def stop_group(pid: int) -> Iterator[None]:
+    """Within, the process and all of its group are stopped (SIGSTOP); afterwards they go on.
+
+    Processes of the nursery lead a group of their own, so their children stop with them.
+    """
+    group = os.getpgid(pid)
+    assert group != os.getpgid(0), "the test's own group would be stopped"
+    os.killpg(group, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(group, signal.SIGCONT)
+
+
+def copy_folder(source: Path, target: Path) -> Path:
+    """Copy a folder with all that is in it; holes of sparse files stay holes, SQLite files are copied unopened."""
+    target.mkdir(parents=True)
+    for entry in sorted(os.scandir(source), key=lambda each: each.name):
+        here = target / entry.name
+        if entry.is_symlink():
+            here.symlink_to(os.readlink(entry.path))
+        elif entry.is_dir():
+            copy_folder(Path(entry.path), here)
+        elif entry.is_file():
+            _copy_sparse(Path(entry.path), here)
+    shutil.copystat(source, target)
+    return target
+
+
+def _copy_sparse(source: Path, target: Path) -> None:
+    """Copy data, not holes."""
+    with source.open("rb") as reader, target.open("wb") as writer:
+        size = os.fstat(reader.fileno()).st_size
+        os.truncate(writer.fileno(), size)
+        offset = 0
+        while offset < size:
+            try:
+                begin = os.lseek(reader.fileno(), offset, os.SEEK_DATA)
+            except OSError:  # ENXIO: nothing but a hole follows
+                break
+            offset = os.lseek(reader.fileno(), begin, os.SEEK_HOLE)
+            os.lseek(writer.fileno(), begin, os.SEEK_SET)
+            os.lseek(reader.fileno(), begin, os.SEEK_SET)
+            while begin < offset:
+                begin += os.sendfile(writer.fileno(), reader.fileno(), begin, offset - begin)
+    shutil.copystat(source, target)

@@ -1,0 +1,39 @@
+"""A model of about 20 kB and its local training, the same on every machine: scripts of sites import it, too."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+SITES = {"a": 1.0, "b": 2.5}
+"""Site → weight of its updates."""
+
+
+def build_model() -> nn.Module:
+    """Matrices, biases, float buffers and an integer buffer; about 20 kB."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 40))
+
+
+def train_(model: nn.Module, site: str, number: int) -> None:
+    """Change every tensor in a way that depends on its value, on the site and on the round."""
+    generator = torch.Generator().manual_seed(1000 * number + ord(site[0]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.0 - 0.01 * number)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    _count_(model, site)
+
+
+def local_step(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, step: int) -> None:
+    """One optimizer step on a gradient that depends on site and step, and on the parameters."""
+    generator = torch.Generator().manual_seed(1000 * step + ord(site[0]))
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 0.01 + torch.randn(parameter.shape, generator=generator)
+    _count_(model, site)
+    optimizer.step()
+
+
+def _count_(model: nn.Module, site: str) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.add_(ord(site[0]) if name.endswith("num_batches_tracked") else 0.25)

@@ -1,0 +1,82 @@
+"""Servers and sites as processes, forked from a parent that has imported torch (the fixture `nursery`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from atoll.testing.processes import Kept, Nursery, Process, free_port
+from kit.servers import SETTINGS
+
+_KIT_ON_PATH = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+
+
+def write_run_file(folder: Path, **settings: Any) -> Path:
+    """`run.toml` of the small run in `folder`; the initial model is `build_model`. None takes a key out."""
+    (folder / "kit_model.py").write_text(_KIT_ON_PATH + "from kit.models import build_model\n")
+    values = SETTINGS | {"model": "kit_model:build_model", "state_dir": "state"} | settings
+    path = folder / "run.toml"
+    path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items() if value is not None))
+    return path
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(each)}' for key, each in value.items())}}}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int | float) else f'"{value}"'
+
+
+class ForkedServer:
+    """`atoll server run.toml` in `folder`, on one port; started again each time SIGKILL has ended it.
+
+    Use it as a context manager: it is killed at the end of the block.
+    """
+
+    def __init__(
+        self, nursery: Nursery, folder: Path, lives: tuple[str, ...] = (), *, port: int = 0, **settings: Any
+    ) -> None:
+        """`lives`: failpoints of the first start, the second, …; later starts have none."""
+        self.folder, self.port, self.log = folder, port or free_port(), folder / "server.log"
+        self._nursery = nursery
+        write_run_file(folder, port=self.port, **settings)
+        self.kept = Kept(self._start, lives)
+
+    def _start(self, failpoints: str) -> Process:
+        return self._nursery.start("atoll", "server", "run.toml", cwd=self.folder, failpoints=failpoints, log=self.log)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> ForkedServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kept.close()
+
+
+class ForkedSite:
+    """A site that runs a script, which may import `kit`; `start` may be called again after its process has ended."""
+
+    def __init__(self, nursery: Nursery, folder: Path, url: str, site: str, script: str) -> None:
+        """`script`: its source text."""
+        self._nursery, self._folder, self._script = nursery, folder, folder / f"site-{site}.py"
+        self._script.write_text(_KIT_ON_PATH + script)
+        self._env = {
+            "ATOLL_SERVER": url,
+            "ATOLL_SITE": site,
+            "ATOLL_DIR": str(folder / "workers"),
+        }
+        self.starts = 0
+
+    def start(self, failpoints: str = "", **env: str) -> Process:
+        """Start the script, with further environment variables."""
+        self.starts += 1
+        log = self._folder / f"site-{self._env['ATOLL_SITE']}-{self.starts}.log"
+        return self._nursery.start(
+            str(self._script), cwd=self._folder, env=self._env | env, failpoints=failpoints, log=log
+        )

@@ -1,0 +1,45 @@
+"""A server of a small run, in the test's process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import atoll
+from kit.models import SITES, build_model
+
+SETTINGS: dict[str, Any] = {
+    "algorithm": "fedavg",
+    "outer_optimizer": "sgd",
+    "outer_lr": 0.7,
+    "outer_momentum": 0.9,
+    "num_workers": len(SITES),
+    "rounds": 3,
+    "part_bytes": 2**16,
+    "min_free_bytes": 0,
+    "heartbeat_interval_s": 0.5,
+    "heartbeat_timeout_s": 60.0,
+    "threads": 1,
+}
+"""With outer momentum and unequal weights, a lost, doubled or reordered update changes the result."""
+
+
+@contextmanager
+def serve(folder: Path, model: nn.Module | None = None, **settings: Any) -> Iterator[atoll.Server]:
+    """A started server with its state in `folder`/state; stopped at the end of the block.
+
+    Args:
+        model: the initial model, by default `build_model()`.
+        settings: any settings of a run; they replace those of SETTINGS. None takes a key out.
+    """
+    merged = SETTINGS | {"port": 0, "state_dir": folder / "state"} | settings
+    given = {key: value for key, value in merged.items() if value is not None}
+    server = atoll.Server(model or build_model(), **given).start()
+    try:
+        yield server
+    finally:
+        server.stop()

@@ -1,0 +1,136 @@
+"""Sites of a run as threads of the test's process: they survive whatever happens to the server."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import atoll
+from kit.models import SITES, build_model, local_step, train_
+
+
+class Threads:
+    """Jobs at once. No test waits for a thread that `join` has given up: daemon threads end with the process."""
+
+    def __init__(self, *jobs: Callable[[], object]) -> None:
+        self._ends = [_begun(job) for job in jobs]
+
+    def join(self, timeout_s: float = 60.0) -> None:
+        """Wait for all jobs; the first error of a job is raised here at once."""
+        _, waiting = wait(self._ends, timeout_s, FIRST_EXCEPTION)
+        for end in self._ends:
+            if end.done():
+                end.result()
+        assert not waiting, f"{len(waiting)} of {len(self._ends)} jobs still run after {timeout_s:g} s"
+
+
+def _begun(job: Callable[[], object]) -> Future[object]:
+    end: Future[object] = Future()
+
+    def work() -> None:
+        try:
+            end.set_result(job())
+        except BaseException as error:
+            end.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return end
+
+
+def together(*jobs: Callable[[], object], timeout_s: float = 60.0) -> None:
+    """Run jobs at once, to their ends."""
+    Threads(*jobs).join(timeout_s)
+
+
+class FederatedSites(Threads):
+    """Sites that load, train and submit until the run is finished.
+
+    Attributes:
+        trained: (site, round) → how often it was trained.
+        models: site → its model.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        names: Iterable[str] = SITES,
+        *,
+        during: Callable[[str, int], None] | None = None,
+        build: Callable[[], nn.Module] = build_model,
+        train: Callable[[nn.Module, str, int], None] = train_,
+        weights: dict[str, float] | None = None,
+        **options: Any,
+    ) -> None:
+        """`during(site, round)` is called in the middle of each local training; `options` go to `atoll.join`."""
+        self.trained: Counter[tuple[str, int]] = Counter()
+        self.models: dict[str, nn.Module] = {}
+        self._url, self._folder, self._during, self._options = url, folder, during, options
+        self._build, self._train, self._weights = build, train, weights or SITES
+        self._lock = threading.Lock()
+        super().__init__(*(partial(self._work, site) for site in names))
+
+    def _work(self, site: str) -> None:
+        model = self.models[site] = self._build()
+        with atoll.join(self._url, site=site, folder=self._folder / "workers", **self._options) as worker:
+            for fl_round in worker:
+                fl_round.load_into(model)
+                with self._lock:
+                    self.trained[site, fl_round.number] += 1
+                if self._during:
+                    self._during(site, fl_round.number)
+                self._train(model, site, fl_round.number)
+                fl_round.submit(model, weight=self._weights.get(site, 1.0), metrics={"loss": 1.0 / fl_round.number})
+
+
+class DiLoCoSites(Threads):
+    """Sites that run `atoll.DiLoCo` around a loop until the run is finished, at most `steps` local steps each.
+
+    Attributes:
+        models: site → its model.
+        loops: site → its `atoll.DiLoCo`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        steps: int,
+        names: Iterable[str] = SITES,
+        *,
+        during: Callable[[str, int], None] | None = None,
+        build: Callable[[], nn.Module] = build_model,
+        inner: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        step: Callable[[nn.Module, torch.optim.Optimizer, str, int], None] = local_step,
+        **options: Any,
+    ) -> None:
+        """`during(site, step)` is called before each local step; `options` go to `atoll.DiLoCo`."""
+        self.models: dict[str, nn.Module] = {}
+        self.loops: dict[str, atoll.DiLoCo] = {}
+        self._url, self._folder, self._steps, self._during, self._options = url, folder, steps, during, options
+        self._build, self._step = build, step
+        self._inner = inner or (lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
+        super().__init__(*(partial(self._work, site) for site in names))
+
+    def _work(self, site: str) -> None:
+        model = self.models[site] = self._build()
+        optimizer = self._inner(model)
+        options = {"weight": SITES.get(site, 1.0)} | self._options
+        with atoll.DiLoCo(
+            model, optimizer, server=self._url, site=site, folder=self._folder / "workers", **options
+        ) as loop:
+            self.loops[site] = loop
+            for number in range(self._steps):
+                if loop.finished:
+                    break
+                if self._during:
+                    self._during(site, number)
+                self._step(model, optimizer, site, number)

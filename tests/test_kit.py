@@ -1,0 +1,107 @@
+"""The tests' own kit does what its users rely on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from kit import (
+    DiLoCoSites,
+    FederatedSites,
+    ForkedServer,
+    ForkedSite,
+    copy_folder,
+    exported,
+    serve,
+    stop_group,
+    tensors_digest,
+)
+
+from atoll.testing.processes import Nursery, wait_until
+
+SCRIPT = """
+import os
+
+import atoll
+from kit.models import SITES, build_model, train_
+
+site, model = os.environ["ATOLL_SITE"], build_model()
+with atoll.join() as worker:
+    for fl_round in worker:
+        fl_round.load_into(model)
+        train_(model, site, fl_round.number)
+        fl_round.submit(model, weight=SITES[site])
+"""
+
+
+def test_threads_and_forked_processes_leave_the_same_bits(tmp_path: Path, nursery: Nursery) -> None:
+    threads, forked = tmp_path / "threads", tmp_path / "forked"
+    forked.mkdir()
+    with serve(threads) as server:
+        sites = FederatedSites(server.url, threads)
+        sites.join()
+        server.run()
+    assert sites.trained == {(site, number): 1 for site in "ab" for number in (1, 2, 3)}
+    with ForkedServer(nursery, forked) as remote:
+        processes = [ForkedSite(nursery, forked, remote.url, site, SCRIPT).start() for site in "ab"]
+        assert [process.wait(60) for process in processes] == [0, 0]
+        assert remote.kept.wait() == 0
+    assert tensors_digest(exported(threads)) == tensors_digest(exported(forked))
+
+
+def test_diloco_sites_end_with_the_models_of_the_run(tmp_path: Path) -> None:
+    with serve(tmp_path, algorithm="diloco", sync_every=2, rounds=2, codec="none") as server:
+        sites = DiLoCoSites(server.url, tmp_path, steps=10)
+        sites.join()
+        server.run()
+    digests = {tensors_digest(dict(model.named_parameters())) for model in sites.models.values()}
+    model = exported(tmp_path)
+    parameters = {name: model[name] for name, _ in sites.models["a"].named_parameters()}
+    assert digests == {tensors_digest(parameters)}
+
+
+def test_a_digest_covers_names_dtypes_shapes_and_bytes() -> None:
+    plain = {"w": torch.tensor([[1.0, 2.0]])}
+    others = [
+        {"v": plain["w"]},
+        {"w": plain["w"].view(torch.int32)},
+        {"w": plain["w"].reshape(2, 1)},
+        {"w": torch.tensor([[1.0, -2.0]])},
+        {**plain, "empty": torch.zeros(0)},
+    ]
+    assert len({tensors_digest(each) for each in [plain, *others]}) == 6
+    assert tensors_digest({"b": torch.ones(1), "a": torch.zeros(1)}) == tensors_digest(
+        {"a": torch.zeros(1), "b": torch.ones(1)}
+    )
+
+
+def test_a_copied_folder_has_the_same_bytes_and_keeps_holes(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "slots").mkdir(parents=True)
+    with (source / "slots" / "sparse").open("wb") as file:
+        file.truncate(2**24)
+        file.seek(2**20)
+        file.write(b"data")
+    (source / "note").write_bytes(b"note")
+    copy = copy_folder(source, tmp_path / "copy")
+    assert (copy / "note").read_bytes() == b"note"
+    assert (copy / "slots" / "sparse").read_bytes() == (source / "slots" / "sparse").read_bytes()
+    assert os.stat(copy / "slots" / "sparse").st_blocks < 2**20 // 512
+
+
+def test_a_stopped_group_writes_nothing_until_it_goes_on(tmp_path: Path, nursery: Nursery) -> None:
+    script = tmp_path / "counts.py"
+    script.write_text("import time\nn = 0\nwhile n < 10_000:\n    n += 1\n    print(n)\n    time.sleep(0.001)\n")
+    process = nursery.start(str(script), cwd=tmp_path)
+    wait_until(lambda: "5\n" in process.output(), "some lines")
+    with stop_group(process.pid):
+        wait_until(lambda: _state(process.pid) == "T", "the stop")
+        before = process.output()
+        assert process.output() == before
+    wait_until(lambda: process.output() != before, "further lines")
+    process.kill()
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
