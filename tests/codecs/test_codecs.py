@@ -111,6 +111,26 @@ def test_topk_sends_the_largest_of_a_tile_with_one_of_two_magnitudes():
     assert decoded(codec, found, 20) == torch.where(values == 0.5, 0.0, values).tolist()
 
 
+def test_the_bytes_of_a_topk_tile():
+    """Sixteen of 4,096 elements travel: eight of ±1, four of ±2, four of ±4; the places are 0, 255, 510, … 3825.
+
+    The mean of the sizes is (8 + 8 + 16) / 16 = 2, so 2 is not above it: the magnitudes are (8 + 8) / 12 = 4/3 and 4.
+    Two places of 12 bits are three bytes, the first in the low bits: of 0x000 and 0x0ff, 00 f0 0f.
+    """
+    sizes = torch.tensor([1.0, 2.0, 1.0, 4.0]).repeat(4)
+    sizes[7::8] = -4.0  # two of the four largest are below zero
+    sizes[1] = -2.0
+    values = torch.zeros(4096)
+    values[torch.arange(0, 4096, 255)[:16]] = sizes
+    found = encoded(TopKCodec(density=16 / 4096), values)
+    assert bytes(found[:8].tolist()).hex() == "abaaaa3f" + "00008040"  # 4/3 and 4 in fp32, little-endian
+    assert bytes(found[8:32].tolist()).hex() == (
+        "00f00f" "fed12f" "fcb34f" "fa956f" "f8778f" "f659af" "f43bcf" "f21def"
+    )  # fmt: skip
+    # from the low bits on, two each: the low is set below zero, the high for the larger magnitude
+    assert found[32:].tolist() == [0b10_00_01_00, 0b11_00_00_00, 0b10_00_00_00, 0b11_00_00_00]
+
+
 def test_a_place_may_be_anywhere_in_a_tile():
     """12 bits: behind the first 256, and the last; the zeros that travel with them have a magnitude of their own."""
     values = torch.zeros(2 * 4096)

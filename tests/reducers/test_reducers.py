@@ -91,6 +91,12 @@ def test_the_clipped_mean_by_hand():
     assert ClippedMean(4.0).weigh([1.0, 1.0], [0.0, 8.0]) == [0.5, 0.25]  # nothing to divide by, nothing to clip
 
 
+def test_the_bound_of_an_even_number_of_norms_is_the_mean_of_the_two_in_the_middle():
+    # of 1, 2, 6 and 8 it is (2 + 6) / 2 = 4: the factors are 1, 1, 4/6 and 4/8, each of a quarter
+    weights = ClippedMean().weigh([1.0] * 4, [8.0, 1.0, 6.0, 2.0])
+    assert weights == pytest.approx([1 / 8, 1 / 4, 1 / 6, 1 / 4], abs=1e-15)
+
+
 def test_the_share_of_a_population_by_hand():
     # two of ten take part: (3 + 4) / 10, whatever their weights
     assert reduced(Share(10), [3.0, 4.0], weights=[1.0, 9.0]) == pytest.approx(0.7)
@@ -180,6 +186,8 @@ def test_the_maximum_of_counters_beyond_the_signed_range():
 
 def test_weights_are_normalised_in_fp64():
     assert normalised([1, 1, 2]) == [0.25, 0.25, 0.5]
+    assert normalised([0.25, 0.25]) == [0.5, 0.5]  # a sum below 1
+    assert normalised([2**-60, 3 * 2**-60]) == [0.25, 0.75]
     assert math.fsum(normalised([0.1] * 10)) == pytest.approx(1.0, abs=2**-52)
 
 
