@@ -36,7 +36,10 @@ WIDE = 16
 """Parts at a time that are received through aiohttp in runs of `WIDE_BYTES`, and may hold a few of them; every further
 one comes in runs of `NARROW_BYTES`: memory hardly grows with the number of workers."""
 
-_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+BEYOND_BYTES = 10**18
+"""An offset behind the end of every file."""
+
+_RANGE = re.compile(r"bytes=([0-9]*)-([0-9]*)")
 
 
 class RangeNotSatisfiable(Exception):
@@ -49,19 +52,25 @@ def parse_range(header: str | None, nbytes: int) -> tuple[int, int] | None:
     Raises:
         RangeNotSatisfiable: it names no byte of the file.
     """
-    match = _RANGE.fullmatch(header.replace(" ", "")) if header else None
+    match = _RANGE.fullmatch(header.strip()) if header else None
     if match is None or match.group(0) == "bytes=-":
         return None
-    first, last = match.groups()
-    if not first:
-        start, stop = max(0, nbytes - int(last)), nbytes
+    first, last = (_bounded(text) if text else None for text in match.groups())
+    if first is None:
+        start, stop = max(0, nbytes - (last or 0)), nbytes
     else:
-        start, stop = int(first), min(int(last) + 1, nbytes) if last else nbytes
-        if last and int(last) < start:
+        start, stop = first, nbytes if last is None else min(last + 1, nbytes)
+        if last is not None and last < start:
             return None
     if start >= nbytes or start >= stop:
         raise RangeNotSatisfiable
     return start, stop
+
+
+def _bounded(digits: str) -> int:
+    """The number; `BEYOND_BYTES` where it is larger: Python refuses to convert thousands of digits."""
+    digits = digits.lstrip("0") or "0"
+    return int(digits) if len(digits) < len(str(BEYOND_BYTES)) else BEYOND_BYTES
 
 
 class Runs:
