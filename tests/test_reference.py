@@ -33,7 +33,7 @@ def test_every_setting_has_its_flag_and_variable(pages: Path) -> None:
     assert found["sync_every"][1:5] == ["--sync-every", "ATOLL_SYNC_EVERY", "integer ≥ 1", "500"]
     assert found["durability"][3:5] == ["process` or `power", "process"]
     assert found["outer_momentum"][3] == "number ≥ 0, < 1"
-    assert set(NOT_SETTINGS) - {"ATOLL_FAILPOINTS", "ATOLL_LAST_STATUS"} <= set(found)
+    assert set(NOT_SETTINGS) - {"ATOLL_FAILPOINTS", "ATOLL_LAST_STATUS", "ATOLL_LEASES"} <= set(found)
 
 
 def test_every_setting_says_what_becomes_of_it_when_it_is_changed(pages: Path) -> None:

@@ -7,10 +7,12 @@ The script finds the server by ATOLL_SERVER, ATOLL_SITE and ATOLL_DIR; a token o
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import FrameType
@@ -20,6 +22,7 @@ import typer
 
 from atoll.children import END_WITH_PARENT
 from atoll.errors import ConfigError, ServerUnreachable, UsageError, VersionSkew
+from atoll.worker.departure import LEASES, leave_for
 
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
@@ -120,6 +123,8 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
     """Run the command until it ends well, is told to end, or has failed too often; returns its exit code."""
     told: list[int] = []
     child: subprocess.Popen[bytes] | None = None
+    leases = Path(tempfile.mkdtemp(prefix="atoll-"))
+    environment = environment | {LEASES: str(leases)}
 
     def forward(signum: int, frame: FrameType | None) -> None:
         told.append(signum)
@@ -148,10 +153,12 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
                 # a session of its own: Ctrl-C reaches it once, from here, not twice
                 child = _start(script, environment)
                 code = child.wait()
-                code = 128 - code if code < 0 else code
-                if code == 0 or told or attempt == restarts:
-                    return code
                 failure = f"the command ended with {code}"
+                if code < 0:
+                    failure, code = f"{signal.Signals(-code).name} ended the command", 128 - code
+                if code == 0 or told or attempt == restarts:
+                    _leave(leases, failure, told)
+                    return code
             if told:
                 return 128 + told[-1]
             print(f"atoll: {failure}; restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
@@ -160,8 +167,17 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
                 return 128 + told[-1]
         raise AssertionError("unreachable")
     finally:
+        shutil.rmtree(leases, ignore_errors=True)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _leave(leases: Path, failure: str, told: list[int]) -> None:
+    """Take the sites of a command that has ended out of their runs, where it did not do so itself."""
+    sites = leave_for(leases, failure)
+    if sites or (failure.startswith("SIG") and not told):
+        left = f"; {', '.join(sites)} left the run" if sites else ""
+        print(f"atoll: {failure}{left}", file=sys.stderr, flush=True)
 
 
 def _start(script: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -36,6 +36,7 @@ NOT_SETTINGS = frozenset(
         "ATOLL_PEER_TLS_KEY",
         "ATOLL_PEER_INSECURE",
         "ATOLL_LAST_STATUS",
+        "ATOLL_LEASES",
         "ATOLL_FAILPOINTS",
     }
 )

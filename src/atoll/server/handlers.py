@@ -130,7 +130,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
     async def heartbeat(self, lease: Lease, message: messages.Heartbeat) -> messages.HeartbeatReply:
         presence = self.run.roster.get(lease.site)
         if presence is not None:
-            presence.beat = message
+            presence.note(message)
         if message.ends and lease.site not in self.run.state.ending:
             self.run.apply(ev.WorkerEnds(lease.site, lease.number))
         return messages.HeartbeatReply(

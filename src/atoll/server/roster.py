@@ -20,6 +20,14 @@ from atoll.wire import messages
 
 LOG = logging.getLogger("atoll.server")
 
+TRAINING = "training"
+STILL = 4.0
+
+
+def _progress(beat: messages.Heartbeat) -> tuple[object, ...]:
+    """What changes while a worker gets on."""
+    return beat.step, beat.version, beat.state, beat.bytes_up, beat.bytes_down
+
 
 @dataclass
 class Presence:
@@ -29,6 +37,8 @@ class Presence:
         bases: fragment → the version of its newest ticket for it, whichever server gave it.
         gradient_bytes: of the fragment of each update that this server accepted, times the local steps in it.
         heard: whether it gave a sign of life since this server started; `heard_s` is when.
+        moved_s: when a heartbeat last said something else than the one before it: a step, a byte, another state.
+        longest_s: the longest that it took to do so, while it trained.
     """
 
     site: str
@@ -47,6 +57,30 @@ class Presence:
     gradient_bytes: int = 0
     bases: dict[int, int] = field(default_factory=dict)
     refused_in_a_row: int = 0
+    moved_s: float = field(default_factory=time.monotonic)
+    longest_s: float = 0.0
+
+    def note(self, beat: messages.Heartbeat) -> None:
+        """Keep what a heartbeat says."""
+        if _progress(beat) != _progress(self.beat):
+            now_s = time.monotonic()
+            if self.beat.state == TRAINING:
+                self.longest_s = max(self.longest_s, now_s - self.moved_s)
+            self.moved_s = now_s
+        self.beat = beat
+
+    def hangs_s(self, patience_s: float) -> float:
+        """How long its training has not moved although its heartbeats come; 0 where that may be as usual.
+
+        Args:
+            patience_s: no shorter time is reported, nor one below `STILL` times the longest that it took before.
+        """
+        known = (
+            self.beat.step > 0 or self.longest_s > 0
+        )  # the first round of a script that reports no steps may be long
+        still_s = time.monotonic() - self.moved_s
+        hangs = known and self.beat.state == TRAINING and still_s >= max(patience_s, STILL * self.longest_s)
+        return still_s if hangs else 0.0
 
 
 @dataclass(frozen=True)

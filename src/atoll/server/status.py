@@ -134,7 +134,23 @@ def why(run: Run, index: int, now_s: float) -> str:
     silent = f"not heard since the server restarted: {', '.join(unheard)}" if unheard else ""
     place = run.swarm.trouble(index) if run.swarm is not None else ""
     quiet = _quiet(run, [site for site in missing if site not in unheard], now_s)
-    return "; ".join(filter(None, [machine.why(run.state, index, now_s), place, silent, quiet]))
+    hangs = _hanging(run, missing)
+    return "; ".join(filter(None, [machine.why(run.state, index, now_s), place, silent, quiet, hangs]))
+
+
+def _hanging(run: Run, sites: Sequence[str]) -> str:
+    """Which of these train no further although their heartbeats come."""
+    patience_s = 2 * (run.settings.heartbeat_timeout_s or HANGS_S)
+    still = {site: run.roster[site].hangs_s(patience_s) for site in sites if site in run.roster}
+    return "; ".join(
+        f"{site} answers, but its training has not moved for {still_s:.0f} s: look at its process"
+        for site, still_s in still.items()
+        if still_s
+    )
+
+
+HANGS_S = 120.0
+"""Twice this without a step is reported where `heartbeat_timeout_s` is 0."""
 
 
 def _quiet(run: Run, sites: Sequence[str], now_s: float) -> str:

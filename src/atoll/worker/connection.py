@@ -36,6 +36,7 @@ from atoll.transport.client import Counters
 from atoll.wire import messages, routes
 from atoll.worker import last_status
 from atoll.worker.address import http_to
+from atoll.worker.departure import GOODBYE_S, forget_lease, note_lease, watch_exit
 from atoll.worker.outlet import Outlet
 from atoll.worker.reporting import LOG, in_wait, told
 from atoll.worker.silence import Silence
@@ -53,9 +54,6 @@ NetworkLost = (ServerUnreachable, TransferStalled, Busy, DiskFull)
 
 UNPULLED = (*NetworkLost, Gone, PartCorrupt, BadRequest)
 """What a pull from a worker of a swarm may end with; another one may have the same."""
-
-GOODBYE_S = 5.0
-"""A server that does not answer for so long is left without a word: it learns of it by the silence."""
 
 START_RETRIES = 6
 """Attempts to reach a server at the start: some 15 s, then a clear end."""
@@ -164,6 +162,7 @@ class Connection:
         """
         self._sync_every, self._num_fragments = sync_every, num_fragments
         self._join(max_retries)
+        watch_exit(self)
         if self.info.heartbeat_interval_s:
             self._beat = threading.Thread(target=self._heartbeats, name="atoll-heartbeat", daemon=True)
             self._beat.start()
@@ -184,6 +183,7 @@ class Connection:
         )
         joined = self.patiently(lambda: self.http.post(routes.WORKERS, message, messages.Joined), max_retries, "join")
         self.http.lease, self.due = joined.lease, joined.due
+        note_lease(self.site, self.http.server, joined.lease)
 
     @property
     def controls_state(self) -> Literal["", "kept", "missing", "new"]:
@@ -339,6 +339,7 @@ class Connection:
                 last_status.keep(self.http)
                 leave = messages.Leave(error=told(error) if error else None)
                 self.http.send(routes.LEAVE, leave, timeout_s=GOODBYE_S)
+            forget_lease(self.site, self.http.lease)
         except (AtollError, OSError) as problem:
             LOG.debug("%s: could not say goodbye: %s", self.site, problem)
         finally:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.errors import ConfigError, UsageError
 from atoll.wire import messages
+from atoll.worker.departure import Terminated
 from atoll.worker.reporting import LOG
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 def last_words(error: BaseException | None) -> str | None:
     """What the server is told of the error that ended training; None where its user ended it."""
+    if isinstance(error, Terminated):
+        return str(error)
     if error is None or isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         return None
     return "".join(traceback.format_exception_only(error)).strip()

@@ -1,0 +1,146 @@
+"""A process that ends, or hangs, without leaving its run: the server learns of it before the lease is over."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from kit import DiLoCoSites, FederatedSites, ForkedSite, serve
+from kit.models import local_step
+from torch import nn, optim
+
+import atoll
+from atoll.testing.processes import Nursery, wait_until
+
+AT_ONCE = {"num_workers": 2, "min_workers": 1, "heartbeat_timeout_s": 600.0}
+"""No test lives as long as the lease: what goes on within it was told, not found out."""
+
+JOINS = """
+import os, signal, threading
+import atoll
+from kit.models import build_model, train_
+with atoll.join() as worker:
+    for fl_round in worker:
+        model = fl_round.load_into(build_model())
+        train_(model, "a", fl_round.number)
+        if fl_round.number == 2:
+            print("trains", flush=True)
+            {then}
+        fl_round.submit(model)
+"""
+
+STARTS = """
+import threading
+import torch
+import atoll
+from kit.models import build_model, local_step
+model = build_model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loop = atoll.DiLoCo(model, optimizer)
+loop.start()
+for step in range(3):
+    local_step(model, optimizer, "a", step)
+print("trains", flush=True)
+{then}
+"""
+
+WAITS = "threading.Event().wait(100)"
+DIES = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def state_of(server: atoll.Server, site: str) -> str:
+    return next((worker.state for worker in server.status().workers if worker.site == site), "")
+
+
+@contextmanager
+def wrapped(folder: Path, url: str, script: str) -> Iterator[subprocess.Popen[str]]:
+    """`atoll worker -- python SCRIPT` as site a."""
+    path = folder / "script.py"
+    path.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{script}")
+    command = [sys.executable, "-m", "atoll.cli.main", "worker", "--server", url, "--site", "a"]
+    process = subprocess.Popen(
+        [*command, "--dir", str(folder / "workers"), "--", sys.executable, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.covers("L9")
+def test_a_site_that_gets_sigterm_leaves_at_once(tmp_path: Path, nursery: Nursery) -> None:
+    with serve(tmp_path, **AT_ONCE) as server:
+        site = ForkedSite(nursery, tmp_path, server.url, "a", JOINS.format(then=WAITS)).start()
+        other = FederatedSites(server.url, tmp_path, ["b"])
+        wait_until(lambda: "trains" in site.output(), "round 2 at a")
+        site.send(signal.SIGTERM)
+        assert site.wait() == 128 + signal.SIGTERM
+        assert state_of(server, "a") == "failed"
+        other.join()
+    assert other.trained["b", 3] == 1
+
+
+@pytest.mark.covers("L9", "P6")
+def test_a_script_that_is_killed_is_taken_out_of_the_run_by_atoll_worker(tmp_path: Path) -> None:
+    with serve(tmp_path, **AT_ONCE) as server:
+        other = FederatedSites(server.url, tmp_path, ["b"])
+        with wrapped(tmp_path, server.url, JOINS.format(then=DIES)) as process:
+            _, said = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGKILL
+        assert state_of(server, "a") == "failed"
+        other.join()
+    assert "SIGKILL" in said.splitlines()[-1]
+    assert other.trained["b", 3] == 1
+
+
+@pytest.mark.covers("L9")
+def test_a_loop_that_was_started_and_never_stopped_leaves_when_its_process_gets_sigterm(tmp_path: Path) -> None:
+    settings = AT_ONCE | {"algorithm": "diloco", "sync_every": 100, "num_workers": 1}
+    with serve(tmp_path, **settings) as server:
+        with wrapped(tmp_path, server.url, STARTS.format(then=WAITS)) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "trains\n"
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert state_of(server, "a") == "failed"
+
+
+def test_a_script_that_ends_well_without_stopping_its_loop_has_left(tmp_path: Path) -> None:
+    settings = AT_ONCE | {"algorithm": "diloco", "sync_every": 100, "num_workers": 1}
+    with serve(tmp_path, **settings) as server:
+        with wrapped(tmp_path, server.url, STARTS.format(then="")) as process:
+            process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert state_of(server, "a") == "left"
+
+
+@pytest.mark.covers("L13")
+def test_a_training_thread_that_hangs_while_heartbeats_go_on_is_reported(tmp_path: Path) -> None:
+    goes_on = threading.Event()
+
+    def hangs(model: nn.Module, optimizer: optim.Optimizer, site: str, step: int) -> None:
+        if (site, step) == ("a", 3):
+            assert goes_on.wait(60)
+        local_step(model, optimizer, site, step)
+
+    settings = {"algorithm": "diloco", "sync_every": 2, "heartbeat_interval_s": 0.1, "heartbeat_timeout_s": 0.5}
+    with serve(tmp_path, **settings) as server:
+        sites = DiLoCoSites(server.url, tmp_path, 20, step=hangs)
+        reason = "a answers, but its training has not moved"
+        wait_until(lambda: reason in server.status().fragments[0].reason, "the report")
+        assert state_of(server, "a") == "alive"
+        goes_on.set()
+        sites.join()
+        server.run()
+        assert reason not in server.status().fragments[0].reason
