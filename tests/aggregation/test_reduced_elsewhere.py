@@ -34,7 +34,7 @@ def mean(world: World) -> dict[str, torch.Tensor]:
 
 def close(world: World, own: bool, chunk_elements: int) -> PassResult:
     """Two rounds; with `own` the `params` come from a file that an aggregator wrote."""
-    reducers = {**REDUCERS, "control": Share(5)}
+    reducers = {**REDUCERS, "control": Share(5.0)}
     for _ in range(2):
         inputs = world.inputs()
         if own:

@@ -97,10 +97,11 @@ def test_the_bound_of_an_even_number_of_norms_is_the_mean_of_the_two_in_the_midd
     assert weights == pytest.approx([1 / 8, 1 / 4, 1 / 6, 1 / 4], abs=1e-15)
 
 
-def test_the_share_of_a_population_by_hand():
-    # two of ten take part: (3 + 4) / 10, whatever their weights
-    assert reduced(Share(10), [3.0, 4.0], weights=[1.0, 9.0]) == pytest.approx(0.7)
-    assert reduced(Share(), [3.0, 4.0]) == 3.5  # nobody else has ever joined
+def test_the_share_of_a_total_weight_by_hand():
+    # two of ten sites with weight 1 take part: (3 + 4) / 10; two with weights 1 and 9 of 40: (1·3 + 9·4) / 40
+    assert reduced(Share(10.0), [3.0, 4.0]) == pytest.approx(0.7)
+    assert reduced(Share(40.0), [3.0, 4.0], weights=[1.0, 9.0]) == pytest.approx(39 / 40)
+    assert reduced(Share(), [3.0, 4.0]) == 3.5  # there are no other sites
     with pytest.raises(UsageError):
         Share(3).weigh([1.0, math.nan], [1.0, 1.0])
 

@@ -97,29 +97,6 @@ def test_rounds_by_hand_are_those_of_the_paper(serve: Any, tmp_path: Path, part:
         workers[site].leave()
 
 
-@pytest.mark.parametrize(("weight", "count"), [(3.9, 0), (4.0, 1)], ids=["nearly equal", "fourfold"])
-def test_the_server_says_once_what_weights_that_differ_mean(
-    serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, weight: float, count: int
-) -> None:
-    server = serve(num_workers=2, rounds=2)
-    workers = [atoll.join(server.url, site=site, folder=tmp_path / site) for site in TARGETS]
-    loops = [iter(worker) for worker in workers]
-    for _ in range(2):
-        for loop, share in zip(loops, (1.0, weight), strict=True):
-            round_ = next(loop)
-            model = round_.load_into(One())
-            with round_.correct(model, optimizer := torch.optim.SGD([model.w], lr=ETA)):
-                train(model, optimizer, 1.0)
-            round_.submit(model, weight=share)
-    for worker, loop in zip(workers, loops, strict=True):
-        assert next(loop, None) is None
-        worker.leave()
-    server.run()
-    said = [record.getMessage() for record in caplog.records if "SCAFFOLD's controls count" in record.getMessage()]
-    assert len(said) == count
-    assert all("of round 1 go from 1 (a) to 4 (b)" in text for text in said)
-
-
 @pytest.mark.covers("S7", "S12")
 def test_the_update_carries_the_step_count_and_the_scripts_own_wins(serve: Any, tmp_path: Path) -> None:
     server = serve(rounds=3)

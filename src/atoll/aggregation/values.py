@@ -41,8 +41,8 @@ class PassInputs:
         state_header: first bytes of the state file, as `state_layout` gives them; empty where nothing is kept.
         state_layout: of the state file; None where nothing is kept.
         state_fd: the base's outer state; None in the first round.
-        control_scale: what the base's controls are multiplied by: the population that they are the mean over may have
-            grown since.
+        control_scale: what the base's controls are multiplied by: the total weight of the sites that they are the mean
+            over may be another one since.
         reduced: the pseudo-gradient of `params` where an aggregator has made one of the updates; they are then reduced
             in everything else only.
         downlink: how versions go down; None: whole. With one, the state file has a master of every parameter.

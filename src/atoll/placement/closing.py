@@ -17,7 +17,7 @@ def close(
     state_fd: int | None,
     updates: Sequence[UpdateSource],
     steps: Sequence[int],
-    population: int,
+    total_weight: float,
     control_scale: float,
     outputs: PassOutputs,
     cancelled: threading.Event,
@@ -31,7 +31,7 @@ def close(
     Args:
         state_fd: the base's outer state; None where there is none yet.
         steps: that the updates report, in their order.
-        population: how many workers have joined the run, when the round was frozen.
+        total_weight: of all sites of the run, when the round was frozen; 0 in a run without controls.
         control_scale: as `PassInputs`.
         reduced: likewise.
         base_digests, base_state_digests: likewise.
@@ -58,7 +58,7 @@ def close(
         ),
         outputs,
         rule=plan.rule,
-        reducers=plan.reducers_of(population, steps),
+        reducers=plan.reducers_of(total_weight, steps),
         codecs=plan.codecs,
         threads=plan.threads,
         on_progress=on_progress,

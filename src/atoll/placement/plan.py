@@ -178,18 +178,18 @@ class Plan:
             raise
         return fd
 
-    def reducers_of(self, population: int, steps: Sequence[int]) -> dict[str, Reducer]:
+    def reducers_of(self, total_weight: float, steps: Sequence[int]) -> dict[str, Reducer]:
         """The reducers of a round.
 
         Args:
-            population: how many workers have joined the run so far.
+            total_weight: of all sites of the run, for controls.
             steps: that its updates report, in the frozen order.
         """
         reducers = {
             group: reducer.of(steps) if isinstance(reducer, NormalisedMean) else reducer
             for group, reducer in self.reducers.items()
         }
-        return reducers | {CONTROL: Share(population)} if CONTROL in reducers else reducers
+        return reducers | {CONTROL: Share(total_weight)} if CONTROL in reducers else reducers
 
     @property
     def needs_steps(self) -> bool:

@@ -299,6 +299,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             )
         self._require_open(lease, ticket)
         self._require_its_base(row, message)
+        message = self.run.judge.with_kept_weight(lease.site, message)
         if self.run.swarm is not None:
             return await self._offer(self.run.swarm, lease, row, message)
         parts, layout = self.store.parts(ticket), self.plan.fragments[row.fragment].update

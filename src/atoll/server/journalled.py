@@ -10,8 +10,14 @@ from atoll.server.roster import Presence
 from atoll.store.store import Store
 
 
-def write(effect: fx.Effect, store: Store, roster: MutableMapping[str, Presence]) -> None:
-    """Write the row of one effect; inside the caller's transaction."""
+def write(
+    effect: fx.Effect, store: Store, roster: MutableMapping[str, Presence], *, keep_weights: bool = False
+) -> None:
+    """Write the row of one effect; inside the caller's transaction.
+
+    Args:
+        keep_weights: whether a site keeps its first weight (`Store.freeze`).
+    """
     match effect:
         case fx.LeaseGranted(site, lease):
             presence = roster.setdefault(site, Presence(site))
@@ -36,7 +42,7 @@ def write(effect: fx.Effect, store: Store, roster: MutableMapping[str, Presence]
         case fx.RoundReopened(fragment, base_version, tickets, reason):
             store.reopen(fragment, base_version, tickets, reason)
         case fx.RoundClosed(fragment, base_version, tickets):
-            store.freeze(fragment, base_version, tickets)
+            store.freeze(fragment, base_version, tickets, keep_weights=keep_weights)
         case fx.RunFinished():
             store.finish()
         case _:

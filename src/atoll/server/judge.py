@@ -27,6 +27,7 @@ class Judge:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._other_weight: set[str] = set()  # sites of which it was reported that their weight changed
 
     def accept(self, site: str, ticket: int, said: messages.Complete, norm: float) -> TicketRow:
         """Take an update whose bytes are where they belong.
@@ -52,6 +53,22 @@ class Judge:
             trained = said.steps * run.plan.fragments[row.fragment].schema.model.nbytes
             presence.gradient_bytes = min(presence.gradient_bytes + trained, messages.NUMBER_BELOW - 1)
         return row
+
+    def with_kept_weight(self, site: str, said: messages.Complete) -> messages.Complete:
+        """In a run with controls a site keeps its first weight: the control of all sites holds it with that one."""
+        kept = self._run.store.kept_weight(site) if self._run.has_controls else 0.0
+        if not kept or said.weight == kept:
+            return said
+        if site not in self._other_weight:
+            self._other_weight.add(site)
+            LOG.warning(
+                "%s submits with weight %g and keeps its first weight, %g, which the controls of this run hold. "
+                "Submit with the same weight in every round; another weight needs a new run.",
+                site,
+                said.weight,
+                kept,
+            )
+        return said.model_copy(update={"weight": kept})
 
     def require_plausible(self, site: str, ticket: int, said: messages.Complete, norm: float) -> None:
         """Refuse what no training gives.

@@ -22,9 +22,6 @@ from atoll.store.store import Store
 from atoll.wire import status_messages
 from atoll.wire.units import size, time_left
 
-WEIGHTS_APART = 4.0
-"""Largest by smallest weight of a round, from which on it is said what SCAFFOLD makes of it."""
-
 
 @dataclass(frozen=True)
 class Frozen:
@@ -35,6 +32,7 @@ class Frozen:
         behind: of each, how many versions its base is behind that of the round.
         scales: what staleness leaves of each.
         population: how many workers had joined the run.
+        total_weight: of all of them; 0 in a run without controls.
         control_scale: what the base's controls are multiplied by.
     """
 
@@ -42,18 +40,25 @@ class Frozen:
     behind: list[int]
     scales: list[float]
     population: int
+    total_weight: float
     control_scale: float
 
 
 def frozen_round(plan: Plan, store: Store, fragment: int, base_version: int, tickets: Sequence[int]) -> Frozen:
     """The round that these tickets were frozen for."""
     rows, frozen = [store.ticket(ticket) for ticket in tickets], store.round(fragment, base_version)
-    population, lost = frozen.population if frozen else 0, store.lost_versions(fragment)
+    lost = store.lost_versions(fragment)
     behind = [staleness(base_version, row.base_version, lost) for row in rows]
     summary = json.loads(store.version(fragment, base_version).summary_json or "{}")
-    before = summary.get("population", population)
+    population, total = (frozen.population, frozen.total_weight) if frozen else (0, 0.0)
+    before = summary.get("total_weight") or total
     return Frozen(
-        rows, behind, [plan.staleness_weight(s) for s in behind], population, before / population if population else 1.0
+        rows,
+        behind,
+        [plan.staleness_weight(s) for s in behind],
+        population,
+        total,
+        before / total if total else 1.0,
     )
 
 
@@ -100,7 +105,7 @@ def close_round(
                 for row, source, scale in zip(rows, sources, frozen.scales, strict=True)
             ],
             steps=[row.steps for row in rows],
-            population=frozen.population,
+            total_weight=frozen.total_weight,
             control_scale=frozen.control_scale,
             base_digests=base.row.part_digests,
             base_state_digests=base.row.state_digests,
@@ -161,19 +166,8 @@ def summary_of(
         grad_norm=grad_norm if math.isfinite(grad_norm) else None,
         bytes_up=sum(row.bytes for row in rows),
         population=frozen.population,
+        total_weight=frozen.total_weight,
         staleness=frozen.behind,
-    )
-
-
-def unequal_weights(summary: status_messages.RoundSummary) -> str:
-    """What to say of a round with controls where weights differ much; nothing where they do not."""
-    (least, light), (most, heavy) = (f(zip(summary.weights, summary.workers, strict=True)) for f in (min, max))
-    if most < WEIGHTS_APART * least:
-        return ""
-    return (
-        f"the weights of round {summary.round} go from {least:g} ({light}) to {most:g} ({heavy}). SCAFFOLD's controls "
-        "count every site alike, so that it trains what is best for their plain mean. Let all sites submit with the "
-        "same weight, and make about as many steps; or run fedavg or fednova"
     )
 
 

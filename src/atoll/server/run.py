@@ -32,7 +32,7 @@ from atoll.server.left import TimeLeft
 from atoll.server.pace import Pace
 from atoll.server.passing import directory_gone, passing
 from atoll.server.persistor import Persistor
-from atoll.server.reduce import close_round, in_words, unequal_weights
+from atoll.server.reduce import close_round, in_words
 from atoll.server.restore import snapshot_of
 from atoll.server.roster import Lease, lease_refused, note_end, roster_of
 from atoll.server.site_filters import SiteFilters
@@ -98,7 +98,7 @@ class Run:
         self.swarm = Swarm(plan, store, self) if plan.is_swarm else None
         self._changed, self._ending = Turnstile(), False
         self._cancelled = threading.Event()
-        self._said_missing = self._said_apart = False
+        self._said_missing = False
         self.has_controls = any(spec.group == CONTROL for spec in plan.schema.tensors)
         self._untold: list[ev.Event] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -220,7 +220,7 @@ class Run:
         if journalled:
             with self.store.transaction():
                 for each in journalled:
-                    write(each, self.store, self.roster)
+                    write(each, self.store, self.roster, keep_weights=self.has_controls)
         for effect in effects:
             self._act(effect)
 
@@ -334,9 +334,6 @@ class Run:
             if site in self.roster:
                 self.roster[site].rounds += 1
         self.stale.look_at(summary)
-        if self.has_controls and not self._said_apart and (apart := unequal_weights(summary)):
-            self._said_apart = True
-            LOG.warning("%s", apart)
         value = value_of(summary, tracking.metric) if (tracking := self._rules.tracking).metric else None
         if tracking.metric and value is None and not self._said_missing:
             self._said_missing = True

@@ -376,6 +376,6 @@ def _close_of(frozen: Frozen, fragment: int, base_version: int, version: int) ->
             )
             for row, scale in zip(frozen.rows, frozen.scales, strict=True)
         ],
-        population=frozen.population,
+        total_weight=frozen.total_weight,
         control_scale=frozen.control_scale,
     )

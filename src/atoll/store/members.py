@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from atoll.store.journal import placeholders
 from atoll.store.rows import AuditRow, HistoryRow, MemberRow, RoundRow, RunRow, Totals, now
 
 _RUN = "run_id, settings_json, schema_json, schema_digest, torch_build, cpu_capability, created_at"
-_ROUND = "fragment, base_version, state, expected_json, tickets_json, opened_at, population"
+_ROUND = "fragment, base_version, state, expected_json, tickets_json, opened_at, population, total_weight"
 
 
 class Members(Core):
@@ -56,7 +57,7 @@ class Members(Core):
         """`site` takes part under `lease`; earlier leases of it are void. `joined_at` is by default this moment."""
         with self.transaction():
             self.journal.execute(
-                "INSERT INTO members VALUES (?, ?, 'alive', ?, ?, ?, '', 0, ?) ON CONFLICT (site) DO UPDATE SET "
+                "INSERT INTO members VALUES (?, ?, 'alive', ?, ?, ?, '', 0, ?, 0) ON CONFLICT (site) DO UPDATE SET "
                 "lease = excluded.lease, state = 'alive', joined_at = excluded.joined_at, host = excluded.host, "
                 "labels_json = excluded.labels_json, detail = '', process = excluded.process",
                 site,
@@ -103,7 +104,7 @@ class Members(Core):
         """The round from `base_version` waits for `expected`. The same round again changes whom."""
         with self.transaction():
             self.journal.execute(
-                "INSERT INTO rounds VALUES (?, ?, 'open', ?, '[]', ?, 0) ON CONFLICT (fragment, base_version) "
+                "INSERT INTO rounds VALUES (?, ?, 'open', ?, '[]', ?, 0, 0) ON CONFLICT (fragment, base_version) "
                 "DO UPDATE SET expected_json = excluded.expected_json WHERE state = 'open'",
                 fragment,
                 base_version,
@@ -127,8 +128,11 @@ class Members(Core):
             if not changed:
                 raise StoreError(f"No round from version {base_version} of fragment {fragment} is open.")
 
-    def freeze(self, fragment: int, base_version: int, tickets: Sequence[int]) -> None:
+    def freeze(self, fragment: int, base_version: int, tickets: Sequence[int], *, keep_weights: bool = False) -> None:
         """Close a round with exactly these tickets, in this order. The same again changes nothing.
+
+        Args:
+            keep_weights: note the first weight of each site, and the total weight of all sites.
 
         Raises:
             StoreError: the round is not open, or a ticket is not an accepted one of its version or an earlier one.
@@ -158,6 +162,37 @@ class Members(Core):
             )
             if not changed:
                 raise StoreError(f"No round from version {base_version} of fragment {fragment} is open.")
+            if keep_weights:
+                self._weigh(fragment, base_version, tickets)
+
+    def _weigh(self, fragment: int, base_version: int, tickets: Sequence[int]) -> None:
+        """W = the sum of the weights of the sites heard × (registered sites / sites heard)."""
+        marks = placeholders(tickets)
+        self.journal.execute(
+            "UPDATE members SET weight = (SELECT tickets.weight FROM tickets WHERE tickets.site = members.site "
+            f"AND ticket IN ({marks})) WHERE rounds_counted = 0 "
+            f"AND site IN (SELECT site FROM tickets WHERE ticket IN ({marks}))",
+            *tickets,
+            *tickets,
+        )
+        rows = self.journal.rows(
+            "SELECT weight FROM members WHERE rounds_counted > 0 "
+            f"OR site IN (SELECT site FROM tickets WHERE ticket IN ({marks}))",
+            *tickets,
+        )
+        heard = [weight for (weight,) in rows]
+        self.journal.execute(
+            "UPDATE rounds SET total_weight = ? * population / ? WHERE fragment = ? AND base_version = ?",
+            math.fsum(heard),
+            len(heard),
+            fragment,
+            base_version,
+        )
+
+    def kept_weight(self, site: str) -> float:
+        """The first weight of a site of which an update counts; 0 where none does, or where weights are not kept."""
+        found = self.journal.value("SELECT weight FROM members WHERE site = ? AND rounds_counted > 0", site)
+        return float(found or 0.0)
 
     def round(self, fragment: int, base_version: int) -> RoundRow | None:
         """The round from a version; None where it never opened, or was over long ago."""
@@ -228,6 +263,6 @@ class Members(Core):
 
 
 def _round(row: tuple[Any, ...]) -> RoundRow:
-    fragment, base_version, state, expected, tickets, opened_at, population = row
+    fragment, base_version, state, expected, tickets, opened_at, population, total_weight = row
     asked, frozen = tuple(json.loads(expected)), tuple(json.loads(tickets))
-    return RoundRow(fragment, base_version, state, asked, frozen, opened_at, population)
+    return RoundRow(fragment, base_version, state, asked, frozen, opened_at, population, total_weight)

@@ -27,7 +27,11 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class MemberRow:
-    """A site and its newest lease, held by `process`."""
+    """A site and its newest lease, held by `process`.
+
+    Attributes:
+        weight: of its first update that counts, which it keeps in a run with controls; 0: it has none yet.
+    """
 
     site: str
     lease: int
@@ -38,6 +42,7 @@ class MemberRow:
     detail: str
     rounds_counted: int
     process: str
+    weight: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,7 @@ class RoundRow:
 
     Attributes:
         population: how many workers had ever joined when it was frozen.
+        total_weight: of all of them, as far as it was known then; 0 in a run without controls.
     """
 
     fragment: int
@@ -55,6 +61,7 @@ class RoundRow:
     tickets: tuple[int, ...]
     opened_at: str
     population: int
+    total_weight: float
 
 
 @dataclass(frozen=True, slots=True)

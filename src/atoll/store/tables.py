@@ -3,7 +3,7 @@
 `heads` decides which versions exist: one UPDATE of it is the commit. A version row above its head does not count.
 """
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 SCHEMA = """
 CREATE TABLE meta (
@@ -41,7 +41,8 @@ CREATE TABLE members (
     labels_json TEXT NOT NULL,
     detail TEXT NOT NULL,
     rounds_counted INTEGER NOT NULL,
-    process TEXT NOT NULL
+    process TEXT NOT NULL,
+    weight REAL NOT NULL DEFAULT 0
 ) STRICT;
 
 CREATE TABLE rounds (
@@ -52,6 +53,7 @@ CREATE TABLE rounds (
     tickets_json TEXT NOT NULL,
     opened_at TEXT NOT NULL,
     population INTEGER NOT NULL DEFAULT 0,
+    total_weight REAL NOT NULL DEFAULT 0,
     PRIMARY KEY (fragment, base_version)
 ) STRICT;
 CREATE UNIQUE INDEX one_round ON rounds (fragment) WHERE state IN ('open', 'frozen');

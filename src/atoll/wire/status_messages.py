@@ -57,6 +57,9 @@ class RoundSummary(Message):
         default_factory=list, description="Of each update: versions between its base and the one it was applied to."
     )
     population: Count = Field(0, description="Workers that had ever joined when the round closed.")
+    total_weight: float = Field(
+        0.0, description="In a run with controls: the weight of all of them together, those not heard at the mean."
+    )
     aggregator: str = Field("", description="The worker of a swarm that reduced it; empty: the server did.")
     checker: str = Field("", description="The worker that checked the version before it became the head.")
 

@@ -125,7 +125,7 @@ class Close(Message):
     base_version: Count
     version: Count
     updates: list[Share]
-    population: Count
+    total_weight: float = Field(ge=0)
     control_scale: float
 
 

@@ -77,7 +77,7 @@ def reduced(
             for each in work.updates
         ],
         steps=[each.steps for each in work.updates],
-        population=work.population,
+        total_weight=work.total_weight,
         control_scale=work.control_scale,
         base_digests=base.part_digests,
         base_state_digests=base.state_digests,
