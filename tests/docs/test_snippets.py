@@ -83,6 +83,15 @@ train_data = val_data = torch.utils.data.DataLoader(torch.randn(8, 4), batch_siz
 server = atoll.Server(LitModel(), algorithm="scaffold", rounds=2, port=0, state_dir="state").start()
 os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "clinic-a"
 """
+COSINE_FITS = """
+trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False)
+atoll.lightning.patch(trainer)
+module, rates = Cosine(), []
+while atoll.lightning.is_running(trainer):
+    trainer.fit(module, train_data)
+    rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+assert rates == [0.1, 0.05]  # cos 0 = 1, cos π/2 = 0
+"""
 SHARDED = (
     """\
 import os
@@ -163,6 +172,7 @@ AROUND = {
     "functional": (FEDAVG, END),
     "measured": (FEDAVG + "validate, data = lambda model: 0.5, dataset\n", END),
     "fits": (LIGHTNING, END),
+    "cosine": (LIGHTNING, COSINE_FITS + END),
 }
 """Name in `<!-- run: name -->` → what stands for the reader's own code before a block, and what is checked after
 it.

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from atoll.errors import UsageError
+from atoll.worker.reporting import LOG
 
 GLOBAL_PREFIX = "global_"
 """Before the names of metrics that `trainer.validate` gave of the global model."""
@@ -44,6 +45,28 @@ class Limits:
             loop = trainer.fit_loop
             loop.min_epochs, loop.max_epochs, loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = self._given
             self._given = None
+
+
+class Schedule:
+    """Watches whether the schedules of a Trainer begin anew in each round."""
+
+    def __init__(self) -> None:
+        self._first: list[float] | None = None
+        self._warned = False
+
+    def look_at(self, trainer: Any) -> None:
+        """Warn, once, of a schedule by epochs that begins a later round at the rates of the first one."""
+        if not any(config.interval == "epoch" for config in trainer.lr_scheduler_configs):
+            return
+        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        if self._first is None:
+            self._first = rates
+        elif rates == self._first and not self._warned:
+            self._warned = True
+            LOG.warning(
+                "the learning rate schedule begins anew in each round, so it stays at its first epochs: build it from "
+                "self.atoll_round and self.atoll_rounds in configure_optimizers (docs/tutorial-lightning.md, Epochs)"
+            )
 
 
 def _further(limit: int | None, done: int) -> int | None:

@@ -103,6 +103,7 @@ class AtollCallback(Callback):
         self._open_step: int | None = None  # the one whose batch has not ended
         self._global_metrics: dict[str, float] = {}
         self.on_join: list[Callable[[Worker], object]] = []
+        self._schedule = fitting.Schedule()
 
     # -- what a script asks
 
@@ -131,11 +132,12 @@ class AtollCallback(Callback):
             fitting.require_whole_model(trainer)
         if self._takes_part and stage == "fit":
             fitting.require_own_weights(trainer)
+            fitting.require_fresh(trainer)
+        if stage == "fit":  # before configure_optimizers, which may build its schedule from the round
+            pl_module.atoll_round, pl_module.atoll_rounds = self._ranks(trainer).agree(self._place)
 
     @border
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._takes_part:
-            fitting.require_fresh(trainer)
         self._limits.extend(trainer)
         self._fits, self._module = self._fits + 1, pl_module
         self._in_round = False
@@ -157,6 +159,7 @@ class AtollCallback(Callback):
         self._first_step = trainer.global_step
         if self._in_round:  # not in on_fit_start: what a LearningRateFinder tries there is no step of the round
             self._correct(trainer, pl_module, self._ranks(trainer))
+            self._schedule.look_at(trainer)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._open_step = trainer.global_step + 1
@@ -238,6 +241,12 @@ class AtollCallback(Callback):
             assert self._rounds is not None
             self._round = next(self._rounds, None)
         return "finished" if self._round is None else "round"
+
+    def _place(self) -> list[int]:
+        """Number of the round that a fit is, from 1, and how many the run has; 0 where that is open."""
+        if self._takes_part and self._state() == "round" and self._round and self._info:
+            return [self._round.number, self._info.rounds]
+        return [1, 0 if self._takes_part else 1]
 
     @property
     def site(self) -> str:
