@@ -29,7 +29,7 @@ from atoll.server.info import run_info
 from atoll.server.metrics import prometheus
 from atoll.server.objects import ObjectHandlers
 from atoll.server.outcome import outcome_of
-from atoll.server.roster import Lease, Presence, now_text
+from atoll.server.roster import Lease, Presence, now_text, replaced
 from atoll.server.run import Run
 from atoll.server.space import require_space
 from atoll.server.status import status_of, why
@@ -116,11 +116,12 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             bytes_down=previous.bytes_down if previous else 0,
             gradient_bytes=previous.gradient_bytes if previous else 0,
         )
-        self.run.roster[message.site] = presence
-        granted = [e for e in self.run.apply(ev.WorkerJoined(message.site)) if isinstance(e, fx.LeaseGranted)]
+        secret = presence.grant()
+        with replaced(self.run.roster, presence):
+            granted = [e for e in self.run.apply(ev.WorkerJoined(message.site)) if isinstance(e, fx.LeaseGranted)]
         LOG.info("%s joined%s", message.site, " again" if previous else "")
         return messages.Joined(
-            lease=str(Lease(message.site, granted[0].lease, message.process)),
+            lease=Lease(message.site, granted[0].lease, message.process, secret).header,
             due=machine.due(self.run.state, message.site),
         )
 

@@ -24,7 +24,7 @@ def write(
             store.put_member(
                 site,
                 lease,
-                process=presence.process,
+                process=presence.holder,
                 host=presence.host,
                 labels_json=json.dumps(presence.labels),
             )

@@ -5,11 +5,13 @@ Nothing of it decides about a round: it is what a worker said last, and may be w
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -17,6 +19,7 @@ from atoll.errors import AtollError, BadRequest, LeaseLost, Superseded
 from atoll.rounds import effects as fx
 from atoll.store.rows import MemberRow
 from atoll.wire import messages
+from atoll.wire.objects import new_id, seal
 
 LOG = logging.getLogger("atoll.server")
 
@@ -34,6 +37,7 @@ class Presence:
     """One worker as it was last heard of.
 
     Attributes:
+        sealed: BLAKE3 of its lease's secret; empty: no lease speaks for it.
         bases: fragment → the version of its newest ticket for it, whichever server gave it.
         gradient_bytes: of the fragment of each update that this server accepted, times the local steps in it.
         heard: whether it gave a sign of life since this server started; `heard_s` is when.
@@ -44,6 +48,7 @@ class Presence:
     site: str
     host: str = ""
     process: str = ""
+    sealed: str = field(default="", repr=False)
     joined_at: str = ""
     labels: dict[str, str] = field(default_factory=dict)
     state: str = "alive"
@@ -82,17 +87,39 @@ class Presence:
         hangs = known and self.beat.state == TRAINING and still_s >= max(patience_s, STILL * self.longest_s)
         return still_s if hangs else 0.0
 
+    @property
+    def holder(self) -> str:
+        """What the journal keeps of the process that holds the lease."""
+        return f"{self.process}:{self.sealed}"
+
+    def grant(self) -> str:
+        """A new secret for its lease; only its seal is kept."""
+        secret = new_id()
+        self.sealed = seal(secret)
+        return secret
+
 
 @dataclass(frozen=True)
 class Lease:
-    """Who sends a request, as its lease header says. It fences; it does not authenticate."""
+    """The sender of a request, as its lease header says: the number fences, the secret proves.
+
+    Attributes:
+        secret: 128 bits in hex, which only the server and the process that joined know; never logged.
+    """
 
     site: str
     number: int
     process: str
+    secret: str = field(default="", repr=False)
 
-    def __str__(self) -> str:
-        return f"{self.site}:{self.number}:{self.process}"
+    @property
+    def header(self) -> str:
+        """What the process sends with each request."""
+        return f"{self.site}:{self.number}:{self.process}:{self.secret}"
+
+    def opens(self, presence: Presence) -> bool:
+        """Whether its secret is the one that was given; the comparison takes the same time for all others."""
+        return bool(presence.sealed) and hmac.compare_digest(seal(self.secret), presence.sealed)
 
     @classmethod
     def parse(cls, text: str | None) -> Lease:
@@ -105,8 +132,8 @@ class Lease:
             raise BadRequest(
                 "The Atoll-Lease header is missing or malformed.", "Join first, and send the lease that was given."
             )
-        pieces = text.split(":")
-        return cls(pieces[0], int(pieces[1]), pieces[2])
+        site, number, process, *secret = text.split(":")
+        return cls(site, int(number), process, *secret)
 
 
 def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]]) -> dict[str, Presence]:
@@ -119,7 +146,8 @@ def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]
         member.site: Presence(
             site=member.site,
             host=member.host,
-            process=member.process,
+            process=member.process.partition(":")[0],
+            sealed=member.process.partition(":")[2],
             joined_at=member.joined_at,
             labels=json.loads(member.labels_json),
             state=member.state,
@@ -130,6 +158,30 @@ def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]
         )
         for member in members
     }
+
+
+@contextmanager
+def replaced(roster: MutableMapping[str, Presence], presence: Presence) -> Iterator[None]:
+    """Another process joins; where that fails within the block, the one before keeps its place and its lease."""
+    previous = roster.get(presence.site)
+    roster[presence.site] = presence
+    try:
+        yield
+    except BaseException:
+        if previous is None:
+            del roster[presence.site]
+        else:
+            roster[presence.site] = previous
+        raise
+
+
+def holder_of(text: str | None, roster: Mapping[str, Presence]) -> Presence | None:
+    """The worker that a request without need of a lease comes from; None where its lease proves nothing."""
+    if text is None or not re.match(messages.LEASE_PATTERN, text):
+        return None
+    lease = Lease.parse(text)
+    presence = roster.get(lease.site)
+    return presence if presence is not None and lease.opens(presence) else None
 
 
 def lease_refused(lease: Lease, effect: fx.LeaseRefused, holder: Presence | None) -> AtollError:
@@ -144,6 +196,16 @@ def lease_refused(lease: Lease, effect: fx.LeaseRefused, holder: Presence | None
             "Give every worker a site name of its own.",
         )
     return LeaseLost(f"{effect.reason[:1].upper()}{effect.reason[1:]}.", "Join again; an open ticket is given again.")
+
+
+def forged(lease: Lease, newest: int, presence: Presence | None) -> fx.LeaseRefused | None:
+    """The refusal of a lease that has the newest number of its site, and not its secret; None for all others.
+
+    A crash of the machine can give one number to two processes: the one that joined later has the secret.
+    """
+    if lease.number != newest or (presence is not None and lease.opens(presence)):
+        return None
+    return fx.LeaseRefused(lease.site, f"lease {lease.number} of {lease.site!r} is not known here", superseded=True)
 
 
 def now_text() -> str:

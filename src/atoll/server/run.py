@@ -34,7 +34,7 @@ from atoll.server.passing import directory_gone, passing
 from atoll.server.persistor import Persistor
 from atoll.server.reduce import close_round, in_words
 from atoll.server.restore import snapshot_of
-from atoll.server.roster import Lease, lease_refused, note_end, roster_of
+from atoll.server.roster import Lease, forged, lease_refused, note_end, roster_of
 from atoll.server.site_filters import SiteFilters
 from atoll.server.space import RETRY_S
 from atoll.server.stale import Stale
@@ -262,20 +262,21 @@ class Run:
 
     # -- leases
 
-    def require_lease(self, text: str | None) -> Lease:
+    def require_lease(self, sent: Lease | str | None) -> Lease:
         """The lease of a request that may speak for its site; also a sign of life.
 
         Raises:
             LeaseLost: it has to join again. Superseded: another process has taken its place.
         """
-        lease = Lease.parse(text)
+        lease = sent if isinstance(sent, Lease) else Lease.parse(sent)
+        presence, member = self.roster.get(lease.site), self.state.members.get(lease.site)
+        if member is not None and (refused := forged(lease, member.lease, presence)):
+            self.refuse_lease(lease, refused)
         for effect in self.apply(ev.WorkerSeen(lease.site, lease.number)):
             if isinstance(effect, fx.LeaseRefused):
                 self.refuse_lease(lease, effect)
-        presence = self.roster.get(lease.site)
         if presence is not None:
             presence.heard, presence.heard_s = True, time.monotonic()
-            presence.process = presence.process or lease.process
         return lease
 
     def refuse_lease(self, lease: Lease, effect: fx.LeaseRefused) -> None:

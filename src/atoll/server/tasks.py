@@ -40,7 +40,7 @@ class TaskHandlers:
             if left_s <= 0:
                 return tm.TaskReply(status="wait")
             await self.run.changed(left_s)
-            self.run.require_lease(str(lease))  # it may have been lost meanwhile: another process has its task then
+            self.run.require_lease(lease)  # it may have been lost meanwhile: another process has its task then
 
     async def answer_task(self, lease: Lease, task: str, message: tm.TaskAnswer) -> None:
         desk, site, key = self.run.desk, lease.site, key_of(message)

@@ -13,6 +13,7 @@ from atoll.errors import BadRequest, Gone
 from atoll.placement.plan import Plan
 from atoll.server.begin import initial_file
 from atoll.server.model_file import ModelFile
+from atoll.server.roster import holder_of
 from atoll.server.run import Run
 from atoll.store.copies import Held
 from atoll.store.handles import PinnedDelta, PinnedVersion
@@ -148,6 +149,6 @@ class VersionHandlers:
 
     def _count_down(self, request: web.Request, count: int) -> None:
         self.run.bytes_down += count
-        site = (request.headers.get(routes.LEASE_HEADER) or "").partition(":")[0]
-        if site in self.run.roster:
-            self.run.roster[site].bytes_down += count
+        presence = holder_of(request.headers.get(routes.LEASE_HEADER), self.run.roster)
+        if presence is not None:
+            presence.bytes_down += count

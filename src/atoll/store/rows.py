@@ -27,7 +27,7 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class MemberRow:
-    """A site and its newest lease, held by `process`.
+    """A site and its newest lease, held by `process`: its id and the seal of its secret.
 
     Attributes:
         weight: of its first update that counts, which it keeps in a run with controls; 0: it has none yet.

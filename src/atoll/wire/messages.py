@@ -29,8 +29,8 @@ Hex16 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Reference = Annotated[str, StringConstraints(max_length=512, pattern=r"^atoll-refs?://")]
 """A `TensorRef` as text. Whoever has it can pull what it names."""
 
-LEASE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}:[0-9]{1,18}:[0-9A-Za-z]{0,64}$"
-"""`site:number:process`: a worker sends back what it was given, and never makes one up."""
+LEASE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}:[0-9]{1,18}:[0-9A-Za-z]{0,64}(:[0-9a-f]{32})?$"
+"""`site:number:process:secret`: a worker sends back what it was given. Without a secret, it speaks for no site."""
 
 NUMBER_BELOW = 2**62
 """Of what the server issues: tickets, versions, parts."""
@@ -184,7 +184,7 @@ class Join(Message):
 class Joined(Message):
     """The answer to `Join`: the lease fences every later request of this process."""
 
-    lease: str
+    lease: str = Field(description="Sent back in the header Atoll-Lease; it holds a secret of 128 bits.")
     due: Count = Field(0, description="The fragment that is due next, for a worker that begins now.")
 
 

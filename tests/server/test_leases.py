@@ -1,0 +1,151 @@
+"""A lease speaks for its site by 128 secret bits: the site's name and the number alone open nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import FederatedSites, serve
+
+import atoll
+from atoll import failpoints
+from atoll.errors import Superseded
+from atoll.testing.processes import free_port
+
+SECRET_DIGITS = 32
+
+
+def post(url: str, path: str, body: dict[str, Any], lease: str = "") -> tuple[int, dict[str, Any]]:
+    """Status and body of one request, as any program may send it."""
+    headers = {"Content-Type": "application/json"} | ({"Atoll-Lease": lease} if lease else {})
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.status, json.loads(reply.read() or b"{}")
+    except urllib.error.HTTPError as refused:
+        return refused.code, json.loads(refused.read())
+
+
+def joined(url: str, site: str, process: str = "") -> str:
+    """The lease that the server gives to a new process of a site."""
+    status, reply = post(url, "/v1/workers", {"protocol": 1, "site": site, "process": process})
+    assert status == 200, reply
+    return str(reply["lease"])
+
+
+def state_of(server: atoll.Server, site: str) -> str:
+    return next(worker.state for worker in server.status().workers if worker.site == site)
+
+
+def guesses(lease: str) -> dict[str, str]:
+    """What a stranger can make up, and what differs from the true lease in one digit only."""
+    site, number, process, *_ = lease.split(":")
+    last = "0" if lease[-1] != "0" else "1"
+    return {
+        "name and number": f"{site}:{number}:",
+        "the id of the process, too": f"{site}:{number}:{process}",
+        "an empty secret": f"{site}:{number}:{process}:",
+        "a secret of zeros": f"{site}:{number}:{process}:{'0' * SECRET_DIGITS}",
+        "one wrong digit": lease[:-1] + last,
+        "one digit less": lease[:-1],
+        "another id": f"{site}:{number}:x:{lease.rpartition(':')[2]}"[:-1] + last,
+    }
+
+
+@pytest.mark.covers("F19")
+@pytest.mark.parametrize("process", ["", "0123456789abcdef"], ids=["no id", "an id"])
+def test_refuses_requests_whose_lease_lacks_the_secret(tmp_path: Path, process: str) -> None:
+    with serve(tmp_path) as server:
+        lease = joined(server.url, "a", process)
+        for what, guess in guesses(lease).items():
+            for path, body in (("/v1/workers/leave", {}), ("/v1/heartbeat", {"state": "x"}), ("/v1/tickets", {})):
+                status, reply = post(server.url, path, body, guess)
+                assert status in (400, 409), (what, path, reply)
+                assert reply["code"] in ("lease_lost", "superseded", "bad_request"), (what, reply)
+        assert state_of(server, "a") == "alive"
+        assert all(worker.doing != "x" for worker in server.status().workers)
+        assert post(server.url, "/v1/workers/leave", {}, lease)[0] == 204
+        assert state_of(server, "a") == "left"
+
+
+def test_gives_128_secret_bits_with_each_lease(tmp_path: Path) -> None:
+    with serve(tmp_path) as server:
+        secrets = {joined(server.url, "a", "1").rpartition(":")[2] for _ in range(8)}
+    assert len(secrets) == 8
+    assert all(re.fullmatch(f"[0-9a-f]{{{SECRET_DIGITS}}}", secret) for secret in secrets)
+
+
+@pytest.mark.covers("F19")
+def test_honours_a_lease_after_the_server_was_started_again(tmp_path: Path) -> None:
+    port = free_port()
+    with serve(tmp_path, port=port) as server:
+        lease = joined(server.url, "a", "1")
+    with serve(tmp_path, port=port) as server:
+        for guess in guesses(lease).values():
+            assert post(server.url, "/v1/heartbeat", {}, guess)[0] in (400, 409)
+        assert post(server.url, "/v1/heartbeat", {}, lease)[0] == 200
+
+
+def test_a_site_trains_no_round_twice_when_the_server_is_started_again(tmp_path: Path) -> None:
+    """Its update arrives under the ticket that it had."""
+    port = free_port()
+    with ExitStack() as opened:
+        servers = [opened.enter_context(serve(tmp_path, port=port))]
+
+        def restart(site: str, number: int) -> None:
+            if (site, number) == ("a", 2):
+                servers[0].stop()
+                servers.append(opened.enter_context(serve(tmp_path, port=port)))
+
+        sites = FederatedSites(servers[0].url, tmp_path, during=restart)
+        sites.join()
+        assert sites.trained == {(site, number): 1 for site in "ab" for number in (1, 2, 3)}
+        assert servers[1].status().finished
+
+
+@pytest.mark.covers("F19")
+def test_tells_an_older_process_that_it_was_superseded(tmp_path: Path) -> None:
+    with serve(tmp_path) as server, atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+        joined(server.url, "a", "newer")
+        with pytest.raises(Superseded):
+            for _ in worker:
+                pass
+
+
+def test_the_secret_is_in_no_log_status_or_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    with serve(tmp_path) as server:
+        leases = [joined(server.url, site, "1") for site in ("a", "b", "a")]
+        post(server.url, "/v1/heartbeat", {}, leases[0])
+        post(server.url, "/v1/workers/leave", {"error": "x"}, leases[1])
+        shown = [server.status().model_dump_json()]
+        for path in ("/v1/status", "/metrics", "/v1/run"):
+            with urllib.request.urlopen(server.url + path, timeout=30) as reply:
+                shown.append(reply.read().decode())
+    files = b"".join(path.read_bytes() for path in sorted((tmp_path / "state").rglob("*")) if path.is_file())
+    for lease in leases:
+        secret = lease.rpartition(":")[2]
+        assert len(secret) == SECRET_DIGITS
+        assert secret not in caplog.text
+        assert not any(secret in each for each in shown)
+        assert secret.encode() not in files
+
+
+@pytest.mark.covers("F25")
+def test_a_join_that_the_journal_cannot_take_leaves_the_lease_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(tmp_path) as server:
+        lease = joined(server.url, "a", "1")
+        with monkeypatch.context() as full:
+            full.setattr(failpoints, "_actions", failpoints._parse("journal.commit=enospc"))
+            full.setattr(failpoints, "_reached", {})
+            status, _ = post(server.url, "/v1/workers", {"protocol": 1, "site": "a", "process": "2"})
+        assert status == 507
+        assert post(server.url, "/v1/heartbeat", {}, lease)[0] == 200
