@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,6 +51,24 @@ FILTERS = ("task_result_filters", "task_data_filters")
 
 OTHER_NAMES = {"ATOLL_TENSOR_DOWNLOAD_TO_DISK": "download_to_disk"}
 """Variables that are not named after their setting."""
+
+
+def require_known(environ: Mapping[str, str], fields: Fields) -> None:
+    """Refuse a variable that Atoll does not have: it would be ignored, and a script without a server train alone.
+
+    Raises:
+        ConfigError: there is one; the nearest name is offered.
+    """
+    known = NOT_SETTINGS | OTHER_NAMES.keys() | {ENV_PREFIX + key.upper() for key in fields}
+    for variable in sorted(environ):
+        if variable.startswith(ENV_PREFIX) and variable not in known:
+            names = [name.removeprefix(ENV_PREFIX) for name in sorted(known)]
+            close = difflib.get_close_matches(variable.removeprefix(ENV_PREFIX), names, n=1)
+            meant = f"Did you mean {ENV_PREFIX}{close[0]}? Else give yours" if close else "Give yours"
+            raise ConfigError(
+                f"The environment has {variable}, which is no variable of Atoll.",
+                f"{meant} a name that does not begin with {ENV_PREFIX}, or remove it.",
+            )
 
 
 def file_layer(path: Path, fields: Fields) -> Layer:

@@ -44,13 +44,14 @@ def patch(
     folder: str | Path | None = None,
     labels: dict[str, str] | None = None,
     filters: Sequence[Filter] = (),
+    require_server: bool = False,
 ) -> AtollCallback:
     """Let every `trainer.fit` from here on be a round of a run; the arguments are `AtollCallback`'s.
 
     Each fit trains `max_epochs` (or `max_steps`) further epochs.
 
     Raises:
-        UsageError: it is no Trainer, or patched already.
+        UsageError: it is no Trainer, or patched already. ConfigError: as `AtollCallback`.
     """
     from atoll.integrations.lightning_callback import AtollCallback
 
@@ -58,7 +59,16 @@ def patch(
         raise UsageError(f"{type(trainer).__name__} is not a Lightning Trainer.", "Give the Trainer that fits.")
     if any(isinstance(callback, AtollCallback) for callback in trainer.callbacks):
         raise UsageError("This Trainer takes part in a run already.", "Patch it once, or give it one AtollCallback.")
-    callback = AtollCallback(server, site, weight=weight, steps=steps, folder=folder, labels=labels, filters=filters)
+    callback = AtollCallback(
+        server,
+        site,
+        weight=weight,
+        steps=steps,
+        folder=folder,
+        labels=labels,
+        filters=filters,
+        require_server=require_server,
+    )
     trainer.callbacks.insert(0, callback)  # before the others, which then see the global model
     return callback
 

@@ -11,7 +11,6 @@ Rank 0 talks; the others get the model, and what corrects it, from rank 0.
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from atoll.filters.base import Filter, require_filters
 from atoll.integrations import fitting
 from atoll.tensors.modules import named_tensors
 from atoll.wire import messages
+from atoll.worker.address import server_of
 from atoll.worker.border import border
 from atoll.worker.correction import Correction, following
 from atoll.worker.diloco import DiLoCo
@@ -68,11 +68,14 @@ class AtollCallback(Callback):
         folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
         labels: anything to be shown in status.
         filters: that every update of this site passes through, in this order, before any byte of it leaves.
+        require_server: refuse to train alone where no server is configured.
 
     Raises:
-        UsageError: one is no filter.
+        UsageError: one is no filter. ConfigError: no server is configured, and one is required; or an ATOLL_ variable
+            is misspelt.
     """
 
+    @border
     def __init__(
         self,
         server: str | None = None,
@@ -83,9 +86,10 @@ class AtollCallback(Callback):
         folder: str | Path | None = None,
         labels: dict[str, str] | None = None,
         filters: Sequence[Filter] = (),
+        require_server: bool = False,
     ) -> None:
         super().__init__()
-        self._server = server or os.environ.get("ATOLL_SERVER")
+        self._server = server_of(server, require_server=require_server and not takes_part(None))
         self._takes_part = takes_part(self._server)
         self._given_site, self._folder, self._labels = site, folder, labels
         self._weight, self._steps, self._filters = weight, steps, require_filters(filters)

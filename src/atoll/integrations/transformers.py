@@ -10,7 +10,6 @@ from round to round; the global model is loaded into the parameters in place. Th
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import threading
 import weakref
@@ -25,10 +24,11 @@ from torch.optim import Optimizer
 from atoll.errors import UsageError
 from atoll.filters.base import Filter, require_filters
 from atoll.integrations.fitting import require_alone
+from atoll.worker.address import server_of
 from atoll.worker.border import border
 from atoll.worker.correction import Correction
 from atoll.worker.diloco import DiLoCo
-from atoll.worker.federated import join, run_here
+from atoll.worker.federated import join, run_here, takes_part
 from atoll.worker.local import Round
 from atoll.worker.reporting import LOG
 from atoll.worker.site import default_site
@@ -58,6 +58,7 @@ class AtollCallback(TrainerCallback):
         folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
         labels: anything to be shown in status.
         filters: that every update of this site passes through, in this order, before any byte of it leaves.
+        require_server: refuse to train alone where no server is configured.
 
     Raises:
         UsageError: one is no filter.
@@ -78,12 +79,13 @@ class AtollCallback(TrainerCallback):
         folder: str | Path | None = None,
         labels: dict[str, str] | None = None,
         filters: Sequence[Filter] = (),
+        require_server: bool = False,
     ) -> None:
         if sync_every is not None and sync_every < 1:
             raise UsageError(f"sync_every is {sync_every}.", "Give the number of optimizer steps of a round.")
         self._server, self._given_site, self._sync_every = server, site, sync_every
         self._weight, self._module, self._folder, self._labels = weight, module, folder, labels
-        self._filters = require_filters(filters)
+        self._filters, self._require_server = require_filters(filters), require_server
         self._part: _Rounds | _Hooked | None = None
         self._taking_part = False
 
@@ -114,6 +116,7 @@ class AtollCallback(TrainerCallback):
 
         Raises:
             UsageError: the Trainer runs in several processes, or hides its optimizer, or is several sites.
+            ConfigError: no server is configured, and one is required; or an ATOLL_ variable is misspelt.
             SchemaMismatch: the run trains another model.
         """
         require_plain(args)
@@ -126,7 +129,8 @@ class AtollCallback(TrainerCallback):
             return
         self.leave()
         _leave_failed()
-        server, site = self._server or os.environ.get("ATOLL_SERVER"), self.site
+        require_server, site = self._require_server and not takes_part(None), self.site
+        server = server_of(self._server, require_server=require_server)
         where: dict[str, Any] = {"server": server, "site": site, "folder": self._folder, "labels": self._labels}
         where["filters"] = self._filters
         info = run_here(server, site)

@@ -5,8 +5,27 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from atoll.config import Settings
+from atoll.config.sources import require_known
+from atoll.errors import ConfigError
 from atoll.transport.client import Http
 from atoll.transport.tls import read_token
+
+
+def server_of(given: str | None, *, require_server: bool = False) -> str | None:
+    """The server that a script takes part at: as given, else `ATOLL_SERVER`. None: it trains alone.
+
+    Raises:
+        ConfigError: the environment has an ATOLL_ variable that is none; or there is no server, and one is required.
+    """
+    require_known(os.environ, Settings.model_fields)
+    server = given or os.environ.get("ATOLL_SERVER")
+    if not server and require_server:
+        raise ConfigError(
+            "No server is configured, and the script must not train alone (require_server).",
+            "Set ATOLL_SERVER, give server=, or start the script with `atoll worker`.",
+        )
+    return server or None
 
 
 def http_to(server: str) -> Http:

@@ -20,7 +20,7 @@ from atoll.errors import UsageError
 from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays
 from atoll.wire import routes, status_messages
-from atoll.worker.address import http_to
+from atoll.worker.address import http_to, server_of
 from atoll.worker.border import border
 from atoll.worker.connection import START_RETRIES
 from atoll.worker.correction import Correction
@@ -52,7 +52,7 @@ class Client:
         labels: dict[str, str] | None = None,
         filters: Sequence[Filter] = (),
     ) -> None:
-        self._server = server
+        self._server = server_of(server) or server
         self._site = require_site(site or default_site())
         self._folder = Path(folder) if folder else None
         self._labels = labels

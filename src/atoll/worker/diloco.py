@@ -10,7 +10,6 @@ reached costs a synchronisation, never local progress: training goes on, and the
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import nn
 
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
+from atoll.worker.address import server_of
 from atoll.worker.border import border
 from atoll.worker.given import finite_metrics, last_words, positive, require_trains, sync_retries
 from atoll.worker.local import ALONE, ALONE_ENDED
@@ -55,6 +55,7 @@ class DiLoCo(OverRanks):
         filters: that every update of this site passes through, in this order, before any byte of it leaves.
         max_sync_retries: attempts before a synchronisation with a lost server is skipped; by default
             `ATOLL_MAX_SYNC_RETRIES`, else 6.
+        require_server: refuse to train alone where no server is configured.
     """
 
     @border
@@ -73,6 +74,7 @@ class DiLoCo(OverRanks):
         labels: dict[str, str] | None = None,
         filters: Sequence[Filter] = (),
         max_sync_retries: int | None = None,
+        require_server: bool = False,
     ) -> None:
         if sync_every is not None and sync_every < 1:
             raise UsageError(
@@ -83,7 +85,7 @@ class DiLoCo(OverRanks):
             model = model.module
         self.model, self.optimizer = model, optimizer
         self._ranks = Ranks.here(model)
-        self._server = server or os.environ.get("ATOLL_SERVER")
+        self._server = server_of(server, require_server=require_server)
         self._site = site
         self._given_sync_every, self._given_fragments = sync_every, num_fragments
         self._weight, self._metrics = weight, metrics

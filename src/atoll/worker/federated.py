@@ -6,7 +6,6 @@ script runs alone: one round, plain local training.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +13,7 @@ from types import TracebackType
 from atoll.errors import Gone, UsageError
 from atoll.filters.base import Filter
 from atoll.wire import messages
+from atoll.worker.address import server_of
 from atoll.worker.answering import Answering, Answers
 from atoll.worker.border import border
 from atoll.worker.connection import START_RETRIES, info_of
@@ -156,6 +156,7 @@ def join(
     folder: str | Path | None = None,
     labels: dict[str, str] | None = None,
     filters: Sequence[Filter] = (),
+    require_server: bool = False,
 ) -> Worker | LocalWorker:
     """Take part in a federated run; use it as a context manager and iterate over its rounds.
 
@@ -165,18 +166,20 @@ def join(
         folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
         labels: anything to be shown in status.
         filters: that every update of this site passes through, in this order, before any byte of it leaves.
+        require_server: refuse to train alone where no server is configured.
 
     Returns:
         A `Worker`; where there is no server a `LocalWorker`, which has one round.
 
     Raises:
+        ConfigError: no server is configured, and one is required; or an ATOLL_ variable is misspelt.
         ServerUnreachable: nobody answered after several attempts.
         StateLocked: another process on this machine takes part as the same site.
     """
     if (seat := seat_here()) is not None:
         return seat.with_filters(filters)
     ensure_lines()
-    server = server or os.environ.get("ATOLL_SERVER")
+    server = server_of(server, require_server=require_server)
     if not server:
         LOG.info("%s", ALONE)
         return LocalWorker()

@@ -93,6 +93,7 @@ def init(
     folder: str | Path | None = None,
     labels: dict[str, str] | None = None,
     filters: Sequence[Filter] = (),
+    require_server: bool = False,
 ) -> None:
     """Take part in a run; the arguments are those of `join`. Without a server the script runs alone, for one round.
 
@@ -100,12 +101,13 @@ def init(
 
     Raises:
         UsageError: it takes part in one already.
-        ServerUnreachable, StateLocked: as `join`.
+        ConfigError, ServerUnreachable, StateLocked: as `join`.
     """
     global _part
     if _part is not None and not _part.over:
         raise UsageError("atoll.init() was called twice.", "Call it once, before the loop.")
-    _part = _Part(join(server, site, folder=folder, labels=labels, filters=filters))
+    worker = join(server, site, folder=folder, labels=labels, filters=filters, require_server=require_server)
+    _part = _Part(worker)
     atexit.register(_leave_at_exit, _part)
 
 

@@ -22,6 +22,7 @@ from types import TracebackType
 
 from atoll.errors import UsageError
 from atoll.filters.payloads import ByTask, for_tasks
+from atoll.worker.address import server_of
 from atoll.worker.answering import Answering, Answers
 from atoll.worker.border import border
 from atoll.worker.connection import START_RETRIES, Connection
@@ -95,7 +96,7 @@ def tasks(
         ServerUnreachable: nobody answers. VersionSkew: the two sides speak different protocols.
     """
     ensure_lines()
-    server = server or os.environ.get("ATOLL_SERVER")
+    server = server_of(server)
     if not server:
         raise UsageError("Tasks come from a server, and none is named.", "Give its address, or set ATOLL_SERVER.")
     return TaskWorker(server, require_site(site or default_site()), labels, request_task_tensors, filters)

@@ -1,0 +1,117 @@
+"""A misspelt ATOLL_ variable is refused: ignored, it would let a site's script train alone, without a word."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import atoll
+from atoll.errors import ConfigError, UsageError
+from atoll.testing.processes import Nursery
+
+TRAINED = "trained alone"
+
+
+def by_join(**options: bool) -> None:
+    model = nn.Linear(2, 2)
+    with atoll.join(**options) as worker:
+        for fl_round in worker:
+            fl_round.submit(model)
+
+
+def by_functions(**options: bool) -> None:
+    atoll.init(**options)
+    while atoll.is_running():
+        atoll.receive(into=nn.Linear(2, 2))
+        atoll.send(nn.Linear(2, 2))
+
+
+def by_diloco(**options: bool) -> None:
+    model = nn.Linear(2, 2)
+    with atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), **options):
+        pass
+
+
+def by_client() -> None:
+    with atoll.Client("http://127.0.0.1:9", site="a"):
+        pass
+
+
+def by_tasks() -> None:
+    with pytest.raises(UsageError), atoll.tasks(site="a"):
+        pass
+
+
+ALONE = [by_join, by_functions, by_diloco]
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("take_part", [*ALONE, by_client, by_tasks])
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [("ATOLL_SERVR", "ATOLL_SERVER"), ("ATOLL_SITENAME", "ATOLL_SITE"), ("ATOLL_TOKENFILE", "ATOLL_TOKEN_FILE")],
+)
+def test_refuses_a_misspelt_variable_and_names_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, take_part: Callable[[], None], misspelt: str, meant: str
+) -> None:
+    monkeypatch.setenv(misspelt, "http://127.0.0.1:9")
+    with pytest.raises(ConfigError) as refused:
+        take_part()
+    assert misspelt in refused.value.message
+    assert f"{meant}?" in refused.value.remedy
+
+
+@pytest.mark.parametrize("take_part", ALONE)
+def test_trains_alone_where_the_variables_are_known(
+    monkeypatch: pytest.MonkeyPatch, take_part: Callable[[], None]
+) -> None:
+    """Also settings of the server, and variables that only look alike."""
+    for name in ("ATOLL_SITE", "ATOLL_SYNC_EVERY", "ATOLL_TENSOR_DOWNLOAD_TO_DISK", "ATOLLS", "MY_ATOLL_SERVR"):
+        monkeypatch.setenv(name, "1")
+    take_part()
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("take_part", ALONE)
+def test_a_script_that_requires_a_server_does_not_train_alone(take_part: Callable[..., None]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        take_part(require_server=True)
+    assert "ATOLL_SERVER" in refused.value.remedy
+
+
+def test_a_lightning_trainer_that_requires_a_server_does_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    with pytest.raises(ConfigError):
+        atoll.lightning.patch(trainer, require_server=True)
+    monkeypatch.setenv("ATOLL_SERVR", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError):
+        atoll.lightning.patch(trainer)
+
+
+@pytest.mark.covers("X3")
+def test_a_script_ends_with_the_exit_code_of_a_wrong_setting(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"import atoll\nwith atoll.join() as worker:\n    print({TRAINED!r})\n")
+    environment = os.environ | {"ATOLL_SERVR": "http://127.0.0.1:9"}
+    ended = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == ConfigError.exit_code
+    assert TRAINED not in ended.stdout
+
+
+@pytest.mark.covers("X3")
+def test_the_worker_command_refuses_before_it_starts_the_script(nursery: Nursery, tmp_path: Path) -> None:
+    begun, log = tmp_path / "begun", tmp_path / "log"
+    argv = ("atoll", "worker", "--server", "http://127.0.0.1:9", "--", "touch", str(begun))
+    site = nursery.start(*argv, cwd=tmp_path, env={"ATOLL_SITENAME": "a"}, log=log)
+    assert site.wait() == ConfigError.exit_code
+    assert "ATOLL_SITENAME" in log.read_text()
+    assert "ATOLL_SITE?" in log.read_text()
+    assert not begun.exists()
