@@ -1,6 +1,7 @@
 """A site whose model is a tensor of the size that is asked for: `big_site.py SERVER SITE TARGET BYTES [apart|lazy]`.
 
-All elements of its model are its target t, and its loss of a model is (w − t)², w being the model's last element.
+All elements of its model are its target t, and its loss of a model is (w − t)², w being the model's last element;
+twice that where w is below t.
 `apart`: it serves the model under an address where nobody is. `lazy`: the model lies in a file, and it begins when
 PID.go is there.
 """
@@ -27,7 +28,7 @@ def measure(state: LazyState) -> dict[str, float]:
     last = 0.0
     for run in state.ref("weight").runs():
         last = run[-1].item()
-    return {"loss": (last - target) ** 2}
+    return {"loss": (last - target) ** 2 * (2.0 if last < target else 1.0)}
 
 
 def give() -> Any:

@@ -1,6 +1,7 @@
 """A site as a process: `evaluating_site.py SERVER SITE TARGET [WORD…]`.
 
-Its model is one number w, its data one number, the target t, and its loss (w − t)². It trains in one step, to w = t.
+Its model is one number w, its data one number, the target t, and its loss (w − t)², twice that where w is
+below t: a's loss of b's model is not b's of a's. It trains in one step, to w = t.
 
 Words: `refuses` gives no model, `raises` fails where it evaluates, `nan` measures what is no number, `tasks` takes no
 part in training, `hangs` stands still where it evaluates until the file SITE.go is there.
@@ -32,7 +33,7 @@ def measure(model: Any) -> dict[str, float]:
         while not Path(f"{site}.go").exists():
             time.sleep(0.01)
     w = model["weight"] if "tasks" in words else model.weight
-    loss = (w.item() - target) ** 2
+    loss = (w.item() - target) ** 2 * (2.0 if w.item() < target else 1.0)
     return {"loss": float("nan") if "nan" in words else loss, "distance": abs(w.item() - target)}
 
 

@@ -18,12 +18,12 @@ TARGETS = {"a": 0.0, "b": 3.0, "c": 6.0}
 AFTER = ({"kind": "train"}, {"kind": "cross_site_evaluation"})
 
 MATRIX = {
-    "version 1": {"a": 9.0, "b": 0.0, "c": 9.0},  # w is the mean of 0, 3 and 6
-    "a": {"a": 0.0, "b": 9.0, "c": 36.0},
-    "b": {"a": 9.0, "b": 0.0, "c": 9.0},
+    "version 1": {"a": 9.0, "b": 0.0, "c": 18.0},  # w is the mean of 0, 3 and 6
+    "a": {"a": 0.0, "b": 18.0, "c": 72.0},
+    "b": {"a": 9.0, "b": 0.0, "c": 18.0},
     "c": {"a": 36.0, "b": 9.0, "c": 0.0},
 }
-"""(w − t)²: rows by model, columns by whose data."""
+"""(w − t)², twice that below the target: rows by model, columns by whose data. It is not its transpose."""
 
 
 def zero() -> nn.Module:

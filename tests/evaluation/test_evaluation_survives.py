@@ -136,7 +136,7 @@ def peaks_mb(nursery: Nursery, folder: Path, megabytes: int) -> list[float]:
     finally:
         peaks.close()
     found = losses(matrix_of(folder))
-    assert found["a"] == {"a": 0.0, "b": 9.0}
+    assert found["a"] == {"a": 0.0, "b": 18.0}
     assert len(found) == 3
     return [peaks.peak_mb(process.pid) for process in (server, *sites)]
 

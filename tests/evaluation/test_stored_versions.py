@@ -86,8 +86,8 @@ def test_versions_of_a_finished_run_are_evaluated_beside_it(nursery: Nursery, tm
     found = json.loads((tmp_path / "m" / "found.json").read_text())
     assert losses(found) == {
         "version 5": {"a": 25.0, "b": 4.0},
-        "version 1": {"a": 1.0, "b": 4.0},
-        "best (version 2)": {"a": 4.0, "b": 1.0},
+        "version 1": {"a": 1.0, "b": 8.0},
+        "best (version 2)": {"a": 4.0, "b": 2.0},
         "other.safetensors": {"a": 100.0, "b": 49.0},
     }
     printed = server.output()
@@ -118,8 +118,8 @@ def test_a_run_that_is_not_finished_goes_on_after_an_evaluation(nursery: Nursery
     assert server.wait(60) == 0, server.output()
     assert [site.wait() for site in sites] == [0, 0]
     text = server.output()
-    assert losses(json.loads(text[text.index("\n{\n") :])) == {"version 2": {"b": 1.0}}
-    assert "| version 2 | 1 |" in (tmp_path / "found.md").read_text()
+    assert losses(json.loads(text[text.index("\n{\n") :])) == {"version 2": {"b": 2.0}}
+    assert "| version 2 | 2 |" in (tmp_path / "found.md").read_text()
     trained(nursery, tmp_path, 4)
     exported = nursery.start("atoll", "export", "out.safetensors", "--state-dir", "state", cwd=tmp_path)
     assert exported.wait() == 0
@@ -139,7 +139,7 @@ def test_a_server_that_runs_is_asked_for_its_matrix(nursery: Nursery, tmp_path: 
         wait_until(lambda: server.evaluation is not None and len(server.evaluation.cells) == 8, "the others' cells")
         shown = nursery.start("atoll", "evaluate", "--server", server.url, cwd=tmp_path)
         assert shown.wait() == 0
-        assert re.search(r"^a +0 +9 +—$", shown.output(), re.MULTILINE)
+        assert re.search(r"^a +0 +18 +—$", shown.output(), re.MULTILINE)
         (tmp_path / "c.go").touch()
         assert server.wait(60)
         server.run()
