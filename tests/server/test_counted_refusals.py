@@ -1,0 +1,72 @@
+"""The server counts refusals itself, and sends a site away whose worker goes on after five of them in a row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import build_model, serve
+
+import atoll
+from atoll.errors import UpdateRefused
+from atoll.tensors.modules import named_tensors
+from atoll.worker.session import Session
+
+SETTINGS: dict[str, Any] = {
+    "num_workers": 1,
+    "max_weight": 10.0,
+    "rounds": 0,
+    "heartbeat_interval_s": 0,
+    "heartbeat_timeout_s": 0,
+}
+
+
+class StubbornSite:
+    """A site that asks for the next ticket after each refusal; Atoll's own loops end after the fifth in a row."""
+
+    def __init__(self, server: atoll.Server, folder: Path) -> None:
+        self.server, self.session = server, Session(server.url, "a", folder=folder / "workers")
+
+    def submit(self, weight: float) -> None:
+        ticket = self.session.next_ticket(wait_s=10.0).ticket
+        assert ticket is not None
+        tensors = named_tensors(build_model())[0]
+        self.session.pull(ticket.base_version, ticket.base_digest, tensors)
+        self.session.form(ticket, tensors, weight=weight, steps=1, metrics={})
+        self.session.send()
+
+    def states_after_refusals(self, count: int) -> list[str]:
+        """The site's state at the server after each of so many refused updates."""
+        states = []
+        for _ in range(count):
+            with pytest.raises(UpdateRefused):
+                self.submit(weight=11.0)
+            self.session.outbox.clear()
+            states += [worker.state for worker in self.server.status().workers]
+        return states
+
+
+@pytest.mark.covers("F31")
+def test_sends_a_site_away_after_five_refusals_in_a_row(tmp_path: Path) -> None:
+    with serve(tmp_path, **SETTINGS) as server:
+        site = StubbornSite(server, tmp_path)
+        assert site.states_after_refusals(5) == ["alive"] * 4 + ["failed"]
+        assert server.status().refused == 5
+        # to join again starts no new count: the next refusal is one too many
+        assert site.states_after_refusals(1) == ["failed"]
+        # an accepted update does: it is the updates in a row that count
+        site.submit(weight=1.0)
+        assert site.states_after_refusals(5) == ["alive"] * 4 + ["failed"]
+        assert server.status().refused == 11
+        site.session.leave()
+
+
+@pytest.mark.covers("F31", "F6")
+def test_refusals_are_counted_over_restarts_of_the_server(tmp_path: Path) -> None:
+    with serve(tmp_path, **SETTINGS) as server:
+        site = StubbornSite(server, tmp_path)
+        assert site.states_after_refusals(2) == ["alive"] * 2
+        site.session.leave()
+    with serve(tmp_path, **SETTINGS) as server:
+        assert server.status().refused == 2
