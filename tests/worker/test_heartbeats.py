@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from torch import nn
@@ -69,6 +70,21 @@ def test_however_often_the_state_changes_heartbeats_keep_their_distance(
     wait_until(changed, "five heartbeats")
     assert min(later - earlier for earlier, later in pairwise(sent[:5])) > 0.09
     session.leave()
+
+
+@pytest.mark.covers("L9", "F22")
+@pytest.mark.parametrize("action", ["reset", "close"])
+def test_a_heartbeat_that_stays_unanswered_is_followed_soon_by_another(
+    server: atoll.Server, tmp_path: Path, action: Literal["reset", "close"]
+) -> None:
+    """Not after the interval, which is ten minutes here: the server may take the worker for dead before."""
+    with Proxy(int(server.url.rpartition(":")[2])) as proxy:
+        faults = [Fault("POST .*heartbeat", "down", BEFORE_HEADER, action) for _ in range(2)]
+        proxy.faults += faults
+        session = Session(proxy.url, "a", folder=tmp_path / "w")
+        wait_until(lambda: proxy.count("POST .*heartbeat") >= 3, "a third heartbeat", 60)
+        assert all(fault.reached.is_set() for fault in faults)
+        session.leave()
 
 
 @pytest.mark.covers("L13")
