@@ -57,6 +57,18 @@ def test_a_model_without_controls_fits_a_run_that_has_them(tmp_path: Path) -> No
 
 
 @pytest.mark.covers("X2")
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610, 0o601, 0o644, 0o666])
+def test_a_secret_that_more_than_its_owner_may_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "token"
+    file.write_text("secret\n")
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match=f"{mode:04o}"):
+        read_token(file)
+    file.chmod(0o600)
+    assert read_token(file) == "secret"
+
+
+@pytest.mark.covers("X2")
 def test_both_ends_speak_tls_1_3_only(tmp_path: Path) -> None:
     cert = trustme.CA().issue_cert("localhost")
     chain, key = tmp_path / "cert.pem", tmp_path / "key.pem"
