@@ -4,6 +4,7 @@
 #   make test-all    those too that take long, and repeat with other settings what the others show
 #   make bench       figures              make behaviours  which test shows which behaviour
 #   make reference   docs from the code   make clean       remove what the targets above made
+#   make mutants     small faults, each of which the tests have to notice; some 15 minutes
 #   make pythons     environments with other Pythons, for the tests of what needs no torch
 # Another interpreter: make test PYTHON=python3.12.
 
@@ -21,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The tests start more than a thousand processes: without compiled files, each compiles all of Atoll for itself.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all check bench behaviours reference pythons clean
+.PHONY: demo test test-all check bench behaviours mutants reference pythons clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -45,6 +46,9 @@ bench: $(VENV)/.demo
 
 behaviours: $(VENV)/.test
 	$(BIN)/python tools/behaviours.py
+
+mutants: $(VENV)/.test
+	$(BIN)/python tools/mutants.py
 
 pythons: $(VENV)/.test
 	$(BIN)/python tools/pythons.py

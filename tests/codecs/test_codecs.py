@@ -144,6 +144,7 @@ def test_bytes_against_fp32():
     ratios = [4 * numel / codec.encoded_bytes(numel, "F32") for codec in (Int8Codec(), Int4Codec(), TopKCodec())]
     assert [round(ratio, 2) for ratio in ratios] == [3.94, 7.76, 136.53]
     assert TopKCodec(density=0.02).k == 80  # 81.92, to the nearest 16
+    assert TopKCodec(density=0.022).k == 96  # 90.112, to the nearest, not the lower
     assert TopKCodec(density=1e-9).k == 16
 
 

@@ -29,6 +29,11 @@ def test_how_many_are_drawn(fraction: float, minimum: int, at_least: int, drawn:
     assert len(Sampling(fraction, minimum).draw(SITES, 0, 0, at_least)) == drawn
 
 
+def test_a_share_that_is_not_exact_in_binary_draws_nobody_else() -> None:
+    assert 0.07 * 100 > 7
+    assert len(Sampling(0.07).draw([f"site-{index}" for index in range(100)], 0, 0)) == 7
+
+
 def test_a_draw_depends_on_seed_and_round_and_on_nothing_else() -> None:
     sampling = Sampling(0.2, seed=1)
     first = sampling.draw(SITES, 0, 5)

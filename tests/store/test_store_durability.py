@@ -70,6 +70,26 @@ def test_a_finished_run_that_fell_back_is_no_longer_finished(tmp_path: Path) -> 
     store.close()
 
 
+@pytest.mark.covers("F26")
+def test_durable_is_said_after_fsync_of_every_file_of_a_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against a `sync` that does not reach the disk: the system is asked for each file, and for the folder."""
+    store = first(tmp_path)
+    play_round(store, 0)
+    asked: list[str] = []
+    fsync = os.fsync
+
+    def told(fd: int) -> None:
+        asked.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name.partition("-")[0])
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", told)
+    assert store.write_durable() == 1
+    assert asked == ["version", "state", "slots"]
+    store.close()
+
+
 def lose(store: Store, *versions: int) -> Store:
     """Close the store, damage these versions as a power loss would, and start again."""
     paths = [store.pool(VERSION, 0)[store.version(0, version).slot].path for version in versions]

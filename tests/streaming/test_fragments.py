@@ -56,6 +56,15 @@ def test_equal_layers_are_shared_out_equally() -> None:
     assert [each.nbytes for each in made.schemas] == [3 * (8 * 8 + 8) * 4] * 4
 
 
+@pytest.mark.covers("L8")
+def test_fragments_are_balanced_by_bytes_not_by_tensors() -> None:
+    """One tensor of 8 elements is as large as the four behind it; by their number, the cut would be in the middle."""
+    sizes = [8, 2, 2, 2, 2, 4]
+    made = split(Schema.build([TensorSpec(f"{index}.weight", "F32", (size,)) for index, size in enumerate(sizes)]), 2)
+    assert made.places == (0, 0, 1, 1, 1, 1)
+    assert [each.nbytes for each in made.schemas] == [40, 40]
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import base64
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from kit import serve
 
+import atoll
 from atoll.testing.processes import wait_until
 from atoll.transport.client import Http
 from atoll.wire import messages, routes
-from atoll.wire.swarm_messages import Collected, Held, PeerReport, PeerWork, Source
+from atoll.wire.swarm_messages import Closed, Collected, Held, PeerReport, PeerWork, Source
 
 ADDRESSES = {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10"}
 
@@ -23,17 +27,23 @@ class Site:
         self.http, self.name, self.address, self._reports = Http(url), name, ADDRESSES[name], 0
         join = messages.Join(protocol=routes.PROTOCOL, site=name, peer=self.address)
         self.http.lease = self.http.post(routes.WORKERS, join, messages.Joined).lease
-        digest = self.http.get(routes.MANIFEST.format(fragment=0, version=0), messages.Manifest).digest
-        self._held = Held(fragment=0, version=0, digest=digest, source=Source(version=self.reference()))
+        manifest = self.http.get(routes.MANIFEST.format(fragment=0, version=0), messages.Manifest)
+        self.part_digests = manifest.part_digests
+        self._held = Held(fragment=0, version=0, digest=manifest.digest, source=Source(version=self.reference()))
 
     def reference(self) -> str:
         return f"atoll-ref://{self.address.removeprefix('http://')}/{'0' * 32}?expires=1#{'0' * 32}.{'0' * 64}"
 
-    def report(self, *collected: Collected) -> PeerWork:
+    def report(self, *collected: Collected, closed: Sequence[Closed] = ()) -> PeerWork:
         self._reports += 1
         reached = [address for name, address in ADDRESSES.items() if name != self.name]
         report = PeerReport(
-            address=self.address, number=self._reports, held=[self._held], reached=reached, collected=list(collected)
+            address=self.address,
+            number=self._reports,
+            held=[self._held],
+            reached=reached,
+            collected=list(collected),
+            closed=list(closed),
         )
         return self.http.post(routes.SWARM, report, PeerWork)
 
@@ -41,28 +51,74 @@ class Site:
         return self.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState).outcome.state
 
 
-@pytest.mark.covers("P10", "F18")
-def test_counts_a_collected_update_only_with_the_digest_that_was_offered(tmp_path: Path) -> None:
-    """The aggregating worker collected an earlier update under the ticket: it has yet to collect the offered one."""
-    with serve(tmp_path, placement="swarm", aggregators=["a"], heartbeat_timeout_s=0) as server:
+class Offer:
+    """An update of a site, offered until another one has collected it."""
+
+    def __init__(self, pool: Executor, site: Site, digest: str) -> None:
+        request = messages.TicketRequest(wait_s=10.0)
+        ticket = site.http.post(routes.TICKETS, request, messages.TicketReply, timeout_s=30.0).ticket
+        assert ticket is not None
+        self.ticket, self._digest, self._source = ticket.ticket, digest, site.reference()
+        complete = messages.Complete(digest=digest, weight=1.0, steps=1, source=self._source)
+        path = routes.COMPLETE.format(ticket=self.ticket)
+        self.receipt: Future[messages.Receipt] = pool.submit(
+            site.http.post, path, complete, messages.Receipt, timeout_s=60.0
+        )
+
+    def collected(self, digest: str = "", bad: str = "") -> Collected:
+        """What the aggregating site says of it; by default that it has it."""
+        return Collected(ticket=self.ticket, digest=digest or self._digest, source=self._source, bad=bad)
+
+
+@contextmanager
+def swarm(folder: Path) -> Iterator[tuple[atoll.Server, Site, Site]]:
+    """Two sites that reach each other and hold the initial version; the first aggregates."""
+    with serve(folder, placement="swarm", aggregators=["a"], heartbeat_interval_s=0, heartbeat_timeout_s=0) as server:
         a, b = Site(server.url, "a"), Site(server.url, "b")
         for _ in range(2):
             a.report(), b.report()
-        request = messages.TicketRequest(wait_s=10.0)
-        ticket = b.http.post(routes.TICKETS, request, messages.TicketReply, timeout_s=30.0).ticket
-        assert ticket is not None
-        offered, earlier = "1" * 64, "2" * 64
-        complete = messages.Complete(digest=offered, weight=1.0, steps=1, source=b.reference())
-        with ThreadPoolExecutor(1) as thread:
-            receipt = thread.submit(
-                b.http.post, routes.COMPLETE.format(ticket=ticket.ticket), complete, messages.Receipt, timeout_s=60.0
-            )
-            wait_until(lambda: a.report().collect or receipt.done(), "the offer")
-            a.report(Collected(ticket=ticket.ticket, digest=earlier, source=b.reference()))
-            assert a.state_of(ticket.ticket) == "open"
-            a.report(Collected(ticket=ticket.ticket, digest=earlier, source=b.reference(), bad="it holds NaN"))
-            assert a.state_of(ticket.ticket) == "open"
-            a.report(Collected(ticket=ticket.ticket, digest=offered, source=b.reference()))
-            assert a.state_of(ticket.ticket) == "accepted"
-            assert receipt.result(60).accepted
+        yield server, a, b
         a.http.close(), b.http.close()
+
+
+def aggregator(server: atoll.Server) -> str:
+    place = server.status().fragments[0].place
+    assert place is not None
+    return place.aggregator
+
+
+@pytest.mark.covers("P10", "F18")
+def test_counts_a_collected_update_only_with_the_digest_that_was_offered(tmp_path: Path) -> None:
+    """The aggregating site collected an earlier update under the ticket: it has yet to collect the offered one."""
+    with swarm(tmp_path) as (_, a, b), ThreadPoolExecutor() as pool:
+        offer, earlier = Offer(pool, b, "1" * 64), "2" * 64
+        wait_until(lambda: a.report().collect or offer.receipt.done(), "the offer")
+        a.report(offer.collected(earlier))
+        assert a.state_of(offer.ticket) == "open"
+        a.report(offer.collected(earlier, bad="it holds NaN"))
+        assert a.state_of(offer.ticket) == "open"
+        a.report(offer.collected())
+        assert a.state_of(offer.ticket) == "accepted"
+        assert offer.receipt.result(60).accepted
+
+
+@pytest.mark.covers("P10", "X3")
+def test_replaces_an_aggregator_whose_digests_make_up_no_version(tmp_path: Path) -> None:
+    """As many digests as a version has, each of them well-formed; but the version that is named has others."""
+    with swarm(tmp_path) as (server, a, b), ThreadPoolExecutor() as pool:
+        offers = [Offer(pool, a, "1" * 64), Offer(pool, b, "2" * 64)]
+        wait_until(lambda: len(a.report().collect) == 2, "both offers")
+        collected = [offer.collected() for offer in offers]
+        (close,) = wait_until(lambda: a.report(*collected).close, "the round that is to be reduced")
+        assert aggregator(server) == "a"
+        closed = Closed(
+            fragment=0,
+            version=close.version,
+            tickets=[share.ticket for share in close.updates],
+            digest="0" * 64,
+            part_digests=base64.b64encode(bytes.fromhex("".join(a.part_digests))).decode(),
+        )
+        a.report(*collected, closed=[closed])
+        assert aggregator(server) == "b"
+        assert server.status().version == 0
+        server.stop()

@@ -318,6 +318,19 @@ def test_a_pull_that_broke_off_resumes_at_the_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F1")
+def test_a_version_is_not_held_while_it_is_pulled(tmp_path: Path) -> None:
+    base = base_with(tmp_path, {"w": torch.arange(8.0)}, version=1)
+    assert base.holds("run", f"{1:064x}")
+    digests = [base.digest(part).hex() for part in base.layout.parts]
+    base.begin(BaseNote("run", 0, 2, f"{2:064x}", digests, complete=False))
+    assert not base.holds("run", f"{1:064x}")
+    assert not base.holds("run", f"{2:064x}")
+    base.finish()
+    assert base.holds("run", f"{2:064x}")
+    assert not base.holds("another", f"{2:064x}")
+
+
+@pytest.mark.covers("F1")
 def test_of_some_parts_only_the_wrong_ones_are_found(tmp_path: Path) -> None:
     """Digests are always of all parts: of two parts looked at, the right one is not taken for wrong."""
     base = base_with(tmp_path, {"w": torch.arange(9_000_000, dtype=torch.float32)})  # three parts
