@@ -6,6 +6,7 @@
 #   make reference   docs from the code   make clean       remove what the targets above made
 #   make mutants     small faults, each of which the tests have to notice; some 15 minutes
 #   make pythons     environments with other Pythons, for the tests of what needs no torch
+#   make golden      write the digests of tests/golden anew, and print old → new
 # Another interpreter: make test PYTHON=python3.12.
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The tests start more than a thousand processes: without compiled files, each compiles all of Atoll for itself.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all check bench behaviours mutants reference pythons clean
+.PHONY: demo test test-all check bench behaviours mutants reference golden pythons clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -49,6 +50,9 @@ behaviours: $(VENV)/.test
 
 mutants: $(VENV)/.test
 	$(BIN)/python tools/mutants.py
+
+golden: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python tools/golden.py
 
 pythons: $(VENV)/.test
 	$(BIN)/python tools/pythons.py
