@@ -254,3 +254,8 @@ def joined_metrics(of_fit: Mapping[str, float], of_global: Mapping[str, float]) 
                 "Log it under another name.",
             )
     return {**of_fit, **named}
+
+
+def is_validating(trainer: Any) -> bool:
+    """Whether this is `trainer.validate` of the global model: not inside of fit, and not of a checkpoint."""
+    return trainer.state.fn is not None and trainer.state.fn.value == "validate" and not trainer.ckpt_path

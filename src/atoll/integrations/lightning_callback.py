@@ -192,7 +192,7 @@ class AtollCallback(Callback):
 
     @border
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        if _is_validating(trainer) and self._takes_part and not self.measuring:
+        if fitting.is_validating(trainer) and self._takes_part and not self.measuring:
             self._module = pl_module
             ranks = self._ranks(trainer)
             state = ranks.agree(self._state)
@@ -202,7 +202,7 @@ class AtollCallback(Callback):
                 self._finish(ranks, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if _is_validating(trainer) and not self.measuring:
+        if fitting.is_validating(trainer) and not self.measuring:
             self._global_metrics = fitting.metrics_of(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -396,8 +396,3 @@ class AtollCallback(Callback):
         if diloco is not None:
             self._finished = diloco.over
             diloco.stop(error)
-
-
-def _is_validating(trainer: Any) -> bool:
-    """Whether this is `trainer.validate` of the global model: not inside of fit, and not of a checkpoint."""
-    return trainer.state.fn is not None and trainer.state.fn.value == "validate" and not trainer.ckpt_path
