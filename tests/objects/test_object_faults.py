@@ -220,7 +220,9 @@ def test_receivers_that_stand_still_hold_up_nobody_and_nothing() -> None:
         stalled = [socket.create_connection(("127.0.0.1", ref.port), timeout=20) for _ in range(12)]
         try:
             for sock in stalled:  # three times as many as the publisher has threads; they read nothing
-                sock.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n{routes.SECRET_HEADER}: {ref.secret}\r\n\r\n".encode())
+                sock.sendall(
+                    f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{routes.SECRET_HEADER}: {ref.secret}\r\n\r\n".encode()
+                )
             wait_until(lambda: served(publisher, ref).readers == 12, "all of them")
             assert torch.equal(atoll.fetch(ref)["w"], big["w"])
             wait_until(lambda: not served(publisher, ref).readers, "the end of those that stand still")
@@ -365,7 +367,7 @@ def test_who_is_no_publisher_says_so() -> None:
     with atoll.Publisher() as publisher:
         ref = publisher.publish({})
         with socket.create_connection(("127.0.0.1", publisher.port), timeout=20) as raw:
-            raw.sendall(b"GET /v1/run HTTP/1.1\r\nHost: x\r\n\r\n")
+            raw.sendall(b"GET /v1/run HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert raw.recv(100).startswith(b"HTTP/1.1 404 ")
         with pytest.raises(AuthError):
             publisher.withdraw(dataclasses.replace(ref, secret="0" * 32))

@@ -92,7 +92,7 @@ def test_as_many_files_as_the_system_allows_may_be_open() -> None:
 
 def ask_for_ever(talk: socket.socket) -> None:
     while True:
-        talk.sendall(f"GET {routes.OPENAPI} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 100)
+        talk.sendall(f"GET {routes.OPENAPI} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() * 100)
 
 
 @pytest.mark.parametrize("tls", [False, True])

@@ -43,7 +43,7 @@ def request(server: atoll.Server, head: str, lease: str, length: int, kind: str)
     raw = socket.create_connection(("127.0.0.1", server.port))
     raw.settimeout(20.0)
     raw.sendall(
-        f"{head} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{routes.LEASE_HEADER}: {lease}\r\n"
+        f"{head} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{routes.LEASE_HEADER}: {lease}\r\n"
         f"Content-Type: {kind}\r\nContent-Length: {length}\r\n\r\n".encode()
     )
     return raw

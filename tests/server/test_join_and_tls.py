@@ -93,7 +93,9 @@ def test_a_token_that_is_no_text_is_refused_like_any_other(tmp_path: Path, monke
     monkeypatch.setenv("ATOLL_TOKEN", "secret")
     with atoll.Server(nn.Linear(2, 1), port=0, algorithm="fedavg", state_dir=tmp_path / "s") as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=20.0) as raw:
-            raw.sendall(f"GET {routes.RUN} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer ".encode() + b"\xff\r\n\r\n")
+            raw.sendall(
+                f"GET {routes.RUN} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer ".encode() + b"\xff\r\n\r\n"
+            )
             assert raw.recv(100).startswith(b"HTTP/1.1 401 ")
         http = Http(server.url, token="secret")
         http.get(routes.RUN, messages.RunInfo)

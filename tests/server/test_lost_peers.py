@@ -33,7 +33,7 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 
 def send(server: atoll.Server, *lines: str, body: bytes = b"") -> socket.socket:
     raw = socket.create_connection(("127.0.0.1", server.port))
-    raw.sendall("\r\n".join((*lines, "Host: x", "", "")).encode() + body)
+    raw.sendall("\r\n".join((*lines, "Host: localhost", "", "")).encode() + body)
     return raw
 
 

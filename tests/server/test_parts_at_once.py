@@ -42,7 +42,7 @@ def begun(server: atoll.Server, lease: str, ticket: int, part: int) -> Iterator[
     path = routes.PART.format(ticket=ticket, part=part)
     with socket.create_connection(("127.0.0.1", server.port), timeout=20.0) as raw:
         raw.sendall(
-            f"PUT {path} HTTP/1.1\r\nHost: x\r\n{routes.LEASE_HEADER}: {lease}\r\n"
+            f"PUT {path} HTTP/1.1\r\nHost: localhost\r\n{routes.LEASE_HEADER}: {lease}\r\n"
             f"Content-Length: {PART_BYTES + routes.DIGEST_BYTES}\r\n\r\nx".encode()
         )
         yield raw
@@ -82,7 +82,7 @@ def test_a_request_brings_whole_parts_and_not_too_many(server: atoll.Server, tmp
     assert granted is not None
     with socket.create_connection(("127.0.0.1", server.port), timeout=20.0) as raw:
         raw.sendall(
-            f"PUT {routes.PART.format(ticket=granted.ticket, part=0)} HTTP/1.1\r\nHost: x\r\n"
+            f"PUT {routes.PART.format(ticket=granted.ticket, part=0)} HTTP/1.1\r\nHost: localhost\r\n"
             f"{routes.LEASE_HEADER}: {session.http.lease}\r\nContent-Length: {nbytes}\r\n\r\n".encode()
         )
         told = raw.recv(2**16)
@@ -108,7 +108,7 @@ def test_little_is_held_of_a_body_that_nobody_reads(server: atoll.Server, monkey
     http.close()
     path = routes.VERSION_DATA.format(fragment=0, version=0, digest=manifest.digest)
     with socket.create_connection(("127.0.0.1", server.port), timeout=20.0) as raw:
-        raw.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n".encode())
+        raw.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n".encode())
         assert raw.recv(100).startswith(b"HTTP/1.1 200 ")
     assert limits == [2**17]
 

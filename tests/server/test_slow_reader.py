@@ -22,7 +22,7 @@ def stalled_get(server: atoll.Server, path: str) -> tuple[socket.socket, bytes]:
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     raw.settimeout(30.0)
     raw.connect(("127.0.0.1", server.port))
-    raw.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    raw.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
     return raw, raw.recv(1000)
 
 

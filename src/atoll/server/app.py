@@ -148,6 +148,7 @@ def _guard(gate: Gate, run: Run) -> Any:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
+            gate.require_host(request.headers.getall("Host", []))
             if request.match_info.route.name not in open_names:
                 request[IDENTITY] = gate.admit(request.headers.get("Authorization"))
             return await handler(request)

@@ -7,6 +7,8 @@ credentials here; the handlers already ask `Identity.require_site`.
 from __future__ import annotations
 
 import hmac
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -39,10 +41,36 @@ IDENTITY = web.RequestKey("identity", Identity)
 
 
 class Gate:
-    """Checks the Authorization header of every request."""
+    """Checks the Host and Authorization headers of every request.
 
-    def __init__(self, token: str | None) -> None:
+    Args:
+        token: that a request has to carry; None: no one does.
+        local: whether only this machine reaches the server. Without a token, requests must then name a loopback host.
+    """
+
+    def __init__(self, token: str | None, *, local: bool = False) -> None:
         self._token = token.encode() if token else None
+        self._needs_local_name = local and self._token is None
+
+    def require_host(self, hosts: Sequence[str]) -> None:
+        """Refuse what a web page of another name sends from this machine's browser: DNS rebinding.
+
+        A page may have its own name resolved to 127.0.0.1. The browser then sends its requests here, lets the page
+        read the answers, and says in Host which name the page has.
+
+        Args:
+            hosts: the Host headers of the request.
+
+        Raises:
+            AuthError: there is none, or one is not a loopback name.
+        """
+        if not self._needs_local_name or (hosts and all(map(_is_local_name, hosts))):
+            return
+        raise AuthError(
+            f"The request is for host {', '.join(hosts)[:100]!r}, and this server without a token takes those for "
+            "this machine only.",
+            "Ask for 127.0.0.1, [::1] or localhost; or set ATOLL_TOKEN at the server and its workers.",
+        )
 
     def admit(self, authorization: str | None) -> Identity:
         """The identity behind a request.
@@ -60,6 +88,16 @@ class Gate:
                 "Set ATOLL_TOKEN, or ATOLL_TOKEN_FILE to a file of mode 0600 that holds it.",
             )
         return Identity()
+
+
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})?")
+"""A name or an IPv4 address, or an IPv6 address in brackets; and a port."""
+
+
+def _is_local_name(host: str) -> bool:
+    """Whether a Host header names this machine: any port, as another one may be forwarded to this server."""
+    match = _HOST.fullmatch(host.strip())
+    return match is not None and is_loopback(match[1].lower().removesuffix("."))
 
 
 def open_gate(settings: Settings) -> Gate:
@@ -83,4 +121,4 @@ def open_gate(settings: Settings) -> Gate:
                 f"host is {settings.host}, which others can reach, without {' and without '.join(lacking)}.",
                 "Give them, or listen on 127.0.0.1, or say --insecure if the network is your own.",
             )
-    return Gate(token)
+    return Gate(token, local=is_loopback(settings.host))
