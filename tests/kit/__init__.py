@@ -15,6 +15,7 @@ from kit.digests import exported, tensors_digest
 from kit.folders import copy_folder, stop_group
 from kit.models import SITES, build_model, local_step, train_
 from kit.processes import ForkedServer, ForkedSite, write_run_file
+from kit.requests import joined, post
 from kit.servers import SETTINGS, serve
 from kit.sites import DiLoCoSites, FederatedSites, Threads, together
 
@@ -29,7 +30,9 @@ __all__ = [
     "build_model",
     "copy_folder",
     "exported",
+    "joined",
     "local_step",
+    "post",
     "serve",
     "stop_group",
     "tensors_digest",

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-import urllib.error
 import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-from kit import FederatedSites, serve
+from kit import FederatedSites, joined, post, serve
 
 import atoll
 from atoll import failpoints
@@ -19,24 +16,6 @@ from atoll.errors import Superseded
 from atoll.testing.processes import free_port
 
 SECRET_DIGITS = 32
-
-
-def post(url: str, path: str, body: dict[str, Any], lease: str = "") -> tuple[int, dict[str, Any]]:
-    """Status and body of one request, as any program may send it."""
-    headers = {"Content-Type": "application/json"} | ({"Atoll-Lease": lease} if lease else {})
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers, method="POST")
-    try:
-        with urllib.request.urlopen(request, timeout=30) as reply:
-            return reply.status, json.loads(reply.read() or b"{}")
-    except urllib.error.HTTPError as refused:
-        return refused.code, json.loads(refused.read())
-
-
-def joined(url: str, site: str, process: str = "") -> str:
-    """The lease that the server gives to a new process of a site."""
-    status, reply = post(url, "/v1/workers", {"protocol": 1, "site": site, "process": process})
-    assert status == 200, reply
-    return str(reply["lease"])
 
 
 def state_of(server: atoll.Server, site: str) -> str:
@@ -62,7 +41,7 @@ def guesses(lease: str) -> dict[str, str]:
 @pytest.mark.parametrize("process", ["", "0123456789abcdef"], ids=["no id", "an id"])
 def test_refuses_requests_whose_lease_lacks_the_secret(tmp_path: Path, process: str) -> None:
     with serve(tmp_path) as server:
-        lease = joined(server.url, "a", process)
+        lease = joined(server.url, "a", process=process)
         for what, guess in guesses(lease).items():
             for path, body in (("/v1/workers/leave", {}), ("/v1/heartbeat", {"state": "x"}), ("/v1/tickets", {})):
                 status, reply = post(server.url, path, body, guess)
@@ -76,7 +55,7 @@ def test_refuses_requests_whose_lease_lacks_the_secret(tmp_path: Path, process: 
 
 def test_gives_128_secret_bits_with_each_lease(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
-        secrets = {joined(server.url, "a", "1").rpartition(":")[2] for _ in range(8)}
+        secrets = {joined(server.url, "a", process="1").rpartition(":")[2] for _ in range(8)}
     assert len(secrets) == 8
     assert all(re.fullmatch(f"[0-9a-f]{{{SECRET_DIGITS}}}", secret) for secret in secrets)
 
@@ -85,7 +64,7 @@ def test_gives_128_secret_bits_with_each_lease(tmp_path: Path) -> None:
 def test_honours_a_lease_after_the_server_was_started_again(tmp_path: Path) -> None:
     port = free_port()
     with serve(tmp_path, port=port) as server:
-        lease = joined(server.url, "a", "1")
+        lease = joined(server.url, "a", process="1")
     with serve(tmp_path, port=port) as server:
         for guess in guesses(lease).values():
             assert post(server.url, "/v1/heartbeat", {}, guess)[0] in (400, 409)
@@ -112,7 +91,7 @@ def test_a_site_trains_no_round_twice_when_the_server_is_started_again(tmp_path:
 @pytest.mark.covers("F19")
 def test_tells_an_older_process_that_it_was_superseded(tmp_path: Path) -> None:
     with serve(tmp_path) as server, atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-        joined(server.url, "a", "newer")
+        joined(server.url, "a", process="newer")
         with pytest.raises(Superseded):
             for _ in worker:
                 pass
@@ -121,7 +100,7 @@ def test_tells_an_older_process_that_it_was_superseded(tmp_path: Path) -> None:
 def test_the_secret_is_in_no_log_status_or_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     with serve(tmp_path) as server:
-        leases = [joined(server.url, site, "1") for site in ("a", "b", "a")]
+        leases = [joined(server.url, site, process="1") for site in ("a", "b", "a")]
         post(server.url, "/v1/heartbeat", {}, leases[0])
         post(server.url, "/v1/workers/leave", {"error": "x"}, leases[1])
         shown = [server.status().model_dump_json()]
@@ -142,7 +121,7 @@ def test_a_join_that_the_journal_cannot_take_leaves_the_lease_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve(tmp_path) as server:
-        lease = joined(server.url, "a", "1")
+        lease = joined(server.url, "a", process="1")
         with monkeypatch.context() as full:
             full.setattr(failpoints, "_actions", failpoints._parse("journal.commit=enospc"))
             full.setattr(failpoints, "_reached", {})

@@ -12,6 +12,7 @@ import typer
 
 from atoll.cli.directory import journal_of
 from atoll.errors import StateCorrupt
+from atoll.visible import visible
 
 
 class _Reader:
@@ -37,7 +38,7 @@ def command(
         return
     for seq, at, what, detail in entries:
         told = ", ".join(f"{key} {value}" for key, value in json_module.loads(detail).items())
-        print(f"{seq:>6}  {at}  {what:<10} {told}")
+        print(visible(f"{seq:>6}  {at}  {what:<10} {told}"))
     print(f"{count} entries, unbroken; the last hash is {digest}")
 
 

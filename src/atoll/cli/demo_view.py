@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from atoll.cli.text import awaited, size
+from atoll.visible import visible
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -64,7 +65,7 @@ class Lines(View):
 
     def say(self, text: str) -> None:
         self.said = time.monotonic()
-        print(f"{self.clock}  {text}", flush=True)
+        print(f"{self.clock}  {visible(text)}", flush=True)
 
     def update(self, status: status_messages.Status) -> None:
         super().update(status)
@@ -138,9 +139,9 @@ class Live(View):
                 if steps
                 else [worker.labels.get("images", ""), str(worker.version)]
             )
-            table.add_row(
-                worker.site, Text(doing, style=colour), *middle, size(worker.bytes_up), size(worker.bytes_down)
-            )
+            numbers = [*middle, size(worker.bytes_up), size(worker.bytes_down)]
+            told = [Text(visible(each)) for each in (worker.site, *numbers)]
+            table.add_row(told[0], Text(visible(doing), style=colour), *told[1:])
         return table
 
 

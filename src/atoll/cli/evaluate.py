@@ -19,6 +19,7 @@ from atoll.cli.directory import journal_of
 from atoll.cli.text import counted
 from atoll.config import Settings
 from atoll.errors import UsageError
+from atoll.visible import VisibleLines, visible
 
 if TYPE_CHECKING:
     from atoll.wire.evaluations import Evaluation
@@ -131,7 +132,7 @@ def _evaluated(settings: Settings, asked: dict[str, Any], run_file: Path) -> Eva
 def _lines_on_stderr() -> None:
     """What happens, beside what is printed in the end."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(VisibleLines())
     logger = logging.getLogger("atoll")
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
@@ -147,7 +148,7 @@ def show(evaluation: Evaluation, *, as_json: bool) -> None:
     else:
         from atoll.wire.evaluations import plain
 
-        print("\n".join(plain(evaluation)))
+        print("\n".join(map(visible, plain(evaluation))))
 
 
 def _tables(evaluation: Evaluation) -> None:
@@ -160,10 +161,10 @@ def _tables(evaluation: Evaluation) -> None:
         head, *rows = evaluation.rows(metric)
         table = Table()
         for column, name in enumerate(head):
-            table.add_column(Text(name), justify="right" if column else "left")
+            table.add_column(Text(visible(name)), justify="right" if column else "left")
         for row in rows:
-            table.add_row(*map(Text, row))
-        console.print(Text(f"{metric} (rows: models, columns: whose data)", style="bold"))
+            table.add_row(*(Text(visible(cell)) for cell in row))
+        console.print(Text(f"{visible(metric)} (rows: models, columns: whose data)", style="bold"))
         console.print(table)
     for line in evaluation.empty():
-        console.print(Text(f"empty: {line}", style="yellow"))
+        console.print(Text(visible(f"empty: {line}"), style="yellow"))

@@ -9,6 +9,7 @@ import typer
 from atoll.children import Terminated
 from atoll.cli import audit, bench, demo, evaluate, export, init, server, simulate, status, worker
 from atoll.errors import AtollError
+from atoll.visible import visible, visible_lines
 
 INTERRUPTED, TERMINATED = 130, 143
 """128 + SIGINT and 128 + SIGTERM, as shells have it."""
@@ -57,8 +58,8 @@ def main() -> None:
         app()
     except AtollError as error:
         if error.trace:
-            print(error.trace, file=sys.stderr)
-        print(f"atoll: {' '.join(str(error).split())}", file=sys.stderr)
+            print(visible_lines(error.trace), file=sys.stderr)
+        print(f"atoll: {visible(' '.join(str(error).split()))}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None

@@ -28,6 +28,7 @@ from atoll.cli.text import (
     workflow_lines,
 )
 from atoll.errors import ServerUnreachable
+from atoll.visible import visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -82,7 +83,7 @@ def _ask_again(address: str) -> status_messages.Status:
             return _ask(address)
         except ServerUnreachable as error:
             if not said:
-                print(f"atoll: {error.message} {AWAY}", file=sys.stderr, flush=True)
+                print(f"atoll: {visible(error.message)} {AWAY}", file=sys.stderr, flush=True)
             said = True
 
 
@@ -139,7 +140,7 @@ COLUMNS = (
 
 def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
     """One worker in the order of `COLUMNS`."""
-    return [
+    cells = [
         worker.site,
         worker.state,
         worker.doing,
@@ -154,6 +155,7 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
         f"{duration(worker.last_heartbeat_s)} ago" if worker.heard else "not since the server restarted",
         worker.error or numbers(worker.metrics),
     ]
+    return [visible(cell) for cell in cells]
 
 
 def headline(status: status_messages.Status, address: str) -> list[str]:
@@ -172,7 +174,7 @@ def headline(status: status_messages.Status, address: str) -> list[str]:
         lines.append(f"{name}version {fragment.version}, {fragment.phase}{f'; {waiting}' if waiting else ''}")
         if fragment.place is not None:
             lines.append(f"{name}{placed(fragment.place)}")
-    return lines + [f"warning: {warning}" for warning in status.warnings]
+    return [visible(line) for line in (*lines, *(f"warning: {warning}" for warning in status.warnings))]
 
 
 def _of_training(status: status_messages.Status) -> list[str]:
@@ -218,7 +220,7 @@ def plain(status: status_messages.Status, address: str) -> list[str]:
 def latest(status: status_messages.Status) -> list[str]:
     """The last rounds, or the last tasks of a workflow, a line each."""
     rounds = [round_line(summary) for summary in status.history[-ROUNDS_SHOWN:]]
-    return [*rounds, *(task_line(task) for task in status.sent[-ROUNDS_SHOWN:])]
+    return [visible(line) for line in (*rounds, *(task_line(task) for task in status.sent[-ROUNDS_SHOWN:]))]
 
 
 def table(status: status_messages.Status, address: str) -> RenderableType:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from atoll.visible import VisibleLines
 from atoll.wire.units import duration as duration
 from atoll.wire.units import size as size
 from atoll.wire.units import time_left as time_left
@@ -150,7 +151,7 @@ class _Lines(logging.StreamHandler[TextIO]):
 def log_lines(stream: TextIO | None = None) -> None:
     """Let everything that Atoll's parts log appear as lines, with the time of day; by default on standard output."""
     handler = _Lines() if stream is None else logging.StreamHandler(stream)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(VisibleLines())
     logger = logging.getLogger("atoll")
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)

@@ -167,7 +167,7 @@ def _guard(gate: Gate, run: Run) -> Any:
         except web.HTTPRequestEntityTooLarge as refused:
             return problem("too_large", f"{refused.text}.", "Send less.")
         except ConnectionError as error:  # an ordinary lost worker; it joins again or is declared dead
-            LOG.debug("%s %s: %s", request.method, request.path, error)
+            LOG.debug("%s %r: %s", request.method, request.path, error)
             break_off(request)
             return web.Response()  # to nobody
         except (TimeoutError, asyncio.CancelledError):
@@ -178,12 +178,12 @@ def _guard(gate: Gate, run: Run) -> Any:
             if gone := directory_gone(state_dir):
                 run.fail(gone)
             else:
-                LOG.exception("%s %s", request.method, request.path)
+                LOG.exception("%s %r", request.method, request.path)
             return problem("store", f"The server's disk failed: {os.strerror(error.errno or 0)}.")
         except web.HTTPException:
             raise
         except Exception:
-            LOG.exception("%s %s", request.method, request.path)
+            LOG.exception("%s %r", request.method, request.path)
             return problem("error", "The server failed; its log says why.")
         finally:
             bypass = bypass_of(request)

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from atoll.errors import AtollError, BadRequest, LeaseLost, Superseded
 from atoll.rounds import effects as fx
 from atoll.store.rows import MemberRow
+from atoll.visible import visible
 from atoll.wire import messages
 from atoll.wire.objects import new_id, seal
 
@@ -145,13 +146,13 @@ def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]
     return {
         member.site: Presence(
             site=member.site,
-            host=member.host,
+            host=visible(member.host),
             process=member.process.partition(":")[0],
             sealed=member.process.partition(":")[2],
             joined_at=member.joined_at,
-            labels=json.loads(member.labels_json),
+            labels={visible(key): visible(value) for key, value in json.loads(member.labels_json).items()},
             state=member.state,
-            error=member.detail,
+            error=visible(member.detail),
             rounds=member.rounds_counted,
             bases={index: bases[member.site] for index, bases in enumerate(versions) if member.site in bases},
             heard=False,

@@ -22,6 +22,7 @@ from atoll.simulate.client import Client
 from atoll.simulate.jobs import Answer, Beginning
 from atoll.simulate.seldom import Seldom
 from atoll.simulate.session import Shared, VirtualSession, VirtualWorker
+from atoll.visible import VisibleLines
 from atoll.wire import messages
 from atoll.worker.functional import forget
 from atoll.worker.seat import taken_by
@@ -125,7 +126,7 @@ def _say_little() -> None:
     """Warnings of virtual workers, on standard error; what they do is nobody's news."""
     logger = logging.getLogger("atoll")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s atoll: %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(VisibleLines("atoll: "))
     handler.addFilter(Seldom())
     logger.handlers[:] = [handler]
     logger.setLevel(logging.WARNING)

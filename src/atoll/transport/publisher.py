@@ -308,7 +308,7 @@ async def _guard(
     except web.HTTPException as error:
         return problem("not_found" if error.status == 404 else "method", "Only published objects are served here.")
     except ConnectionError as error:
-        LOG.debug("%s %s: %s", request.method, request.path, error)
+        LOG.debug("%s %r: %s", request.method, request.path, error)
         break_off(request)
         return web.Response()  # to nobody
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 from atoll.errors import VersionSkew
 from atoll.tensors.fragments import Split
 from atoll.tensors.schema import Schema, TensorSpec
+from atoll.visible import visible
 
 Site = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """A worker's name: letters, digits, `.`, `_`, `-`; at most 64; shown, logged, and safe as the name of a folder."""
@@ -35,14 +36,25 @@ LEASE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}:[0-9]{1,18}:[0-9A-Za-z]{0,64}
 NUMBER_BELOW = 2**62
 """Of what the server issues: tickets, versions, parts."""
 
+
+def _shown(most: int) -> AfterValidator:
+    """Text that a peer writes and people read, in logs and status: what does not print becomes its escape."""
+    return AfterValidator(lambda text: visible(text, most))
+
+
 METRICS, METRIC_CHARS = 256, 128
 """The most metrics of an update, and the longest name of one."""
-Metrics = Annotated[dict[Annotated[str, StringConstraints(max_length=METRIC_CHARS)], float], Field(max_length=METRICS)]
-Labels = Annotated[
-    dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=256)]],
-    Field(max_length=32),
-]
-Text = Annotated[str, StringConstraints(max_length=2000)]
+MetricName = Annotated[str, StringConstraints(max_length=METRIC_CHARS), _shown(METRIC_CHARS)]
+Host = Annotated[str, StringConstraints(max_length=256), _shown(256)]
+Label = Host
+LabelName = Annotated[str, StringConstraints(max_length=64), _shown(64)]
+State = LabelName
+Address = Annotated[str, StringConstraints(max_length=300), _shown(300)]
+Text = Annotated[str, StringConstraints(max_length=2000), _shown(2000)]
+Shown = Annotated[str, AfterValidator(visible)]
+"""Text of the server, of any length."""
+Metrics = Annotated[dict[MetricName, float], Field(max_length=METRICS)]
+Labels = Annotated[dict[LabelName, Label], Field(max_length=32)]
 Count = Annotated[int, Field(ge=0, lt=NUMBER_BELOW)]
 
 
@@ -54,8 +66,8 @@ class Problem(BaseModel):
     """What went wrong: the body of every answer that is not 2xx."""
 
     code: str = Field(description="A stable word for the kind of error; see docs/reference.")
-    message: str = Field(description="Who erred and with which value.")
-    remedy: str = Field("", description="What to do about it.")
+    message: Shown = Field(description="Who erred and with which value.")
+    remedy: Shown = Field("", description="What to do about it.")
     retry_after_s: float | None = Field(None, description="When to ask again, where that helps.")
 
 
@@ -64,7 +76,7 @@ class RunInfo(Message):
 
     protocol: int = Field(description="Protocol version of the server.")
     run: RunId = Field(description="Id of the run; changes when a state directory is begun anew.")
-    name: str
+    name: Shown
     algorithm: str
     local: dict[str, str | float] = Field(
         default_factory=dict, description="How the algorithm corrects local training."
@@ -165,7 +177,7 @@ class Join(Message):
 
     protocol: int = Field(description="Protocol version of the worker.")
     site: Site
-    host: str = Field("", max_length=256, description="Where it runs, to be shown.")
+    host: Host = Field("", description="Where it runs, to be shown.")
     process: str = Field(
         "", pattern="^[0-9A-Za-z]{0,64}$", description="A random id of this process; the newest of a site wins."
     )
@@ -175,7 +187,7 @@ class Join(Message):
     sync_every: Count | None = Field(None, description="Its own H; must be the run's, where both have one.")
     num_fragments: Count | None = Field(None, description="Its own number of fragments; must be the run's.")
     labels: Labels = Field(default_factory=dict, description="Anything to be shown in status.")
-    peer: str = Field("", max_length=300, description="Where other workers of a swarm reach it: http://host:port.")
+    peer: Address = Field("", description="Where other workers of a swarm reach it: http://host:port.")
     controls: Literal["", "kept", "missing", "new"] = Field(
         "", description="What it has of its own control, where the run has controls; new: it begins at zero on purpose."
     )
@@ -204,7 +216,7 @@ class Heartbeat(Message):
     reconnections: Count = 0
     bytes_up: Count = 0
     bytes_down: Count = 0
-    state: str = Field("", max_length=64, description="What it is doing, in a word.")
+    state: State = Field("", description="What it is doing, in a word.")
     ends: bool = Field(False, description="It submits nothing more; it stays for the results of what it has submitted.")
     metrics: Metrics = Field(default_factory=dict)
     warnings: list[Text] = Field(
@@ -235,7 +247,7 @@ class Outcome(Message):
     base_version: Count
     version: Count | None = Field(None, description="The version it went into, once it counts.")
     staleness: Count = Field(0, description="Versions between the base of an update that counts and its version.")
-    reason: str = ""
+    reason: Shown = ""
 
     @property
     def is_in(self) -> bool:
@@ -268,7 +280,7 @@ class TicketReply(Message):
     )
     round: Count = Field(0, description="Number of the round that is open, or opens next.")
     waiting_for: list[str] = Field(default_factory=list, description="Sites that the round still waits for.")
-    reason: str = ""
+    reason: Shown = ""
     tasks: bool = Field(False, description="Whether tasks are what comes now: before the rounds, or behind them.")
     left_s: float | None = Field(None, description="Seconds that the run may still take; as in the status.")
 

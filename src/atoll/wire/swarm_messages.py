@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
 
+from atoll.wire import messages
 from atoll.wire.messages import Count, Hex32, Message, Reference, Site, Text
 
-Address = Annotated[str, StringConstraints(max_length=300, pattern=r"^https?://")]
+Address = Annotated[messages.Address, StringConstraints(pattern=r"^https?://")]
 Digests = Annotated[str, StringConstraints(max_length=2**22, pattern=r"^[A-Za-z0-9+/=]*$")]
 """BLAKE3 digests, one behind the other, in base64."""
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from atoll.errors import TicketClosed
+from atoll.visible import VisibleLines
 from atoll.wire import messages
 from atoll.wire.units import size as size
 from atoll.wire.units import time_left
@@ -31,7 +32,7 @@ def ensure_lines() -> None:
         if LOG.handlers or logging.getLogger().handlers:
             return
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s atoll: %(message)s", datefmt="%H:%M:%S"))
+        handler.setFormatter(VisibleLines("atoll: "))
         LOG.addHandler(handler)
         LOG.propagate = False
         if LOG.level == logging.NOTSET:

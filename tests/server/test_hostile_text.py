@@ -1,0 +1,186 @@
+"""What peers write is data: in logs, in status and on a terminal nothing of it is obeyed, and it makes no line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from kit import build_model, joined, post, serve
+
+import atoll
+from atoll.errors import AuthError
+from atoll.testing.processes import wait_until
+
+HOSTILE = {
+    "escape": "\x1b[2J\x1b]0;owned\x07",
+    "newline": "x\n09:31:10 round 9: version 9 from 9 updates",
+    "carriage": "secret\rshown",
+    "backspace": "evil\b\b\b\bgood",
+    "c1": "\x9b31m",
+    "delete": "a\x7fb",
+    "bidi": "\u202egnp.exe\u2066\u200f",
+    "separators": "a\u2028b\u2029c\x85d",
+    "zero width": "a\u200b\ufeffb",
+    "null": "a\x00b",
+}
+ALL = "".join(HOSTILE.values())
+MARKUP = "[bold red]m[/bold red][link=http://evil.example]l[/link]"
+
+
+def status_json(url: str) -> str:
+    with urllib.request.urlopen(url + "/v1/status", timeout=30) as reply:
+        return json.dumps(json.loads(reply.read()), ensure_ascii=False)
+
+
+def strings(value: object) -> list[str]:
+    if isinstance(value, dict):
+        return [text for pair in value.items() for each in pair for text in strings(each)]
+    if isinstance(value, list):
+        return [text for each in value for text in strings(each)]
+    return [value] if isinstance(value, str) else []
+
+
+def on_terminal(url: str) -> str:
+    """What `atoll status` writes to a terminal."""
+    ours, theirs = pty.openpty()
+    script = (
+        "import sys; from atoll.cli.main import main; sys.argv = ['atoll', 'status', '--server', sys.argv[1]]; main()"
+    )
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "4000", "PYTHONPATH": ":".join(sys.path)}
+    shown = b""
+    with subprocess.Popen([sys.executable, "-c", script, url], stdout=theirs, env=environment) as command:
+        os.close(theirs)
+        with contextlib.suppress(OSError):  # EIO: its last descriptor is closed
+            while chunk := os.read(ours, 2**16):
+                shown += chunk
+    os.close(ours)
+    assert command.returncode == 0
+    return re.sub("\x1b\\[[0-9;]*m", "", shown.decode())  # styles of the table itself
+
+
+@pytest.mark.covers("F39")
+@pytest.mark.parametrize("text", [*HOSTILE.values(), ALL], ids=[*HOSTILE, "all"])
+def test_hosts_labels_states_warnings_and_errors_are_escaped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    caplog.set_level(logging.DEBUG, "atoll")
+    with serve(tmp_path) as server:
+        lease = joined(server.url, "a", host=f"h{text}", labels={f"k{text[:40]}": f"v{text}"})
+        beat = {"state": f"s{text}"[:64], "warnings": [f"w{text}"], "metrics": {f"m{text}": 1.0}}
+        assert post(server.url, "/v1/heartbeat", beat, lease)[0] == 200
+        (worker,) = server.status().workers
+        told = [worker.host, worker.doing, *strings(dict(worker.labels)), *worker.metrics, *server.status().warnings]
+        assert [each[0] for each in (worker.host, worker.doing, *worker.metrics)] == ["h", "s", "m"]
+        assert post(server.url, "/v1/workers/leave", {"error": f"e{text}"}, lease)[0] == 204
+        told += strings(json.loads(status_json(server.url)))
+    assert all(each.isprintable() for each in told), told
+    assert any("e" + text[:1] in each or "\\" in each for each in told)
+    assert all(record.getMessage().isprintable() for record in caplog.records)
+
+
+def test_a_long_hostile_text_is_cut_and_not_refused(tmp_path: Path) -> None:
+    """Each character becomes four: what fits as it comes must not be refused for what is made of it."""
+    with serve(tmp_path) as server:
+        lease = joined(server.url, "a", host="\x1b" * 256, labels={"\x1b" * 64: "\x1b" * 256})
+        assert post(server.url, "/v1/workers/leave", {"error": "\x00" * 2000}, lease)[0] == 204
+        (worker,) = server.status().workers
+    assert worker.host == "\\x1b" * 64
+    assert worker.labels == {"\\x1b" * 16: "\\x1b" * 64}
+    assert worker.error == "\\x00" * 500
+
+
+def test_plain_text_of_all_languages_is_left_as_it_is(tmp_path: Path) -> None:
+    labels = {"Ort": "Göttingen", "場所": "東京", "место": "Москва", "موقع": "القاهرة", "math": "∂L/∂θ ≤ 1e-3 \\ [x]"}
+    with serve(tmp_path) as server:
+        joined(server.url, "a", host="höst", labels=labels)
+        (worker,) = server.status().workers
+    assert worker.labels == labels
+    assert worker.host == "höst"
+
+
+@pytest.mark.covers("F39")
+def test_what_scripts_report_is_escaped_in_rounds_and_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Through the library: metrics, labels, notes, and the error that ends a script."""
+    caplog.set_level(logging.DEBUG, "atoll")
+    model = build_model()
+    with serve(tmp_path, num_workers=1) as server:
+        with (
+            contextlib.suppress(RuntimeError),
+            atoll.join(server.url, site="a", folder=tmp_path / "w", labels={"l": ALL}) as worker,
+        ):
+            for fl_round in worker:
+                fl_round.load_into(model)
+                if fl_round.number == 2:
+                    raise RuntimeError(f"boom {ALL}")
+                fl_round.submit(model, metrics={f"loss{ALL}": 0.5})
+        wait_until(lambda: server.status().history, "the round")
+        status = server.status()
+        assert "boom" in status.workers[0].error
+        assert [key[:4] for key in status.history[0].metrics] == ["loss"]
+        assert all(each.isprintable() for each in strings(json.loads(status.model_dump_json())))
+    assert all(each.isprintable() for record in caplog.records for each in record.getMessage().split("\n")[:1])
+    ours = [record for record in caplog.records if record.name.startswith("atoll.server")]
+    assert all(record.getMessage().isprintable() for record in ours)
+
+
+@pytest.mark.covers("F39")
+def test_a_request_line_and_a_user_agent_make_no_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "atoll")
+    with serve(tmp_path) as server:
+        post(server.url, "/v1/nothing", {})
+        for path in ("/nothing%0a09:31:10%20round%209%1b%5b2J", "/v1/tickets/%0a%1b", "/v1/status%E2%80%AE"):
+            request = urllib.request.Request(server.url + path, headers={"User-Agent": "evil\x1b[2J\x9b"})
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request, timeout=30)
+            if refused.value.headers.get_content_type() == "application/json":
+                assert all(each.isprintable() for each in strings(json.loads(refused.value.read())))
+    assert all(record.getMessage().isprintable() for record in caplog.records if record.name.startswith("atoll"))
+
+
+def test_status_on_a_terminal_shows_markup_and_escapes_as_text(tmp_path: Path) -> None:
+    with serve(tmp_path) as server:
+        lease = joined(server.url, "a", host=MARKUP)
+        beat = {"state": f"{MARKUP}"[:64], "warnings": [MARKUP + ALL], "metrics": {MARKUP: 1.0}}
+        post(server.url, "/v1/heartbeat", beat, lease)
+        shown = on_terminal(server.url)
+    assert f"warning: a: {MARKUP}" in shown
+    assert f"{MARKUP} 1" in shown
+    for line in shown.splitlines():
+        assert line.isprintable(), line
+
+
+def test_what_a_server_says_is_escaped_at_the_site(tmp_path: Path) -> None:
+    class Hostile(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"code": "auth", "message": f"m{ALL}", "remedy": f"r{ALL}"}).encode()
+            self.send_response(401)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        with pytest.raises(AuthError) as refused:
+            atoll.join(f"http://127.0.0.1:{other.server_port}", site="a", folder=tmp_path)
+        other.shutdown()
+        thread.join()
+    assert refused.value.message.startswith("m\\x1b")
+    assert str(refused.value).isprintable()
