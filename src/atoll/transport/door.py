@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 from aiohttp import web
 
 from atoll.transport.bypass import Bypass
+from atoll.transport.secure import accept_tls
 from atoll.wire import routes
 
 LOG = logging.getLogger("atoll.server")
@@ -165,7 +166,10 @@ class Door:
         front = self._make()
         front.on_lost = self._left
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(lambda: front, sock, ssl=self._secure)
+            if self._secure is not None:
+                await accept_tls(front, sock, self._secure)
+            else:
+                await asyncio.get_running_loop().connect_accepted_socket(lambda: front, sock)
         except (OSError, EOFError) as error:  # it left, or does not speak TLS
             LOG.debug("a connection failed before its first request: %s", error)
         finally:
