@@ -219,7 +219,8 @@ def plain(status: status_messages.Status, address: str) -> list[str]:
 
 def latest(status: status_messages.Status) -> list[str]:
     """The last rounds, or the last tasks of a workflow, a line each."""
-    rounds = [round_line(summary) for summary in status.history[-ROUNDS_SHOWN:]]
+    count = len(status.fragments)
+    rounds = [round_line(summary, fragments=count) for summary in status.history[-ROUNDS_SHOWN:]]
     return [visible(line) for line in (*rounds, *(task_line(task) for task in status.sent[-ROUNDS_SHOWN:]))]
 
 

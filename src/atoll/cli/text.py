@@ -49,12 +49,13 @@ def awaited(fragment: status_messages.FragmentStatus) -> str:
     return "; ".join(filter(None, [f"waiting for {sites}" if sites else "", reason]))
 
 
-def round_line(summary: status_messages.RoundSummary) -> str:
-    """One round in one line."""
+def round_line(summary: status_messages.RoundSummary, *, fragments: int = 1) -> str:
+    """One round in one line; of which fragment, where there are several."""
+    of = f" of fragment {summary.fragment}" if fragments > 1 else ""
     told = numbers(summary.metrics)
     behind = f" ({', '.join(map(str, summary.staleness))} behind)" if any(summary.staleness) else ""
     return (
-        f"round {summary.round}: version {summary.version} from {', '.join(summary.workers)}{behind}; "
+        f"round {summary.round}{of}: version {summary.version} from {', '.join(summary.workers)}{behind}; "
         f"{size(summary.bytes_up)} up, {summary.seconds:.2f} s{f'; {told}' if told else ''}"
     )
 

@@ -16,6 +16,7 @@ from atoll.config.text import settings_lines
 from atoll.errors import ConfigError, UsageError
 from atoll.recipes.arguments import Strict, require_number, require_path, script_arguments
 from atoll.recipes.model import InitialModel
+from atoll.worker.border import say_interrupt_in_a_line
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -250,7 +251,11 @@ class Recipe(Strict):
                 f"execute got {env!r}, which is no environment.",
                 'Give LocalEnv(num_clients=2), SimEnv(num_clients=2) or ServerEnv("http://host:8512").',
             )
-        return env.run(self)
+        try:
+            return env.run(self)
+        except KeyboardInterrupt:
+            say_interrupt_in_a_line()
+            raise
 
 
 def slug(name: str) -> str:

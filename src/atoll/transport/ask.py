@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from atoll.config import DEFAULT_PORT
 from atoll.errors import BY_CODE, AtollError, PeerError, UsageError, VersionSkew
 from atoll.transport.tls import client_context, read_token
-from atoll.transport.unreachable import unreachable
+from atoll.transport.unreachable import no_atoll, unreachable
 from atoll.wire import messages
 
 Reply = TypeVar("Reply", bound=BaseModel)
@@ -47,6 +47,8 @@ def ask(
         VersionSkew: something else than this version of Atoll answers.
     """
     status, body = _get(server, path, timeout_s, environ)
+    if (stranger := no_atoll(server, status, body)) is not None:
+        raise stranger
     if status >= 400:
         raise _problem(server, status, body)
     try:

@@ -26,7 +26,7 @@ from atoll.errors import (
     VersionSkew,
 )
 from atoll.transport.tls import client_context
-from atoll.transport.unreachable import unreachable
+from atoll.transport.unreachable import no_atoll, unreachable
 from atoll.wire import messages, routes
 
 Reply = TypeVar("Reply", bound=BaseModel)
@@ -130,6 +130,11 @@ class Http:
             )
         except _NETWORK_ERRORS as error:
             raise network_error(self.server, timeout_s, error) from error
+        if (
+            path in (routes.RUN, routes.STATUS)
+            and (stranger := no_atoll(self.server, response.status, response.data)) is not None
+        ):
+            raise stranger
         if response.status >= 400:
             raise problem_of(response.status, response.data)
         return response

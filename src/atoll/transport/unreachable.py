@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from atoll.errors import ServerUnreachable
+import json
+
+from atoll.errors import PeerError, ServerUnreachable
 
 _NO_AUTHORITY = "Set ATOLL_TLS_CA to a PEM file with the authority of its certificate."
 _CERTIFICATES = {
@@ -12,6 +14,23 @@ _CERTIFICATES = {
     "IP address mismatch": "Use a name that is in its certificate, or look whether this is the right server.",
 }
 """Part of what OpenSSL says of a certificate that it refuses → what to do; else the authority is not known."""
+
+
+def no_atoll(server: str, status: int, body: bytes) -> PeerError | None:
+    """The error where another web server answers at an address; None where it may be Atoll's, or one in front of it."""
+    if status in (502, 503, 504) or (status < 400 and not body):  # a proxy whose server is away; an answer cut off
+        return None
+    try:
+        said = json.loads(body)
+    except ValueError:
+        said = None
+    if isinstance(said, dict) and (status < 400 or {"code", "message"} <= said.keys()):
+        return None
+    return PeerError(
+        f"There is no Atoll server at {server}: what answers there sends HTTP status {status}, and nothing that Atoll "
+        "knows.",
+        "Look at the address and its port, and whether the server runs.",
+    )
 
 
 def unreachable(server: str, text: str, why: str, given_by: str = "") -> ServerUnreachable:

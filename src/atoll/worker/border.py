@@ -32,6 +32,9 @@ def border(function: Callable[P, R]) -> Callable[P, R]:
             LOG.debug("%s", error, exc_info=True)
             _tell_by_exit_code()
             raise error.with_traceback(None) from None
+        except KeyboardInterrupt:
+            say_interrupt_in_a_line()
+            raise
 
     return call
 
@@ -47,8 +50,23 @@ def _tell_by_exit_code() -> None:
         _hook_before, sys.excepthook = sys.excepthook, _print_and_exit
 
 
+def say_interrupt_in_a_line(error: BaseException | None = None) -> None:
+    """Let Ctrl-C that nothing catches end the program with one line, where Python would print a traceback.
+
+    The exit status stays Python's: the process ends by SIGINT, which a shell calls 130.
+
+    Args:
+        error: what ends a block; nothing is done where it is no interrupt.
+    """
+    if (error is None or isinstance(error, KeyboardInterrupt)) and sys.excepthook is sys.__excepthook__:
+        _tell_by_exit_code()
+
+
 def _print_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     assert _hook_before is not None
+    if isinstance(error, KeyboardInterrupt) and _hook_before is sys.__excepthook__:
+        print("atoll: interrupted", file=sys.stderr, flush=True)
+        return
     _hook_before(kind, error, trace)
     if isinstance(error, AtollError):
         raise SystemExit(error.exit_code)

@@ -21,7 +21,7 @@ from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays
 from atoll.wire import routes, status_messages
 from atoll.worker.address import http_to, server_of
-from atoll.worker.border import border
+from atoll.worker.border import border, say_interrupt_in_a_line
 from atoll.worker.connection import START_RETRIES
 from atoll.worker.correction import Correction
 from atoll.worker.federated_round import FederatedRound
@@ -66,6 +66,7 @@ class Client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        say_interrupt_in_a_line(error)
         self.close(error)
 
     @border

@@ -82,6 +82,7 @@ class Connection:
         self.reconnections, self.answers_tasks = 0, False
         self._heartbeat, self._news, self._telling = messages.Heartbeat(), threading.Event(), threading.RLock()
         self._warnings: dict[int, list[str]] = {}
+        self.optimizers: Collection[Any] = ()  # that train here, as far as they are known
         self.finished = False
         self.on_wait: Callable[[], None] = lambda: None  # called every now and then while somebody else is waited for
         self.durable_versions: dict[int, int | None] = {}  # of each fragment, the newest that survives a power loss

@@ -22,7 +22,7 @@ from torch import nn
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
 from atoll.worker.address import server_of
-from atoll.worker.border import border
+from atoll.worker.border import border, say_interrupt_in_a_line
 from atoll.worker.given import finite_metrics, last_words, positive, require_trains, sync_retries
 from atoll.worker.local import ALONE, ALONE_ENDED
 from atoll.worker.over_ranks import OverRanks
@@ -112,6 +112,7 @@ class DiLoCo(OverRanks):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        say_interrupt_in_a_line(error)
         self.stop(error)
 
     @border
@@ -141,6 +142,7 @@ class DiLoCo(OverRanks):
 
     def _join(self, site: str) -> dict[str, Any]:
         session = self._session = self._open(site)
+        session.optimizers = [self.optimizer]
         try:
             if isinstance(session, Lead):
                 session.begin()
@@ -245,6 +247,8 @@ class DiLoCo(OverRanks):
         """Go on with another optimizer over the model's parameters, wherever they are now: frameworks make new ones."""
         self.optimizer = optimizer
         require_trains(self.optimizer, self.model.parameters())
+        if self._session is not None:
+            self._session.optimizers = [optimizer]
         if self._hooks:
             self._unhook()
             self._find_tensors()

@@ -28,6 +28,7 @@ from atoll.worker.connection import Connection
 from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote
 from atoll.worker.filtering import Filtered
 from atoll.worker.losses import Losses
+from atoll.worker.moments import say_refused
 from atoll.worker.notes import name_of, read_note
 from atoll.worker.pulling import Puller
 from atoll.worker.reporting import LOG, Progress, progress, size
@@ -318,7 +319,7 @@ class Exchange:
             UpdateRefused: the fifth in a row.
         """
         self.refusals += 1
-        LOG.warning("%s: %s", self.site, error)
+        say_refused(self.connection, error, first=self.refusals == 1)
         if self.refusals >= MAX_REFUSALS:
             raise error
 

@@ -15,7 +15,7 @@ from atoll.filters.base import Filter
 from atoll.wire import messages
 from atoll.worker.address import server_of
 from atoll.worker.answering import Answering, Answers
-from atoll.worker.border import border
+from atoll.worker.border import border, say_interrupt_in_a_line
 from atoll.worker.connection import START_RETRIES, info_of
 from atoll.worker.federated_round import FederatedRound
 from atoll.worker.given import last_words
@@ -63,6 +63,7 @@ class Worker(Answers):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        say_interrupt_in_a_line(error)
         self.leave(error)
 
     def leave(self, error: BaseException | None = None) -> None:

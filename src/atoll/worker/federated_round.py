@@ -91,6 +91,7 @@ class FederatedRound:
         session = self._session
         if self._correction is None:
             self._correction = correction_for(session.info.local, model, session.base.values_of, session.controls)
+        session.optimizers = [optimizer]
         return self._correction.attach(optimizer)
 
     @border

@@ -24,7 +24,7 @@ from atoll.errors import UsageError
 from atoll.filters.payloads import ByTask, for_tasks
 from atoll.worker.address import server_of
 from atoll.worker.answering import Answering, Answers
-from atoll.worker.border import border
+from atoll.worker.border import border, say_interrupt_in_a_line
 from atoll.worker.connection import START_RETRIES, Connection
 from atoll.worker.reporting import LOG, ensure_lines
 from atoll.worker.site import default_site, require_site
@@ -60,6 +60,7 @@ class TaskWorker(Answers):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        say_interrupt_in_a_line(error)
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:

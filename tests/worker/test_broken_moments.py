@@ -1,0 +1,94 @@
+"""An update with NaN is refused; at the first one the site hears whether its optimizer can recover at all."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from kit import DiLoCoSites, build_model, local_step, serve
+from torch import nn
+
+import atoll
+from atoll.errors import UpdateRefused
+from atoll.testing.processes import wait_until
+
+
+def told_of_moments(caplog: pytest.LogCaptureFixture) -> list[int]:
+    """How many refusals the site had heard of at each line that names the moments."""
+    lines = [record.getMessage() for record in caplog.records if record.name == "atoll"]
+    return [
+        sum("is refused" in before for before in lines[:place]) for place, line in enumerate(lines) if "exp_avg" in line
+    ]
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_names_the_moments_at_the_first_refusal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fragments: int
+) -> None:
+    caplog.set_level(logging.INFO, "atoll")
+    warned = []
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, number: int) -> None:
+        local_step(model, optimizer, site, number)
+        if number == 2:  # as a loss of infinity leaves them
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, math.nan)
+            optimizer.step()
+        if server.status().refused and not warned:
+            warned.append(wait_until(lambda: [text for text in server.status().warnings if "exp_avg" in text], "it"))
+
+    with serve(tmp_path, algorithm="diloco", sync_every=4, num_workers=1, num_fragments=fragments) as server:
+        sites = DiLoCoSites(
+            server.url,
+            tmp_path,
+            100,
+            ["a"],
+            inner=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+            step=step,
+        )
+        with contextlib.suppress(UpdateRefused):  # the fifth
+            sites.join()
+    assert told_of_moments(caplog)[:1] == [1]
+    assert "exp_avg_sq" in caplog.text
+    assert warned, "status showed no warning"
+
+
+def test_says_nothing_of_moments_that_are_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Only the parameters broke: the site goes on from the global model."""
+    caplog.set_level(logging.INFO, "atoll")
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, number: int) -> None:
+        local_step(model, optimizer, site, number)
+        if number == 2:
+            with torch.no_grad():
+                next(model.parameters()).fill_(math.nan)
+
+    with serve(tmp_path, algorithm="diloco", sync_every=4, num_workers=1) as server:
+        sites = DiLoCoSites(server.url, tmp_path, 100, ["a"], step=step)
+        sites.join()
+        assert server.status().refused == 1
+        assert server.status().finished
+    assert told_of_moments(caplog) == []
+
+
+@pytest.mark.covers("X3")
+def test_names_the_moments_of_a_corrected_optimizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "atoll")
+    model = build_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    with serve(tmp_path, num_workers=1) as server, contextlib.suppress(UpdateRefused):
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                fl_round.load_into(model)
+                with fl_round.correct(model, optimizer):
+                    for parameter in model.parameters():
+                        parameter.grad = torch.full_like(parameter, math.nan)
+                    optimizer.step()
+                fl_round.submit(model)
+    assert told_of_moments(caplog)[:1] == [1]
