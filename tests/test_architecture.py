@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "atoll"
 
 LAYERS: list[set[str]] = [
-    {"_version", "children", "errors", "failpoints", "latch", "posix", "sizes", "visible"},
+    {"_version", "children", "errors", "failpoints", "latch", "posix", "sealed", "sizes", "visible"},
     {"registry"},
     {"config"},
     {"tensors"},

@@ -91,3 +91,40 @@ def take_lock(path: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+NO_FOLDER_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP}
+"""What file systems say that cannot lock a folder, as NFS."""
+
+
+def take_folder(folder: Path) -> int:
+    """Own a folder through its own descriptor; the file `lock` in it only names this process.
+
+    So the lock holds where that file is removed. Where the file system cannot lock a folder, the file is the lock.
+
+    Returns, raises: as `take_lock`.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(take_lock(folder / "lock"))
+    except BlockingIOError:
+        os.close(fd)
+        raise Held(_named_in(folder / "lock")) from None
+    except OSError as error:
+        os.close(fd)
+        if error.errno in NO_FOLDER_LOCKS:
+            return take_lock(folder / "lock")
+        raise
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _named_in(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(512).decode(errors="replace").strip() or "another process"
+    except OSError:
+        return "another process"

@@ -86,4 +86,8 @@ def test_killed_while_the_aggregator_works(nursery: Nursery, tmp_path: Path) -> 
         assert server.kept.wait() == 0
         assert server.kept.deaths == 1
     Result(own).require_same(Result(plain), sites)
-    assert sorted(path.name for path in (own / "state").iterdir() if path.is_file()) == ["journal.sqlite", "lock"]
+    assert sorted(path.name for path in (own / "state").iterdir() if path.is_file()) == [
+        "audit.head",
+        "journal.sqlite",
+        "lock",
+    ]

@@ -44,4 +44,8 @@ def test_killed_around_the_filters(
         assert server.kept.wait() == 0
         assert server.kept.deaths == deaths
     Result(tmp_path).require_same(undisturbed, sites)
-    assert sorted(path.name for path in (tmp_path / "state").iterdir() if path.is_file()) == ["journal.sqlite", "lock"]
+    assert sorted(path.name for path in (tmp_path / "state").iterdir() if path.is_file()) == [
+        "audit.head",
+        "journal.sqlite",
+        "lock",
+    ]

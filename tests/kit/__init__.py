@@ -11,8 +11,10 @@ Everything here reaches Atoll through its public names, its command line, and th
 
 from __future__ import annotations
 
+from kit.damage import columns, flip_bit, flip_column, log_frames, rewrite_note
 from kit.digests import exported, tensors_digest
 from kit.folders import copy_folder, stop_group
+from kit.halfway import Halfway, ask_journal, halfway_run, ticket_states
 from kit.models import SITES, build_model, local_step, train_
 from kit.processes import ForkedServer, ForkedSite, write_run_file
 from kit.requests import joined, post
@@ -26,16 +28,25 @@ __all__ = [
     "FederatedSites",
     "ForkedServer",
     "ForkedSite",
+    "Halfway",
     "Threads",
+    "ask_journal",
     "build_model",
+    "columns",
     "copy_folder",
     "exported",
+    "flip_bit",
+    "flip_column",
+    "halfway_run",
     "joined",
     "local_step",
+    "log_frames",
     "post",
+    "rewrite_note",
     "serve",
     "stop_group",
     "tensors_digest",
+    "ticket_states",
     "together",
     "train_",
     "write_run_file",

@@ -248,6 +248,7 @@ def test_durable_is_said_after_the_files_are_synced_and_with_the_journal_synced(
     )
     store.write_durable()
     store.journal._db.set_trace_callback(None)
+    order = [each for each, before in zip(order, ["", *order], strict=False) if each != before]  # triggers repeat it
     assert order == [
         "version",
         "state",

@@ -30,7 +30,10 @@ def command(
     last: Annotated[int, typer.Option(min=0, help="Entries to show.")] = 20,
     json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
-    """Check the audit log and show its last entries. Note the last hash elsewhere: it stands for all before it."""
+    """Check the audit log, compare the journal with it, and show its last entries.
+
+    Note the last hash elsewhere: it stands for all before it.
+    """
     count, digest, entries = read(state_dir, last)
     if json:
         found = [{"seq": seq, "at": at, "what": what} | json_module.loads(detail) for seq, at, what, detail in entries]
@@ -49,14 +52,28 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
         UsageError: no run was begun there.
         StateCorrupt: an entry was changed or removed; or the journal is damaged.
     """
-    from atoll.store import audit
+    from atoll.sealed import NoteDamaged
+    from atoll.store import audit, checks, soundness
+    from atoll.store.audit_head import NAME, read_head
 
     path = journal_of(state_dir)
+    try:
+        head = read_head(state_dir)  # before the journal: a server may write both meanwhile
+    except NoteDamaged as error:
+        raise StateCorrupt(
+            f"{state_dir / NAME} is damaged: {error}.", "Look at the disk. The next start of the server makes it anew."
+        ) from None
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
             db.execute("BEGIN")  # one view of it, while the server writes on
             reader = _Reader(db)
             count, digest = audit.verify(reader)
+            if (changed := checks.changed_row(db)) is not None:
+                raise StateCorrupt(
+                    f"{path} is damaged or was changed: {changed} is not what was written.",
+                    "Compare the directory with a backup.",
+                )
+            soundness.everything(reader, state_dir, head)
             entries = reader.rows(
                 "SELECT seq, at, what, detail_json FROM audit WHERE seq > ? ORDER BY seq", count - last
             )

@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
 from atoll.config.lasting import FROZEN
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, StateCorrupt
 from atoll.placement.plan import FragmentPlan, Plan, cpu_capability, torch_build
 from atoll.server.model import initial_model, is_known, loaded_model, schema_for, write_version
 from atoll.server.persistor import Persistor
 from atoll.server.roster import now_text
+from atoll.store.journal import NEW_RUN
 from atoll.store.rows import Recovered, RunRow
 from atoll.store.store import Store
 from atoll.tensors.fragments import split, split_of
@@ -141,7 +142,7 @@ def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer,
 def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, row: RunRow) -> Plan:
     """The plan of the run that is there; refused under settings or a model that it was not begun with."""
     plan = Plan.make(settings, split_of(json.loads(row.schema_json)), outer)
-    _require_same(settings, UNNAMED | json.loads(row.settings_json), json.loads(_frozen(settings, plan)))
+    _require_same(settings, UNNAMED | _read_settings(settings, row), json.loads(_frozen(settings, plan)))
     if given is not None or settings.model is not None:
         if not is_known(settings, given, plan.schema.model):
             mine = schema_for(settings, initial_model(settings, given))
@@ -156,6 +157,15 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer
             cpu_capability(),
         )
     return plan
+
+
+def _read_settings(settings: Settings, row: RunRow) -> dict[str, Any]:
+    """The settings that the run was begun with."""
+    try:
+        found: dict[str, Any] = json.loads(row.settings_json)
+    except ValueError as error:
+        raise StateCorrupt(f"The settings of the run in {settings.state_dir} are damaged: {error}.", NEW_RUN) from None
+    return found
 
 
 def _require_same(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

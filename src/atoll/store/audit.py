@@ -31,8 +31,9 @@ def append(journal: Journal, what: str, **detail: Any) -> None:
         what,
         text,
         previous,
-        _hash(seq, at, what, text, previous),
+        digest := _hash(seq, at, what, text, previous),
     )
+    journal.audited(seq, digest)
 
 
 def entries(journal: Journal, limit: int) -> list[AuditRow]:
@@ -65,6 +66,11 @@ def verify(journal: Rows) -> tuple[int, str]:
                 )
             seq, previous = row.seq, row.hash
     return seq, previous
+
+
+def hash_of(row: AuditRow) -> str:
+    """What the hash of an entry has to be."""
+    return _hash(row.seq, row.at, row.what, row.detail_json, row.prev_hash)
 
 
 def _hash(seq: int, at: str, what: str, detail_json: str, previous: str) -> str:

@@ -62,10 +62,14 @@ class Core:
             with self.transaction():
                 for (fragment, kind), shape in told.items():
                     self.journal.execute(
-                        "INSERT INTO shapes VALUES (?, ?, ?, ?)", fragment, kind, shape.nbytes, shape.header_digest
+                        "INSERT INTO shapes (fragment, kind, nbytes, header_digest) VALUES (?, ?, ?, ?)",
+                        fragment,
+                        kind,
+                        shape.nbytes,
+                        shape.header_digest,
                     )
                 for fragment in range(len(fragments)):
-                    self.journal.execute("INSERT INTO heads VALUES (?, NULL, NULL)", fragment)
+                    self.journal.execute("INSERT INTO heads (fragment) VALUES (?)", fragment)
         else:
             self._compare(known, {key: (shape.nbytes, shape.header_digest) for key, shape in told.items()})
         self.pools = {

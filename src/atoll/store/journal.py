@@ -20,6 +20,7 @@ from typing import Any, Literal
 from atoll.errors import DiskFull, StateCorrupt, StoreError, SyncFailed
 from atoll.failpoints import failpoint
 from atoll.posix import FULL
+from atoll.store import checks
 from atoll.store.tables import SCHEMA, SCHEMA_VERSION
 
 Durability = Literal["process", "power"]
@@ -41,6 +42,7 @@ class Journal:
 
     Attributes:
         undone: how often changes were undone, so far: what was read before may not hold any more.
+        audit_moved: called after a commit that added to the audit log, with its number of entries and the last hash.
     """
 
     def __init__(self, path: Path, durability: Durability, *, begin: bool = True) -> None:
@@ -64,6 +66,8 @@ class Journal:
         self._broken: SyncFailed | None = None
         self._translated = _Translated(self)
         self.undone = 0
+        self.audit_moved: Callable[[int, str], None] = lambda entries, last_hash: None
+        self._audited: tuple[int, str] | None = None  # the end of the audit log, where this commit has moved it
         with self._translated:
             self._db = sqlite3.connect(path, BUSY_S, isolation_level=None, check_same_thread=False)
         try:
@@ -90,9 +94,12 @@ class Journal:
                 f"{self.path} is of journal version {version}, this Atoll reads {SCHEMA_VERSION}.",
                 "Start it with the Atoll that wrote it.",
             )
-        (answer,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        (answer,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
         if answer != "ok":
             raise StateCorrupt(f"{self.path} is damaged: {answer}.", NEW_RUN)
+        if (changed := checks.changed_definition(self._db, [SCHEMA]) or checks.changed_row(self._db)) is not None:
+            raise StateCorrupt(f"{self.path} is damaged: {changed} is not what was written.", NEW_RUN)
+        checks.keep(self._db)
 
     def transaction(self, *, synced: bool = False, flat: bool = False) -> AbstractContextManager[None]:
         """All or nothing. One inside another is part of it, and can fail alone.
@@ -147,6 +154,9 @@ class Journal:
                 done, self._committed, self._undo = self._committed, [], []
                 for action in done:
                     action()
+                if self._audited is not None:
+                    self.audit_moved(*self._audited)
+                    self._audited = None
 
     def _roll_back(self, committed: int, undo: int) -> None:
         self.undone += 1
@@ -169,6 +179,10 @@ class Journal:
         """Run `action`, which must not fail, under the lock once the outermost transaction is committed."""
         assert self._depth
         self._committed.append(action)
+
+    def audited(self, entries: int, last_hash: str) -> None:
+        """This transaction has made the audit log so long."""
+        self.after_commit(lambda: setattr(self, "_audited", (entries, last_hash)))
 
     def after_rollback(self, action: Callable[[], None]) -> None:
         """Run `action`, which must not fail, where this transaction is undone."""

@@ -14,6 +14,7 @@ from atoll.store.journal import placeholders
 from atoll.store.rows import AuditRow, HistoryRow, MemberRow, RoundRow, RunRow, Totals, now
 
 _RUN = "run_id, settings_json, schema_json, schema_digest, torch_build, cpu_capability, created_at"
+_MEMBER = "site, lease, state, joined_at, host, labels_json, detail, rounds_counted, process, weight"
 _ROUND = "fragment, base_version, state, expected_json, tickets_json, opened_at, population, total_weight"
 
 
@@ -57,7 +58,8 @@ class Members(Core):
         """`site` takes part under `lease`; earlier leases of it are void. `joined_at` is by default this moment."""
         with self.transaction():
             self.journal.execute(
-                "INSERT INTO members VALUES (?, ?, 'alive', ?, ?, ?, '', 0, ?, 0) ON CONFLICT (site) DO UPDATE SET "
+                f"INSERT INTO members ({_MEMBER}) VALUES (?, ?, 'alive', ?, ?, ?, '', 0, ?, 0) ON CONFLICT (site) "
+                "DO UPDATE SET "
                 "lease = excluded.lease, state = 'alive', joined_at = excluded.joined_at, host = excluded.host, "
                 "labels_json = excluded.labels_json, detail = '', process = excluded.process",
                 site,
@@ -91,20 +93,21 @@ class Members(Core):
         Raises:
             StoreError: nobody of that name ever joined.
         """
-        row = self.journal.row("SELECT * FROM members WHERE site = ?", site)
+        row = self.journal.row(f"SELECT {_MEMBER} FROM members WHERE site = ?", site)
         if row is None:
             raise StoreError(f"{site!r} never joined.")
         return MemberRow(*row)
 
     def members(self) -> tuple[MemberRow, ...]:
         """Everybody who ever joined, by name."""
-        return tuple(MemberRow(*row) for row in self.journal.rows("SELECT * FROM members ORDER BY site"))
+        return tuple(MemberRow(*row) for row in self.journal.rows(f"SELECT {_MEMBER} FROM members ORDER BY site"))
 
     def open_round(self, fragment: int, base_version: int, expected: Sequence[str]) -> None:
         """The round from `base_version` waits for `expected`. The same round again changes whom."""
         with self.transaction():
             self.journal.execute(
-                "INSERT INTO rounds VALUES (?, ?, 'open', ?, '[]', ?, 0, 0) ON CONFLICT (fragment, base_version) "
+                f"INSERT INTO rounds ({_ROUND}) VALUES (?, ?, 'open', ?, '[]', ?, 0, 0) "
+                "ON CONFLICT (fragment, base_version) "
                 "DO UPDATE SET expected_json = excluded.expected_json WHERE state = 'open'",
                 fragment,
                 base_version,

@@ -2,6 +2,7 @@
 
     <directory>/lock             who has the directory
     <directory>/journal.sqlite   every decision, as rows
+    <directory>/audit.head       where the audit log ended at the last commit
     <directory>/slots/           versions, outer states and spools: preallocated files that are rewritten
 
 Bytes go to slots first, then a row says that they are there; a row whose bytes are missing cannot exist. `Store` is the
@@ -10,19 +11,24 @@ whole of it for the server: `open`, `shape`, `recover`, then the methods of its 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 from atoll.errors import StateLocked, StoreError
-from atoll.posix import Held, take_lock
-from atoll.store import recovery
+from atoll.posix import Held, take_folder
+from atoll.sealed import NoteDamaged
+from atoll.store import audit, recovery, soundness
+from atoll.store.audit_head import NAME, AuditHeadFile, read_head, tip
 from atoll.store.copies import Contents, write_copy
 from atoll.store.journal import Durability, Journal
 from atoll.store.reading import Reading
 from atoll.store.rows import Recovered
 from atoll.store.slots import VERSION, FileShape, FragmentShapes, is_slot_name
+
+LOG = logging.getLogger("atoll.server")
 
 __all__ = ["FileShape", "FragmentShapes", "Recovered", "Store"]
 
@@ -31,6 +37,7 @@ class Store(Reading):
     """The state of one run on disk. Synchronous and thread-safe; what moves bytes of files belongs in a pool thread."""
 
     _lock_fd: int
+    _audit_head: AuditHeadFile | None = None
 
     @classmethod
     def open(
@@ -63,20 +70,35 @@ class Store(Reading):
         lock_fd = _own(directory)
         try:
             begin = not any(is_slot_name(path.name) for path in (directory / "slots").iterdir())
-            journal = Journal(directory / "journal.sqlite", durability, begin=begin)
+            journal = Journal(directory / "journal.sqlite", durability, begin=begin and not _has_begun(directory))
         except BaseException:
             os.close(lock_fd)
             raise
         store = cls(directory, journal, durability, keep_versions, max_pins)
         store._lock_fd, store.in_memory = lock_fd, in_memory
         try:
-            with store.journal.transaction(synced=True):
-                store.journal.execute("UPDATE meta SET epoch = epoch + 1")
+            store._audit_head = store._begin_epoch(soundness.at_start(journal, directory))
             store.sync_folder(directory)
+            store.sync(store._audit_head.fd, str(store._audit_head.path))
         except BaseException:
             store.close()
             raise
         return store
+
+    def _begin_epoch(self, start: soundness.Start) -> AuditHeadFile:
+        """Say what was found, raise the epoch, and from here on note where the audit log ends."""
+        for warning in start.warnings:
+            LOG.warning("%s", warning)
+        with self.journal.transaction(synced=True):
+            self.journal.execute(
+                "UPDATE meta SET epoch = max(epoch, ?) + 1", start.lost.epoch if start.lost is not None else 0
+            )
+            if start.lost is not None:
+                audit.append(self.journal, "lost", entries=start.lost_entries, last_hash=start.lost.last_hash)
+        head = AuditHeadFile(self.directory, self.durability, self.epoch)
+        head.write(*tip(self.journal))
+        self.journal.audit_moved = head.write
+        return head
 
     def recover(self) -> Recovered:
         """Bring the run to where it can go on; after `shape`, before anything else, on every start.
@@ -130,6 +152,8 @@ class Store(Reading):
                     pool.trim()
                     pool.close()
                 self.journal.close()
+                if self._audit_head is not None:
+                    self._audit_head.close()
                 os.close(self._lock_fd)
 
     def _forget_all_but_heads(self) -> None:
@@ -147,11 +171,20 @@ class Store(Reading):
         self.close()
 
 
+def _has_begun(directory: Path) -> bool:
+    """Whether a journal there has had entries of its audit log: one that is empty or missing has lost them."""
+    try:
+        head = read_head(directory)
+    except NoteDamaged:
+        return (directory / NAME).stat().st_size > 0
+    return head is not None and head.entries > 0
+
+
 def _own(directory: Path) -> int:
-    """One server per state directory. The lock's file stays behind: removing it would be a race."""
+    """One server per state directory, also where the file that names it was removed."""
     path = directory / "lock"
     try:
-        return take_lock(path)
+        return take_folder(directory)
     except Held as holder:
         raise StateLocked(
             f"The state directory {directory} is in use by {holder}.",

@@ -1,17 +1,21 @@
 """The journal's tables. What must never happen is a constraint here, so that no caller can make it happen.
 
 `heads` decides which versions exist: one UPDATE of it is the commit. A version row above its head does not count.
+`row_check` is the row's checksum, written by the journal itself (`checks.py`).
 """
 
-SCHEMA_VERSION = 4
+from atoll.store.checks import row_check
 
-SCHEMA = """
+SCHEMA_VERSION = 5
+
+SCHEMA = f"""
 CREATE TABLE meta (
     id INTEGER PRIMARY KEY CHECK (id = 1),
     epoch INTEGER NOT NULL,
-    finished INTEGER NOT NULL
+    finished INTEGER NOT NULL,
+    row_check INTEGER NOT NULL DEFAULT 0
 ) STRICT;
-INSERT INTO meta VALUES (1, 0, 0);
+INSERT INTO meta VALUES (1, 0, 0, {row_check(1, 0, 0)});
 
 CREATE TABLE run (
     id INTEGER PRIMARY KEY CHECK (id = 1),
@@ -21,7 +25,8 @@ CREATE TABLE run (
     schema_digest TEXT NOT NULL,
     torch_build TEXT NOT NULL,
     cpu_capability TEXT NOT NULL,
-    created_at TEXT NOT NULL
+    created_at TEXT NOT NULL,
+    row_check INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 
 CREATE TABLE shapes (
@@ -29,6 +34,7 @@ CREATE TABLE shapes (
     kind TEXT NOT NULL,
     nbytes INTEGER NOT NULL,
     header_digest BLOB NOT NULL,
+    row_check INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (fragment, kind)
 ) STRICT;
 
@@ -42,7 +48,8 @@ CREATE TABLE members (
     detail TEXT NOT NULL,
     rounds_counted INTEGER NOT NULL,
     process TEXT NOT NULL,
-    weight REAL NOT NULL DEFAULT 0
+    weight REAL NOT NULL DEFAULT 0,
+    row_check INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 
 CREATE TABLE rounds (
@@ -54,6 +61,7 @@ CREATE TABLE rounds (
     opened_at TEXT NOT NULL,
     population INTEGER NOT NULL DEFAULT 0,
     total_weight REAL NOT NULL DEFAULT 0,
+    row_check INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (fragment, base_version)
 ) STRICT;
 CREATE UNIQUE INDEX one_round ON rounds (fragment) WHERE state IN ('open', 'frozen');
@@ -69,11 +77,12 @@ CREATE TABLE tickets (
     digest TEXT,
     weight REAL NOT NULL DEFAULT 0,
     steps INTEGER NOT NULL DEFAULT 0,
-    metrics_json TEXT NOT NULL DEFAULT '{}',
+    metrics_json TEXT NOT NULL DEFAULT '{{}}',
     norm REAL NOT NULL DEFAULT 0,
     version INTEGER,
     bytes INTEGER NOT NULL DEFAULT 0,
     accepted_order INTEGER NOT NULL DEFAULT 0,
+    row_check INTEGER NOT NULL DEFAULT 0,
     CHECK (state != 'accepted' OR slot IS NOT NULL),
     CHECK (state NOT IN ('accepted', 'counted') OR (digest IS NOT NULL AND weight > 0)),
     CHECK ((state = 'counted') = (version IS NOT NULL))
@@ -91,6 +100,7 @@ CREATE TABLE parts (
     part INTEGER NOT NULL,
     digest BLOB NOT NULL,
     sumsq REAL NOT NULL,
+    row_check INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (ticket, part)
 ) STRICT, WITHOUT ROWID;
 
@@ -104,6 +114,7 @@ CREATE TABLE versions (
     state_digests BLOB NOT NULL,
     summary_json TEXT NOT NULL,
     created_at TEXT NOT NULL,
+    row_check INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (fragment, version),
     UNIQUE (fragment, slot),
     UNIQUE (fragment, state_slot)
@@ -117,6 +128,7 @@ CREATE TABLE deltas (
     base_digest TEXT NOT NULL,
     digest TEXT NOT NULL,
     part_digests BLOB NOT NULL,
+    row_check INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (fragment, version),
     UNIQUE (fragment, slot)
 ) STRICT;
@@ -124,7 +136,8 @@ CREATE TABLE deltas (
 CREATE TABLE heads (
     fragment INTEGER PRIMARY KEY,
     version INTEGER,
-    durable_version INTEGER
+    durable_version INTEGER,
+    row_check INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 
 CREATE TABLE history (
@@ -134,7 +147,8 @@ CREATE TABLE history (
     digest TEXT NOT NULL,
     summary_json TEXT NOT NULL,
     created_at TEXT NOT NULL,
-    lost INTEGER NOT NULL DEFAULT 0
+    lost INTEGER NOT NULL DEFAULT 0,
+    row_check INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 
 CREATE TABLE counters (

@@ -19,6 +19,7 @@ COLUMNS = (
     "ticket, site, fragment, base_version, state, reason, slot, digest, weight, steps, metrics_json, norm, version, "
     "bytes, accepted_order"
 )
+_PART = "ticket, part, digest, sumsq"
 _NAMES = tuple(COLUMNS.split(", "))
 
 
@@ -158,7 +159,7 @@ class Tickets(Members):
 
     def parts(self, ticket: int) -> dict[int, PartRow]:
         """The recorded parts of a ticket, by number."""
-        found = self.journal.rows("SELECT * FROM parts WHERE ticket = ? ORDER BY part", ticket)
+        found = self.journal.rows(f"SELECT {_PART} FROM parts WHERE ticket = ? ORDER BY part", ticket)
         return {row[1]: PartRow(*row) for row in found}
 
     def record_part(
@@ -181,7 +182,9 @@ class Tickets(Members):
                 raise why_closed(row)
             if ticket in self.spools:
                 self.spools[ticket].require_written(part, writer)
-            self.journal.execute("INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?)", ticket, part, digest, sumsq)
+            self.journal.execute(
+                f"INSERT OR REPLACE INTO parts ({_PART}) VALUES (?, ?, ?, ?)", ticket, part, digest, sumsq
+            )
             self.journal.after_commit(lambda: failpoint("part.recorded"))
 
     def accept(
@@ -236,6 +239,8 @@ class Tickets(Members):
                 base_version=row.base_version,
                 digest=digest,
                 weight=weight,
+                steps=steps,
+                norm=norm,
             )
             accepted = self.ticket(ticket)
             self.journal.after_commit(lambda: spool.close(why_closed(accepted)))

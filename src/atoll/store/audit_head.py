@@ -1,0 +1,133 @@
+"""`audit.head`: where the audit log ended at the last commit, beside the journal.
+
+The journal's end lies in SQLite's write-ahead log, and SQLite drops what follows a damaged frame of it without a word.
+The file is rewritten in place after each commit that adds to the audit log, so it is never ahead of the journal, but
+for a journal that has lost its end:
+
+    entry and hash are in the log       nothing is lost; what follows them was committed just before a kill
+    the log ends before                 the end is lost: a power loss may do that under `process` durability
+    the log has another hash there      journal and file are of different runs, or of different moments
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from atoll.errors import StateCorrupt
+from atoll.posix import OwnedFile, write_at
+from atoll.sealed import NoteDamaged, seal, unseal
+from atoll.store.audit import START, Rows
+
+LOG = logging.getLogger("atoll.server")
+
+NAME = "audit.head"
+_BYTES = 512
+"""Within one sector and one page: it is written whole or not at all."""
+_TRIES = 5
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class AuditHead:
+    """The end of an audit log.
+
+    Attributes:
+        entries: how many it had.
+        last_hash: of the last of them.
+        epoch: of the journal.
+        durability: that the server was started with.
+        boot: id of the system's start; another one since means that the machine was started again.
+    """
+
+    entries: int
+    last_hash: str
+    epoch: int
+    durability: str
+    boot: str
+
+
+class AuditHeadFile(OwnedFile):
+    """The file of a server that runs.
+
+    Args:
+        folder: the state directory, locked by the caller.
+    """
+
+    def __init__(self, folder: Path, durability: str, epoch: int) -> None:
+        self.path = folder / NAME
+        self._durability, self._epoch, self._boot = durability, epoch, boot_id()
+        self._failed = False
+        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def write(self, entries: int, last_hash: str) -> None:
+        """The audit log ends here. A failure leaves the earlier end, which is no error at a start."""
+        if self.fd < 0:
+            return
+        note = seal(asdict(AuditHead(entries, last_hash, self._epoch, self._durability, self._boot)))
+        try:
+            write_at(self.fd, f"{note:<{_BYTES - 1}}\n".encode(), 0)
+        except OSError as error:
+            if not self._failed:
+                LOG.warning(
+                    "%s cannot be written (%s): a loss of the journal's end may go unnoticed.",
+                    self.path,
+                    error.strerror,
+                )
+            self._failed = True
+
+
+def boot_id() -> str:
+    """Of this start of the system; empty where it does not tell."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def read_head(folder: Path) -> AuditHead | None:
+    """What the file says; None where there is none.
+
+    Raises:
+        NoteDamaged: it is not what was written.
+    """
+    for attempt in range(1, _TRIES + 1):
+        try:
+            return AuditHead(**unseal((folder / NAME).read_bytes()))
+        except FileNotFoundError:
+            return None
+        except NoteDamaged:
+            if attempt == _TRIES:  # else: a running server may have rewritten it at this moment
+                raise
+        except (OSError, TypeError) as error:
+            raise NoteDamaged(str(error)) from None
+    raise AssertionError("not reached")
+
+
+def require_same_log(head: AuditHead, journal: Rows, where: Path) -> tuple[int, int]:
+    """Compare the file with the log, as far as the log goes.
+
+    Returns:
+        Entries of the log, and how many the file knows of that the log lacks.
+
+    Raises:
+        StateCorrupt: the log has another entry at its place.
+    """
+    entries, _ = tip(journal)
+    if head.entries > entries:
+        return entries, head.entries - entries
+    found = journal.rows("SELECT hash FROM audit WHERE seq = ?", head.entries) if head.entries else [(START,)]
+    if found != [(head.last_hash,)]:
+        raise StateCorrupt(
+            f"The audit log of {where} is not the one that {NAME} tells of: its entry {head.entries} is another one.",
+            "Restore the whole directory, with all of its files, from one backup.",
+        )
+    return entries, 0
+
+
+def tip(journal: Rows) -> tuple[int, str]:
+    """Number of entries and the last hash."""
+    found = journal.rows("SELECT seq, hash FROM audit ORDER BY seq DESC LIMIT 1")
+    return (int(found[0][0]), str(found[0][1])) if found else (0, START)

@@ -1,0 +1,292 @@
+"""Bits of the journal that change on disk, and a journal that has lost its end: refused, never another model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from kit import (
+    FederatedSites,
+    Halfway,
+    ask_journal,
+    columns,
+    copy_folder,
+    exported,
+    flip_bit,
+    flip_column,
+    halfway_run,
+    log_frames,
+    rewrite_note,
+    serve,
+    ticket_states,
+)
+from kit import tensors_digest as digest_of
+from typer.testing import CliRunner
+
+from atoll.cli.main import app
+from atoll.errors import ConfigError, StateCorrupt
+from atoll.testing.processes import Nursery
+
+JOURNAL, WAL, HEAD = "journal.sqlite", "journal.sqlite-wal", "audit.head"
+
+FREE = {
+    ("run", "torch_build"): "another one is said, and not refused",
+    ("run", "cpu_capability"): "another one is said, and not refused",
+    ("counters", "name"): "shown in status, and used for nothing",
+    ("counters", "value"): "shown in status, and used for nothing",
+    ("exports_under_way", "path"): "a file that a start removes",
+}
+"""Columns whose bits do not decide what the run comes to, and why."""
+
+
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory: pytest.TempPathFactory) -> Halfway:
+    return halfway_run(tmp_path_factory.mktemp("halfway"))
+
+
+@pytest.fixture(scope="module")
+def powered(tmp_path_factory: pytest.TempPathFactory) -> Halfway:
+    return halfway_run(tmp_path_factory.mktemp("powered"), durability="power")
+
+
+@pytest.fixture
+def later(halfway: Halfway, tmp_path: Path) -> Path:
+    return copy_folder(halfway.later, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def settled(halfway: Halfway, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`later`, with all that was in the journal's log in its database."""
+    folder = copy_folder(halfway.later, tmp_path_factory.mktemp("settled") / "run")
+    with closing(sqlite3.connect(folder / "state" / JOURNAL)) as journal:
+        journal.execute("PRAGMA journal_mode = DELETE")
+    return folder
+
+
+def audited(folder: Path) -> str:
+    """What `atoll audit` says is wrong; empty where nothing is."""
+    outcome = CliRunner().invoke(app, ["audit", str(folder / "state")], standalone_mode=False)
+    if isinstance(outcome.exception, StateCorrupt):
+        return outcome.exception.message
+    assert outcome.exception is None
+    return ""
+
+
+def test_a_run_goes_on_from_its_journal_to_the_same_bits(halfway: Halfway, later: Path) -> None:
+    assert audited(later) == ""
+    halfway.go_on(later)
+    assert digest_of(exported(later)) == halfway.digest
+    assert audited(later) == ""
+
+
+@pytest.mark.covers("F41")
+def test_refuses_a_changed_bit_of_an_accepted_weight(halfway: Halfway, settled: Path, tmp_path: Path) -> None:
+    """Also where the row's own checksum was made anew: the audit log has the weight, too."""
+    folder = copy_folder(settled, tmp_path / "run")
+    path = folder / "state" / JOURNAL
+    weight = (1.0).hex()
+    ((ticket, found),) = ask_journal(folder, "SELECT ticket, weight FROM tickets WHERE state = 'accepted'")
+    assert found == float.fromhex(weight)
+    with closing(sqlite3.connect(path)) as journal, journal:
+        journal.execute("UPDATE tickets SET weight = 1.5 WHERE ticket = ?", (ticket,))
+    with pytest.raises(StateCorrupt, match=f"tickets.*{ticket}"), serve(folder):
+        pass
+    assert audited(folder) != ""
+
+    from atoll.store.checks import keep
+
+    with closing(sqlite3.connect(path, isolation_level=None)) as journal:
+        keep(journal)
+        journal.execute("UPDATE tickets SET weight = 2.5 WHERE ticket = ?", (ticket,))
+    with pytest.raises(StateCorrupt, match=rf"ticket {ticket} has the weight 2\.5.*1\.0"), serve(folder):
+        pass
+    assert "weight" in audited(folder)
+
+
+@pytest.mark.covers("F41")
+def test_a_changed_bit_of_any_value_of_the_journal_is_noticed(halfway: Halfway, settled: Path, tmp_path: Path) -> None:
+    """One bit of each column of each table, past all constraints: a start is refused, and `atoll audit` says it."""
+    unnoticed, empty = [], []
+    for number, (table, column) in enumerate(columns(settled / "state" / JOURNAL)):
+        folder = tmp_path / str(number)
+        (folder / "state" / "slots").mkdir(parents=True)
+        for name in (JOURNAL, HEAD):
+            shutil.copy(settled / "state" / name, folder / "state" / name)
+        if not flip_column(folder / "state" / JOURNAL, table, column):
+            empty.append(table)
+            continue
+        try:
+            with serve(folder):
+                started = True
+        except (StateCorrupt, ConfigError):
+            started = False
+        checked = (table, column) == ("run", "settings_json") or bool(audited(folder))
+        if (table, column) not in FREE and (started or not checked):
+            unnoticed.append((table, column, "started" if started else "refused", checked))
+        shutil.rmtree(folder)
+    assert unnoticed == []
+    assert set(empty) <= {"exports_under_way", "deltas"}
+
+
+@pytest.mark.covers("F41")
+def test_no_changed_bit_of_the_database_file_leads_to_another_model(
+    halfway: Halfway, settled: Path, tmp_path: Path
+) -> None:
+    """The 53 bytes are spread over the file's pages: a start is refused, or nothing that a start reads has changed."""
+    path = settled / "state" / JOURNAL
+    before = {table: ask_journal(settled, f"SELECT * FROM {table}") for table in {table for table, _ in columns(path)}}
+    refused = 0
+    for offset in range(29, path.stat().st_size, path.stat().st_size // 53):
+        folder = tmp_path / str(offset)
+        (folder / "state" / "slots").mkdir(parents=True)
+        for name in (JOURNAL, HEAD):
+            shutil.copy(settled / "state" / name, folder / "state" / name)
+        flip_bit(folder / "state" / JOURNAL, offset, offset % 8)
+        if audited(folder):
+            refused += 1
+        else:
+            found = {table: ask_journal(folder, f"SELECT * FROM {table}") for table in before}
+            free = {table for table, _ in FREE}
+            assert {table for table in before if found[table] != before[table]} <= free, offset
+    assert refused
+
+
+@pytest.mark.covers("F41")
+def test_a_changed_bit_of_the_log_is_refused_or_loses_nothing(halfway: Halfway, tmp_path: Path) -> None:
+    """SQLite drops what follows a damaged frame, without a word. Each frame, in its header or its page."""
+    frames = log_frames(halfway.later / "state" / WAL)
+    assert frames
+    refused = []
+    for number, offset in enumerate([0, *frames]):
+        folder = copy_folder(halfway.later, tmp_path / f"run-{offset}")
+        flip_bit(folder / "state" / WAL, offset + (16 if number % 2 else 1000), number % 8)
+        try:
+            with serve(folder):
+                pass
+        except StateCorrupt:
+            refused.append(offset)
+            continue
+        assert ticket_states(folder) == ticket_states(halfway.later), f"what was acknowledged is gone: {offset}"
+        assert audited(folder) == ""
+    assert frames[0] in refused
+
+
+@pytest.mark.covers("F41")
+def test_no_new_run_begins_over_a_log_whose_header_is_damaged(tmp_path: Path) -> None:
+    """All of this run is in its log: without it the journal is empty."""
+    with serve(tmp_path / "run"):
+        folder = copy_folder(tmp_path / "run", tmp_path / "copy")
+    assert log_frames(folder / "state" / WAL)
+    shutil.rmtree(folder / "state" / "slots")
+    flip_bit(folder / "state" / WAL, 16)
+    with pytest.raises(StateCorrupt, match="missing or empty"), serve(folder):
+        pass
+
+
+@pytest.mark.covers("F41")
+def test_a_run_whose_audit_head_is_behind_goes_on(halfway: Halfway, later: Path) -> None:
+    """As after a kill between the commit and the file."""
+    shutil.copy(halfway.earlier / "state" / HEAD, later / "state" / HEAD)
+    assert audited(later) == ""
+    halfway.go_on(later)
+    assert digest_of(exported(later)) == halfway.digest
+
+
+def without_end(halfway: Halfway, folder: Path) -> Path:
+    """A journal as it was before the accepted update, with the audit head that knows of it."""
+    copy_folder(halfway.earlier, folder)
+    shutil.copy(halfway.later / "state" / HEAD, folder / "state" / HEAD)
+    shutil.rmtree(folder / "workers")
+    copy_folder(halfway.later / "workers", folder / "workers")
+    return folder
+
+
+@pytest.mark.covers("F41")
+def test_refuses_a_journal_without_its_end_where_the_machine_has_run_on(halfway: Halfway, tmp_path: Path) -> None:
+    folder = without_end(halfway, tmp_path / "run")
+    with pytest.raises(StateCorrupt, match="lost its end"), serve(folder):
+        pass
+    assert "lost its last" in audited(folder)
+    (folder / "state" / HEAD).unlink()  # the operator's way to go on
+    halfway.go_on(folder)
+    assert digest_of(exported(folder)) == halfway.digest
+
+
+@pytest.mark.covers("F41", "F42")
+def test_says_that_a_power_loss_took_the_journals_end_and_goes_on_in_a_later_epoch(
+    halfway: Halfway, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = without_end(halfway, tmp_path / "run")
+    rewrite_note(folder / "state" / HEAD, boot="of the start before the power loss", epoch=7)
+    with caplog.at_level(logging.WARNING, "atoll.server"), serve(folder, port=halfway.port) as server:
+        assert any("lost its last 1 audited" in line for line in caplog.messages)
+        assert server.status().epoch == 8
+        FederatedSites(server.url, folder).join()
+    assert digest_of(exported(folder)) == halfway.digest, "a submits again from its outbox"
+    assert ask_journal(folder, "SELECT count(*) FROM audit WHERE what = 'lost'") == [(1,)]
+    assert audited(folder) == ""
+
+
+@pytest.mark.covers("F41")
+def test_no_power_loss_explains_a_lost_end_under_power_durability(powered: Halfway, tmp_path: Path) -> None:
+    folder = without_end(powered, tmp_path / "run")
+    rewrite_note(folder / "state" / HEAD, boot="of the start before the power loss")
+    for durability in ("power", "process"):
+        with pytest.raises(StateCorrupt, match="lost its end"), serve(folder, durability=durability):
+            pass
+
+
+@pytest.mark.covers("F42")
+def test_refuses_an_audit_head_of_another_history(halfway: Halfway, powered: Halfway, later: Path) -> None:
+    shutil.copy(powered.earlier / "state" / HEAD, later / "state" / HEAD)
+    with pytest.raises(StateCorrupt, match=HEAD), serve(later):
+        pass
+    assert HEAD in audited(later)
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (lambda path: path.unlink(), "missing"),
+        (lambda path: flip_bit(path, 20), "damaged"),
+        (lambda path: path.write_bytes(b""), "damaged"),
+    ],
+)
+def test_says_that_the_audit_head_is_missing_or_damaged_and_makes_it_anew(
+    halfway: Halfway, later: Path, damage: Callable[[Path], None], word: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(later / "state" / HEAD)
+    with caplog.at_level(logging.WARNING, "atoll.server"), serve(later):
+        pass
+    assert [word in line for line in caplog.messages if HEAD in line] == [True]
+    ((entries,),) = ask_journal(later, "SELECT count(*) FROM audit")
+    assert json.loads((later / "state" / HEAD).read_text())["entries"] == entries
+    caplog.clear()
+    with serve(later):
+        pass
+    assert not [line for line in caplog.messages if HEAD in line]
+
+
+@pytest.mark.covers("F41")
+def test_no_new_run_begins_where_an_audit_head_tells_of_one(later: Path) -> None:
+    """A journal that has lost everything is empty; without slots nothing else tells that it had a run."""
+    state = later / "state"
+    shutil.rmtree(state / "slots")
+    for name in (JOURNAL, WAL, f"{JOURNAL}-shm"):
+        (state / name).unlink(missing_ok=True)
+    with pytest.raises(StateCorrupt, match="missing or empty"), serve(later):
+        pass
+
+
+def test_audit_exits_with_the_code_of_a_damaged_state(settled: Path, tmp_path: Path, nursery: Nursery) -> None:
+    folder = copy_folder(settled, tmp_path / "run")
+    flip_column(folder / "state" / JOURNAL, "tickets", "weight")
+    process = nursery.start("atoll", "audit", "state", cwd=folder, log=folder / "log")
+    assert process.wait(60) == 7
