@@ -6,8 +6,8 @@ Which version is best the journal's metrics say; these files are made again from
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import math
 import os
 from pathlib import Path
@@ -19,6 +19,8 @@ from atoll.server.persistor import Best
 from atoll.store.rows import HistoryRow
 from atoll.store.store import Store
 from atoll.wire import status_messages
+
+LOG = logging.getLogger("atoll.server")
 
 MODEL, NOTE = "best.safetensors", "best.json"
 
@@ -76,12 +78,38 @@ class BestVersion:
         self._store.sync_folder(self._folder)
 
     def _noted(self) -> Measured | None:
-        """What the files are, by this metric; None where there are none, or they are not what the note says."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            note = json.loads((self._folder / NOTE).read_text(encoding="utf-8"))
-            if self.path.exists() and note["metric"] == self.metric:
-                return Measured(int(note["version"]), int(note["round"]), float(note["value"]))
-        return None
+        """What the files are, by this metric; None where one of them is missing, or they are by another one.
+
+        The model's own header says it, too. A note that differs is damaged, or was to be replaced when the server was
+        killed: it is made again.
+        """
+        path = self._folder / NOTE
+        if not (path.exists() and self.path.exists()):
+            return None
+        told = self._header()
+        try:
+            note = json.loads(path.read_text(encoding="utf-8"))
+            noted = Measured(int(note["version"]), int(note["round"]), float(note["value"]))
+            metric = note["metric"]
+        except (OSError, ValueError, KeyError, TypeError):
+            noted, metric = None, self.metric
+        if metric == self.metric and told == noted:
+            return noted
+        if told is not None:
+            LOG.warning("%s is damaged, or older than %s: it is made again. Look at the disk.", path, MODEL)
+            self._write_note(told)
+        return told
+
+    def _header(self) -> Measured | None:
+        """What the model's header says; None where it is of another metric, or damaged."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path, "pt") as file:
+                told = file.metadata()
+            return Measured(int(told["version"]), int(told["round"]), float(told[self.metric]))
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+            return None
 
 
 def measured_of(history: list[HistoryRow], metric: str) -> list[Measured]:

@@ -6,11 +6,10 @@ is pending, then the note. So whoever is killed in between leaves a state from w
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from atoll.worker.notes import read_note, write_note
+from atoll.worker.notes import note_from, read_note, write_note
 from atoll.worker.turns import TurnNote
 
 NAMES = ("control", "residual")
@@ -47,7 +46,7 @@ def write_kept(folder: Path, kept: Kept) -> None:
     for name in NAMES:
         if f"{name}.json" not in kept:
             continue
-        note = TurnNote(**json.loads(kept[f"{name}.json"]))
+        note = note_from(kept[f"{name}.json"], TurnNote)
         files = [folder / f"{name}-{index}.bin" for index in (0, 1)]
         path = folder / f"{name}.json"
         if read_note(path, TurnNote) is None:

@@ -10,7 +10,6 @@ told by `Kept.gone` to break off.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atoll import sealed
 from atoll.errors import AuthError, BadRequest, Busy, Conflict, Gone
 from atoll.posix import write_at
 from atoll.store.slots import disk_error
@@ -169,7 +169,7 @@ class ObjectStore:
         note, temporary = self._path(kept, "json"), self._path(kept, "note")
         try:
             os.replace(self._path(kept, "part"), self._path(kept, "safetensors"))
-            temporary.write_text(json.dumps(_note(kept)), encoding="utf-8")
+            temporary.write_text(sealed.seal(_note(kept)), encoding="utf-8")
             os.replace(temporary, note)
         except OSError as error:
             self._drop(kept)  # a half of it is worth nothing
@@ -348,9 +348,9 @@ def _note(kept: Kept) -> dict[str, Any]:
 
 
 def _read_note(path: Path) -> Kept | None:
-    """What a note says; None where it is none of ours."""
+    """What a note says; None where it is none of ours, or damaged."""
     try:
-        note: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        note: Mapping[str, Any] = sealed.unseal(path.read_bytes())
         kept = Kept(
             note["object"],
             note["sealed"],
@@ -359,6 +359,9 @@ def _read_note(path: Path) -> Kept | None:
             float(note["expires_at"]),
             {index: bytes.fromhex(digest) for index, digest in enumerate(note["digests"])},
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        LOG.warning(
+            "%s is damaged: %s. Its object is removed, and has to be published again. Look at the disk.", path, error
+        )
         return None
     return kept if path.name == f"{kept.object}.json" and len(kept.digests) == kept.extent.count else None

@@ -14,8 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from atoll.errors import AtollError
+from atoll.sealed import NoteDamaged
 from atoll.worker.files import OutboxNote, locked
-from atoll.worker.notes import read_note
+from atoll.worker.notes import peek_note
 from atoll.worker.reporting import LOG, size
 
 _OURS = re.compile(
@@ -83,7 +84,13 @@ def _other_divisions(current: Path, share: tuple[int, int] | None) -> Iterator[P
 
 def _remove(folder: Path) -> int | None:
     """Remove a folder that is locked by the caller; returns its bytes, None where it has to stay."""
-    notes: list[OutboxNote | None] = [read_note(path, OutboxNote) for path in folder.glob("outbox*.json")]
+    try:
+        notes: list[OutboxNote | None] = [peek_note(path, OutboxNote) for path in folder.glob("outbox*.json")]
+    except NoteDamaged as error:
+        LOG.warning(
+            "%s stays: the note of its outbox is damaged (%s), and may be of an update not sent.", folder, error
+        )
+        return None
     if not all(note is not None and note.sent for note in notes):
         return None
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from atoll.errors import StoreError
+from atoll.sealed import NoteDamaged, seal, unseal
+from atoll.worker.reporting import LOG
 
 
 def name_of(name: str, fragment: int | None) -> str:
@@ -17,18 +18,51 @@ def name_of(name: str, fragment: int | None) -> str:
 
 
 def read_note(path: Path, kind: Any) -> Any:
-    """What `write_note` wrote; None where nothing is, or something else."""
+    """What `write_note` wrote; None where there is none. A damaged one is said, and removed.
+
+    Without its note a file is scrap: what it held is pulled, trained or formed again.
+    """
     try:
-        return kind(**json.loads(path.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+        return peek_note(path, kind)
+    except NoteDamaged as error:
+        LOG.warning(
+            "%s is damaged: %s. It is removed, and what it told of is pulled or trained again. Look at the disk.",
+            path,
+            error,
+        )
+        path.unlink(missing_ok=True)
         return None
 
 
+def peek_note(path: Path, kind: Any) -> Any:
+    """What `write_note` wrote; None where there is none.
+
+    Raises:
+        NoteDamaged: it is not what was written.
+    """
+    try:
+        return note_from(path.read_bytes(), kind)
+    except FileNotFoundError:
+        return None
+
+
+def note_from(data: bytes, kind: Any) -> Any:
+    """A note from the bytes of its file.
+
+    Raises:
+        NoteDamaged: they are not what was written.
+    """
+    try:
+        return kind(**unseal(data))
+    except TypeError as error:
+        raise NoteDamaged(f"it is of another version of Atoll ({error})") from None
+
+
 def write_note(path: Path, note: Any) -> None:
-    """Write a dataclass as JSON: all of it or nothing, whatever happens meanwhile."""
+    """Write a dataclass as JSON with its digest: all of it or nothing, whatever happens meanwhile."""
     temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_text(json.dumps(asdict(note)))
+        temporary.write_text(seal(asdict(note)))
         os.replace(temporary, path)
     except OSError as error:
         raise StoreError(

@@ -1,0 +1,206 @@
+"""A note whose bits have changed is said and discarded; what it told of is pulled, trained or asked for again."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from kit import FederatedSites, Halfway, copy_folder, exported, flip_bit, halfway_run, serve
+from kit import tensors_digest as digest_of
+
+import atoll
+from atoll.errors import ConfigError
+
+
+def a_digit(path: Path) -> None:
+    """One bit of a number or a hex digit: still JSON of the right keys and types."""
+    data = path.read_bytes()
+    for key in (b'"version": ', b'"weight": ', b'"current": ', b'"value": ', b'"expires_at": '):
+        if key in data:
+            at = data.index(key) + len(key)
+            return flip_bit(path, at + (data[at : at + 1] == b'"'))
+    raise AssertionError(data)
+
+
+def a_key(path: Path) -> None:
+    flip_bit(path, 4)
+
+
+def no_text(path: Path) -> None:
+    flip_bit(path, path.stat().st_size // 2, 7)
+
+
+def half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def nothing(path: Path) -> None:
+    """What a power loss leaves of a file that was just written."""
+    path.write_bytes(b"")
+
+
+DAMAGES = [a_digit, a_key, no_text, half, nothing]
+
+
+def note(folder: Path, name: str) -> Path:
+    (path,) = (folder / "workers" / "a").glob(f"*/{name}")
+    return path
+
+
+def said(caplog: pytest.LogCaptureFixture, name: str) -> int:
+    return len([line for line in caplog.messages if name in line and "damaged" in line])
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Halfway:
+    return halfway_run(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory: pytest.TempPathFactory) -> Halfway:
+    return halfway_run(tmp_path_factory.mktemp("compressed"), codec="int8", downlink_codec="int8")
+
+
+def served_from_its_outbox(image: Halfway, folder: Path) -> Path:
+    """The server has nothing of round 2, and site a has its update for it in its outbox."""
+    copy_folder(image.earlier / "state", folder / "state")
+    copy_folder(image.later / "workers", folder / "workers")
+    return folder
+
+
+@pytest.mark.covers("F41", "F1")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_note_of_a_base_is_said_and_the_version_pulled_again(
+    plain: Halfway, tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copy_folder(plain.later, tmp_path / "run")
+    damage(note(folder, "base.json"))
+    caplog.set_level(logging.WARNING, "atoll")
+    plain.go_on(folder)
+    assert said(caplog, "base.json") == 1
+    assert digest_of(exported(folder)) == plain.digest
+
+
+@pytest.mark.covers("F41", "F3")
+@pytest.mark.parametrize("damage", [None, *DAMAGES])
+def test_a_damaged_note_of_an_outbox_is_said_and_the_round_trained_again(
+    plain: Halfway, tmp_path: Path, damage: Callable[[Path], None] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = served_from_its_outbox(plain, tmp_path / "run")
+    if damage is not None:
+        damage(note(folder, "outbox.json"))
+    caplog.set_level(logging.WARNING, "atoll")
+    sites = plain.go_on(folder)
+    assert said(caplog, "outbox.json") == (damage is not None)
+    assert sites.trained["a", 2] == (damage is not None), "it is sent from the outbox, or trained again"
+    assert digest_of(exported(folder)) == plain.digest
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("damage", [None, *DAMAGES])
+def test_a_damaged_note_of_residuals_is_said_and_error_feedback_begins_anew(
+    compressed: Halfway, tmp_path: Path, damage: Callable[[Path], None] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copy_folder(compressed.later, tmp_path / "run")
+    if damage is not None:
+        damage(note(folder, "residual.json"))
+    caplog.set_level(logging.WARNING, "atoll")
+    compressed.go_on(folder)
+    assert said(caplog, "residual.json") == (damage is not None)
+    assert (digest_of(exported(folder)) == compressed.digest) == (damage is None)
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_note_of_a_difference_is_said_and_it_is_pulled_again(
+    compressed: Halfway, tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copy_folder(compressed.later, tmp_path / "run")
+    damage(note(folder, "delta.json"))
+    caplog.set_level(logging.WARNING, "atoll")
+    compressed.go_on(folder)
+    assert said(caplog, "delta.json") == 1
+    assert digest_of(exported(folder)) == compressed.digest
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("name", ["base.json", "outbox.json", "delta.json"])
+def test_a_missing_note_is_none_and_nothing_is_said(
+    compressed: Halfway, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copy_folder(compressed.later, tmp_path / "run")
+    note(folder, name).unlink()
+    caplog.set_level(logging.WARNING, "atoll")
+    compressed.go_on(folder)
+    assert said(caplog, name) == 0
+    assert digest_of(exported(folder)) == compressed.digest
+
+
+def control_step(server: atoll.Server, folder: Path, rounds: int) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with atoll.join(server.url, site="a", folder=folder) as worker:
+        for fl_round in worker:
+            fl_round.load_into(model)
+            with fl_round.correct(model, optimizer):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+            fl_round.submit(model)
+            if fl_round.number == rounds:
+                break
+
+
+@pytest.mark.covers("F41", "S2")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_note_of_a_control_is_said_and_the_site_refused(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"algorithm": "scaffold", "num_workers": 1, "outer_momentum": 0.0, "rounds": 9}
+    with serve(tmp_path, torch.nn.Linear(2, 1), **settings) as server:
+        control_step(server, tmp_path / "workers", 2)
+        damage(note(tmp_path, "control.json"))
+        caplog.set_level(logging.WARNING, "atoll")
+        with pytest.raises(ConfigError, match="control"):
+            control_step(server, tmp_path / "workers", 3)
+        assert said(caplog, "control.json") == 1
+        monkeypatch.setenv("ATOLL_NEW_CONTROLS", "1")
+        control_step(server, tmp_path / "workers", 4)
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_note_of_an_object_is_said_and_the_object_gone(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with serve(tmp_path) as server:
+        url = server.url
+        kept, lost = (atoll.publish({"w": torch.ones(3)}, server=url) for _ in range(2))
+    damage(tmp_path / "state" / "objects" / f"{lost.object}.json")
+    caplog.set_level(logging.WARNING, "atoll")
+    with serve(tmp_path, port=int(url.rpartition(":")[2])):
+        assert said(caplog, f"{lost.object}.json") == 1
+        assert [path.stem for path in (tmp_path / "state" / "objects").glob("*.json")] == [kept.object]
+        assert torch.equal(atoll.fetch(kept)["w"], torch.ones(3))
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_note_of_the_best_version_is_said_and_made_again(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the version itself is not kept any more: the model's own header says which it is."""
+    with serve(tmp_path, best_metric="loss", best_mode="max") as server:
+        FederatedSites(server.url, tmp_path).join()
+    path = tmp_path / "state" / "exports" / "best.json"
+    before = json.loads(path.read_text())
+    assert before["version"] == 0
+    damage(path)
+    caplog.set_level(logging.WARNING, "atoll")
+    with serve(tmp_path, best_metric="loss", best_mode="max"):
+        pass
+    assert said(caplog, "best.json") == 1
+    assert json.loads(path.read_text()) == before
