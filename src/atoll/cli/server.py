@@ -8,6 +8,7 @@ import logging
 import os
 import shlex
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from atoll.children import Terminated, raise_on_sigterm
+from atoll.cli.memory import end_without_memory
 from atoll.cli.status import WATCH_S, live_table
 from atoll.cli.text import (
     against_data_parallel,
@@ -82,6 +84,7 @@ def run_until_finished(settings: Settings) -> None:
     """
     log_lines()
     raise_on_sigterm()
+    threading.Thread(target=end_without_memory, name="memory", daemon=True).start()
     LOG.info("%s starts; loading PyTorch takes a few seconds", settings.name)
     from atoll.server.embed import Server
 

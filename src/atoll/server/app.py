@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from atoll.errors import AtollError, BadRequest, StoreError
 from atoll.server.auth import IDENTITY, Gate
 from atoll.server.handlers import Handlers
-from atoll.server.passing import directory_gone, journal_failed, no_more_files, passing
+from atoll.server.passing import directory_gone, journal_failed, no_more_files, out_of_memory, passing
 from atoll.server.run import Run
 from atoll.transport.bypass import bypass_of
 from atoll.transport.host import problem
@@ -182,8 +182,11 @@ def _guard(gate: Gate, run: Run) -> Any:
             return problem("store", f"The server's disk failed: {os.strerror(error.errno or 0)}.")
         except web.HTTPException:
             raise
-        except Exception:
+        except Exception as error:
             LOG.exception("%s %r", request.method, request.path)
+            if (failed := out_of_memory(error)) is not None:
+                run.fail(failed)
+                return problem("busy", failed.message, "Ask again when it was started again.", 2.0)
             return problem("error", "The server failed; its log says why.")
         finally:
             bypass = bypass_of(request)

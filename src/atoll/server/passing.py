@@ -6,7 +6,7 @@ import errno
 import sqlite3
 from pathlib import Path
 
-from atoll.errors import DiskFull, StoreError, SyncFailed, causes
+from atoll.errors import DiskFull, RunFailed, StoreError, SyncFailed, causes
 
 _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
 
@@ -47,3 +47,14 @@ def passing(error: BaseException) -> str | None:
     if no_more_files(error):
         return "too many files are open: the server may not open another; raise its limit (ulimit -n)."
     return None
+
+
+def out_of_memory(error: BaseException | None) -> RunFailed | None:
+    """What ends a server that gets no more memory, be it for an object or for the stack of a thread; else None."""
+    no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
+    if not no_thread and not isinstance(error, MemoryError):
+        return None
+    return RunFailed(
+        "The server has run out of memory.",
+        "Give it more, or lower max_pins or threads. Start it again: what was acknowledged is not lost.",
+    )
