@@ -24,8 +24,8 @@ DELTA = "INSERT INTO deltas (fragment, version, slot, base_version, base_digest,
 
 CHECKS = {
     "meta: id = 1": "INSERT INTO meta (id, epoch, finished) VALUES (2, 0, 0)",
-    "run: id = 1": "INSERT INTO run SELECT 2, run_id, settings_json, schema_json, schema_digest, torch_build, "
-    "cpu_capability, created_at, 0 FROM run",
+    "run: id = 1": "INSERT INTO run (id, run_id, settings_json, schema_json, schema_digest, torch_build, "
+    "cpu_capability, created_at) VALUES (2, '', '{}', '{}', '', '', '', '')",
     "members: state IN ('alive', 'dead', 'left', 'failed')": MEMBER + "('c', 9, 'gone', '', '', '{}', '', 0, '')",
     "rounds: state IN ('open', 'frozen', 'committed')": ROUND + "(1, 0, 'closed', '[]', '[]', '')",
     "tickets: state IN ('open', 'accepted', 'counted', 'refused', 'expired')": TICKET
