@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -32,6 +33,77 @@ class Told(dict[str, Tensor]):
         self.buffers = dict(buffers)
 
 
+class Parameters:
+    """Finds the parameter behind an entry of a model's state: by identity, since wrappers change names.
+
+    Activation checkpointing, for one, names parameters differently in `named_parameters` and in `state_dict`. A state
+    that was detached is found by its memory.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._by_id = {id(each): each for each in _parameters_of(model)}
+
+    def behind(self, tensor: object) -> nn.Parameter | None:
+        """The parameter; None for buffers and others."""
+        found = self._by_id.get(id(tensor))
+        if found is not None or not isinstance(tensor, Tensor) or id(tensor) in self._buffers:
+            return found
+        return None if is_sharded(tensor) or not tensor.numel() else self._by_memory.get(memory_of(tensor))
+
+    @functools.cached_property
+    def _buffers(self) -> set[int]:
+        return {id(each) for module in self._model.modules() for each in module._buffers.values()}
+
+    @functools.cached_property
+    def _by_memory(self) -> dict[object, nn.Parameter]:
+        return {memory_of(each): each for each in self._by_id.values() if each.numel() and not is_sharded(each)}
+
+
+def _parameters_of(model: nn.Module) -> Iterable[nn.Parameter]:
+    """Those that the model says it has."""
+    own = (model.named_parameters, model._named_members)
+    if [getattr(each, "__func__", None) for each in own] != [nn.Module.named_parameters, nn.Module._named_members]:
+        return [each for _, each in model.named_parameters(remove_duplicate=False)]
+    # what that would give, in a third of the time: a model is asked twice in every round
+    return [each for module in model.modules() for each in module._parameters.values() if each is not None]
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that travel, under the names by which they travel; tied ones once, by their first name."""
+    parameters, names = Parameters(model), dict[int, str]()
+    found: dict[str, nn.Parameter] = {}
+    for name, tensor in state_of(model).items():
+        parameter = parameters.behind(tensor)
+        if parameter is not None and names.setdefault(id(parameter), name) == name:
+            found[name] = parameter
+    return found
+
+
+def without_ddp(model: nn.Module) -> nn.Module:
+    """What DistributedDataParallel holds, also where that was compiled; any other model is returned as it is."""
+    inner = model
+    while _is_compiled(inner):
+        inner = inner.get_submodule(_COMPILED)
+    return without_ddp(inner.module) if isinstance(inner, nn.parallel.DistributedDataParallel) else model
+
+
+_COMPILED = "_orig_mod"
+"""The name of the module that `torch.compile` has wrapped."""
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" and _COMPILED in module._modules
+
+
+def state_of(model: nn.Module) -> dict[str, object]:
+    """The model's own tensors, under the names that they have where nothing is compiled."""
+    state: dict[str, object] = model.state_dict(keep_vars=True)
+    if not any(_COMPILED in name for name in state) or not any(map(_is_compiled, model.modules())):
+        return state
+    return {".".join(part for part in name.split(".") if part != _COMPILED): value for name, value in state.items()}
+
+
 def named_tensors(
     model: nn.Module | Tensors, *, values: bool = True, sharded: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -48,7 +120,13 @@ def named_tensors(
     Raises:
         UsageError: an entry is not a dense tensor of a dtype that travels; it is named.
     """
-    state: Mapping[str, object] = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
+    owners, aliases = _owned(model, values=values, sharded=sharded)
+    return {name: tensor.detach() for name, tensor in owners.items()}, aliases
+
+
+def _owned(model: nn.Module | Tensors, *, values: bool, sharded: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """As `named_tensors`, with the very objects that the model holds."""
+    state: Mapping[str, object] = state_of(model) if isinstance(model, nn.Module) else model
     owners: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     begin_at: dict[int, list[str]] = {}  # where in memory → which owners
@@ -63,7 +141,7 @@ def named_tensors(
             aliases[name] = owner
             continue
         there.append(name)
-        owners[name] = tensor.detach()
+        owners[name] = tensor
     return owners, aliases
 
 
@@ -81,11 +159,11 @@ def schema_of(
         Parameters of a float dtype in the group `params`, everything else in `buffers`. Of a plain mapping's tensors
         those are buffers of which it was told so; else the names of batch normalisation are known.
     """
-    owners, aliases = named_tensors(model, values=values, sharded=sharded)
+    owners, aliases = _owned(model, values=values, sharded=sharded)
     told: Mapping[str, bool] = model.buffers if isinstance(model, Told) else {}
     if isinstance(model, nn.Module):
-        parameters = _parameter_names(model)
-        told = {name: name not in parameters for name in owners}
+        parameters = Parameters(model)
+        told = {name: parameters.behind(tensor) is None for name, tensor in owners.items()}
     patterns = tuple(buffers)
 
     def group(name: str, dtype: str) -> str:
@@ -104,12 +182,12 @@ def fits(model: nn.Module | Tensors, schema: Schema) -> dict[str, Tensor] | None
 
     A mapping cannot say which of its tensors are buffers, nor which are tied: what the schema says is taken over.
     """
-    tensors, aliases = named_tensors(model)
+    tensors, aliases = _owned(model, values=True, sharded=False)
     parameters = None
     if isinstance(model, nn.Module):
         if tuple(sorted(aliases.items())) != schema.aliases:
             return None
-        parameters = _parameter_names(model)
+        parameters = Parameters(model)
     else:
         tied = dict(schema.aliases)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
@@ -119,22 +197,10 @@ def fits(model: nn.Module | Tensors, schema: Schema) -> dict[str, Tensor] | None
     for (name, tensor), spec in zip(ordered, schema.tensors, strict=True):
         if name != spec.name or tensor.shape != spec.shape or tensor.dtype != torch_dtype(spec.dtype):
             return None
-        if parameters is not None and (spec.group == PARAMS) != (name in parameters and spec.is_float):
+        is_parameter = parameters is not None and parameters.behind(tensor) is not None
+        if parameters is not None and (spec.group == PARAMS) != (is_parameter and spec.is_float):
             return None
-    return tensors
-
-
-def _parameter_names(model: nn.Module) -> set[str]:
-    """The names of all parameters, every one of tied ones, too."""
-    own = (model.named_parameters, model._named_members)
-    if [getattr(each, "__func__", None) for each in own] != [nn.Module.named_parameters, nn.Module._named_members]:
-        return {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {  # what that would say, in a third of the time: a model is asked twice in every round
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    }
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -34,6 +34,7 @@ from atoll.tensors.header import read_header, read_tensor
 from atoll.tensors.kinds import Stream
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Segment, safetensors_header
 from atoll.tensors.lazy import Handle, LazyTensor
+from atoll.tensors.modules import state_of
 from atoll.tensors.payload import Packed, Plain, pack, unpack
 from atoll.tensors.schema import TensorSpec
 
@@ -116,7 +117,7 @@ def pack_object(tree: Any) -> Packed:
     Raises:
         UsageError: something in it cannot travel; it is named.
     """
-    return pack(tree.state_dict(keep_vars=True) if isinstance(tree, nn.Module) else tree)
+    return pack(state_of(tree) if isinstance(tree, nn.Module) else tree)
 
 
 def write_object(packed: Packed, fd: int, cut: Cut) -> tuple[Extent, list[bytes]]:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from atoll.errors import UsageError
 from atoll.tensors.arrays import Arrays, as_tensor
 from atoll.tensors.chunks import run_of
+from atoll.tensors.modules import named_parameters
 from atoll.tensors.schema import CONTROL_PREFIX
 from atoll.worker.border import border
 from atoll.worker.correction import Correction, Proximal
@@ -80,7 +81,7 @@ class Scaffold:
 
     @border
     def __init__(self, model: nn.Module, global_controls: Arrays, own_controls: Arrays) -> None:
-        parameters = {name: value for name, value in model.named_parameters() if value.is_floating_point()}
+        parameters = {name: value for name, value in named_parameters(model).items() if value.is_floating_point()}
         self._shapes = {name: tuple(value.shape) for name, value in parameters.items()}
         c = require_controls("global_controls", global_controls, self._shapes)
         self._own = _Memory(require_controls("own_controls", own_controls, self._shapes))

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays
+from atoll.tensors.modules import named_tensors
 from atoll.wire import routes, status_messages
 from atoll.worker.address import http_to, server_of
 from atoll.worker.border import border, say_interrupt_in_a_line
@@ -101,7 +102,10 @@ class Client:
         if into is None:
             return round_.state_dict(framework)
         model = round_.load_into(into)
-        return dict(model.state_dict()) if isinstance(model, nn.Module) else model
+        if not isinstance(model, nn.Module):
+            return model
+        owners, aliases = named_tensors(model)
+        return owners | {alias: owners[owner] for alias, owner in aliases.items()}
 
     @border
     def correct(self, model: nn.Module, optimizer: Optimizer) -> Correction:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.errors import UsageError
+from atoll.tensors.modules import named_parameters
 from atoll.worker.given import require_trains
 from atoll.worker.update import Runs
 
@@ -46,7 +47,7 @@ class Correction:
     """Whether a step with it is another one than without."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = dict(model.named_parameters())
+        self.parameters = named_parameters(model)
         self.steps, self.rates = 0, 0.0
         self.offsets: dict[str, Tensor] = {}
         self._optimizer: Optimizer | None = None
@@ -251,5 +252,7 @@ def following(local: Mapping[str, Any], model: nn.Module) -> Correction:
     from atoll.worker.scaffold import Shifted
 
     shifted = Shifted(model)
-    shifted.offsets = {name: torch.zeros_like(value) for name, value in model.named_parameters() if value.requires_grad}
+    shifted.offsets = {
+        name: torch.zeros_like(value) for name, value in shifted.parameters.items() if value.requires_grad
+    }
     return shifted

@@ -21,6 +21,7 @@ from torch import nn
 
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
+from atoll.tensors.modules import without_ddp
 from atoll.worker.address import server_of
 from atoll.worker.border import border, say_interrupt_in_a_line
 from atoll.worker.given import finite_metrics, last_words, positive, require_trains, sync_retries
@@ -81,8 +82,7 @@ class DiLoCo(OverRanks):
                 f"sync_every is {sync_every}.", "Give the number of local steps between two synchronisations."
             )
         super().__init__()
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
+        model = without_ddp(model)
         self.model, self.optimizer = model, optimizer
         self._ranks = Ranks.here(model)
         self._server = server_of(server, require_server=require_server)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from atoll.errors import UsageError
 from atoll.tensors.arrays import Arrays, require_framework, to_numpy
-from atoll.tensors.modules import Tensors, named_tensors
+from atoll.tensors.modules import Tensors, named_parameters, named_tensors
 from atoll.worker.border import border
 from atoll.worker.correction import Correction
 from atoll.worker.given import finite_metrics, positive
@@ -151,8 +151,8 @@ class LocalRound:
         return self._zeros()
 
     def _zeros(self) -> dict[str, Tensor]:
-        named = self._model.named_parameters() if isinstance(self._model, nn.Module) else ()
-        return {name: torch.zeros(value.shape) for name, value in named if value.is_floating_point()}
+        named = named_parameters(self._model) if isinstance(self._model, nn.Module) else {}
+        return {name: torch.zeros(value.shape) for name, value in named.items() if value.is_floating_point()}
 
     @overload
     def state_dict(self, framework: Literal["torch"] = "torch") -> dict[str, Tensor]: ...

@@ -1,0 +1,150 @@
+"""Wrappers around a model or its blocks change names, but not what is trained: the run's result keeps its bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from kit import SITES, DiLoCoSites, build_model, exported, local_step, serve, tensors_digest, together
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+import atoll
+
+Build = Callable[[], nn.Module]
+
+
+def build_checkpointed() -> nn.Module:
+    """Activation checkpointing of some blocks."""
+    model = build_model()
+    assert isinstance(model, nn.Sequential)
+    model[0], model[1] = checkpoint_wrapper(model[0]), checkpoint_wrapper(model[1])
+    return model
+
+
+def build_compiled() -> nn.Module:
+    compiled = torch.compile(build_model(), backend="eager")
+    assert isinstance(compiled, nn.Module)
+    return compiled
+
+
+def build_with_compiled_blocks() -> nn.Module:
+    """One block is compiled, one compiled and checkpointed in both orders."""
+    model = build_model()
+    assert isinstance(model, nn.Sequential)
+    model[0] = torch.compile(model[0], backend="eager")
+    model[1] = checkpoint_wrapper(torch.compile(model[1], backend="eager"))
+    model[2] = torch.compile(checkpoint_wrapper(model[2]), backend="eager")
+    return model
+
+
+def build_compiled_in_ddp() -> nn.Module:
+    return DistributedDataParallel(build_compiled())
+
+
+def build_compiled_ddp() -> nn.Module:
+    compiled = torch.compile(DistributedDataParallel(build_with_compiled_blocks()), backend="eager")
+    assert isinstance(compiled, nn.Module)
+    return compiled
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """Of one rank, which is all that DistributedDataParallel asks for."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "group"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def diloco_result(folder: Path, sites: Build, server: Build) -> str:
+    """The digest of what a DiLoCo run of two sites exports."""
+    settings = {"algorithm": "diloco", "outer_optimizer": None, "sync_every": 2, "rounds": 2}
+    with serve(folder, server(), **settings) as served:
+        DiLoCoSites(served.url, folder, 10, build=sites).join()
+        served.run()
+    return tensors_digest(exported(folder))
+
+
+@pytest.mark.parametrize("build", [build_checkpointed, build_compiled, build_with_compiled_blocks])
+def test_wrapped_models_train_to_the_same_bits(tmp_path: Path, build: Build) -> None:
+    plain = diloco_result(tmp_path / "plain", build_model, build_model)
+    assert diloco_result(tmp_path / "both", build, build) == plain
+    assert diloco_result(tmp_path / "sites", build, build_model) == plain
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("build", [build_compiled_in_ddp, build_compiled_ddp])
+def test_compiled_models_of_ddp_train_to_the_same_bits(tmp_path: Path, build: Build) -> None:
+    plain = diloco_result(tmp_path / "plain", build_model, build_model)
+    assert diloco_result(tmp_path / "ddp", build, build_model) == plain
+
+
+def corrected_result(folder: Path, algorithm: str, build: Build) -> str:
+    """The digest of what a run exports whose algorithm corrects the local steps."""
+
+    def work(site: str) -> None:
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with atoll.join(server.url, site=site, folder=folder / "workers") as worker:
+            for fl_round in worker:
+                fl_round.load_into(model)
+                with fl_round.correct(model, optimizer):
+                    for step in range(2):
+                        local_step(model, optimizer, site, 10 * fl_round.number + step)
+                fl_round.submit(model)
+
+    settings = {"algorithm": algorithm, "outer_optimizer": None, "outer_lr": 1.0, "outer_momentum": 0.0}
+    with serve(folder, build(), **settings) as server:
+        together(*(partial(work, site) for site in SITES), server.run)
+    return tensors_digest(exported(folder))
+
+
+@pytest.mark.parametrize("algorithm", ["fedprox", "scaffold"])
+@pytest.mark.parametrize("build", [build_checkpointed, build_with_compiled_blocks])
+def test_corrections_follow_wrapped_parameters(tmp_path: Path, algorithm: str, build: Build) -> None:
+    plain = corrected_result(tmp_path / "plain", algorithm, build_model)
+    assert corrected_result(tmp_path / "wrapped", algorithm, build) == plain
+
+
+def test_names_of_tensors_are_those_of_the_model_that_is_not_compiled(tmp_path: Path) -> None:
+    names = set(build_model().state_dict())
+    compiled = build_with_compiled_blocks()
+    with serve(tmp_path) as server:
+        assert set(atoll.fetch(atoll.publish(compiled, server=server.url))) == names
+        plain = atoll.fetch(atoll.publish(build_model(), server=server.url), into=compiled)
+        assert plain is compiled
+        with atoll.Client(server.url, "a", folder=tmp_path / "workers") as client:
+            other = atoll.Client(server.url, "b", folder=tmp_path / "workers").register()
+            assert client.next_round() == 1
+            assert set(client.pull(compiled)) == names
+            other.close()
+
+
+class Detached(nn.Linear):
+    """Its state holds other tensors than its own, of the same memory."""
+
+    def state_dict(self, *args: object, **options: object) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {name: tensor.detach() for name, tensor in super().state_dict(*args, **options).items()}  # type: ignore[arg-type]
+
+
+def test_a_submodule_that_is_named_like_a_wrapper_keeps_its_name(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.ModuleDict({"_orig_mod": nn.Linear(2, 3)})
+
+    diloco_result(tmp_path, build, build)
+    assert set(exported(tmp_path)) == {"_orig_mod.weight", "_orig_mod.bias"}
+
+
+def test_parameters_that_a_state_shows_detached_stay_parameters(tmp_path: Path) -> None:
+    def build(kind: type[nn.Linear]) -> nn.Module:
+        torch.manual_seed(3)
+        return kind(4, 5)
+
+    plain = diloco_result(tmp_path / "plain", partial(build, nn.Linear), partial(build, nn.Linear))
+    assert diloco_result(tmp_path / "detached", partial(build, Detached), partial(build, Detached)) == plain
