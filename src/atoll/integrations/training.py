@@ -6,7 +6,6 @@ import inspect
 import math
 from typing import Any, TypeVar
 
-from torch.optim import Optimizer
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
@@ -62,17 +61,6 @@ def samples_of_step(args: TrainingArguments, state: TrainerState, loader: Any) -
     if not (batches - 1) * batch < samples <= batches * batch:  # a sampler of its own length, or drop_last
         samples = batches * batch
     return samples - (steps - 1) * full
-
-
-def innermost(optimizer: Any) -> Optimizer:
-    """The optimizer that steps, without Accelerate's wrapper, whose hooks nobody calls."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            f"The Trainer's optimizer is a {type(optimizer).__name__}.", "Use one that is a torch.optim.Optimizer."
-        )
-    return optimizer
 
 
 def metrics_in(logs: dict[str, Any]) -> dict[str, float]:

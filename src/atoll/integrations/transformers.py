@@ -30,6 +30,7 @@ from atoll.worker.correction import Correction
 from atoll.worker.diloco import DiLoCo
 from atoll.worker.federated import join, run_here, takes_part
 from atoll.worker.local import Round
+from atoll.worker.optimizers import innermost
 from atoll.worker.reporting import LOG
 from atoll.worker.site import default_site
 
@@ -38,7 +39,7 @@ try:
 except ImportError as error:
     raise UsageError("Hugging Face transformers is not installed.", "pip install 'atoll[transformers]'.") from error
 
-from atoll.integrations.training import callbacks_of_the_caller, innermost, metrics_in, require_plain, samples_of_step
+from atoll.integrations.training import callbacks_of_the_caller, metrics_in, require_plain, samples_of_step
 
 _BEGUN = threading.local()
 """`part`: a weak reference to what began in this thread last. A thread has one Trainer that trains."""

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from atoll.errors import UsageError
 from atoll.tensors.modules import named_parameters
-from atoll.worker.given import require_trains
+from atoll.worker.optimizers import innermost, outside_compiled, require_trains
 from atoll.worker.update import Runs
 
 if TYPE_CHECKING:
@@ -66,11 +66,12 @@ class Correction:
             raise UsageError(
                 "A round has one optimizer, and this is the second.", "Put all parameters into one optimizer."
             )
-        require_trains(optimizer, self.parameters.values())
+        optimizer = innermost(optimizer)
+        require_trains([optimizer], self.parameters)
         self._optimizer = optimizer
         self._handles = [
-            optimizer.register_step_pre_hook(self._begin),
-            optimizer.register_step_post_hook(lambda *_: self._after()),
+            optimizer.register_step_pre_hook(outside_compiled(self._begin)),
+            optimizer.register_step_post_hook(outside_compiled(lambda *_: self._after())),
         ]
         return self
 

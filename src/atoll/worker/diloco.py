@@ -16,16 +16,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
-from atoll.tensors.modules import without_ddp
+from atoll.tensors.modules import named_parameters, without_ddp
 from atoll.worker.address import server_of
 from atoll.worker.border import border, say_interrupt_in_a_line
-from atoll.worker.given import finite_metrics, last_words, positive, require_trains, sync_retries
+from atoll.worker.given import finite_metrics, last_words, positive, sync_retries
 from atoll.worker.local import ALONE, ALONE_ENDED
+from atoll.worker.optimizers import Given, Steps, optimizers_in, require_trains, warn_of_what_none_trains
 from atoll.worker.over_ranks import OverRanks
 from atoll.worker.ranks import Ranks
 from atoll.worker.reporting import LOG, ensure_lines, in_words, size
@@ -43,7 +43,8 @@ class DiLoCo(OverRanks):
 
     Args:
         model: trained in place; its parameters become the global model's on entry.
-        optimizer: the inner optimizer over its parameters.
+        optimizer: the inner optimizer over its parameters; or several, in the order in which they step. A step is
+            counted, and synchronised, behind the last one.
         server: address, `http://host:8512`; by default `ATOLL_SERVER`. Without either, plain local training.
         sync_every: H, local steps between two synchronisations; by default the run's. Another value than the run's
             is refused when joining.
@@ -63,7 +64,7 @@ class DiLoCo(OverRanks):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Given,
         *,
         server: str | None = None,
         sync_every: int | None = None,
@@ -84,6 +85,7 @@ class DiLoCo(OverRanks):
         super().__init__()
         model = without_ddp(model)
         self.model, self.optimizer = model, optimizer
+        self._optimizers = optimizers_in(optimizer)
         self._ranks = Ranks.here(model)
         self._server = server_of(server, require_server=require_server)
         self._site = site
@@ -92,8 +94,7 @@ class DiLoCo(OverRanks):
         self._folder, self._labels, self._filters = Path(folder) if folder else None, labels, filters
         self._max_retries = sync_retries(max_sync_retries)
         self._session: Session | None = None
-        self._hooks: list[Any] = []
-        self._begun = False
+        self._steps: Steps | None = None
         self.step = 0
         self.lost = False
         self.seconds_waited = 0.0
@@ -129,7 +130,7 @@ class DiLoCo(OverRanks):
         if not self._server:
             LOG.info("%s", ALONE)
             return self
-        require_trains(self.optimizer, self.model.parameters())
+        self._require_trains()
         self._find_tensors()
         try:
             self._told = self._ranks.agree(lambda: self._join(require_site(self._site or default_site())), self._obey)
@@ -137,12 +138,12 @@ class DiLoCo(OverRanks):
         except BaseException:
             self._end_share()
             raise
-        self._hook(self.optimizer)
+        self._hook()
         return self
 
     def _join(self, site: str) -> dict[str, Any]:
         session = self._session = self._open(site)
-        session.optimizers = [self.optimizer]
+        session.optimizers = self._optimizers
         try:
             if isinstance(session, Lead):
                 session.begin()
@@ -243,16 +244,16 @@ class DiLoCo(OverRanks):
             raise
 
     @border
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+    def follow(self, optimizer: Given) -> None:
         """Go on with another optimizer over the model's parameters, wherever they are now: frameworks make new ones."""
-        self.optimizer = optimizer
-        require_trains(self.optimizer, self.model.parameters())
+        self._optimizers, self.optimizer = optimizers_in(optimizer), optimizer
+        self._require_trains()
         if self._session is not None:
-            self._session.optimizers = [optimizer]
-        if self._hooks:
+            self._session.optimizers = self._optimizers
+        if self._steps is not None:
             self._unhook()
             self._find_tensors()
-            self._hook(optimizer)
+            self._hook()
 
     @border
     def report(self, **metrics: float) -> None:
@@ -298,22 +299,22 @@ class DiLoCo(OverRanks):
 
     # -- the hook
 
-    def _hook(self, optimizer: torch.optim.Optimizer) -> None:
-        before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
-        self._hooks = [before(self._before_step), after(self._after_step)]
+    def _require_trains(self) -> None:
+        parameters = named_parameters(self.model)
+        require_trains(self._optimizers, parameters)
+        if self._ranks.talks:
+            warn_of_what_none_trains(self._optimizers, parameters, self._named)
+
+    def _hook(self) -> None:
+        self._steps = Steps(self._optimizers, self._after_step, self._named)
 
     def _unhook(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def _before_step(self, *_: Any) -> None:
-        self._begun = True
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
 
     @border
-    def _after_step(self, *_: Any) -> None:
-        if not self._begun:  # where step() of a class calls that of its parent, torch calls the hooks of both
-            return
-        self._begun = False
+    def _after_step(self) -> None:
         self.step += 1
         self._since_sync += 1
         if self._told is None or self._stopped:

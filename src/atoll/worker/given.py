@@ -6,17 +6,13 @@ import math
 import operator
 import os
 import traceback
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from atoll.errors import ConfigError, UsageError
 from atoll.wire import messages
 from atoll.worker.departure import Terminated
 from atoll.worker.reporting import LOG
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.optim import Optimizer
 
 
 def last_words(error: BaseException | None) -> str | None:
@@ -41,20 +37,6 @@ def positive(weight: float) -> float:
     if not 0 < value < float("inf"):
         raise UsageError(f"The weight is {weight}.", "Give the number of samples or tokens: positive and finite.")
     return value
-
-
-def require_trains(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Refuse an optimizer that trains something else.
-
-    Raises:
-        UsageError: it holds none of these parameters.
-    """
-    held = {id(value) for group in optimizer.param_groups for value in group["params"]}
-    if held.isdisjoint(map(id, parameters)):
-        raise UsageError(
-            "The optimizer holds none of the model's parameters.",
-            "Build it with optimizer(model.parameters(), ...), of the model that is trained.",
-        )
 
 
 def counted(steps: int) -> int:

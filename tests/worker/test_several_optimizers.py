@@ -1,0 +1,215 @@
+"""DiLoCo follows one optimizer, several of them, and those that are wrapped or compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import SITES, build_model, exported, serve, tensors_digest, together
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import atoll
+from atoll import errors
+
+Optimizers = list[Optimizer]
+DILOCO = {"algorithm": "diloco", "outer_optimizer": None, "sync_every": 2, "rounds": 2}
+
+
+def two(model: nn.Module) -> Optimizers:
+    """SGD for matrices, AdamW for the others."""
+    matrices = [each for each in model.parameters() if each.dim() >= 2]
+    others = [each for each in model.parameters() if each.dim() < 2]
+    return [SGD(matrices, lr=0.05), AdamW(others, lr=0.01)]
+
+
+def gradients(model: nn.Module, site: str, step: int) -> None:
+    generator = torch.Generator().manual_seed(1000 * step + ord(site[0]))
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 0.01 + torch.randn(parameter.shape, generator=generator)
+
+
+class Both(Optimizer):
+    """Two optimizers behind one step: what a list of them must come to."""
+
+    def __init__(self, inner: Optimizers) -> None:
+        super().__init__([each for one in inner for group in one.param_groups for each in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.inner:
+            each.step()
+
+
+def trained(
+    folder: Path,
+    given: Callable[[Optimizers], Any],
+    steps: Callable[[Any, Optimizers], list[Callable[[], Any]]],
+    make: Callable[[nn.Module], Optimizers] = two,
+) -> tuple[str, dict[str, str]]:
+    """Digests of the run's result, and of the sites' models right behind their last step.
+
+    Args:
+        given: to `atoll.DiLoCo`, made of the site's optimizers.
+        steps: what the loop calls at every step.
+    """
+    sites: dict[str, str] = {}
+
+    def work(site: str) -> None:
+        model = build_model()
+        optimizers = make(model)
+        handed = given(optimizers)
+        with atoll.DiLoCo(model, handed, server=server.url, site=site, folder=folder / "workers") as loop:
+            calls = steps(handed, optimizers)
+            number = 0
+            while not loop.finished:
+                gradients(model, site, number)
+                for call in calls:
+                    call()
+                number += 1
+            assert number == loop.step == 4
+        sites[site] = tensors_digest(model.state_dict())
+
+    with serve(folder, **DILOCO) as server:
+        together(*(partial(work, site) for site in SITES))
+        server.run()
+    return tensors_digest(exported(folder)), sites
+
+
+def step_of_each(_: Any, optimizers: Optimizers) -> list[Callable[[], Any]]:
+    return [each.step for each in optimizers]
+
+
+def step_of_given(given: Any, _: Optimizers) -> list[Callable[[], Any]]:
+    return [given.step]
+
+
+@pytest.mark.covers("L2")
+def test_synchronises_after_the_last_of_several_optimizers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, sites = trained(tmp_path / "one", Both, step_of_given)
+    assert set(sites.values()) == {run}
+    assert trained(tmp_path / "list", list, step_of_each) == (run, sites)
+    assert trained(tmp_path / "tuple", tuple, step_of_each) == (run, sites)
+    assert not [record for record in caplog.records if "optimizer" in record.getMessage()]
+
+
+def test_warns_of_an_order_in_which_the_last_optimizer_steps_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path, lambda optimizers: optimizers[::-1], step_of_each)
+    warned = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert sum("AdamW" in record.getMessage() for record in warned) == len(SITES)
+
+
+def test_warns_of_an_optimizer_that_holds_a_part_of_the_parameters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        caplog.clear()
+        return [each for each in found if "trainable parameters" in each]
+
+    model = build_model()
+    with serve(
+        tmp_path, num_workers=1, **{key: each for key, each in DILOCO.items() if key != "num_workers"}
+    ) as server:
+        start = partial(atoll.DiLoCo, model, server=server.url, site="a", folder=tmp_path / "workers")
+        with start(two(model)[0]):
+            (said,) = warnings()
+        assert "'0.bias'" in said
+        assert "2 of the model's 6" in said
+        with start(two(model)):
+            assert not warnings()
+        for parameter in (each for each in model.parameters() if each.dim() < 2):
+            parameter.requires_grad_(False)
+        with start(two(model)[0]):
+            assert not warnings()
+
+
+@pytest.mark.parametrize("given", [[], [1], "sgd", {}], ids=str)
+def test_refuses_what_is_no_optimizer(given: Any) -> None:
+    with pytest.raises(errors.UsageError):
+        atoll.DiLoCo(build_model(), given)
+
+
+def test_refuses_an_optimizer_given_twice() -> None:
+    model = build_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(errors.UsageError):
+        atoll.DiLoCo(model, [optimizer, optimizer])
+
+
+def test_refuses_one_of_several_optimizers_that_trains_another_model(tmp_path: Path) -> None:
+    model = build_model()
+    of_another = SGD(build_model().parameters(), lr=0.1)
+    with serve(tmp_path, **DILOCO) as server:
+        loop = atoll.DiLoCo(model, [SGD(model.parameters(), lr=0.1), of_another], server=server.url, site="a")
+        with pytest.raises(errors.UsageError):
+            loop.start()
+
+
+# -- wrapped and compiled
+
+
+def one(model: nn.Module) -> Optimizers:
+    return [SGD(model.parameters(), lr=0.05, momentum=0.9)]
+
+
+def compiled(_: Any, optimizers: Optimizers) -> list[Callable[[], Any]]:
+    return [torch.compile(optimizers[0].step, backend="eager")]
+
+
+def compiled_around(_: Any, optimizers: Optimizers) -> list[Callable[[], Any]]:
+    def step() -> None:
+        optimizers[0].step()
+
+    return [torch.compile(step, backend="eager")]
+
+
+@pytest.mark.parametrize("how", [compiled, compiled_around])
+def test_compiled_steps_synchronise(tmp_path: Path, how: Callable[[Any, Optimizers], list[Callable[[], Any]]]) -> None:
+    plain = trained(tmp_path / "plain", lambda optimizers: optimizers[0], step_of_given, one)
+    assert trained(tmp_path / "compiled", lambda optimizers: optimizers[0], how, one) == plain
+
+
+def test_follows_the_optimizer_that_accelerate_has_wrapped(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+
+    def wrapped(optimizers: Optimizers) -> Any:
+        return accelerator.prepare_optimizer(optimizers[0])
+
+    plain = trained(tmp_path / "plain", lambda optimizers: optimizers[0], step_of_given, one)
+    assert trained(tmp_path / "wrapped", wrapped, step_of_given, one) == plain
+
+
+@pytest.mark.parametrize("wrapper", ["accelerate", "compile"])
+def test_corrections_follow_wrapped_and_compiled_steps(tmp_path: Path, wrapper: str) -> None:
+    def result(folder: Path, how: str) -> str:
+        def work(site: str) -> None:
+            model = build_model()
+            optimizer: Any = SGD(model.parameters(), lr=0.05)
+            if how == "accelerate":
+                optimizer = pytest.importorskip("accelerate").Accelerator(cpu=True).prepare_optimizer(optimizer)
+            step = torch.compile(optimizer.step, backend="eager") if how == "compile" else optimizer.step
+            with atoll.join(server.url, site=site, folder=folder / "workers") as worker:
+                for fl_round in worker:
+                    fl_round.load_into(model)
+                    with fl_round.correct(model, optimizer):
+                        for number in range(2):
+                            gradients(model, site, 10 * fl_round.number + number)
+                            step()
+                    fl_round.submit(model)
+
+        settings = {"algorithm": "scaffold", "outer_optimizer": None, "outer_lr": 1.0, "outer_momentum": 0.0}
+        with serve(folder, **settings) as server:
+            together(*(partial(work, site) for site in SITES))
+            server.run()
+        return tensors_digest(exported(folder))
+
+    assert result(tmp_path / wrapper, wrapper) == result(tmp_path / "plain", "")
