@@ -128,6 +128,13 @@ def _require_streaming(settings: Settings) -> None:
             f"{settings.max_inflight} results have to be merged within {longest} steps.",
             f"Set tau to at most {longest}, or allow more fragments in flight.",
         )
+    if settings.tau and settings.tau >= h and settings.alpha == 0:
+        raise ConfigError(
+            f"tau is {settings.tau}, sync_every is {h}, and alpha is 0: a merge takes the global parameters in "
+            f"place of the local ones, {settings.tau} steps after the update was taken, so that every local step would "
+            "be lost.",
+            f"Set tau to a small part of sync_every, as {max(1, h // 10)}; or alpha above 0, as 0.5.",
+        )
     if k == 1:
         return
     _refuse_beside(settings, f"num_fragments is {k}", _WHOLE_MODELS, "set num_fragments to 1")

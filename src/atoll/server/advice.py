@@ -32,7 +32,31 @@ def advice(plan: Plan) -> list[str]:
             "alpha is 1: workers keep all of their own parameters, and never take over what the others have trained. "
             "Set alpha below 1; 0 takes the global ones"
         )
-    return [*told, *_of_the_way_down(plan)]
+    return [*told, *_of_lost_steps(plan), *_of_the_way_down(plan)]
+
+
+_LARGE_SHARE = 0.25
+"""Of the local steps that merges drop: from more than this on it is told."""
+
+
+def _of_lost_steps(plan: Plan) -> list[str]:
+    """A merge drops a share 1 − alpha of the tau local steps that a worker made since it took the update."""
+    settings = plan.settings
+    if not settings.tau:
+        return []
+    share = settings.tau / settings.sync_every
+    if (1 - settings.alpha) * share > _LARGE_SHARE:
+        return [
+            f"tau is {settings.tau}, and sync_every {settings.sync_every}: {share:.0%} of the local steps are made "
+            f"while an update is under way, and a merge with alpha {settings.alpha:g} drops "
+            f"{1 - settings.alpha:.0%} of what they change. Set a smaller tau, or a larger alpha"
+        ]
+    if settings.dylu and settings.alpha == 0:
+        return [
+            f"dylu is true, tau is {settings.tau}, and alpha is 0: a worker that is so slow that it is given "
+            f"{settings.tau} local steps or fewer loses all of them. Set alpha above 0"
+        ]
+    return []
 
 
 def _of_the_way_down(plan: Plan) -> list[str]:
