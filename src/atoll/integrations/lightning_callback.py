@@ -380,11 +380,11 @@ class AtollCallback(Callback):
             server=self._server,
             site=self.site,
             weight=weight,
-            metrics=lambda: fitting.metrics_of(trainer),
             folder=self._folder,
             labels=self._labels,
             filters=self._filters,
         )
+        diloco.local_metrics = lambda: fitting.metrics_of(trainer)
         self._diloco = diloco.start()
         weakref.finalize(trainer, diloco.stop)
         if diloco.over:

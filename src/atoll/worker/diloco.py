@@ -25,6 +25,7 @@ from atoll.worker.address import server_of
 from atoll.worker.border import border, say_interrupt_in_a_line
 from atoll.worker.given import finite_metrics, last_words, positive, sync_retries
 from atoll.worker.local import ALONE, ALONE_ENDED
+from atoll.worker.measuring import Measured, Metrics
 from atoll.worker.optimizers import Given, Steps, optimizers_in, require_trains, warn_of_what_none_trains
 from atoll.worker.over_ranks import OverRanks
 from atoll.worker.ranks import Ranks
@@ -51,7 +52,8 @@ class DiLoCo(OverRanks):
         num_fragments: K, parts of the model that are synchronised in turn; likewise.
         site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
         weight: this worker's share in the mean: a number, or a function asked at every synchronisation.
-        metrics: asked at every synchronisation; finite numbers by name, averaged over the workers.
+        metrics: asked after every synchronisation, while the model is the global version, and at the start; finite
+            numbers by name, averaged over the workers and credited to that version.
         folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
         labels: anything to be shown in status.
         filters: that every update of this site passes through, in this order, before any byte of it leaves.
@@ -71,7 +73,7 @@ class DiLoCo(OverRanks):
         num_fragments: int | None = None,
         site: str | None = None,
         weight: float | Callable[[], float] = 1.0,
-        metrics: Callable[[], dict[str, float]] | None = None,
+        metrics: Metrics | None = None,
         folder: str | Path | None = None,
         labels: dict[str, str] | None = None,
         filters: Sequence[Filter] = (),
@@ -90,7 +92,8 @@ class DiLoCo(OverRanks):
         self._server = server_of(server, require_server=require_server)
         self._site = site
         self._given_sync_every, self._given_fragments = sync_every, num_fragments
-        self._weight, self._metrics = weight, metrics
+        self._weight, self._measured = weight, Measured(metrics, lambda: self._named)
+        self.local_metrics: Metrics | None = None  # asked when an update is formed; of frameworks that keep some
         self._folder, self._labels, self._filters = Path(folder) if folder else None, labels, filters
         self._max_retries = sync_retries(max_sync_retries)
         self._session: Session | None = None
@@ -181,6 +184,7 @@ class DiLoCo(OverRanks):
             session,
             lambda: self._tensors,
             self._said,
+            self._measured,
             sync_every=self.sync_every,
             max_retries=self._max_retries,
         )
@@ -357,10 +361,11 @@ class DiLoCo(OverRanks):
         self.rounds, self.skipped, self.over = streaming.rounds, streaming.skipped, streaming.finished
         self._since_sync = self.step - streaming.newest_step
 
-    def _said(self) -> tuple[float, dict[str, float]]:
+    def _said(self, digest: str) -> tuple[float, dict[str, float]]:
         assert self._session is not None
-        given = finite_metrics(self._metrics() if self._metrics else {}, self._named, self._not_finite)
-        return positive(self._weight() if callable(self._weight) else self._weight), dict(self._pending_metrics) | given
+        local = finite_metrics(self.local_metrics() if self.local_metrics else {}, self._named, self._not_finite)
+        weight = positive(self._weight() if callable(self._weight) else self._weight)
+        return weight, dict(self._pending_metrics) | local | self._measured.of(digest)
 
     def _beat(self, session: Session) -> None:
         step, since = self._pace

@@ -29,6 +29,7 @@ from atoll.worker import update
 from atoll.worker.connection import START_RETRIES, NetworkLost
 from atoll.worker.files import BaseFile
 from atoll.worker.flight import Flight, Fragment, pulled
+from atoll.worker.measuring import Measured, Said
 from atoll.worker.reporting import LOG, why_skipped
 from atoll.worker.session import Session
 from atoll.worker.settling import BROKE_OFF, begin_from_base, ended_without_us, pull_newest, settle, unsettled
@@ -38,8 +39,6 @@ DRAIN_S = 60.0
 LOOK_S = 1.0
 """While others are waited for, how often it is looked whether an update broke off that they wait for."""
 
-Said = Callable[[], tuple[float, dict[str, float]]]
-
 
 class Streaming:
     """The synchronisations of one worker, driven by its optimizer steps.
@@ -47,7 +46,8 @@ class Streaming:
     Args:
         session: of the worker.
         tensors: gives the model's own, by name.
-        said: gives weight and metrics of the update that is about to be formed.
+        said: gives weight and metrics of the update that is about to be formed from a version, by its digest.
+        measured: is shown the global model after each merge.
         sync_every: H.
         max_retries: attempts before a synchronisation with a lost server is skipped.
 
@@ -60,9 +60,17 @@ class Streaming:
     """
 
     def __init__(
-        self, session: Session, tensors: Callable[[], Tensors], said: Said, *, sync_every: int, max_retries: int
+        self,
+        session: Session,
+        tensors: Callable[[], Tensors],
+        said: Said,
+        measured: Measured,
+        *,
+        sync_every: int,
+        max_retries: int,
     ) -> None:
         self._session, self._tensors, self._said, self._max_retries = session, tensors, said, max_retries
+        self._measured = measured
         self._lost = False  # the last turn was skipped for the network: the next ones try once, and hold up nothing
         info = session.info
         self._tau, self._alpha, self._max_inflight = info.tau, info.alpha, info.max_inflight
@@ -99,7 +107,7 @@ class Streaming:
             reply = exchange.next_round(wait_s=0.0, max_retries=START_RETRIES)
             fragment.heard(reply)
             self._reset(fragment, reply, 0, START_RETRIES)
-        self._look_whether_finished()
+        self._begins_anew()
 
     def drain(self) -> None:
         """Finish what is under way, within `DRAIN_S`, and merge it.
@@ -242,7 +250,7 @@ class Streaming:
         ticket, exchange = fragment.ticket, fragment.exchange
         if fragment.finished or ticket is None:  # none where the head moved while it was pulled, and moves again
             return
-        weight, metrics = self._said()
+        weight, metrics = self._said(ticket.base_digest)
         steps = self._step - fragment.base_step
         exchange.form(ticket, self._own(fragment), weight=weight, steps=steps, metrics=metrics)
         fragment.ticket = None
@@ -289,7 +297,7 @@ class Streaming:
             self.rounds += 1
         fragment.heard(reply)
         self._begins_from(fragment, moved, flight.step)
-        self._look_whether_finished()
+        self._begins_anew()
 
     def _await(self, flight: Flight) -> None:
         """Wait for a result.
@@ -367,6 +375,12 @@ class Streaming:
             fragment.index,
             why_skipped(error, self._session.info),
         )
+
+    def _begins_anew(self) -> None:
+        self._look_whether_finished()
+        if not self.finished:  # the global model is measured, as far as it is here
+            parts = [(self._own(each), each.exchange.base) for each in self._fragments]
+            self._measured.look_at(parts, local=self._alpha > 0)
 
     def _look_whether_finished(self) -> None:
         """Where the run is over: the model becomes the run's, with every fragment as the last round left it."""

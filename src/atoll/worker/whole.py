@@ -12,6 +12,7 @@ from atoll.errors import TicketClosed, UpdateRefused
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
 from atoll.worker.connection import START_RETRIES, NetworkLost
+from atoll.worker.measuring import Measured
 from atoll.worker.reporting import LOG, why_skipped
 from atoll.worker.session import Session
 from atoll.worker.settling import BROKE_OFF, begin_from_base, ended_without_us, pull_newest, settle, unsettled
@@ -24,6 +25,7 @@ class WholeModel(ABC):
     _max_retries: int
     _session: Session | None
     _tensors: Tensors
+    _measured: Measured
 
     def __init__(self) -> None:
         self._ticket: messages.Ticket | None = None
@@ -35,8 +37,8 @@ class WholeModel(ABC):
         self._lost = False  # the last synchronisation was skipped for the network
 
     @abstractmethod
-    def _said(self) -> tuple[float, dict[str, float]]:
-        """Weight and metrics of the update that is about to be formed."""
+    def _said(self, digest: str) -> tuple[float, dict[str, float]]:
+        """Weight and metrics of the update that is about to be formed from the version with this digest."""
 
     def _synchronise(self, session: Session) -> None:
         try:
@@ -83,7 +85,7 @@ class WholeModel(ABC):
                 self._reset(session, ticket)
                 return
             self._rebase(session, ticket.base_version, ticket.base_digest)
-        weight, metrics = self._said()
+        weight, metrics = self._said(ticket.base_digest)
         steps = self.step - self._base_step
         session.submit(
             ticket,
@@ -107,6 +109,12 @@ class WholeModel(ABC):
             return
         self._ticket = reply.ticket
         self._take(session, reply.ticket.base_version, reply.ticket.base_digest)
+        self._look(session)
+
+    def _look(self, session: Session) -> None:
+        """The model is the global one: have it measured."""
+        assert session.base.note is not None
+        self._measured.look(session.base.note.digest)
 
     def _take(self, session: Session, version: int, digest: str) -> None:
         """The global model becomes ours; nothing local has happened since it was asked for."""
@@ -122,6 +130,7 @@ class WholeModel(ABC):
         """The head moved while we were away, and this algorithm begins every round from it."""
         lost, version = self.step - self._base_step, self._version
         self._take(session, ticket.base_version, ticket.base_digest)
+        self._look(session)
         LOG.warning(
             "%s: the run moved on to version %d; %d local steps since version %d are lost",
             session.site,
@@ -145,6 +154,7 @@ class WholeModel(ABC):
             self._finish(session, reply)
         else:
             self._take(session, reply.head_version, reply.head_digest)
+            self._look(session)
 
     def _finish(self, session: Session, reply: messages.TicketReply) -> None:
         self._take(session, reply.head_version, reply.head_digest)

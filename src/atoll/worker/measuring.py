@@ -1,0 +1,73 @@
+"""Metrics of global versions: asked while the model is a version, sent with the update that is trained from it.
+
+    pull version v  ->  metrics() of v  ->  H local steps  ->  update of v, with these metrics
+
+The server credits an update's metrics to the version that the update starts from, so they have to be measured there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from atoll.tensors.modules import Tensors
+from atoll.worker import update
+from atoll.worker.files import BaseFile
+from atoll.worker.given import finite_metrics
+
+Metrics = Callable[[], dict[str, float]]
+
+Said = Callable[[str], tuple[float, dict[str, float]]]
+"""Weight and metrics of the update that is about to be formed from a version, by its digest."""
+
+
+class Measured:
+    """What a function of the script says of the newest global version.
+
+    Args:
+        ask: the function; None: nothing is measured.
+        site: for warnings.
+    """
+
+    def __init__(self, ask: Metrics | None, site: Callable[[], str]) -> None:
+        self._ask, self._site = ask, site
+        self._digest: str | None = None
+        self._metrics: dict[str, float] = {}
+        self._not_finite: set[str] = set()  # that was said
+
+    def look(self, digest: str | None) -> None:
+        """Ask; the model is the global one at this moment.
+
+        Args:
+            digest: of the version; None where the model is made of versions of several fragments.
+        """
+        if self._ask is not None:
+            self._metrics = finite_metrics(self._ask(), self._site(), self._not_finite)
+            self._digest = digest
+
+    def look_at(self, parts: Sequence[tuple[Tensors, BaseFile]], *, local: bool) -> None:
+        """Ask, with the newest versions of all fragments in the model; what is local is copied and put back behind it.
+
+        Args:
+            parts: the model's own tensors of each fragment, and its version.
+            local: whether they hold local progress. If not, a single fragment is the global model as it is.
+        """
+        if self._ask is None:
+            return
+        single = parts[0][1].note if len(parts) == 1 else None
+        digest = single.digest if single is not None else None
+        if digest is not None and not local:
+            self.look(digest)
+            return
+        kept = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors, _ in parts]
+        try:
+            for tensors, base in parts:
+                update.load_(tensors, base)
+            self.look(digest)
+        finally:
+            for (tensors, _), before in zip(parts, kept, strict=True):
+                for name, tensor in tensors.items():
+                    tensor.copy_(before[name])
+
+    def of(self, digest: str) -> dict[str, float]:
+        """For an update from the version with this digest; empty where another one was measured."""
+        return dict(self._metrics) if self._digest in (None, digest) else {}
