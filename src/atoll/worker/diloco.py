@@ -101,7 +101,7 @@ class DiLoCo(OverRanks):
         self.step = 0
         self.lost = False
         self.seconds_waited = 0.0
-        self._stopped = False
+        self._started = self._stopped = False
         self.sync_every = sync_every or 0
         self._streaming: Streaming | None = None
         self._pending_metrics: dict[str, float] = {}
@@ -126,23 +126,39 @@ class DiLoCo(OverRanks):
         Raises:
             ServerUnreachable: nobody answered after several attempts.
             SchemaMismatch: the run trains another model.
-            UsageError: this is a simulation, whose workers have rounds.
+            UsageError: this is a simulation, whose workers have rounds; or this object was started before.
         """
         ensure_lines()
         require_real("atoll.DiLoCo")
+        if self._started:
+            raise UsageError(
+                "This DiLoCo object was started before, and takes part in a run once.",
+                "Make a new one, atoll.DiLoCo(model, optimizer, ...), for each `with` block or start().",
+            )
         if not self._server:
             LOG.info("%s", ALONE)
+            self._started = True
             return self
         self._require_trains()
         self._find_tensors()
         try:
             self._told = self._ranks.agree(lambda: self._join(require_site(self._site or default_site())), self._obey)
             self._learn()
-        except BaseException:
-            self._end_share()
+            self._hook()
+        except BaseException as error:
+            self._take_back(error)
             raise
-        self._hook()
+        self._started = True
         return self
+
+    def _take_back(self, error: BaseException) -> None:
+        """The start failed, maybe after the join: leave nothing that looks alive, so that it can be tried again."""
+        self._unhook()
+        self._end_share()
+        session, self._session, self._streaming = self._session, None, None
+        self._share, self._told = None, None
+        if session is not None:
+            session.leave(last_words(error))
 
     def _join(self, site: str) -> dict[str, Any]:
         session = self._session = self._open(site)

@@ -111,9 +111,15 @@ class Steps:
         self._begun = False
         self._awaited = {id(each): type(each).__name__ for each in optimizers[:-1]}
         self._warned = not self._awaited
-        self._handles = [each.register_step_post_hook(outside_compiled(self._of_another)) for each in optimizers[:-1]]
-        self._handles.append(optimizers[-1].register_step_pre_hook(outside_compiled(self._begin)))
-        self._handles.append(optimizers[-1].register_step_post_hook(outside_compiled(self._end)))
+        self._handles: list[Any] = []
+        try:
+            for each in optimizers[:-1]:
+                self._handles.append(each.register_step_post_hook(outside_compiled(self._of_another)))
+            self._handles.append(optimizers[-1].register_step_pre_hook(outside_compiled(self._begin)))
+            self._handles.append(optimizers[-1].register_step_post_hook(outside_compiled(self._end)))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Remove the hooks. Idempotent."""

@@ -21,6 +21,7 @@ from atoll.worker.connection import Connection
 from atoll.worker.earlier import folder_of, remove_earlier
 from atoll.worker.exchange import Exchange
 from atoll.worker.files import locked
+from atoll.worker.given import last_words
 from atoll.worker.outlet import Outlet
 
 if TYPE_CHECKING:
@@ -111,7 +112,9 @@ class Session(Connection, Exchange):
             remove_earlier(where, site, share)
             if peer is not None:
                 peer.start()
-        except BaseException:
+        except BaseException as error:
+            if self.http.lease:  # it has joined, and would be waited for
+                Connection.leave(self, last_words(error))
             self._cleanup.close()
             self.http.close()
             raise
