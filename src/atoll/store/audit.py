@@ -20,7 +20,7 @@ START = "0" * 64
 
 def append(journal: Journal, what: str, **detail: Any) -> None:
     """Add an entry, inside a transaction."""
-    last = journal.row("SELECT seq, hash FROM audit ORDER BY seq DESC LIMIT 1")
+    last = journal.last_audited()
     seq, previous = (last[0] + 1, last[1]) if last else (1, START)
     text = json.dumps(detail, sort_keys=True)
     at = now()

@@ -67,7 +67,8 @@ class Journal:
         self._translated = _Translated(self)
         self.undone = 0
         self.audit_moved: Callable[[int, str], None] = lambda entries, last_hash: None
-        self._audited: tuple[int, str] | None = None  # the end of the audit log, where this commit has moved it
+        self._audit_end: tuple[int, str] | None = None
+        self._moved = False  # whether this commit has moved it
         with self._translated:
             self._db = sqlite3.connect(path, BUSY_S, isolation_level=None, check_same_thread=False)
         try:
@@ -154,12 +155,14 @@ class Journal:
                 done, self._committed, self._undo = self._committed, [], []
                 for action in done:
                     action()
-                if self._audited is not None:
-                    self.audit_moved(*self._audited)
-                    self._audited = None
+                if self._moved:
+                    self._moved = False
+                    if (end := self.last_audited()) is not None:
+                        self.audit_moved(*end)
 
     def _roll_back(self, committed: int, undo: int) -> None:
         self.undone += 1
+        self._audit_end = None
         if self._db.in_transaction:  # SQLite ends it by itself where the disk is full
             if self._depth == 1:
                 self._db.execute("ROLLBACK")
@@ -180,9 +183,16 @@ class Journal:
         assert self._depth
         self._committed.append(action)
 
+    def last_audited(self) -> tuple[int, str] | None:
+        """Number of entries of the audit log and the last hash; None where it is empty."""
+        if self._audit_end is None:
+            found = self.row("SELECT seq, hash FROM audit ORDER BY seq DESC LIMIT 1")
+            self._audit_end = None if found is None else (int(found[0]), str(found[1]))
+        return self._audit_end
+
     def audited(self, entries: int, last_hash: str) -> None:
         """This transaction has made the audit log so long."""
-        self.after_commit(lambda: setattr(self, "_audited", (entries, last_hash)))
+        self._audit_end, self._moved = (entries, last_hash), True
 
     def after_rollback(self, action: Callable[[], None]) -> None:
         """Run `action`, which must not fail, where this transaction is undone."""
