@@ -26,7 +26,7 @@ from pathlib import Path
 
 import trustme
 
-from atoll.cli.processes import anonymous_kb
+from atoll.cli.processes import anonymous_kb, cpu_s
 from atoll.testing.processes import free_port, wait_until
 from atoll.transport.door import raise_files_limit
 
@@ -57,6 +57,8 @@ model, ends = build(), []
 with atoll.join(site=sys.argv[1], folder="w") as worker:
     for fl_round in worker:
         fl_round.load_into(model)
+        with torch.no_grad():
+            model.weight.add_(1e-3)
         fl_round.submit(model)
         ends.append(time.monotonic())
 print("rounds_s", *(f"{b - a:.4f}" for a, b in zip(ends, ends[1:])))
@@ -119,22 +121,33 @@ def memory(size: int, count: int) -> tuple[float, float]:
             return (open_kb - before) * 1024 / count, (anonymous_kb(pid) - before) * 1024 / count
 
 
-def rounds_s(size: int, rounds: int, mb: int) -> list[float]:
-    """Seconds of each round behind the first, with two sites that train nothing."""
+def rounds_s(size: int, rounds: int, mb: int) -> tuple[list[float], float]:
+    """Seconds of each round behind the first, and the server's CPU seconds a round.
+
+    Two sites hardly train: every byte travels up and down. CPU seconds hardly depend on what else the machine does.
+    """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        with server(folder, size, rounds=rounds, mb=mb) as (_, _, environment):
+        with server(folder, size, rounds=rounds, mb=mb) as (pid, _, environment):
+            before = cpu_s(pid)
             sites = [
                 subprocess.Popen(
-                    [sys.executable, "-c", SITE, site], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+                    [sys.executable, "-c", SITE, site],
+                    cwd=folder,
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
                 )
                 for site in ("a", "b")
             ]
-            said = [site.communicate(timeout=600)[0] for site in sites]
+            said = [sites[0].communicate(timeout=600)[0]]
+            used = cpu_s(pid) - before
+            said += [site.communicate(timeout=600)[0] for site in sites[1:]]
     found = re.search(r"rounds_s (.+)", said[0])
     if found is None:
         raise SystemExit(f"A site said nothing of its rounds: {said[0]!r}")
-    return [float(each) for each in found[1].split()]
+    return [float(each) for each in found[1].split()], used / rounds
 
 
 def main() -> None:
@@ -157,15 +170,18 @@ def main() -> None:
     if not given.rounds:
         return
     times: dict[int, list[float]] = {size: [] for size in given.sizes}
+    cpu: dict[int, list[float]] = {size: [] for size in given.sizes}
     for run in range(given.runs):
         for size in given.sizes:
-            found = rounds_s(size, given.rounds, given.mb)
+            found, used = rounds_s(size, given.rounds, given.mb)
             times[size] += found
-            print(f"run {run + 1}, buffer {size:>7}: {' '.join(f'{each:.2f}' for each in found)} s", flush=True)
+            cpu[size].append(used)
+            shown = " ".join(f"{each:.2f}" for each in found)
+            print(f"run {run + 1}, buffer {size:>7}: {shown} s; {used:.2f} CPU s a round", flush=True)
     for size, found in times.items():
         print(
             f"buffer {size:>7}: median {statistics.median(found):.3f} s, least {min(found):.3f} s of {len(found)} "
-            f"rounds of {given.mb} MB with two sites over TLS"
+            f"rounds of {given.mb} MB with two sites over TLS; {statistics.median(cpu[size]):.2f} CPU s a round"
         )
 
 

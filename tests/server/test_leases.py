@@ -13,7 +13,7 @@ from kit import FederatedSites, joined, post, serve
 import atoll
 from atoll import failpoints
 from atoll.errors import Superseded
-from atoll.testing.processes import free_port
+from atoll.testing.processes import free_port, wait_until
 
 SECRET_DIGITS = 32
 
@@ -86,6 +86,26 @@ def test_a_site_trains_no_round_twice_when_the_server_is_started_again(tmp_path:
         sites.join()
         assert sites.trained == {(site, number): 1 for site in "ab" for number in (1, 2, 3)}
         assert servers[1].status().finished
+
+
+def test_counts_what_a_site_pulls_only_under_its_lease(tmp_path: Path) -> None:
+    with serve(tmp_path, num_workers=1) as server:
+        lease = joined(server.url, "a", process="1")
+        _, reply = post(server.url, "/v1/tickets", {"wait_s": 5.0}, lease)
+        path = f"{server.url}/v1/fragments/0/versions/0/{reply['ticket']['base_digest']}"
+
+        def pull(sent: str) -> int:
+            with urllib.request.urlopen(urllib.request.Request(path, headers={"Atoll-Lease": sent}), timeout=30) as got:
+                return len(got.read())
+
+        def counted() -> int:
+            return server.status().workers[0].bytes_down
+
+        for guess in guesses(lease).values():
+            assert pull(guess) > 0
+        assert counted() == 0
+        nbytes = pull(lease)
+        wait_until(lambda: counted() == nbytes, "the bytes to be counted")
 
 
 @pytest.mark.covers("F19")
