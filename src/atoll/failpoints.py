@@ -3,7 +3,8 @@
 `ATOLL_FAILPOINTS="accept.before=kill;pass.chunk=kill@3;spool.write=enospc"` ends the process with SIGKILL the
 first time `accept.before` is reached, the third time `pass.chunk` is, and makes `spool.write` raise ENOSPC.
 `pause:PATH` waits until the file PATH exists, so that a test can look at a process in a known place; it says
-that it is there by creating `PATH.reached`.
+that it is there by creating `PATH.reached`. `head.before=stop@1,2` stops the process (SIGSTOP) the first and the second
+time, after a line on standard error: a test copies what lies on disk, and lets it go on (SIGCONT).
 Without the variable a failpoint costs one truth test of an empty dict.
 """
 
@@ -18,13 +19,13 @@ import time
 _ENV = "ATOLL_FAILPOINTS"
 
 
-def _parse(text: str) -> dict[str, tuple[str, int]]:
-    """`name=action[@nth]` separated by `;` → {name: (action, nth)}."""
-    actions: dict[str, tuple[str, int]] = {}
+def _parse(text: str) -> dict[str, tuple[str, frozenset[int]]]:
+    """`name=action[@nth[,nth]]` separated by `;` → {name: (action, times)}."""
+    actions: dict[str, tuple[str, frozenset[int]]] = {}
     for item in filter(None, text.split(";")):
         name, _, action = item.partition("=")
-        action, _, nth = action.partition("@")
-        actions[name.strip()] = (action.strip(), int(nth or 1))
+        action, _, times = action.partition("@")
+        actions[name.strip()] = (action.strip(), frozenset(map(int, (times or "1").split(","))))
     return actions
 
 
@@ -41,18 +42,20 @@ def failpoint(name: str) -> None:
     """
     if not _actions or name not in _actions:
         return
-    action, nth = _actions[name]
+    action, times = _actions[name]
     with _lock:
-        _reached[name] = _reached.get(name, 0) + 1
-        if _reached[name] != nth:
-            return
-    _act(name, action)
+        _reached[name] = nth = _reached.get(name, 0) + 1
+    if nth in times:
+        _act(name, action, nth)
 
 
-def _act(name: str, action: str) -> None:
+def _act(name: str, action: str, nth: int) -> None:
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
         threading.Event().wait()  # other threads may run for a moment; this one must not go past the point
+    elif action == "stop":
+        os.write(2, f"failpoint {name} stops the process: {nth}\n".encode())
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread: it does not go past the point
     elif action == "enospc":
         raise OSError(errno.ENOSPC, f"failpoint {name}: no space left on device")
     elif action == "emfile":
@@ -66,4 +69,5 @@ def _act(name: str, action: str) -> None:
         while not os.path.exists(path):
             time.sleep(0.01)
     else:
-        raise ValueError(f"{_ENV}: unknown action {action!r} at {name!r}; use kill, enospc, emfile, eio or pause:PATH")
+        known = "kill, stop, enospc, emfile, eio or pause:PATH"
+        raise ValueError(f"{_ENV}: unknown action {action!r} at {name!r}; use {known}")

@@ -67,7 +67,21 @@ def test_pause_says_that_it_is_there_and_waits_for_the_file(tmp_path: Path) -> N
         assert process.stdout.read() == "2 passed\n3 passed\n"
 
 
+def test_stop_stops_the_process_each_time_that_is_named() -> None:
+    environ = os.environ | {"ATOLL_FAILPOINTS": "here=stop@1,3"}
+    output = []
+    with subprocess.Popen([sys.executable, "-c", COUNTS], env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for lines in (0, 2):
+            _, status = os.waitpid(process.pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status)
+            output.append([process.stdout.readline() for _ in range(lines)])
+            process.send_signal(signal.SIGCONT)
+        output.append([process.stdout.read()])
+    assert output == [[], ["1 passed\n", "2 passed\n"], ["3 passed\n"]]
+
+
 def test_an_unknown_action_is_an_error_that_lists_the_known_ones() -> None:
     outcome = run("here=explode")
     assert outcome.returncode == 1
-    assert "unknown action 'explode' at 'here'; use kill, enospc, emfile, eio or pause:PATH" in outcome.stderr
+    assert "unknown action 'explode' at 'here'; use kill, stop, enospc, emfile, eio or pause:PATH" in outcome.stderr

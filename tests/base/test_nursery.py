@@ -78,3 +78,32 @@ def test_nobody_else_is_given_the_same_free_port(tmp_path: Path, monkeypatch: py
             with pytest.raises(RuntimeError, match=r"no port of .* is free"):
                 free_port()
     assert {free_port() for _ in range(3)} == {*theirs, ports[3]}  # that process has ended, and so has the listener
+
+
+def test_reports_each_stop_of_a_process_once(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text("from atoll.failpoints import failpoint\nfailpoint('here')\nfailpoint('here')\n")
+    with Nursery(preload=()) as nursery:
+        process = nursery.start(str(script), cwd=tmp_path, failpoints="here=stop@1,2")
+        for _ in range(2):
+            wait_until(process.stopped, "the stop")
+            assert not process.stopped()
+            assert process.poll() is None
+            process.go_on()
+        assert process.wait() == 0
+        assert not process.stopped()
+
+
+def test_stops_a_process_and_lets_it_go_on(tmp_path: Path) -> None:
+    script = tmp_path / "counts.py"
+    script.write_text("import time\nfor n in range(10_000):\n    print(n, flush=True)\n    time.sleep(0.001)\n")
+    with Nursery(preload=()) as nursery:
+        process = nursery.start(str(script), cwd=tmp_path)
+        wait_until(lambda: "5\n" in process.output(), "some lines")
+        process.stop()
+        before = process.output()
+        assert process.output() == before
+        process.go_on()
+        wait_until(lambda: process.output() != before, "further lines")
+        process.kill()
+        process.stop()

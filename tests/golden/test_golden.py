@@ -17,6 +17,7 @@ SETUPS = list(dict.fromkeys(name_of(setup_of(row)) for row in RUNS))
 WRITTEN = known()
 
 
+@pytest.mark.covers("D8", "V1")
 @pytest.mark.parametrize("setup", SETUPS)
 def test_every_way_of_a_run_leaves_the_same_bits(tmp_path: Path, request: pytest.FixtureRequest, setup: str) -> None:
     found = {

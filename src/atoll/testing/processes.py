@@ -127,6 +127,21 @@ class Process:
         assert self.returncode is not None
         return self.returncode
 
+    def stopped(self) -> bool:
+        """Whether SIGSTOP has stopped it since this was asked last; each stop is reported once."""
+        return self.returncode is None and bool(self._nursery.ask(do="stopped", pid=self.pid))
+
+    def stop(self) -> None:
+        """Stop it and all of its group, and wait until it has stopped, or has ended."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGSTOP)
+            wait_until(lambda: self.stopped() or self.poll() is not None, f"the stop of process {self.pid}")
+
+    def go_on(self) -> None:
+        """Let it and all of its group go on."""
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGCONT)
+
     def send(self, number: int) -> None:
         """Send a signal; nothing happens where it has ended."""
         if self.poll() is None:
@@ -278,8 +293,10 @@ def _serve() -> None:
 
 def _answer(request: dict[str, Any], answers: int, ended: dict[int, int]) -> int | None:
     """`ended`: pid → exit status of those that are known to have ended."""
-    if request["do"] != "start":
+    if request["do"] == "poll":
         return _ended(request["pid"], ended)
+    if request["do"] == "stopped":
+        return _stopped(request["pid"], ended)
     pid = _fork(request, answers)
     ended.pop(pid, None)  # of an earlier process: pids come again, on many systems after 32,768
     return pid
@@ -292,6 +309,15 @@ def _ended(pid: int, ended: dict[int, int]) -> int | None:
             return None
         ended[pid] = os.waitstatus_to_exitcode(status)
     return ended[pid]
+
+
+def _stopped(pid: int, ended: dict[int, int]) -> bool:
+    if pid in ended:
+        return False
+    found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+    if found and not os.WIFSTOPPED(status):
+        ended[pid] = os.waitstatus_to_exitcode(status)
+    return bool(found) and os.WIFSTOPPED(status)
 
 
 def _fork(request: dict[str, Any], answers: int) -> int:

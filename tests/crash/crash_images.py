@@ -1,0 +1,212 @@
+"""Crash images: a run's folder as a kill of all its processes would leave it, taken while the run goes on.
+
+A failpoint stops its process. Then all others are stopped, too, the folder is copied, and all go on. A copy is what
+lies on disk when everything is killed at that moment; it is recovered in the test's process, and has to come to the
+bits of a run that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import re
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from crash_model import SITE_SCRIPT, build, take_rounds, take_steps
+from kit import (
+    SITES,
+    ForkedServer,
+    ForkedSite,
+    copy_folder,
+    exported,
+    tensors_digest,
+    together,
+    write_run_file,
+)
+from safetensors.torch import load_file
+from torch import nn
+
+import atoll
+from atoll.testing.processes import Nursery, Process, wait_until
+
+HERE = Path(__file__).parent
+REACHED = re.compile(r"^failpoint (\S+) stops the process: (\d+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run, and where images of it are taken.
+
+    Attributes:
+        server, site: failpoint → the hits at which an image is taken, of the server and of each site.
+        files: further files of the run's folder, by name.
+        steps: whether sites train with `atoll.DiLoCo`.
+        sites: their names.
+    """
+
+    server: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    site: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    steps: bool = False
+    sites: tuple[str, ...] = tuple(SITES)
+
+    @property
+    def places(self) -> set[tuple[str, int]]:
+        """(failpoint, hit) of every image."""
+        return {(name, hit) for each in (self.server, self.site) for name, hits in each.items() for hit in hits}
+
+    @property
+    def part(self) -> Callable[..., nn.Module]:
+        return take_steps if self.steps else take_rounds
+
+    def run_file(self, folder: Path, **more: Any) -> Path:
+        """Write the run's files; the initial model is `build`."""
+        folder.mkdir(exist_ok=True)
+        for name, text in self.files.items():
+            (folder / name).write_text(text)
+        path = f"import sys\nsys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]\n"
+        (folder / "crash_models.py").write_text(f"{path}from crash_model import build\n")
+        return write_run_file(folder, **self.all_settings | more)
+
+    @property
+    def all_settings(self) -> dict[str, Any]:
+        return {"model": "crash_models:build", "num_workers": len(self.sites), **self.settings}
+
+
+@dataclass(frozen=True)
+class Image:
+    """A copy of a run's folder.
+
+    Attributes:
+        places: (failpoint, hit) of each process that had just stopped.
+    """
+
+    folder: Path
+    places: tuple[tuple[str, int], ...]
+
+    def said(self, word: str) -> set[str]:
+        """`site round` of what the sites had said by then: `trained` or `submitted`."""
+        logs = self.folder.glob("site-*.log")
+        return {rest for log in logs for rest in re.findall(rf"^{word} (\w+ \d+)$", log.read_text(), re.MULTILINE)}
+
+
+def result_of(folder: Path) -> str:
+    """Digest of the model that a finished run has left, at the server or at every site of a swarm."""
+    if (folder / "state" / "exports" / "model.safetensors").exists():
+        return tensors_digest(exported(folder))
+    (digest,) = {tensors_digest(load_file(folder / "workers" / site / "model.safetensors")) for site in SITES}
+    return digest
+
+
+def undisturbed(scenario: Scenario, folder: Path) -> str:
+    """The digest of the run in this process."""
+    return recovered(scenario, folder)[0]
+
+
+def recovered(scenario: Scenario, folder: Path) -> tuple[str, Counter[str]]:
+    """Begin the run in a folder, or go on with it, in this process.
+
+    Returns:
+        The digest of its result, and how often each `site round` was trained now.
+    """
+    run_file = scenario.run_file(folder)
+    said: list[str] = []
+    models: dict[str, nn.Module] = {}
+
+    def take_part(site: str) -> None:
+        models[site] = scenario.part(server.url, site, folder / "workers", said.append)
+
+    settings = atoll.Settings.read(run_file, {"port": 0})
+    with atoll.Server(build(), settings) as server:
+        together(*(partial(take_part, site) for site in scenario.sites))
+        server.run()
+    (digest,) = {tensors_digest(dict(model.state_dict())) for model in models.values()}
+    assert scenario.settings.get("downlink_codec") or digest == result_of(folder)
+    trained = Counter(line.removeprefix("trained ") for line in said if line.startswith("trained "))
+    return result_of(folder), trained
+
+
+class Camera:
+    """Takes images of a run in processes of its own, while it goes on.
+
+    Attributes:
+        images: in the order in which they were taken.
+    """
+
+    def __init__(self, folder: Path, images: Path) -> None:
+        self._folder, self._images = folder, images
+        self._seen = Counter({log: len(REACHED.findall(log.read_text())) for log in folder.glob("*.log")})
+        self.images: list[Image] = []
+
+    def follow(self, processes: list[Process], until: Callable[[], bool], what: str) -> None:
+        """Take an image whenever one of them stops, until something is so."""
+
+        def looked() -> bool:
+            for process in processes:
+                if process.stopped():
+                    self._take(process, processes)
+            return until()
+
+        wait_until(looked, what, 100)
+
+    def _take(self, stopped: Process, processes: list[Process]) -> None:
+        for process in processes:
+            if process is not stopped:
+                process.stop()
+        places = tuple(place for process in processes for place in self._reached(process.log))
+        if places:  # else it was stopped on its way into the stop of which there is an image already
+            name = "-".join([str(len(self.images)), *(failpoint for failpoint, _ in places)])
+            self.images.append(Image(copy_folder(self._folder, self._images / name), places))
+        for process in processes:
+            process.go_on()
+
+    def _reached(self, log: Path) -> Iterable[tuple[str, int]]:
+        """What a process has reached since this was asked last."""
+        found = [(name, int(hit)) for name, hit in REACHED.findall(log.read_text())]
+        seen, self._seen[log] = self._seen[log], len(found)
+        return found[seen:]
+
+
+def images_of(scenario: Scenario, nursery: Nursery, folder: Path) -> tuple[str, list[Image]]:
+    """Run it in processes, with all its failpoints; returns the digest of its result, and the images."""
+    run = folder / "run"
+    camera = Camera(run, folder / "images")
+    scenario.run_file(run)
+    script = SITE_SCRIPT.format(here=str(HERE), part=scenario.part.__name__)
+    with ForkedServer(nursery, run, (stops(scenario.server),), **scenario.all_settings) as server:
+        camera.follow([server.kept.now], lambda: answers(server.url), "the start of the server")
+        sites = [ForkedSite(nursery, run, server.url, site, script) for site in scenario.sites]
+        running = [server.kept.now, *(site.start(stops(scenario.site)) for site in sites)]
+        camera.follow(running, lambda: all(each.poll() is not None for each in running), "the end of the run")
+        assert [each.returncode for each in running] == [0] * len(running), [each.output()[-2000:] for each in running]
+    return result_of(run), camera.images
+
+
+def images_of_a_restart(image: Image, scenario: Scenario, nursery: Nursery, folder: Path) -> list[Image]:
+    """Start the server on an image, with failpoints, and kill it once it listens."""
+    camera = Camera(image.folder, folder / "restarted")
+    with ForkedServer(nursery, image.folder, (stops(scenario.server),), **scenario.all_settings) as server:
+        camera.follow([server.kept.now], lambda: answers(server.url), "the start of the server")
+    return camera.images
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers requests: it listens before it has recovered."""
+    try:
+        with urllib.request.urlopen(url, timeout=0.2):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+
+
+def stops(failpoints: Mapping[str, tuple[int, ...]]) -> str:
+    """For ATOLL_FAILPOINTS."""
+    return ";".join(f"{name}=stop@{','.join(map(str, hits))}" for name, hits in failpoints.items())

@@ -1,0 +1,125 @@
+"""A run that is killed as a whole, at any failpoint, goes on to the bits of an undisturbed one; no update is lost."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from crash_images import Image, Scenario, images_of, images_of_a_restart, recovered, undisturbed
+from kit import SETTINGS
+
+from atoll.testing.processes import Nursery
+
+SRC = Path(__file__).parents[2] / "src"
+AFTER = """
+from pathlib import Path
+
+
+def after(controller):
+    with (Path(__file__).parent / "told.txt").open("a") as file:
+        file.write("after\\n")
+"""
+
+
+def twice(*failpoints: str) -> dict[str, tuple[int, ...]]:
+    return dict.fromkeys(failpoints, (1, 2))
+
+
+RECEIVING = ("part.received", "spool.write", "part.recorded", "accept.before", "accept.after")
+CLOSING = ("pass.chunk", "pass.write", "head.before", "head.after")
+SCENARIOS = {
+    "beginning and receiving": Scenario(server=twice("slot.create", "journal.commit", *RECEIVING)),
+    "closing a round": Scenario(server=twice(*CLOSING, "export.write", "fsync"), settings={"save_every": 1}),
+    "at a site": Scenario(
+        site=twice("worker.write", "outbox.seal", "outbox.sealed", "pull.part", "pull.done", "push.part")
+        | twice("worker.acknowledged"),
+        settings={"codec": "int8"},
+    ),
+    "compressed both ways, through a filter": Scenario(
+        server=twice("pass.delta", "filters.write"),
+        site=twice("delta.part"),
+        settings={
+            "codec": "topk",
+            "codec_options": {"density": 0.1},
+            "downlink_codec": "int8",
+            "task_result_filters": [{"path": "norm_clip", "args": {"max_norm": 5.0}}],
+        },
+    ),
+    "swarm": Scenario(
+        server=twice("swarm.asked"),
+        site=twice("swarm.held", "swarm.collected", "swarm.closed", "swarm.told"),
+        settings={"placement": "swarm"},
+    ),
+    "steps": Scenario(
+        server=twice("accept.after", "head.after"),
+        # not outbox.sealed: a worker that sends an update again trains on meanwhile, and its steps are rebased
+        site=twice("outbox.seal", "worker.acknowledged", "pull.done"),
+        settings={"algorithm": "diloco", "sync_every": 3, "codec": "int8"},
+        steps=True,
+        sites=("a",),  # of several, one that is in already would train on while it waits for the others
+    ),
+    "workflows": Scenario(
+        server=twice("workflow.ended"),
+        settings={"workflows": [{"kind": "train"}, {"path": "flow.py:after", "name": "after"}]},
+        files={"flow.py": AFTER},
+    ),
+}
+RESTART = Scenario(server=twice("recover.midway"))
+SEALED = ("outbox.sealed", "worker.acknowledged", "accept.before", "accept.after")
+"""Failpoints whose n-th hit comes when at least n updates lie in an outbox, whole."""
+
+
+def problems_of(scenario: Scenario, image: Image, right: str) -> list[str]:
+    """What is wrong with what comes of an image."""
+    where = f"{image.places}: "
+    before = image.said("submitted")
+    digest, trained = recovered(scenario, image.folder)
+    problems = [] if digest == right else [f"{where}another result"]
+    if again := before & trained.keys():
+        problems.append(f"{where}{sorted(again)} were submitted, and are trained again")
+    sealed = max([hit for name, hit in image.places if name in SEALED], default=0)
+    if trained.total() > len(scenario.sites) * SETTINGS["rounds"] - sealed:
+        problems.append(f"{where}{sealed} updates were ready, and {trained.total()} are trained afterwards")
+    return problems
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("beginning and receiving", marks=pytest.mark.covers("F7", "F8", "F9")),
+        pytest.param("closing a round", marks=pytest.mark.covers("F10", "F11", "F12")),
+        pytest.param("at a site", marks=pytest.mark.covers("F3")),
+        *list(SCENARIOS)[3:],
+    ],
+)
+def test_recovers_the_same_bits_from_a_crash_at_every_failpoint(tmp_path: Path, nursery: Nursery, name: str) -> None:
+    scenario = SCENARIOS[name]
+    right = undisturbed(scenario, tmp_path / "undisturbed")
+    digest, images = images_of(scenario, nursery, tmp_path)
+    assert digest == right
+    assert {place for image in images for place in image.places} == scenario.places
+    assert [problem for image in images for problem in problems_of(scenario, image, right)] == []
+    for image in images:
+        if (told := image.folder / "told.txt").exists():
+            assert told.read_text() == "after\n", image.places
+
+
+@pytest.mark.slow
+def test_recovers_the_same_bits_from_a_crash_during_recovery(tmp_path: Path, nursery: Nursery) -> None:
+    scenario = Scenario(server={"head.before": (2, 3), "accept.after": (3,)})
+    right = undisturbed(scenario, tmp_path / "undisturbed")
+    _, images = images_of(scenario, nursery, tmp_path)
+    assert len(images) == 3
+    for number, image in enumerate(images):
+        restarted = images_of_a_restart(image, RESTART, nursery, tmp_path / str(number))
+        assert {place for each in restarted for place in each.places} == RESTART.places
+        assert [problem for each in restarted for problem in problems_of(scenario, each, right)] == []
+
+
+def test_every_failpoint_belongs_to_a_scenario() -> None:
+    sources = [path.read_text() for path in SRC.rglob("*.py")]
+    failpoints = {name for text in sources for name in re.findall(r"\bfailpoint\(([^)]*)\)", text)} - {"name: str"}
+    covered = {name for each in [*SCENARIOS.values(), RESTART] for name, _ in each.places}
+    assert {f'"{name}"' for name in covered} == failpoints
