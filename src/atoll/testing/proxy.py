@@ -40,6 +40,7 @@ class Fault:
             nothing more), `flip` (the lowest bit of byte `at`; the message goes on).
         reached: set when it happens.
         wait: called before it happens, when the bytes before it are on their way; may wait for what becomes of them.
+        in_header: with `BEFORE_HEADER`, says how many bytes of the header that it is given pass first; else none do.
     """
 
     request: str
@@ -48,6 +49,7 @@ class Fault:
     action: Literal["reset", "close", "stall", "flip"]
     reached: threading.Event = field(default_factory=threading.Event)
     wait: Callable[[], None] = lambda: None
+    in_header: Callable[[bytes], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,7 @@ class _Link:
         if fault is None:
             target.sendall(piece)
             return
-        index = 0 if offset == BEFORE_HEADER else fault.at - offset
+        index = fault.at - offset if offset != BEFORE_HEADER else fault.in_header(piece) if fault.in_header else 0
         if fault.action == "flip":
             target.sendall(piece[:index] + bytes([piece[index] ^ 1]) + piece[index + 1 :])
             fault.reached.set()

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from atoll.config import DEFAULT_PORT
 from atoll.errors import BY_CODE, AtollError, PeerError, UsageError, VersionSkew
+from atoll.transport.response import Response
 from atoll.transport.tls import client_context, read_token
 from atoll.transport.unreachable import no_atoll, unreachable
 from atoll.wire import messages
@@ -78,6 +79,7 @@ def _get(server: str, path: str, timeout_s: float, environ: Mapping[str, str]) -
             host, port, timeout=timeout_s, context=client_context(environ.get("ATOLL_TLS_CA"))
         )
     )
+    connection.response_class = Response
     try:
         connection.request("GET", path, headers=headers)
         response = connection.getresponse()

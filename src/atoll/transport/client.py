@@ -25,6 +25,7 @@ from atoll.errors import (
     UsageError,
     VersionSkew,
 )
+from atoll.transport.response import Response
 from atoll.transport.tls import client_context
 from atoll.transport.unreachable import no_atoll, unreachable
 from atoll.wire import messages, routes
@@ -53,6 +54,14 @@ class Counters:
             self.retries += retries
 
 
+class _Connection(urllib3.connection.HTTPConnection):
+    response_class = Response
+
+
+class _SecureConnection(urllib3.connection.HTTPSConnection):
+    response_class = Response
+
+
 class Http:
     """Control connections to one server, and what its other connections need to know.
 
@@ -78,6 +87,7 @@ class Http:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         secure = {"ssl_context": self.secure} if self.secure else {}
         self._pool = urllib3.connection_from_url(self.server, maxsize=16, retries=False, **secure)
+        self._pool.ConnectionCls = _SecureConnection if self.secure else _Connection
 
     def close(self) -> None:
         self._pool.close()

@@ -17,6 +17,7 @@ from contextlib import suppress
 from urllib3.util.wait import wait_for_read
 
 from atoll.tensors.chunks import CHUNK_BYTES
+from atoll.transport.response import Response
 
 
 class Lane:
@@ -36,6 +37,7 @@ class Lane:
             if secure
             else http.client.HTTPConnection(host, port, timeout=idle_timeout_s)
         )
+        self._connection.response_class = Response
         self._secure, self._idle_timeout_s = secure, idle_timeout_s
         self._scratch = bytearray(CHUNK_BYTES)
         self._lock = threading.Lock()
