@@ -127,7 +127,10 @@ class TransferError(AtollError):
 
 
 class ServerUnreachable(TransferError):
+    """Nothing answers at the address; or, where `is_other`, something that is not the server, or cannot prove it."""
+
     code = "unreachable"
+    is_other = False
 
 
 class ServerLost(TransferError):

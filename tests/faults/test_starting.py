@@ -17,7 +17,6 @@ from atoll.errors import AuthError, ServerUnreachable
 from atoll.testing.processes import Nursery, wait_until
 from atoll.transport.ask import ask
 from atoll.wire import messages, routes
-from atoll.worker import federated
 from atoll.worker.client import status
 
 
@@ -164,7 +163,6 @@ def test_a_wrong_or_missing_token_is_refused_with_the_remedy(
 def test_a_certificate_of_another_authority_is_refused_before_the_token_is_sent(
     tmp_path: Path, secured: Secured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(federated, "START_RETRIES", 0)
     other = tmp_path / "other"
     other.mkdir()
     with serving(tmp_path, **secured.settings) as server:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import atoll
-from atoll.errors import AtollError, SchemaMismatch, ServerUnreachable, StateLocked, UsageError
-from atoll.worker import border, connection, federated, over_ranks
+from atoll.errors import AtollError, SchemaMismatch, ServerLost, ServerUnreachable, StateLocked, UsageError
+from atoll.worker import border
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -29,9 +29,7 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that does not answer is given up at once; the hook of this process is put back."""
-    for module in (federated, over_ranks):
-        monkeypatch.setattr(module, "START_RETRIES", 0)
-    monkeypatch.setattr(connection, "FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setenv("ATOLL_GIVE_UP_S", "0.001")
     monkeypatch.setattr(border, "_hook_before", None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
@@ -60,7 +58,7 @@ def no_update(server: atoll.Server, folder: Path) -> None:
 
 
 CASES: list[tuple[Callable[[atoll.Server, Path], object], type[AtollError]]] = [
-    (lambda _, folder: atoll.join(NOBODY, site="a", folder=folder), ServerUnreachable),
+    (lambda _, folder: atoll.join(NOBODY, site="a", folder=folder), ServerLost),
     (lambda _, folder: atoll.join("box:8512", site="a", folder=folder), UsageError),
     (lambda _, folder: atoll.Client(NOBODY, site="a", folder=folder).status(), ServerUnreachable),
     (other_model, SchemaMismatch),
@@ -89,9 +87,6 @@ SCRIPT = """
 import sys
 import torch
 import atoll
-from atoll.worker import federated
-
-federated.START_RETRIES = 0
 address, width = sys.argv[1], int(sys.argv[2])
 model = torch.nn.Linear(8, width)
 with atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), server=address) as diloco:

@@ -6,10 +6,10 @@ The script finds the server by ATOLL_SERVER, ATOLL_SITE and ATOLL_DIR; a token o
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
-import ssl
 import subprocess
 import sys
 import tempfile
@@ -29,9 +29,6 @@ CONTEXT: dict[str, Any] = {"allow_interspersed_args": False, "ignore_unknown_opt
 RESTART_PAUSE_S = 1.0
 LONGEST_RESTART_PAUSE_S = 60.0
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-SERVER_WAIT_S = 15.0
-"""How long a server that does not answer yet is asked again, as the script itself would."""
 SERVER_PAUSE_S = 1.0
 
 
@@ -79,16 +76,19 @@ def command(
 
 
 def _require_server(address: str, told: list[int]) -> str:
-    """Wait for the server, `SERVER_WAIT_S` at most; a signal ends the wait. Returns the name of its run.
+    """Wait for the server as ATOLL_GIVE_UP_S says; a signal ends the wait. Returns the name of its run.
 
     Raises:
-        ServerUnreachable: it did not answer in that time, or its certificate is not accepted.
+        ServerUnreachable: it did not answer in that time, or something else answers.
         VersionSkew: it speaks another protocol.
     """
     from atoll.transport.ask import ask
     from atoll.wire import messages, routes
+    from atoll.wire.units import duration
+    from atoll.worker.silence import give_up_s
 
-    end = time.monotonic() + SERVER_WAIT_S
+    most_s = give_up_s()
+    end = time.monotonic() + most_s
     said = False
     while True:
         try:
@@ -97,10 +97,11 @@ def _require_server(address: str, told: list[int]) -> str:
             break
         except ServerUnreachable as error:
             # a certificate does not become right by waiting
-            if told or time.monotonic() >= end or isinstance(error.__cause__, ssl.SSLError):
+            if told or time.monotonic() >= end or error.is_other:
                 raise
         if not said:
-            print(f"atoll: waiting for {address}", file=sys.stderr, flush=True)
+            upto = "" if math.isinf(most_s) else f" for up to {duration(most_s)}"
+            print(f"atoll: waiting for {address}{upto} (ATOLL_GIVE_UP_S)", file=sys.stderr, flush=True)
             said = True
         _pause(told, SERVER_PAUSE_S)
     if info.protocol != routes.PROTOCOL:

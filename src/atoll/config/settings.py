@@ -239,6 +239,12 @@ class Settings(BaseModel):
     heartbeat_timeout_s: float = Field(
         120.0, ge=0, description="Silence after which a worker is declared dead; 0: never."
     )
+    waiting_heartbeat_s: float = Field(
+        5.0,
+        gt=0,
+        description="While a call of a worker is unanswered, it sends a heartbeat every so many seconds; two in a row "
+        "that stay unanswered end the call.",
+    )
     idle_timeout_s: float = Field(
         IDLE_TIMEOUT_S, gt=0, description="A transfer that moves no byte for so long has failed."
     )

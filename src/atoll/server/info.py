@@ -36,5 +36,6 @@ def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
         connections=settings.connections,
         heartbeat_interval_s=settings.heartbeat_interval_s,
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        waiting_heartbeat_s=settings.waiting_heartbeat_s,
         idle_timeout_s=settings.idle_timeout_s,
     )

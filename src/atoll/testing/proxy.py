@@ -5,8 +5,8 @@
         worker = atoll.join(proxy.url, ...)
         assert proxy.count("PUT .*/parts/2") == 2      # it alone was sent again
 
-It reads HTTP/1.1 only so far as to know where a message's body begins. `cut` and `heal` make a partition of it. With a
-`Pace` it is a long and lossy line, on which each connection is slow, however many there are.
+It reads HTTP/1.1 only so far as to know where a message's body begins. `cut` or `silence`, and `heal`, make a
+partition of it. With a `Pace` it is a long and lossy line, on which each connection is slow, however many there are.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Proxy:
         self.requests: list[str] = []
         self._lock = threading.Lock()
         self._links: set[_Link] = set()
-        self._cut = False
+        self._cut = self._silent = False
         self._closing = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -125,10 +125,16 @@ class Proxy:
             for link in self._links:
                 link.frozen = True
 
-    def heal(self) -> None:
-        """New connections are passed on again."""
+    def silence(self) -> None:
+        """A network that drops every packet: connections stay, also new ones, and nothing moves over them."""
         with self._lock:
-            self._cut = False
+            self._silent = True
+        self.freeze()
+
+    def heal(self) -> None:
+        """New connections are passed on again; those that were silent stay so."""
+        with self._lock:
+            self._cut = self._silent = False
 
     def close(self) -> None:
         """End every connection and every thread."""
@@ -155,6 +161,7 @@ class Proxy:
                 continue
             with self._lock:
                 link = _Link(self, client, server)
+                link.frozen = self._silent
                 self._links.add(link)
                 self.moved_bytes.append(link.moved_bytes)
                 cut = self._cut

@@ -6,8 +6,11 @@ Errors that the server names come back as the same classes; a network that fails
 
 from __future__ import annotations
 
+import socket
 import threading
-from typing import TypeVar
+import time
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import urllib3
 from pydantic import BaseModel, ValidationError
@@ -28,6 +31,7 @@ from atoll.errors import (
 from atoll.transport.response import Response
 from atoll.transport.tls import client_context
 from atoll.transport.unreachable import no_atoll, unreachable
+from atoll.transport.watch import Watch
 from atoll.wire import messages, routes
 
 Reply = TypeVar("Reply", bound=BaseModel)
@@ -54,12 +58,57 @@ class Counters:
             self.retries += retries
 
 
+class _Waiting(threading.local):
+    """The call that a thread waits for."""
+
+    call: _Call | None = None
+
+
+_waiting = _Waiting()
+
+
+class _Call:
+    """A call that another thread can end."""
+
+    def __init__(self) -> None:
+        self.moved_s = time.monotonic()
+        self.is_given_up = False
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+
+    def hold(self, sock: socket.socket | None) -> None:
+        """The answer comes over this socket; None: it is there."""
+        with self._lock:
+            self._socket = sock
+            self._end()
+
+    def give_up(self) -> None:
+        with self._lock:
+            self.is_given_up = True
+            self._end()
+
+    def _end(self) -> None:
+        if self.is_given_up and self._socket is not None:
+            with suppress(OSError):
+                # not a TLS socket's own method, which takes the keys away from the thread that uses them
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+
+class _HeldResponse(Response):
+    """A response that the call which waits for it can be ended at."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        if _waiting.call is not None:
+            _waiting.call.hold(sock)
+
+
 class _Connection(urllib3.connection.HTTPConnection):
-    response_class = Response
+    response_class = _HeldResponse
 
 
 class _SecureConnection(urllib3.connection.HTTPSConnection):
-    response_class = Response
+    response_class = _HeldResponse
 
 
 class Http:
@@ -84,13 +133,23 @@ class Http:
         self.secure = client_context(ca) if url.scheme == "https" else None
         self.counters = Counters()
         self.lease = self.secret = ""
+        self.watch = Watch()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        secure = {"ssl_context": self.secure} if self.secure else {}
-        self._pool = urllib3.connection_from_url(self.server, maxsize=16, retries=False, **secure)
-        self._pool.ConnectionCls = _SecureConnection if self.secure else _Connection
+        self._pool = self._new_pool()
 
     def close(self) -> None:
+        self.watch.close()
         self._pool.close()
+
+    def drop_idle(self) -> None:
+        """The next calls connect anew: a connection that was kept may be half-open."""
+        self._pool = self._new_pool()  # the old one is not closed: a call may be about to use it
+
+    def _new_pool(self) -> urllib3.HTTPConnectionPool:
+        secure = {"ssl_context": self.secure} if self.secure else {}
+        pool = urllib3.connection_from_url(self.server, maxsize=16, retries=False, **secure)
+        pool.ConnectionCls = _SecureConnection if self.secure else _Connection
+        return pool
 
     def headers(self, more: dict[str, str] | None = None) -> dict[str, str]:
         """Who asks: the token, the lease or the secret of an object, and what else is given."""
@@ -130,16 +189,23 @@ class Http:
         timeout_s: float = 30.0,
         headers: dict[str, str] | None = None,
     ) -> urllib3.BaseHTTPResponse:
+        call = _waiting.call = _Call()
         try:
-            response = self._pool.request(
-                method,
-                path,
-                body=body,
-                headers=self.headers(headers),
-                timeout=urllib3.Timeout(connect=min(CONNECT_TIMEOUT_S, timeout_s), read=timeout_s),
-            )
+            with self.watch.waiting(call):
+                response = self._pool.request(
+                    method,
+                    path,
+                    body=body,
+                    headers=self.headers(headers),
+                    timeout=urllib3.Timeout(connect=min(CONNECT_TIMEOUT_S, timeout_s), read=timeout_s),
+                )
         except _NETWORK_ERRORS as error:
+            if call.is_given_up:
+                raise unanswered(self.server) from error
             raise network_error(self.server, timeout_s, error) from error
+        finally:
+            _waiting.call = None
+            call.hold(None)
         if (
             path in (routes.RUN, routes.STATUS)
             and (stranger := no_atoll(self.server, response.status, response.data)) is not None
@@ -175,6 +241,13 @@ def problem_of(status: int, body: bytes) -> AtollError:
     if problem.retry_after_s is not None:
         error.retry_after_s = problem.retry_after_s
     return error
+
+
+def unanswered(server: str) -> TransferStalled:
+    """The error of a call that was given up because heartbeats were not answered, either."""
+    return TransferStalled(
+        f"{server} answers neither this call nor heartbeats.", "Look at the network between the two."
+    )
 
 
 def network_error(server: str, timeout_s: float, error: Exception) -> AtollError:

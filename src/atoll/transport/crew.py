@@ -24,6 +24,7 @@ class Crew:
 
     Attributes:
         ended: no part is begun once it is set.
+        is_given_up: the network was lost while it waited.
     """
 
     def __init__(self, size: int) -> None:
@@ -33,15 +34,16 @@ class Crew:
         self._lock = threading.Lock()
         self._lanes: set[Lane] = set()
         self._cut = False
-        self._moved_s = time.monotonic()
+        self.is_given_up = False
+        self.moved_s = time.monotonic()
 
     def moved(self) -> None:
         """Something of the transfer has moved."""
-        self._moved_s = time.monotonic()
+        self.moved_s = time.monotonic()
 
     def is_silent(self, idle_timeout_s: float) -> bool:
         """Whether nothing of the transfer has moved for so long, over any connection."""
-        return time.monotonic() - self._moved_s >= idle_timeout_s
+        return time.monotonic() - self.moved_s >= idle_timeout_s
 
     def submit(self, work: Callable[P, R], *args: P.args, **more: P.kwargs) -> Future[R]:
         future = self._pool.submit(work, *args, **more)
@@ -74,6 +76,11 @@ class Crew:
             self._cut = True
             for lane in self._lanes:
                 lane.cut()
+
+    def give_up(self) -> None:
+        """As `break_off`, because the network is lost."""
+        self.is_given_up = True
+        self.break_off()
 
     def cut(self) -> None:
         """End at once: no part is begun, those on their way break off; returns when every thread has ended."""

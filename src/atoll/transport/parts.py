@@ -20,7 +20,7 @@ from blake3 import blake3
 from atoll.errors import BadRequest, PartCorrupt, ServerUnreachable, TransferAborted, TransferStalled
 from atoll.failpoints import failpoint
 from atoll.tensors.layout import Part
-from atoll.transport.client import Http, network_error, problem_of
+from atoll.transport.client import Http, network_error, problem_of, unanswered
 from atoll.transport.crew import Crew, crew
 from atoll.transport.descriptor import Descriptor
 from atoll.transport.lane import Lane
@@ -60,6 +60,7 @@ class Parts:
     def __init__(self, http: Http, connections: int, idle_timeout_s: float) -> None:
         self._http, self._connections, self._idle_timeout_s = http, connections, idle_timeout_s
         self._idle: list[Lane] = []
+        self._losses = 0
         self._crews: set[Crew] = set()
         self._broken = False
         self._lock = threading.Lock()
@@ -232,8 +233,12 @@ class Parts:
                 )
 
             pushing = Pushing(hands, send, self._at_once(count))
-            yield pushing
-            pushing.flush()
+            with self._http.watch.waiting(hands):
+                yield pushing
+                pushing.flush()
+                hands.wait()
+        if hands.is_given_up:
+            pushing.error = pushing.error or unanswered(self._http.server)
 
     def _send(
         self,
@@ -292,13 +297,14 @@ class Parts:
 
     @contextmanager
     def _breakable(self, hands: Crew) -> Iterator[None]:
-        """Within, `break_off` ends this crew; left so, it is an error, for parts are missing."""
+        """Within, `break_off` or a lost network ends this crew; left so, it is an error, for parts are missing."""
         with self._lock:
             self._crews.add(hands)
             if self._broken:
                 hands.break_off()
         try:
-            yield
+            with self._http.watch.waiting(hands):
+                yield
         except (ServerUnreachable, TransferStalled):
             if not self._broken:
                 raise
@@ -307,6 +313,8 @@ class Parts:
                 self._crews.discard(hands)
         if self._broken:
             raise TransferAborted(f"The transfer with {self._http.server} was told to stop.")
+        if hands.is_given_up:
+            raise unanswered(self._http.server)
 
     def _attempt(self, work: Work, todo: list[Part], hands: Crew, look: Look | None = None) -> bool:
         """Do these parts, with a few attempts for each; False, and not all done, where another has failed for good.
@@ -346,8 +354,7 @@ class Parts:
 
     def _once(self, work: Work, todo: list[Part], hands: Crew, on_move: Callable[[], None]) -> None:
         """One attempt on a connection, which is kept only if all went well: else its state is not known."""
-        with self._lock:
-            lane = self._idle.pop() if self._idle else None
+        lane, losses = self._idle_lane(), self._http.watch.losses
         if lane is None:
             lane = Lane(self._http.host, self._http.port, self._http.secure, self._idle_timeout_s)
         try:
@@ -361,11 +368,21 @@ class Parts:
         except BaseException:
             lane.close()
             raise
-        if lane.is_cut:
+        if lane.is_cut or losses != self._http.watch.losses:
             lane.close()
             return
         with self._lock:
             self._idle.append(lane)
+
+    def _idle_lane(self) -> Lane | None:
+        """A connection that was kept, and none from before the network was lost."""
+        with self._lock:
+            losses, self._losses = self._losses, self._http.watch.losses
+            if losses != self._losses:
+                for lane in self._idle:
+                    lane.close()
+                self._idle.clear()
+            return self._idle.pop() if self._idle else None
 
 
 @contextmanager

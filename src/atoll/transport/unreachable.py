@@ -43,9 +43,9 @@ def unreachable(server: str, text: str, why: str, given_by: str = "") -> ServerU
     """
     if "CERTIFICATE_VERIFY_FAILED" in text:
         remedy = next((remedy for part, remedy in _CERTIFICATES.items() if part in text), _NO_AUTHORITY)
-        return ServerUnreachable(f"{server} cannot prove who it is: {why}.", remedy)
+        return _other(f"{server} cannot prove who it is: {why}.", remedy)
     if "WRONG_VERSION_NUMBER" in text:
-        return ServerUnreachable(
+        return _other(
             f"{server} does not speak TLS.",
             "Write its address with http:// if the network is your own, or give the server tls_cert and tls_key.",
         )
@@ -54,3 +54,9 @@ def unreachable(server: str, text: str, why: str, given_by: str = "") -> ServerU
         f"Look whether the server runs and whether the address is right{given_by}."
         + (" One with TLS wants https://." if server.startswith("http://") and "Remote end closed" in text else ""),
     )
+
+
+def _other(message: str, remedy: str) -> ServerUnreachable:
+    error = ServerUnreachable(message, remedy)
+    error.is_other = True
+    return error

@@ -108,6 +108,7 @@ class RunInfo(Message):
     connections: int = Field(gt=0, description="Parallel connections a worker should use for tensors.")
     heartbeat_interval_s: float = Field(ge=0)
     heartbeat_timeout_s: float = Field(ge=0)
+    waiting_heartbeat_s: float = Field(5.0, gt=0, description="Between two heartbeats while a call is unanswered.")
     idle_timeout_s: float = Field(gt=0)
     trains: bool = Field(True, description="Whether it has rounds at any time.")
     sends_tasks: bool = Field(False, description="Whether it has workflows that send tasks.")

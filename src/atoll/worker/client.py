@@ -23,7 +23,6 @@ from atoll.tensors.modules import named_tensors
 from atoll.wire import routes, status_messages
 from atoll.worker.address import http_to, server_of
 from atoll.worker.border import border, say_interrupt_in_a_line
-from atoll.worker.connection import START_RETRIES
 from atoll.worker.correction import Correction
 from atoll.worker.federated_round import FederatedRound
 from atoll.worker.session import Session
@@ -80,7 +79,6 @@ class Client:
                 folder=self._folder,
                 labels=self._labels,
                 filters=self._filters,
-                max_retries=START_RETRIES,
             )
             self._session.resume_outbox()
         return self

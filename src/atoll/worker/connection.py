@@ -7,13 +7,13 @@ that was killed is both. A newer process under the same name ends this one.
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from atoll.errors import (
@@ -28,14 +28,14 @@ from atoll.errors import (
     Superseded,
     TicketClosed,
     TransferStalled,
-    VersionSkew,
 )
 from atoll.latch import Latch
 from atoll.tensors.fragments import Split
-from atoll.transport.client import Counters
+from atoll.transport.client import Counters, unanswered
 from atoll.wire import messages, routes
 from atoll.worker import last_status
 from atoll.worker.address import http_to
+from atoll.worker.checks import is_answered, require_protocol, split_of
 from atoll.worker.departure import GOODBYE_S, forget_lease, note_lease, watch_exit
 from atoll.worker.outlet import Outlet
 from atoll.worker.reporting import LOG, in_wait, told
@@ -55,9 +55,6 @@ NetworkLost = (ServerUnreachable, TransferStalled, Busy, DiskFull)
 UNPULLED = (*NetworkLost, Gone, PartCorrupt, BadRequest)
 """What a pull from a worker of a swarm may end with; another one may have the same."""
 
-START_RETRIES = 6
-"""Attempts to reach a server at the start: some 15 s, then a clear end."""
-
 
 class Connection:
     """One process of a site, known to the server.
@@ -66,16 +63,20 @@ class Connection:
         server: address of the server.
         site: the worker's name.
         labels: shown in status.
-        max_retries: attempts after which a server that never answered is given up; None: never.
+        max_retries: attempts after which a server that never answered is given up; None: it is waited for as
+            ATOLL_GIVE_UP_S says.
 
     Raises:
         VersionSkew: the two sides speak different protocols.
-        ServerUnreachable: nobody answered.
+        ServerLost: the server did not answer for so long. ServerUnreachable: not in `max_retries` attempts; or
+            something else answers.
     """
 
     outlet: Outlet | None = None  # in a swarm
 
-    def __init__(self, server: str, site: str, *, labels: dict[str, str] | None, max_retries: int | None) -> None:
+    def __init__(
+        self, server: str, site: str, *, labels: dict[str, str] | None, max_retries: int | None = None
+    ) -> None:
         self.site = site
         self.http = http_to(server)
         self.silence = Silence(self.http.server)
@@ -93,12 +94,7 @@ class Connection:
         self._beat: threading.Thread | None = None
         self._fatal: AtollError | None = None
         self.info = self.patiently(lambda: self.http.get(routes.RUN, messages.RunInfo), max_retries, "join")
-        if self.info.protocol != routes.PROTOCOL:
-            older = "this worker" if self.info.protocol > routes.PROTOCOL else "the server"
-            raise VersionSkew(
-                f"This worker speaks protocol {routes.PROTOCOL}, {self.http.server} speaks {self.info.protocol}.",
-                f"Upgrade Atoll at {older}.",
-            )
+        require_protocol(self.info, self.http.server)
         self.split = self._fetch_split()
         self.schema, self.due = self.split.schema, 0
 
@@ -144,13 +140,8 @@ class Connection:
             self.tell(warnings=[text for _, each in sorted(self._warnings.items()) for text in each])
 
     def _fetch_split(self) -> Split:
-        message = self.patiently(lambda: self.http.get(routes.SCHEMA, messages.SchemaMessage), None, "read the schema")
-        split = message.to_split()
-        if split.count != self.info.fragments or split.schema.digest != self.info.schema_digest:
-            raise VersionSkew(
-                "The server's schema does not have the digest that it names.", "Upgrade Atoll on both sides."
-            )
-        return split
+        ask = partial(self.http.get, routes.SCHEMA, messages.SchemaMessage)
+        return split_of(self.patiently(ask, None, "read the schema"), self.info)
 
     def join(
         self, max_retries: int | None = None, *, sync_every: int | None = None, num_fragments: int | None = None
@@ -164,9 +155,16 @@ class Connection:
         self._sync_every, self._num_fragments = sync_every, num_fragments
         self._join(max_retries)
         watch_exit(self)
+        self.watch_calls()
         if self.info.heartbeat_interval_s:
             self._beat = threading.Thread(target=self._heartbeats, name="atoll-heartbeat", daemon=True)
             self._beat.start()
+
+    def watch_calls(self) -> None:
+        """Have calls end that a silent network would hold up."""
+        every_s = self.info.waiting_heartbeat_s
+        ask = partial(self._send_heartbeat, every_s, every_s)
+        self.http.watch.begin(lambda: is_answered(self.http, ask), every_s)
 
     def _join(self, max_retries: int | None = None) -> None:
         """Take part, or take part again under a new lease."""
@@ -192,12 +190,12 @@ class Connection:
         return ""
 
     def rejoin(self, lost: str) -> None:
-        """Join again, once, however many threads find that `lost` is no longer valid."""
+        """Join again, once, however many threads find that `lost` is no longer valid; the network is tried once."""
         with self._join_lock:
             if self.http.lease == lost:
                 self.reconnections += 1
                 LOG.info("%s: the server no longer knows this worker; joining again", self.site)
-                self._join()
+                self._join(0)
 
     def _heartbeats(self) -> None:
         answered = self.beat()
@@ -221,7 +219,7 @@ class Connection:
         lease = self.http.lease
         try:
             self._send_heartbeat()
-            self.silence.answered()
+            self._answered()
             return True
         except Superseded as error:
             self._fatal = error
@@ -240,7 +238,11 @@ class Connection:
         if isinstance(error, ServerUnreachable | TransferStalled):
             self.silence.failed()
         else:
-            self.silence.answered()
+            self._answered()
+
+    def _answered(self) -> None:
+        self.silence.answered()
+        self.http.watch.answered()
 
     def end(self) -> None:
         """Say that this worker submits nothing more: no round waits for it, and it stays for the results."""
@@ -262,7 +264,7 @@ class Connection:
             left_s = routes.LONG_POLL_S if wait_s is None else max(0.0, begin + wait_s - time.monotonic())
             left_s = min(left_s, routes.LONG_POLL_S)
             request = messages.TicketRequest(fragment=fragment, wait_s=left_s, tasks=self.answers_tasks)
-            ask = functools.partial(
+            ask = partial(
                 self.http.post, routes.TICKETS, request, messages.TicketReply, timeout_s=routes.LONG_POLL_S + 10.0
             )
             reply = self.patiently(ask, max_retries, "ask for the next round")
@@ -308,7 +310,7 @@ class Connection:
             if digest == digests.get(index, b"").hex()
         }
 
-    def _send_heartbeat(self, most_s: float = 30.0) -> None:
+    def _send_heartbeat(self, most_s: float = 30.0, timeout_s: float | None = None) -> None:
         counters = self.counters
         message = self.heartbeat.model_copy(
             update={
@@ -318,7 +320,7 @@ class Connection:
                 "bytes_down": counters.bytes_down,
             }
         )
-        timeout_s = min(most_s, max(1.0, self.info.heartbeat_interval_s / 2))
+        timeout_s = timeout_s or min(most_s, max(1.0, self.info.heartbeat_interval_s / 2))
         reply = self.http.post(routes.HEARTBEAT, message, messages.HeartbeatReply, timeout_s=timeout_s)
         self.finished = self.finished or reply.finished
         self.durable_versions = dict(enumerate(reply.durable_versions))
@@ -349,52 +351,50 @@ class Connection:
     def patiently(self, ask: Callable[[], T], max_retries: int | None, what: str) -> T:
         """Ask until it is answered: a lost server is waited for, a lost lease is taken anew.
 
+        Args:
+            max_retries: attempts after the first one; none after one that `Watch` has ended: it took as long as they.
+
         Raises:
             TransferError, DiskFull: after `max_retries` attempts.
             ServerLost: with None, when nobody has answered for too long.
         """
-        pause_s, attempt, lost = FIRST_BACKOFF_S, 0, 0
+        pause_s, attempt, lost, stale = FIRST_BACKOFF_S, 0, 0, ""
         while True:
             if self._fatal is not None:
                 raise self._fatal
             lease = self.http.lease
             try:
+                if not self.http.watch.is_back():
+                    raise unanswered(self.http.server)
+                if stale:
+                    self.rejoin(stale)
+                    stale, lease = "", self.http.lease
                 result = ask()
-                self.silence.answered()
+                self._answered()
                 if attempt:
                     LOG.info("%s: the server is back; going on to %s", self.site, what)
                 return result
             except LeaseLost:
-                if not lease:
+                if stale or not lease:  # a rank that is not the first cannot join again
                     raise
                 self._closing.wait(min(lost * FIRST_BACKOFF_S, LONGEST_BACKOFF_S))  # none the first time
-                lost += 1
-                self.rejoin(lease)
+                lost, stale = lost + 1, lease
             except NetworkLost as error:
                 attempt += 1
                 self._failed(error)
-                if max_retries is not None and attempt > max_retries:
+                if max_retries is not None and (attempt > max_retries or self.http.watch.is_lost):
+                    raise
+                if isinstance(error, ServerUnreachable) and error.is_other and not self.silence.was_answered:
                     raise
                 if max_retries is None and self.silence.is_too_long:
                     raise self.silence.error() from error
                 self.on_wait()
                 wait_s = max(pause_s * random.uniform(0.75, 1.25), error.retry_after_s or 0.0)
                 level = LOG.warning if attempt in (1, 4) or attempt % 20 == 0 else LOG.debug
-                level("%s: cannot %s: %s Trying again in %.1f s.", self.site, what, error, wait_s)
+                patience = f" {self.silence.patience}" if max_retries is None else ""
+                level("%s: cannot %s: %s%s Trying again in %.1f s.", self.site, what, error, patience, wait_s)
                 if self._closing.wait(wait_s) and self._fatal is None:
                     raise
                 pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
                 if attempt == 1:
                     self.reconnections += 1
-
-
-def info_of(server: str, site: str) -> messages.RunInfo:
-    """What the run of a server is, before this site takes part in it.
-
-    Raises:
-        VersionSkew: the two sides speak different protocols.
-        ServerUnreachable: nobody answered.
-    """
-    connection = Connection(server, site, labels=None, max_retries=START_RETRIES)
-    connection.http.close()
-    return connection.info

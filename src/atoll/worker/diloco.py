@@ -58,7 +58,8 @@ class DiLoCo(OverRanks):
         labels: anything to be shown in status.
         filters: that every update of this site passes through, in this order, before any byte of it leaves.
         max_sync_retries: attempts before a synchronisation with a lost server is skipped; by default
-            `ATOLL_MAX_SYNC_RETRIES`, else 6.
+            `ATOLL_MAX_SYNC_RETRIES`, else 6. Where the network drops packets without a word, the first attempt lasts as
+            long as they would, and is the last one.
         require_server: refuse to train alone where no server is configured.
     """
 
@@ -124,7 +125,8 @@ class DiLoCo(OverRanks):
         """Join the run, pull the global model into the parameters, and hook the optimizer.
 
         Raises:
-            ServerUnreachable: nobody answered after several attempts.
+            ServerLost: the server did not answer for as long as ATOLL_GIVE_UP_S says; a day by default.
+            ServerUnreachable: something else answers at its address.
             SchemaMismatch: the run trains another model.
             UsageError: this is a simulation, whose workers have rounds; or this object was started before.
         """
@@ -171,7 +173,7 @@ class DiLoCo(OverRanks):
                 self._stream(session)
             else:
                 session.resume_outbox()
-                self._pull_head()
+                self._pull_head(None)
         except BaseException as error:
             session.leave(str(error))
             raise

@@ -125,11 +125,11 @@ class Exchange:
         """As `Puller.pull`, from the base file here, and by default into it."""
         self._puller.pull(version, digest, into, base or self.base, self.base, max_retries)
 
-    def rebase(self, version: int, digest: str, tensors: Tensors) -> None:
+    def rebase(self, version: int, digest: str, tensors: Tensors, *, max_retries: int | None = None) -> None:
         """Go on from another version, with what was trained since the base."""
         moved = self.following()
         try:
-            self.pull(version, digest, None, moved)
+            self.pull(version, digest, None, moved, max_retries=max_retries)
             update.rebase_(tensors, self.base, moved)
             self.base.replace_with(moved)
         finally:

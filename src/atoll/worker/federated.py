@@ -16,7 +16,7 @@ from atoll.wire import messages
 from atoll.worker.address import server_of
 from atoll.worker.answering import Answering, Answers
 from atoll.worker.border import border, say_interrupt_in_a_line
-from atoll.worker.connection import START_RETRIES, info_of
+from atoll.worker.connection import Connection
 from atoll.worker.federated_round import FederatedRound
 from atoll.worker.given import last_words
 from atoll.worker.local import ALONE, LocalWorker, Model, Round
@@ -174,7 +174,8 @@ def join(
 
     Raises:
         ConfigError: no server is configured, and one is required; or an ATOLL_ variable is misspelt.
-        ServerUnreachable: nobody answered after several attempts.
+        ServerLost: the server did not answer for as long as ATOLL_GIVE_UP_S says; a day by default.
+        ServerUnreachable: something else answers at its address.
         StateLocked: another process on this machine takes part as the same site.
     """
     if (seat := seat_here()) is not None:
@@ -186,7 +187,7 @@ def join(
         return LocalWorker()
     site = require_site(site or default_site())
     where = Path(folder) if folder else None
-    session = Session(server, site, folder=where, labels=labels, filters=filters, max_retries=START_RETRIES)
+    session = Session(server, site, folder=where, labels=labels, filters=filters)
     LOG.info("%s: joined run %s (%s) at %s", site, session.info.name, session.info.algorithm, session.http.server)
     return Worker(session)
 
@@ -201,8 +202,12 @@ def run_here(server: str | None, site: str) -> messages.RunInfo | None:
 
     Raises:
         VersionSkew: the two sides speak different protocols.
-        ServerUnreachable: nobody answered.
+        ServerLost, ServerUnreachable: as `join`.
     """
     if (seat := seat_here()) is not None:
         return seat.info
-    return info_of(server, site) if server else None
+    if not server:
+        return None
+    connection = Connection(server, site, labels=None)
+    connection.http.close()
+    return connection.info

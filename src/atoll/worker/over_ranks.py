@@ -13,7 +13,6 @@ from atoll.filters.base import Filter
 from atoll.tensors.modules import is_sharded, named_tensors, schema_of
 from atoll.tensors.schema import Schema
 from atoll.tensors.shards import Shards
-from atoll.worker.connection import START_RETRIES
 from atoll.worker.ranks import Ranks
 from atoll.worker.session import Session
 from atoll.worker.sharded import Follow, Lead
@@ -64,7 +63,6 @@ class OverRanks(WholeModel):
             "num_fragments": self._given_fragments,
             "labels": self._labels,
             "filters": self._filters,
-            "max_retries": START_RETRIES,
             "streams": True,
         }
         session = (
@@ -90,7 +88,6 @@ class OverRanks(WholeModel):
                 ranks=self._ranks,
                 folder=self._folder,
                 schema=self._schema,
-                max_retries=START_RETRIES,
             )
             return None
         return self._share.obey(name, order)

@@ -62,7 +62,8 @@ class Puller:
 
         Args:
             source: the base that may have an earlier version; `base` itself unless said.
-            max_retries: attempts to begin with a lost server; once bytes have moved, it is waited for.
+            max_retries: attempts with a lost server. Once bytes have moved into the tensors, it is waited for: half a
+                version is no model.
 
         Raises:
             Gone: the server no longer keeps it; ask for the head. The tensors may hold a part of it.
@@ -85,10 +86,11 @@ class Puller:
             )
         worker.tell(state=f"pulling version {version}")
         wrong = self._go_down(manifest, base, source or base, into, max_retries)
+        patience = max_retries if into is None else None
         if wrong is None:
-            self._pull_whole(manifest, base, into)
+            self._pull_whole(manifest, base, into, patience)
         elif wrong:
-            self._pull_parts(manifest, base, wrong, None)
+            self._pull_parts(manifest, base, wrong, None, patience)
         failpoint("pull.done")
         base.finish()
         if wrong and into is not None:
@@ -107,20 +109,28 @@ class Puller:
 
     # -- whole
 
-    def _pull_whole(self, manifest: messages.Manifest, base: BaseFile, into: Tensors | None) -> None:
+    def _pull_whole(
+        self, manifest: messages.Manifest, base: BaseFile, into: Tensors | None, max_retries: int | None
+    ) -> None:
         held = base.note
         resumed = held is not None and held.digest == manifest.digest
         wanted = base.begin(self._note(manifest))
         fresh = into is not None and not resumed
-        self._pull_parts(manifest, base, wanted, Scatter(base.layout, into) if into is not None and fresh else None)
+        model = Scatter(base.layout, into) if into is not None and fresh else None
+        self._pull_parts(manifest, base, wanted, model, max_retries)
         if into is not None and not fresh:
             update.load_(into, base)
 
     def _pull_parts(
-        self, manifest: messages.Manifest, base: BaseFile, wanted: Sequence[Part], model: Scatter | None
+        self,
+        manifest: messages.Manifest,
+        base: BaseFile,
+        wanted: Sequence[Part],
+        model: Scatter | None,
+        max_retries: int | None,
     ) -> None:
         path = routes.VERSION_DATA.format(fragment=self._fragment, version=manifest.version, digest=manifest.digest)
-        self._bring(path, manifest.version, manifest.part_digests, base, wanted, model)
+        self._bring(path, manifest.version, manifest.part_digests, base, wanted, model, max_retries)
 
     def _bring(
         self,
@@ -129,7 +139,8 @@ class Puller:
         digests: Sequence[str],
         file: PartsFile,
         wanted: Sequence[Part],
-        model: Scatter | None = None,
+        model: Scatter | None,
+        max_retries: int | None,
     ) -> None:
         """Pull parts into a file. Where the connection breaks, only what has not arrived yet is asked for again.
 
@@ -160,7 +171,7 @@ class Puller:
 
         of = f"{worker.site}: pulling version {version}{self._named}"
         with progress(of, sum(part.nbytes for part in wanted)) as bar:
-            worker.patiently(fetch, None, f"pull version {version}")
+            worker.patiently(fetch, max_retries, f"pull version {version}")
 
     def _from_workers(self, outlet: Outlet, version: int, pull: Callable[[Ranges, str], None]) -> None:
         """In a swarm: pull from one worker after the other that has a version; from this one, where it does.
@@ -217,7 +228,7 @@ class Puller:
                 if number > 1:
                     base.finish()
                 last = number == len(steps)
-                self._receive(step, file)
+                self._receive(step, file, max_retries if into is None or number == 1 else None)
                 wrong = apply_(file, source, base, self._note(step), into if last else None)
                 if wrong:
                     LOG.warning(
@@ -262,7 +273,7 @@ class Puller:
             if manifest.digest != delta.base_digest:
                 return []
 
-    def _receive(self, manifest: messages.Manifest, file: DeltaFile) -> None:
+    def _receive(self, manifest: messages.Manifest, file: DeltaFile, max_retries: int | None) -> None:
         """Have all of what a version is made by in the file.
 
         Raises:
@@ -271,4 +282,5 @@ class Puller:
         delta = manifest.delta
         assert delta is not None  # `_steps` gives none without
         path = routes.DELTA_DATA.format(fragment=self._fragment, version=manifest.version, digest=delta.digest)
-        self._bring(path, manifest.version, delta.part_digests, file, file.begin(delta, manifest.digest))
+        wanted = file.begin(delta, manifest.digest)
+        self._bring(path, manifest.version, delta.part_digests, file, wanted, None, max_retries)

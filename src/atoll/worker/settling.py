@@ -80,7 +80,8 @@ def pull_newest(
             exchange.pull(version, digest, into, base, max_retries=max_retries)
             return newer
         except Gone:
-            newer = exchange.connection.next_ticket(exchange.fragment, wait_s=0.0)
+            retries = max_retries if into is None else None
+            newer = exchange.connection.next_ticket(exchange.fragment, wait_s=0.0, max_retries=retries)
             version, digest = newer.head_version, newer.head_digest
 
 

@@ -26,8 +26,9 @@ from typing import Any
 from atoll.errors import Gone, LeaseLost, UpdateRefused
 from atoll.tensors.modules import Tensors
 from atoll.tensors.shards import Shards
-from atoll.wire import messages
+from atoll.wire import messages, routes
 from atoll.worker import update
+from atoll.worker.checks import is_answered
 from atoll.worker.exchange import Exchange
 from atoll.worker.files import BaseFile, OutboxNote
 from atoll.worker.ranks import Ranks, Said
@@ -148,7 +149,8 @@ class Lead(Share):
             self._all("load")
             self._all("spread")
 
-    def rebase(self, version: int, digest: str, tensors: Tensors) -> None:
+    def rebase(self, version: int, digest: str, tensors: Tensors, *, max_retries: int | None = None) -> None:
+        self._puller.manifest(version, max_retries)
         self._all("pull", version=version, digest=digest, beside=True)
         self._all("rebase")
         self._all("spread")
@@ -219,7 +221,13 @@ class Follow(Share):
     def join(
         self, max_retries: int | None = None, *, sync_every: int | None = None, num_fragments: int | None = None
     ) -> None:
-        """Rank 0 has joined for all."""
+        """Rank 0 has joined for all, and sends the heartbeats; this rank watches its own calls."""
+        self.watch_calls()
+
+    def watch_calls(self) -> None:
+        every_s = self.info.waiting_heartbeat_s
+        ask = partial(self.http.reach, routes.HEALTH, timeout_s=every_s)
+        self.http.watch.begin(lambda: is_answered(self.http, ask), every_s)
 
     def rejoin(self, lost: str) -> None:
         """Rank 0 has to.

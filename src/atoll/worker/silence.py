@@ -36,16 +36,20 @@ class Silence:
 
     It begins with the first attempt that failed since the last answer: in the time in which this process was stopped
     itself, nobody was asked.
+
+    Attributes:
+        was_answered: whether the server has ever answered.
     """
 
     def __init__(self, server: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._server, self._clock, self._most_s = server, clock, give_up_s()
         self._lock = threading.Lock()
         self._since_s: float | None = None
+        self.was_answered = False
 
     def answered(self) -> None:
         with self._lock:
-            self._since_s = None
+            self._since_s, self.was_answered = None, True
 
     def failed(self) -> None:
         with self._lock:
@@ -61,6 +65,12 @@ class Silence:
     def is_too_long(self) -> bool:
         """Whether the server is not waited for any more."""
         return self.seconds >= self._most_s
+
+    @property
+    def patience(self) -> str:
+        """How long the server is waited for, as a sentence."""
+        upto = "" if math.isinf(self._most_s) else f" for up to {duration(self._most_s)}"
+        return f"This worker waits for it{upto} (ATOLL_GIVE_UP_S)."
 
     def error(self) -> ServerLost:
         return ServerLost(

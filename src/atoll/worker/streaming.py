@@ -26,7 +26,7 @@ from atoll.errors import TicketClosed, UpdateRefused
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
 from atoll.worker import update
-from atoll.worker.connection import START_RETRIES, NetworkLost
+from atoll.worker.connection import NetworkLost
 from atoll.worker.files import BaseFile
 from atoll.worker.flight import Flight, Fragment, pulled
 from atoll.worker.measuring import Measured, Said
@@ -104,9 +104,9 @@ class Streaming:
         for fragment in self._fragments:
             exchange = fragment.exchange
             exchange.resume_outbox()
-            reply = exchange.next_round(wait_s=0.0, max_retries=START_RETRIES)
+            reply = exchange.next_round(wait_s=0.0)
             fragment.heard(reply)
-            self._reset(fragment, reply, 0, START_RETRIES)
+            self._reset(fragment, reply, 0, begins=True)
         self._begins_anew()
 
     def drain(self) -> None:
@@ -333,12 +333,10 @@ class Streaming:
             fragment.version,
         )
 
-    def _reset(
-        self, fragment: Fragment, reply: messages.TicketReply, step: int, max_retries: int | None = None
-    ) -> None:
-        """The fragment becomes the head's."""
+    def _reset(self, fragment: Fragment, reply: messages.TicketReply, step: int, *, begins: bool = False) -> None:
+        """The fragment becomes the head's; at the begin the server is waited for."""
         exchange, moved = fragment.exchange, None
-        own, retries = self._own(fragment), max_retries or self._retries
+        own, retries = self._own(fragment), None if begins else self._retries
         if exchange.is_following(reply.head_digest):  # an earlier process was about to merge it
             reply, moved = pulled(exchange, reply, retries)
             update.load_(own, moved)

@@ -25,7 +25,7 @@ from atoll.filters.payloads import ByTask, for_tasks
 from atoll.worker.address import server_of
 from atoll.worker.answering import Answering, Answers
 from atoll.worker.border import border, say_interrupt_in_a_line
-from atoll.worker.connection import START_RETRIES, Connection
+from atoll.worker.connection import Connection
 from atoll.worker.reporting import LOG, ensure_lines
 from atoll.worker.site import default_site, require_site
 
@@ -42,11 +42,11 @@ class TaskWorker(Answers):
         filters: ByTask,
     ) -> None:
         for_tasks(filters)  # refused before anything is asked
-        self._connection = Connection(server, site, labels=labels, max_retries=START_RETRIES)
+        self._connection = Connection(server, site, labels=labels)
         folder = Path(os.environ.get("ATOLL_DIR", ""))
         kept_in = folder if os.environ.get("ATOLL_DIR") and folder.is_dir() else None
         super().__init__(Answering(self._connection, filters, pulls_ahead=not request_task_tensors, folder=kept_in))
-        self._connection.join(START_RETRIES)
+        self._connection.join()
         LOG.info("%s: takes part in %s at %s", site, self._connection.info.name, self._connection.http.server)
 
     @property

@@ -11,7 +11,7 @@ from functools import partial
 from atoll.errors import TicketClosed, UpdateRefused
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
-from atoll.worker.connection import START_RETRIES, NetworkLost
+from atoll.worker.connection import NetworkLost
 from atoll.worker.measuring import Measured
 from atoll.worker.reporting import LOG, why_skipped
 from atoll.worker.session import Session
@@ -34,7 +34,11 @@ class WholeModel(ABC):
         self.over = False
         self._since_sync = self._base_step = self._version = 0
         self._local_steps = self._staleness = 0
-        self._lost = False  # the last synchronisation was skipped for the network
+        self._lost = False  # the last synchronisation was skipped for the network: the next ones try once
+
+    @property
+    def _retries(self) -> int:
+        return 0 if self._lost else self._max_retries
 
     @abstractmethod
     def _said(self, digest: str) -> tuple[float, dict[str, float]]:
@@ -49,7 +53,7 @@ class WholeModel(ABC):
                 LOG.warning("%s: local steps since version %d are lost", session.site, self._version)
                 session.outbox.clear()
                 session.refused(error)
-                self._pull_head()
+                self._pull_head(self._retries)
         except BROKE_OFF as error:
             if isinstance(error, TicketClosed) and ended_without_us(session, partial(self._finish, session)):
                 return
@@ -68,12 +72,12 @@ class WholeModel(ABC):
         """One synchronisation: settle what is under way, submit, wait, pull."""
         ticket = self._ticket
         if (note := unsettled(session)) is not None:
-            self._base_step += settle(session, note, self._max_retries)
+            self._base_step += settle(session, note, self._retries)
             ticket = self._ticket = None
-        elif ticket is not None and session.is_over(ticket, self._max_retries):
+        elif ticket is not None and session.is_over(ticket, self._retries):
             ticket = None
         if ticket is None:
-            reply = session.next_round(max_retries=self._max_retries)
+            reply = session.next_round(max_retries=self._retries)
             if reply.ticket is None:
                 self._finish(session, reply)
                 return
@@ -93,7 +97,7 @@ class WholeModel(ABC):
             weight=weight,
             steps=steps,
             metrics=metrics,
-            max_retries=self._max_retries,
+            max_retries=self._retries,
         )
         session.refusals = 0
         self._await_result(session)
@@ -101,7 +105,7 @@ class WholeModel(ABC):
     def _await_result(self, session: Session) -> None:
         """Wait until the round is committed, and go on from its result."""
         session.tell(state="waiting for the others")
-        reply = session.next_round(max_retries=self._max_retries)
+        reply = session.next_round(max_retries=self._retries)
         self.rounds += 1
         self._staleness = reply.previous.staleness if reply.previous is not None else 0
         if reply.ticket is None:
@@ -118,7 +122,7 @@ class WholeModel(ABC):
 
     def _take(self, session: Session, version: int, digest: str) -> None:
         """The global model becomes ours; nothing local has happened since it was asked for."""
-        newer = pull_newest(session, version, digest, self._tensors, max_retries=self._max_retries)
+        newer = pull_newest(session, version, digest, self._tensors, max_retries=self._retries)
         if newer is not None:
             self._ticket, version = newer.ticket, newer.head_version
         begin_from_base(session)
@@ -141,14 +145,14 @@ class WholeModel(ABC):
 
     def _rebase(self, session: Session, version: int, digest: str) -> None:
         """The head moved while we were away: carry local progress over to it."""
-        session.rebase(version, digest, self._tensors)
+        session.rebase(version, digest, self._tensors, max_retries=self._retries)
         self._version = version
         LOG.info("%s: the run moved on to version %d; local steps were carried over", session.site, version)
 
-    def _pull_head(self) -> None:
+    def _pull_head(self, max_retries: int | None) -> None:
         session = self._session
         assert session is not None
-        reply = session.next_round(wait_s=0.0, max_retries=START_RETRIES)
+        reply = session.next_round(wait_s=0.0, max_retries=max_retries)
         self._ticket = reply.ticket
         if reply.status == "finished":
             self._finish(session, reply)

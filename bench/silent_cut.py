@@ -1,0 +1,112 @@
+"""How long training stands still when the network falls silent: packets are dropped, no connection is closed.
+
+    python bench/silent_cut.py                 # K = 1 and K = 2, at the defaults
+    python bench/silent_cut.py --seconds 300
+
+One site of two trains through a TCP proxy that stops forwarding without closing, while it trains or while it waits for
+the other site. Printed: the gap between two of its optimizer steps that the cut made, and the gaps of later turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import atoll
+from atoll.testing.proxy import Proxy
+
+STEP_S, SYNC_EVERY = 0.05, 20
+WAYS: dict[str, dict[str, Any]] = {"K = 1": {}, "K = 2": {"num_fragments": 2, "tau": 5, "alpha": 0.5}}
+
+
+def train(url: str, folder: Path, site: str, after_step: Callable[[atoll.DiLoCo], bool]) -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with atoll.DiLoCo(model, optimizer, server=url, site=site, folder=folder) as loop:
+        go_on = True
+        while go_on:
+            optimizer.zero_grad()
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            go_on = after_step(loop)
+            time.sleep(STEP_S)
+
+
+def measure(settings: dict[str, Any], waits: bool, seconds: float) -> tuple[list[float], int, int]:
+    """Gaps of more than a second between steps after the cut, the turns that were skipped, and calls after the first
+    of them.
+
+    Args:
+        waits: whether the cut comes while the site waits for the other one.
+    """
+    steps: list[float] = []
+    calls: list[tuple[int, int]] = []  # skipped turns, requests but heartbeats
+    cut_s, is_cut = [0.0], threading.Event()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        server = atoll.Server(
+            nn.Linear(64, 64), algorithm="diloco", sync_every=SYNC_EVERY, num_workers=2, rounds=10**6, port=0,
+            state_dir=folder / "state", heartbeat_timeout_s=0, **settings,
+        ).start()  # fmt: skip
+        with Proxy(server.port) as proxy:
+
+            def cut() -> None:
+                cut_s[0] = time.monotonic()
+                proxy.silence()
+                is_cut.set()
+
+            def far(loop: atoll.DiLoCo) -> bool:
+                steps.append(time.monotonic())
+                calls.append((loop.skipped, proxy.count("(GET|PUT|POST) /v1/(?!heartbeat)")))
+                if not waits and loop.rounds >= 3 and not is_cut.is_set():
+                    cut()
+                return not is_cut.is_set() or time.monotonic() < cut_s[0] + seconds
+
+            def near(loop: atoll.DiLoCo) -> bool:
+                if waits and loop.rounds >= 3 and not is_cut.is_set():
+                    time.sleep(2 + SYNC_EVERY * STEP_S)  # the other site waits by then
+                    cut()
+                return not is_cut.is_set()
+
+            sites = [
+                threading.Thread(target=train, args=(proxy.url, folder, "far", far), daemon=True),
+                threading.Thread(target=train, args=(server.url, folder, "near", near), daemon=True),
+            ]
+            for site in sites:
+                site.start()
+            sites[0].join()
+        server.stop()
+    gaps = [after - max(before, cut_s[0]) for before, after in pairwise(steps) if after > cut_s[0]]
+    gaps = [gap for gap in gaps if gap > 1.0]
+    skipped = [entry for entry in calls if entry[0]]
+    return gaps, calls[-1][0], skipped[-1][1] - skipped[0][1] if skipped else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=90.0, help="how long the network is silent")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for way, settings in WAYS.items():
+        for waits in (False, True):
+            gaps, skipped, calls = measure(settings, waits, arguments.seconds)
+            when = "waits" if waits else "trains"
+            first, later = (gaps[0] if gaps else 0.0), gaps[1:]
+            print(
+                f"{way}, cut while it {when}: stands still for {first:.1f} s; {skipped} turns skipped; later turns "
+                f"{min(later, default=0):.1f} to {max(later, default=0):.1f} s, {calls} further calls",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
