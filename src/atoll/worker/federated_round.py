@@ -36,7 +36,7 @@ class FederatedRound:
 
     @property
     def number(self) -> int:
-        """Counts from 1."""
+        """Counts from 1. `load_into` makes it the newest round's where this one is over by then."""
         return self._ticket.round
 
     @property
@@ -60,14 +60,16 @@ class FederatedRound:
         return model
 
     def _pull(self, into: dict[str, Tensor]) -> None:
-        """Pull the version of the ticket; where an asynchronous run has gone on from it, that of a newer one."""
+        """Pull the version of the ticket; where the server no longer has it, that of the newest round.
+
+        Nothing was trained from the old one: a deadline has passed meanwhile, or the server was restored from a backup.
+        """
         while True:
             try:
                 self._session.pull(self._ticket.base_version, self._ticket.base_digest, into)
                 return
-            except Gone:
-                if self._session.info.mode == "sync":
-                    raise
+            except Gone as error:
+                LOG.info("%s: round %d is taken no more: %s", self._session.site, self.number, error.message)
                 reply = self._session.next_round()
                 # a run that has ended meanwhile gives no ticket any more: training goes on from its result, in vain
                 result = {"base_version": reply.head_version, "base_digest": reply.head_digest}

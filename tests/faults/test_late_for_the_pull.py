@@ -1,0 +1,98 @@
+"""A federated site is late for `load_into`: the version of its ticket is gone. It has trained nothing, and takes the
+newest round.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from kit import FederatedSites, Threads, build_model, copy_folder, serve, train_
+
+import atoll
+from atoll.testing.processes import free_port, wait_until
+
+
+class LateSite(Threads):
+    """A site that has a round and does not load it before it may.
+
+    Attributes:
+        late_in: the round before which it waits.
+        has_round: set when it has a ticket for that.
+        go_on: lets it load.
+        trained: rounds that it has trained.
+    """
+
+    def __init__(self, url: str, folder: Path, site: str, *, late_in: int) -> None:
+        self.late_in, self.has_round, self.go_on = late_in, threading.Event(), threading.Event()
+        self.trained: list[int] = []
+        self._url, self._folder, self._site = url, folder, site
+        super().__init__(self._work)
+
+    def _work(self) -> None:
+        model = build_model()
+        with atoll.join(self._url, site=self._site, folder=self._folder / "workers") as worker:
+            for fl_round in worker:
+                if fl_round.number == self.late_in and not self.has_round.is_set():
+                    self.has_round.set()
+                    assert self.go_on.wait(60)
+                fl_round.load_into(model)
+                self.trained.append(fl_round.number)
+                train_(model, self._site, fl_round.number)
+                fl_round.submit(model)
+
+
+@pytest.mark.covers("F23", "L10")
+def test_a_site_whose_deadline_passed_before_its_pull_takes_the_newest_round(tmp_path: Path) -> None:
+    resumed = threading.Event()
+
+    def during(site: str, number: int) -> None:
+        if number == 1:
+            assert late.has_round.wait(60)
+        if number == 5:
+            assert resumed.wait(60)
+
+    with serve(tmp_path, quorum=1, round_deadline_s=0.3, rounds=6) as server:
+        late = LateSite(server.url, tmp_path, "a", late_in=1)
+        other = FederatedSites(server.url, tmp_path, ["b"], during=during)
+        wait_until(lambda: server.status().fragments[0].version == 4, "four rounds without the late site")
+        late.go_on.set()
+        wait_until(lambda: late.trained, "a round of the late site")
+        resumed.set()
+        late.join()
+        other.join()
+        server.run()
+    assert late.trained[0] == 5
+
+
+@pytest.mark.covers("F42")
+def test_a_site_between_ticket_and_pull_goes_on_with_a_server_restored_from_an_old_backup(tmp_path: Path) -> None:
+    """The backup has version 1; site a has a ticket for round 4 when it is restored, and both sites train anew."""
+    state, backup, port = tmp_path / "state", tmp_path / "backup", free_port()
+    backed_up, restored = threading.Event(), threading.Event()
+
+    def during(site: str, number: int) -> None:
+        assert number != 2 or backed_up.wait(60)
+        assert number != 4 or restored.wait(60)
+
+    with serve(tmp_path, port=port, rounds=4) as server:
+        late = LateSite(server.url, tmp_path, "a", late_in=4)
+        other = FederatedSites(server.url, tmp_path, ["b"], during=during)
+        wait_until(lambda: server.status().fragments[0].version == 1, "the first version")
+    copy_folder(state, backup)
+    with serve(tmp_path, port=port, rounds=4) as server:
+        backed_up.set()
+        assert late.has_round.wait(60)
+        wait_until(lambda: other.trained["b", 4], "the last round at the other site")
+    state.rename(tmp_path / "newer")
+    backup.rename(state)
+    with serve(tmp_path, port=port, rounds=4) as server:
+        assert server.status().fragments[0].version == 1
+        late.go_on.set()
+        restored.set()
+        late.join()
+        other.join()
+        server.run()
+    assert late.trained == [1, 2, 3, 2, 3, 4]
+    assert other.trained["b", 4] == 2
