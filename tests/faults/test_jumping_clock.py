@@ -96,7 +96,7 @@ def test_processes_whose_clocks_jump_by_a_day_train_every_round_once(
         trained = [line.split()[1:] for line in site.output().splitlines() if line.startswith("trains ")]
         assert [number for number, _ in trained] == ["1", "2", "3", "4"]
         assert float(trained[2][1]) - float(trained[3][1]) > DAY.total_seconds()  # its clock really went back
-    assert _audited(folder) > 2 * DAY
+    assert _audited(folder) > 1.5 * DAY
     assert tensors_digest(exported(folder)) == tensors_digest(exported(straight))
 
 

@@ -21,7 +21,7 @@ STREAMED = {"num_fragments": 2, "tau": 1, "alpha": 0.5}
 @pytest.fixture
 def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[atoll.Server]:
     settings: dict[str, Any] = {"algorithm": "diloco", "sync_every": 4, "rounds": 4, "codec": "none"}
-    settings |= {"heartbeat_interval_s": 30.0, "heartbeat_timeout_s": 0, "waiting_heartbeat_s": 0.5}
+    settings |= {"heartbeat_interval_s": 2.0, "heartbeat_timeout_s": 0, "waiting_heartbeat_s": 0.5}
     with serve(tmp_path, **settings | request.param) as server:
         yield server
 
