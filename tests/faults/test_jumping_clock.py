@@ -115,7 +115,7 @@ def _wait_for_heartbeats(url: str) -> None:
     wait_until(heard, "heartbeats after the jump")
     status = client.status()
     assert status.deaths == 0
-    assert {each.site: each.state for each in status.workers} == {"a": "alive", "b": "alive"}
+    assert {each.site: (each.state, each.error) for each in status.workers} == {"a": ("alive", ""), "b": ("alive", "")}
 
 
 def _audited(folder: Path) -> timedelta:
