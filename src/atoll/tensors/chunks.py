@@ -126,7 +126,7 @@ def _blocks(tensor: Tensor, start: int, stop: int, base: int) -> Iterator[tuple[
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, without a copy."""
     if not tensor.numel():
-        return memoryview(b"")
+        return memoryview(bytearray())  # writable as that of any other tensor
     if tensor.dtype in NOT_IN_NUMPY:
         tensor = tensor.view(-1).view(torch.uint8)
     array: Any = (tensor.detach() if tensor.requires_grad else tensor).numpy()

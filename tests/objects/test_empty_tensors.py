@@ -1,0 +1,249 @@
+"""Tensors and arrays without an element, at every place of every payload: they arrive with kind, dtype and shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit import Threads, exported, serve
+from object_world import differences
+from torch import nn
+
+import atoll
+from atoll.filters import Cast, NormClip
+from atoll.payloads import Stream, register
+from atoll.tensors.lazy import resolve
+
+PART = 2**16
+SIZES = {
+    "both streamed": (PART, PART),
+    "torch inline": (0, PART),
+    "numpy inline": (PART, 0),
+    "both inline": (0, 0),
+}
+"""tensor_download_chunk_size, np_download_chunk_size."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.int64, torch.bool)
+SHAPES = ((0,), (0, 3), (3, 0), (2, 0, 4))
+
+
+@dataclass
+class Scan:
+    """A registered type whose data is a stream."""
+
+    pixels: torch.Tensor
+    label: str = "scan"
+
+
+register(
+    Scan,
+    "tests.scan",
+    lambda scan: {
+        "pixels": Stream(scan.pixels.dtype, tuple(scan.pixels.shape), lambda: [scan.pixels]),
+        "l": scan.label,
+    },
+    lambda sent: Scan(sent["pixels"].resolve(), sent["l"]),
+)
+
+
+def torch_full() -> torch.Tensor:
+    return torch.arange(40_000, dtype=torch.float32)
+
+
+def numpy_full() -> Any:
+    return np.arange(30_000, dtype=np.int64)
+
+
+def payloads() -> dict[str, Any]:
+    """Empty ones alone, first, between others, last; flat and nested; of torch, of NumPy and of both."""
+    empty, none = torch.empty(0, 3), np.empty((2, 0), np.float32)
+    return {
+        "torch alone": {"e": empty},
+        "numpy alone": {"n": none},
+        "both alone": {"e": empty, "n": none},
+        "first": {"e": empty, "n": none, "w": torch_full(), "a": numpy_full()},
+        "between": {"w": torch_full(), "e": empty, "n": none, "a": numpy_full()},
+        "last": {"a": numpy_full(), "w": torch_full(), "n": none, "e": empty},
+        "beside the other kind": {"e": empty, "a": numpy_full()},
+        "beside the other kind, too": {"n": none, "w": torch_full()},
+        "nested": [{"e": empty, "deep": (none, [empty, torch_full()], "text", None)}, numpy_full(), empty],
+        "twice": {"e": empty, "again": empty, "w": torch_full()},
+        "a tensor itself": empty,
+        "an array itself": none,
+        "every dtype": {f"{dtype} {shape}": torch.empty(shape, dtype=dtype) for dtype in DTYPES for shape in SHAPES},
+        "across": {"e": torch.empty(4, 0, 2).transpose(0, 2), "w": torch_full()},
+    }
+
+
+def streams() -> dict[str, Any]:
+    return {
+        "a stream": {"s": Scan(torch.empty(0, 5)), "w": torch_full(), "n": np.empty(0)},
+        "a stream alone": [Scan(torch.empty(0))],
+        "a stream beside another": [Scan(torch.empty(0)), Scan(torch_full()), numpy_full(), torch.empty(0)],
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Scan):
+        return isinstance(other, Scan) and differences(one.pixels, other.pixels) == []
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return differences(one, other) == []
+
+
+def echo(url: str, **options: Any) -> None:
+    with atoll.tasks(url, "a", **options) as worker:
+        worker.task("echo")(lambda payload: payload)
+        worker.run()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("streamed", [True, False], ids=["a streamed task", "another task"])
+def test_tasks_and_answers_carry_empty_tensors(tmp_path: Path, sizes: str, streamed: bool) -> None:
+    torch_size, numpy_size = SIZES[sizes]
+    sent = payloads() | streams()
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        for key, payload in sent.items():
+            came[key] = controller.send("a", "echo", payload, timeout_s=30).payload
+
+    with atoll.Server(
+        workflow=main,
+        state_dir=tmp_path / "state",
+        port=0,
+        stream_tasks=("echo",) if streamed else (),
+        tensor_download_chunk_size=torch_size,
+        np_download_chunk_size=numpy_size,
+    ) as server:
+        site = Threads(partial(echo, server.url))
+        server.run()
+        site.join()
+    assert [key for key in sent if not same(sent[key], came[key])] == []
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_references_lead_to_empty_tensors(monkeypatch: pytest.MonkeyPatch, sizes: str, tmp_path: Path) -> None:
+    """To memory, to disk as a whole and lazily, and in place."""
+    for key, size in zip(("TENSOR", "NP"), SIZES[sizes], strict=True):
+        monkeypatch.setenv(f"ATOLL_{key}_DOWNLOAD_CHUNK_SIZE", str(size))
+    with atoll.Publisher() as publisher:
+        for key, payload in (payloads() | streams()).items():
+            ref = publisher.publish(payload)
+            assert same(payload, atoll.fetch(ref)), key
+        for key, payload in payloads().items():
+            ref = publisher.publish(payload)
+            lazily = resolve(atoll.fetch(ref, to_disk=tmp_path))
+            assert differences(tensors_only(payload), tensors_only(lazily)) == [], key
+            if isinstance(payload, dict):
+                target = {name: filled(value) for name, value in payload.items()}
+                if "again" in target:
+                    target["again"] = target["e"]
+                atoll.fetch(ref, into=target)
+                assert differences(payload, target) == [], key
+
+
+def tensors_only(tree: Any) -> Any:
+    """What lies on disk is given as torch tensors."""
+    if isinstance(tree, dict):
+        return {key: tensors_only(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [tensors_only(value) for value in tree]
+    return torch.as_tensor(tree) if isinstance(tree, np.ndarray) else tree
+
+
+def filled(value: Any) -> Any:
+    return np.full_like(value, 7) if isinstance(value, np.ndarray) else torch.ones_like(value)
+
+
+def test_filters_pass_empty_tensors_on(tmp_path: Path) -> None:
+    """At the server before a task, at the site before its answer, at the server behind it."""
+    sent = payloads()
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        for key, payload in sent.items():
+            came[key] = controller.send("a", "echo", payload, timeout_s=30).payload
+
+    def chain() -> dict[str, list[Any]]:
+        return {"a": [NormClip(1e9), Cast("bf16")]}
+
+    with atoll.Server(
+        workflow=main,
+        state_dir=tmp_path / "state",
+        port=0,
+        stream_tasks=("echo",),
+        tensor_download_chunk_size=0,
+        data_filters=chain(),
+        filters=chain(),
+    ) as server:
+        site = Threads(partial(echo, server.url, filters=[NormClip(1e9)]))
+        server.run()
+        site.join()
+    assert [key for key in sent if described(sent[key]) != described(came[key])] == []
+
+
+def described(tree: Any) -> Any:
+    """A payload with kinds, dtypes and shapes in place of its tensors and arrays."""
+    if isinstance(tree, dict):
+        return {key: described(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [described(value) for value in tree]
+    return (type(tree), tree.dtype, tuple(tree.shape)) if isinstance(tree, torch.Tensor | np.ndarray) else tree
+
+
+class Sparse(nn.Module):
+    """A model with empty parameters and buffers first, between others and last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.empty(0))
+        self.w = nn.Parameter(torch.zeros(70, 80))
+        self.between = nn.Parameter(torch.empty(3, 0))
+        self.narrow = nn.Parameter(torch.empty(0, dtype=torch.bfloat16))
+        self.v = nn.Parameter(torch.zeros(5))
+        self.register_buffer("none", torch.empty(0, 2))
+        self.register_buffer("counts", torch.empty(0, dtype=torch.int64))
+        self.last = nn.Parameter(torch.empty(2, 0, 2))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"codec": "none"},
+        {"codec": "bf16", "downlink_codec": "int8", "algorithm": "fedadam"},
+        {"codec": "int8", "reducer": "median"},
+        {"codec": "topk", "algorithm": "scaffold"},
+        {"codec": "int4", "aggregator": "first.py:first"},
+    ],
+    ids=["none", "way down", "median", "scaffold", "aggregator"],
+)
+def test_models_with_empty_tensors_train(tmp_path: Path, settings: dict[str, Any]) -> None:
+    defaults = {"outer_optimizer": None, "outer_lr": None, "outer_momentum": None, "num_workers": 1, "rounds": 2}
+    options = defaults | settings
+    if "aggregator" in settings:
+        (tmp_path / "first.py").write_text("def first(updates):\n    return updates[0].tensors\n")
+        options["aggregator"] = f"{tmp_path}/first.py:first"
+    else:
+        options["filters"] = {"a": [NormClip(1e9)]}
+    with serve(tmp_path, Sparse(), **options) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "workers", filters=[NormClip(1e9)]) as worker:
+            for round_ in worker:
+                model = round_.load_into(Sparse())
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+                with round_.correct(model, optimizer):
+                    for parameter in model.parameters():
+                        parameter.grad = torch.ones_like(parameter)
+                    optimizer.step()
+                round_.submit(model)
+        server.run()
+    result = exported(tmp_path)
+    assert described(result) == described({name: value.detach() for name, value in Sparse().state_dict().items()})
+    assert bool(result["v"].all())
