@@ -162,7 +162,7 @@ class Reference:
             if not spec.is_float:
                 self.version[spec.name] = torch.stack([row.to(torch.int64) for row in rows]).amax(0)
                 continue
-            if spec.group == "params" and self.world.codec == "bf16" and spec.dtype in ("F32", "F64"):
+            if spec.group == "params" and self.world.codec == "bf16":
                 rows = [row.to(torch.bfloat16) for row in rows]
             rows = [row.to(accumulate_dtype(spec.dtype)) for row in rows]
             acc = rows[0] * weights[0]

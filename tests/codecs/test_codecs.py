@@ -10,6 +10,7 @@ from atoll.codecs.int8 import Int8Codec
 from atoll.codecs.none import NoneCodec
 from atoll.codecs.topk import TopKCodec
 from atoll.codecs.update import codecs_of
+from atoll.codecs.wide import WideCodec
 from atoll.errors import ConfigError
 from atoll.testing.codecs import CodecContract
 
@@ -34,14 +35,19 @@ class TestTopK(CodecContract):
     relative_error = 1.0  # most become zero
 
 
+class TestWide(CodecContract):
+    codec = WideCodec()
+    relative_error = 0.0
+
+
 class TestBf16(CodecContract):
     codec = Bf16Codec()
     relative_error = 2**-8
 
 
-def test_bf16_halves_what_is_wide_and_leaves_the_rest():
+def test_bf16_takes_two_bytes_for_every_float():
     sizes = {dtype: Bf16Codec().encoded_bytes(100, dtype) for dtype in ("F64", "F32", "F16", "BF16", "F8_E4M3", "I64")}
-    assert sizes == {"F64": 200, "F32": 200, "F16": 200, "BF16": 200, "F8_E4M3": 100, "I64": 800}
+    assert sizes == {"F64": 200, "F32": 200, "F16": 200, "BF16": 200, "F8_E4M3": 200, "I64": 800}
 
 
 def test_bf16_rounds_to_the_nearest_even():

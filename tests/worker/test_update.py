@@ -105,8 +105,7 @@ def test_runs_of_every_dtype_follow_each_other_in_one_buffer(tmp_path: Path) -> 
         for name, tensor in start.items():
             if not tensor.is_floating_point():
                 continue
-            narrow = codec == "bf16" and tensor.dtype != torch.float16
-            dtype = torch.bfloat16 if narrow else tensor.dtype
+            dtype = torch.bfloat16 if codec == "bf16" else tensor.dtype
             # the difference is taken in at least fp32, then written in the dtype that travels
             wide = torch.promote_types(tensor.dtype, torch.float32)
             expected = (tensor.to(wide) - local[name].to(wide)).to(dtype)

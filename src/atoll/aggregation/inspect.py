@@ -347,7 +347,9 @@ class PartInspector:
         if overflow:
             overflow = bool(_values(piece.numel, torch.float64).isfinite().all())
         if not (squares < math.inf or overflow):
-            self._bad.append(f"{spec.name} holds NaN or Inf")
+            is_overflow = not bool(_values(piece.numel, torch.float64).isnan().any())
+            overflow_told = f"{spec.name} holds Inf: an overflow of what {spec.dtype} or its codec can hold"
+            self._bad.append(overflow_told if is_overflow else f"{spec.name} holds NaN or Inf")
         return squares
 
     def _quick_squares(self, look: _Look, encoded: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Floats wider than two bytes travel as bfloat16; everything else as it is.
+"""Floats travel as bfloat16, narrower ones, too; everything else as it is.
 
 bfloat16 keeps fp32's exponent and 8 bits of its significand: half the bytes, a relative error of at most 2⁻⁸, and what
 is not finite stays not finite. It is the default of DiLoCo, whose pseudo-gradients bear it without loss of quality
@@ -10,17 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from atoll.tensors.schema import ITEM_BYTES
+from atoll.tensors.schema import FLOATS, ITEM_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_WIDE = frozenset({"F64", "F32"})
-
 
 @dataclass(frozen=True)
 class Bf16Codec:
-    """Two bytes per element of F64 and F32."""
+    """Two bytes per element of every float: the difference of two fp16 or fp8 values may be beyond their own range."""
 
     name: ClassVar[str] = "bf16"
     elementwise: ClassVar[bool] = True
@@ -42,4 +40,4 @@ class Bf16Codec:
 
     @staticmethod
     def _stored(dtype: str) -> str:
-        return "BF16" if dtype in _WIDE else dtype
+        return "BF16" if dtype in FLOATS else dtype

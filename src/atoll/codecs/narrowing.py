@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from atoll.codecs.none import NoneCodec
 from atoll.tensors.layout import TILE
-from atoll.tensors.schema import FLOATS, ITEM_BYTES
+from atoll.tensors.schema import FLOATS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,8 +20,8 @@ RUN_ELEMENTS = 32 * TILE
 
 
 def narrows(dtype: str) -> bool:
-    """Whether tensors of this dtype are narrowed: floats of two bytes or more."""
-    return dtype in FLOATS and ITEM_BYTES[dtype] > 1
+    """Whether tensors of this dtype are narrowed: floats. The difference of two fp8 values has no place in fp8."""
+    return dtype in FLOATS
 
 
 def rows_of(source: Tensor, width: int) -> Tensor:

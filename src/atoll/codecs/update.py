@@ -11,6 +11,7 @@ from typing import Any
 from atoll import registry
 from atoll.codecs.base import Codec
 from atoll.codecs.none import NoneCodec
+from atoll.codecs.wide import WideCodec, is_of_short_range
 from atoll.errors import ConfigError
 from atoll.tensors.layout import Layout, update_layout
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec
@@ -57,7 +58,7 @@ def codecs_of(
         raise ConfigError(
             f"{setting} = {codec!r} calls itself {made.name!r}, as another one does.", "Give it another name."
         )
-    return {"none": NoneCodec(), codec: made, made.name: made}
+    return {"none": NoneCodec(), WideCodec.name: WideCodec(), codec: made, made.name: made}
 
 
 def _require_imported(codec: str) -> None:
@@ -73,9 +74,11 @@ def _require_imported(codec: str) -> None:
 
 
 def encoded_layout(schema: Schema, codec: str, codecs: Mapping[str, Codec], part_bytes: int, ranks: int = 1) -> Layout:
-    """The layout of an update: `params` by `codec`, everything else as it is."""
+    """The layout of an update: `params` by `codec`, or wide where it would lose finite values; the rest as it is."""
 
     def encoding(spec: TensorSpec) -> Codec:
-        return codecs[codec if spec.group == PARAMS else "none"]
+        if spec.group != PARAMS:
+            return codecs["none"]
+        return codecs[WideCodec.name if codecs[codec].raw and is_of_short_range(spec.dtype) else codec]
 
     return update_layout(schema.tensors, encoding, part_bytes, ranks)

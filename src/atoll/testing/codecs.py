@@ -139,6 +139,17 @@ class CodecContract:
         assert torch.equal(source, encoded)
         assert torch.equal(target, wide)
 
+    def test_the_difference_of_two_fp16_values_stays_finite(self) -> None:
+        """Of those that are written raw, Atoll itself writes another way."""
+        if self.codec.raw:
+            pytest.skip("it writes them as they are")
+        values = torch.tensor([131008.0, -131008.0, 1.0])
+        encoded = torch.empty(self.codec.encoded_bytes(3, "F16"), dtype=torch.uint8)
+        self.codec.encode_(values, encoded, "F16")
+        back = self._decode(encoded, 3, "F16", torch.float32)
+        assert bool(back.isfinite().all())
+        assert (back - values).abs().max() <= max(self.relative_error, 2**-8) * 131008.0
+
     @pytest.mark.parametrize("dtype", sorted(set(ITEM_BYTES) - FLOATS))
     def test_integers_come_back_as_they_were(self, dtype: str) -> None:
         values = torch.arange(300).remainder(2 if dtype == "BOOL" else 128).to(torch_dtype(dtype))
