@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from atoll.codecs.base import Codec
+from atoll.errors import UsageError
 from atoll.tensors.alone import alone
 from atoll.tensors.chunks import CHUNK_BYTES, CHUNK_ELEMENTS, Held, assign_run_, bytes_of, run_of, writable_bytes
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
@@ -84,7 +85,16 @@ def form_update(
         filtered: what leaves in place of `tensors`, where the site has filters.
         residuals: what earlier updates have lost, where the codec has error feedback.
         losses: looks at what encoding leaves.
+
+    Raises:
+        UsageError: the layout has controls, and there is no difference of them.
     """
+    if control_difference is None and any(each.spec.group == CONTROL for each in outbox.layout.segments):
+        raise UsageError(
+            "The run's algorithm keeps controls, and this update has no control_difference.",
+            "Submit it: round.submit(model, control_difference=..., steps=...), in rounds of atoll.join; atoll.DiLoCo "
+            "has no controls.",
+        )
     stretches = stretches or Stretches(outbox.layout, base.layout, codecs)
     former = _Former(outbox, base, tensors, codecs, stretches, control_difference, filtered, residuals, losses)
     with torch.no_grad(), alone():
@@ -141,7 +151,7 @@ class _Former:
     def _encode(self, stretch: Stretch, target: Tensor) -> None:
         spec, codec = stretch.spec, self.codecs[stretch.codec]
         if spec.group == CONTROL:
-            assert self.control_difference is not None
+            assert self.control_difference is not None  # as `form_update` has seen
             codec.encode_(self.control_difference(*stretch.runs[0]), target, spec.dtype)
             return
         if self.filtered is not None:

@@ -1,0 +1,72 @@
+"""An algorithm of one's own that keeps controls: the site's loop gives each update its control difference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import serve
+from torch import nn
+
+import atoll
+from atoll.errors import UsageError
+
+ALGORITHM = """
+from atoll.algorithms.base import Algorithm
+
+drift = Algorithm(
+    name="drift",
+    citation="",
+    outer="sgd",
+    outer_options={"lr": 1.0, "momentum": 0.0},
+    reduce={"params": "mean", "buffers": "mean", "control": "share"},
+)
+"""
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2))
+
+
+def options(folder: Path, **settings: Any) -> dict[str, Any]:
+    (folder / "own_drift.py").write_text(ALGORITHM)
+    defaults = {"outer_optimizer": None, "outer_lr": None, "outer_momentum": None, "num_workers": 1, "rounds": 2}
+    return defaults | {"algorithm": f"{folder}/own_drift.py:drift"} | settings
+
+
+@pytest.mark.parametrize("corrected", [False, True], ids=["plain", "within round.correct"])
+def test_refuses_a_submission_without_its_control_difference_and_the_round_stays_open(
+    tmp_path: Path, corrected: bool
+) -> None:
+    seen = []
+    with serve(tmp_path, Line(), **options(tmp_path)) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
+            for round_ in worker:
+                model = round_.load_into(Line())
+                seen.append(round_.global_controls()["w"].tolist())
+                if corrected:
+                    round_.correct(model, torch.optim.SGD(model.parameters(), lr=0.1))
+                with torch.no_grad():
+                    model.w.add_(1.0)
+                with pytest.raises(UsageError) as refused:
+                    round_.submit(model)
+                assert "control_difference" in str(refused.value)
+                round_.submit(model, control_difference={"w": torch.tensor([1.0, -2.0])}, steps=1)
+        server.run()
+        assert [summary.workers for summary in server.status().history] == [["a"], ["a"]]
+    assert seen == [[0.0, 0.0], [1.0, -2.0]]
+
+
+def test_refuses_a_diloco_loop_whose_updates_have_none(tmp_path: Path) -> None:
+    with serve(tmp_path, Line(), **options(tmp_path)) as server:
+        model = Line()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", sync_every=1, folder=tmp_path / "workers"):
+            model.w.grad = torch.ones(2)
+            with pytest.raises(UsageError) as refused:
+                optimizer.step()
+    assert "control_difference" in str(refused.value)
