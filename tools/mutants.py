@@ -36,7 +36,8 @@ LIMIT_S = 300.0
 BASELINE_LIMIT_S = 1200.0
 LEFT_OUT = ("build", "dist")
 """Folders that are not copied, besides hidden ones."""
-OUTCOME = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+OUTCOME = re.compile(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - .*)?$", re.MULTILINE)
+"""A line of pytest's summary; a captured log may have lines that begin alike."""
 
 
 @dataclass(frozen=True)
