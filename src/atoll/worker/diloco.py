@@ -30,6 +30,7 @@ from atoll.worker.optimizers import Given, Steps, optimizers_in, require_trains,
 from atoll.worker.over_ranks import OverRanks
 from atoll.worker.ranks import Ranks
 from atoll.worker.reporting import LOG, ensure_lines, in_words, size
+from atoll.worker.reports import Reports
 from atoll.worker.seat import require_real
 from atoll.worker.session import Session
 from atoll.worker.sharded import Lead
@@ -105,7 +106,7 @@ class DiLoCo(OverRanks):
         self._started = self._stopped = False
         self.sync_every = sync_every or 0
         self._streaming: Streaming | None = None
-        self._pending_metrics: dict[str, float] = {}
+        self._reports = Reports()
         self._not_finite: set[str] = set()  # metrics of which that was said
         self._pace = (0, time.monotonic())
 
@@ -279,12 +280,13 @@ class DiLoCo(OverRanks):
 
     @border
     def report(self, **metrics: float) -> None:
-        """Numbers of this worker to be shown in status, and averaged over the workers at the next synchronisation."""
-        finite = finite_metrics(metrics, self._named, self._not_finite)
-        kept = {key: value for key, value in self._pending_metrics.items() if key not in metrics}
-        self._pending_metrics = kept | finite  # what was finite before is no longer true
+        """Numbers of this worker to be shown in status, and averaged over the workers at the next synchronisation.
+
+        They count once: a later synchronisation has only what was reported since.
+        """
+        self._reports.add(finite_metrics(metrics, self._named, self._not_finite), metrics)
         if self._session is not None:
-            self._session.tell(metrics=dict(self._pending_metrics))
+            self._session.tell(metrics=dict(self._reports.newest))
 
     @property
     def finished(self) -> bool:
@@ -379,11 +381,13 @@ class DiLoCo(OverRanks):
         self.rounds, self.skipped, self.over = streaming.rounds, streaming.skipped, streaming.finished
         self._since_sync = self.step - streaming.newest_step
 
-    def _said(self, digest: str) -> tuple[float, dict[str, float]]:
+    def _said(self, digest: str, fragment: int) -> tuple[float, dict[str, float]]:
         assert self._session is not None
+        is_lost = self._session.fragments[fragment].outbox.note is None
+        reported = self._reports.take(fragment, is_lost=is_lost)
         local = finite_metrics(self.local_metrics() if self.local_metrics else {}, self._named, self._not_finite)
         weight = positive(self._weight() if callable(self._weight) else self._weight)
-        return weight, dict(self._pending_metrics) | local | self._measured.of(digest)
+        return weight, reported | local | self._measured.of(digest)
 
     def _beat(self, session: Session) -> None:
         step, since = self._pace

@@ -16,8 +16,8 @@ from atoll.worker.given import finite_metrics
 
 Metrics = Callable[[], dict[str, float]]
 
-Said = Callable[[str], tuple[float, dict[str, float]]]
-"""Weight and metrics of the update that is about to be formed from a version, by its digest."""
+Said = Callable[[str, int], tuple[float, dict[str, float]]]
+"""Weight and metrics of the update that is about to be formed: from a version, by its digest, of a fragment."""
 
 
 class Measured:

@@ -250,7 +250,7 @@ class Streaming:
         ticket, exchange = fragment.ticket, fragment.exchange
         if fragment.finished or ticket is None:  # none where the head moved while it was pulled, and moves again
             return
-        weight, metrics = self._said(ticket.base_digest)
+        weight, metrics = self._said(ticket.base_digest, fragment.index)
         steps = self._step - fragment.base_step
         exchange.form(ticket, self._own(fragment), weight=weight, steps=steps, metrics=metrics)
         fragment.ticket = None

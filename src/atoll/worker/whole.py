@@ -41,8 +41,8 @@ class WholeModel(ABC):
         return 0 if self._lost else self._max_retries
 
     @abstractmethod
-    def _said(self, digest: str) -> tuple[float, dict[str, float]]:
-        """Weight and metrics of the update that is about to be formed from the version with this digest."""
+    def _said(self, digest: str, fragment: int) -> tuple[float, dict[str, float]]:
+        """Weight and metrics of the update of a fragment that is about to be formed from the version with this digest."""
 
     def _synchronise(self, session: Session) -> None:
         try:
@@ -89,7 +89,7 @@ class WholeModel(ABC):
                 self._reset(session, ticket)
                 return
             self._rebase(session, ticket.base_version, ticket.base_digest)
-        weight, metrics = self._said(ticket.base_digest)
+        weight, metrics = self._said(ticket.base_digest, session.fragment)
         steps = self.step - self._base_step
         session.submit(
             ticket,
