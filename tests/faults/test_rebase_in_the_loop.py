@@ -1,12 +1,15 @@
 """A DiLoCo loop that missed a version: its local steps are carried over to it, or lost and named."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from kit import Threads
 from torch import nn
 
 import atoll
+from atoll.testing.processes import wait_until
 from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 from atoll.worker.session import Session
 
@@ -95,11 +98,11 @@ def submit_two_steps(session: Session) -> None:
 
 
 @pytest.mark.covers("F4", "L25")
-def test_who_is_restarted_after_its_acknowledgement_keeps_what_it_trains_meanwhile(tmp_path: Path) -> None:
+def test_who_is_restarted_after_its_acknowledgement_waits_for_the_round(tmp_path: Path) -> None:
     """An earlier process of `a` has submitted u = 2 against θ0 = 8, and round 1 still waits for b's, 2 too: θ1 = 6.
 
-    The new process trains from 8 to 6 meanwhile, rebases to 6 + (6 − 8) = 4 and submits 2 more: θ2 = 4. Had it taken
-    the old update for one that was lost on the way, its base would have moved to 6, and both steps would be gone.
+    The new process begins from 6, trains to 4 and submits 2: θ2 = 4. Had it begun from 8 meanwhile, its update would be
+    a round old; had it taken the old update for one that was lost on the way, its base would have moved to 6.
     """
     start = nn.Linear(1, 1, bias=False)
     nn.init.constant_(start.weight, 8.0)
@@ -107,14 +110,25 @@ def test_who_is_restarted_after_its_acknowledgement_keeps_what_it_trains_meanwhi
     with atoll.Server(start, **options, outer_lr=1.0, outer_momentum=0.0, state_dir=tmp_path / "s") as server:
         b = Session(server.url, "b", folder=tmp_path / "w")
         submit_two_steps(Session(server.url, "a", folder=tmp_path / "w"))
+
+        def submit_once_a_waits() -> None:
+            def waits(each: Any) -> bool:
+                return each.site == "a" and each.labels == {"start": "2"} and "wait" in each.doing
+
+            wait_until(lambda: any(map(waits, server.status().workers)), "the new process of a")
+            submit_two_steps(b)
+
+        other = Threads(submit_once_a_waits)
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
-            assert model.weight.item() == 8.0
-            submit_two_steps(b)
+        with atoll.DiLoCo(
+            model, optimizer, server=server.url, site="a", folder=tmp_path / "w", labels={"start": "2"}
+        ) as diloco:
+            assert model.weight.item() == 6.0
             for _ in range(2):
                 optimizer.zero_grad()
                 model.weight.sum().backward()
                 optimizer.step()
             assert diloco.finished
+        other.join()
     assert model.weight.item() == 4.0

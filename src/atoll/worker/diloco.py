@@ -173,8 +173,7 @@ class DiLoCo(OverRanks):
             if session.streams:
                 self._stream(session)
             else:
-                session.resume_outbox()
-                self._pull_head(None)
+                self._pull_head(None, is_in=session.resume_outbox() is not None)
         except BaseException as error:
             session.leave(str(error))
             raise

@@ -42,7 +42,7 @@ class WholeModel(ABC):
 
     @abstractmethod
     def _said(self, digest: str, fragment: int) -> tuple[float, dict[str, float]]:
-        """Weight and metrics of the update of a fragment that is about to be formed from the version with this digest."""
+        """Weight and metrics of the update that is about to be formed: from the version with this digest."""
 
     def _synchronise(self, session: Session) -> None:
         try:
@@ -149,10 +149,16 @@ class WholeModel(ABC):
         self._version = version
         LOG.info("%s: the run moved on to version %d; local steps were carried over", session.site, version)
 
-    def _pull_head(self, max_retries: int | None) -> None:
+    def _pull_head(self, max_retries: int | None, *, is_in: bool = False) -> None:
+        """Make the newest version the model.
+
+        Args:
+            is_in: whether an update of this worker may wait for its round to close. The round is waited for: what was
+                trained from the version before it would count as new, and be a round old.
+        """
         session = self._session
         assert session is not None
-        reply = session.next_round(wait_s=0.0, max_retries=max_retries)
+        reply = session.next_round(wait_s=None if is_in else 0.0, max_retries=max_retries)
         self._ticket = reply.ticket
         if reply.status == "finished":
             self._finish(session, reply)
