@@ -19,7 +19,7 @@ def test_local_progress_is_carried_over_to_the_head_before_the_next_update(tmp_p
     """H = 2, inner steps of −1, outer SGD with lr ½: so base − dec(u) is not the head.
 
     θ0 = 8; after two steps w = 6, u = 2; it counts (θ1 = 8 − ½·2 = 7) but the answer is lost: base ← 8 − 2 = 6.
-    After two more steps w = 4. Rebase: w ← 7 + (4 − 6) = 5, which `metrics` sees; then u = 2, θ2 = 7 − ½·2 = 6.
+    After two more steps w = 4. Rebase: w ← 7 + (4 − 6) = 5, which `weight` sees; then u = 2, θ2 = 7 − ½·2 = 6.
     """
     start = nn.Linear(1, 1, bias=False)
     nn.init.constant_(start.weight, 8.0)
@@ -32,12 +32,12 @@ def test_local_progress_is_carried_over_to_the_head_before_the_next_update(tmp_p
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         seen: list[float] = []
 
-        def metrics() -> dict[str, float]:
+        def weight() -> float:
             seen.append(model.weight.item())
-            return {}
+            return 1.0
 
         with atoll.DiLoCo(
-            model, optimizer, server=proxy.url, site="a", folder=tmp_path / "w", max_sync_retries=0, metrics=metrics
+            model, optimizer, server=proxy.url, site="a", folder=tmp_path / "w", max_sync_retries=0, weight=weight
         ) as diloco:
             proxy.faults.append(Fault("POST .*/complete ", "down", at=BEFORE_HEADER, action="reset"))
             for _ in range(4):
