@@ -46,7 +46,13 @@ def said(folder: Path, name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("loop", ["federated", pytest.param("diloco", marks=pytest.mark.long)])
 def test_a_site_that_was_stopped_meanwhile_ends_in_bounded_time(tmp_path: Path, loop: str) -> None:
     options: dict[str, Any] = {"algorithm": "fedavg" if loop == "federated" else "diloco", "sync_every": 2}
-    options |= {"num_workers": 2, "rounds": 40, "heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 1.0}
+    options |= {
+        "num_workers": 2,
+        "min_workers": 1,
+        "rounds": 40,
+        "heartbeat_interval_s": 0.2,
+        "heartbeat_timeout_s": 1.0,
+    }
     with ExitStack() as stack:
         server = stack.enter_context(atoll.Server(build(), port=0, state_dir=tmp_path / "state", **options))
         a, b = (stack.enter_context(site(tmp_path, name, server.url, loop)) for name in ("a", "b"))

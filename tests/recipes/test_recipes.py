@@ -14,6 +14,7 @@ from recipe_world import module, project, recipe
 from safetensors.torch import load_file, save_file
 
 import atoll
+from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
 from atoll.errors import AtollError, ConfigError, SchemaMismatch, UsageError
 from atoll.recipes import (
@@ -28,6 +29,7 @@ from atoll.recipes import (
     SimEnv,
     SwarmRecipe,
 )
+from atoll.rounds.state import Rules
 from atoll.server.model import initial_model, schema_for
 
 
@@ -269,7 +271,8 @@ def test_a_recipe_sets_what_a_run_file_and_a_variable_set() -> None:
 
 
 def test_an_asynchronous_run_waits_for_nobody() -> None:
-    assert recipe(DiLoCoRecipe).add_server_config({"mode": "async"}).settings().min_workers == 1
+    settings = recipe(DiLoCoRecipe).add_server_config({"mode": "async"}).settings()
+    assert Rules.from_settings(settings, needs_all=resolve(settings).needs_all).floor == 1
 
 
 @pytest.mark.covers("P11", "P7")

@@ -164,7 +164,7 @@ def test_another_architecture_is_refused_with_both_digests_and_the_first_differe
 @pytest.mark.covers("F31")
 def test_nan_is_refused_naming_worker_and_tensor_and_the_round_goes_on(tmp_path: Path) -> None:
     start = tiny()
-    server = serve(tmp_path, start, num_workers=2, rounds=1)
+    server = serve(tmp_path, start, num_workers=2, min_workers=1, rounds=1)
 
     def broken() -> None:
         model = tiny()

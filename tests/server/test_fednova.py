@@ -78,7 +78,7 @@ def test_an_update_without_steps_is_refused_and_the_round_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "atoll")
-    with serve(tmp_path, rounds=2) as server:
+    with serve(tmp_path, rounds=2, min_workers=1) as server:
         a, b = clients(server, tmp_path)
         assert a.next_round() == b.next_round() == 1
         submit(b, -100.0)

@@ -68,7 +68,7 @@ def test_the_round_goes_on_without_a_site_whose_filter_fails(tmp_path: Path) -> 
         def apply(self, name: str, start: int, values: Tensor) -> Tensor:
             raise KeyError("salt")
 
-    with serving(tmp_path, zero_linear(), num_workers=2) as server:
+    with serving(tmp_path, zero_linear(), num_workers=2, min_workers=1) as server:
         good = atoll.Client(server.url, site="a", folder=tmp_path / "w").register()
         bad = atoll.Client(server.url, site="b", folder=tmp_path / "w", filters=[Broken()]).register()
         for client in (good, bad):

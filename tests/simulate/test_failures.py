@@ -64,7 +64,7 @@ def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> b
 @pytest.mark.covers("V2")
 @pytest.mark.slow
 def test_the_rounds_go_on_without_a_virtual_worker_that_raises(nursery: Nursery, tmp_path: Path) -> None:
-    run_file = write(tmp_path, raising("worker.site == 'site-0002' and round.number == 2"))
+    run_file = write(tmp_path, raising("worker.site == 'site-0002' and round.number == 2"), min_workers=1)
     said = simulate(nursery, run_file, *FOUR, "--json")
     assert "ValueError: no data at site-0002" in said
     assert 'client.py", line' in said  # the user's own
@@ -93,7 +93,7 @@ def test_a_run_whose_round_cannot_close_any_more_ends_with_9_and_goes_on_when_me
 def test_a_client_that_submits_nothing_takes_part_no_more(nursery: Nursery, tmp_path: Path) -> None:
     returns = "    if worker.site == 'site-0001':\n        return\n"
     client = CLIENT.replace("    model = build()\n", returns + "    model = build()\n")
-    failed = told(simulate(nursery, write(tmp_path, client), *FOUR, "--json"))["failed"]
+    failed = told(simulate(nursery, write(tmp_path, client, min_workers=1), *FOUR, "--json"))["failed"]
     assert failed == {"site-0001": "it returned without an update"}
     assert workers_of(tmp_path / "atoll-simulation") == [list("023")] * 3
 
@@ -105,7 +105,7 @@ def test_an_update_that_is_not_finite_is_refused_and_the_round_goes_on(nursery: 
             model[0].weight.data[0, 0] = float("nan")
 """
     client = CLIENT.replace("        round.submit(", nan + "        round.submit(")
-    said = simulate(nursery, write(tmp_path, client), *FOUR, "--json")
+    said = simulate(nursery, write(tmp_path, client, min_workers=1), *FOUR, "--json")
     assert "site-0003: update refused: 0.weight holds NaN or Inf" in said
     assert "; 1 update refused: site-0003; " in said
     assert (told(said)["refused"], told(said)["failed"]) == ({"site-0003": 1}, {})
@@ -122,7 +122,7 @@ def test_one_without_whom_the_round_cannot_close_has_another_try(nursery: Nurser
             model[0].weight.data[0, 0] = float("nan")
 """
     client = CLIENT.replace("        round.submit(", nan + "        round.submit(")
-    said = simulate(nursery, write(tmp_path, client, min_workers=4), *FOUR)
+    said = simulate(nursery, write(tmp_path, client), *FOUR)
     assert "site-0003: update refused" in said
     assert workers_of(tmp_path / "atoll-simulation") == [list("0123")] * 3
 
@@ -143,7 +143,7 @@ def test_a_control_that_the_disk_has_damaged_ends_its_virtual_workers_part(
     simulate_here(monkeypatch)
     submit = next(line for line in CLIENT.splitlines(keepends=True) if "round.submit(" in line)
     given = {"state_dir": tmp_path / "state", "model": f"{tmp_path / 'client.py'}:build"}
-    run_file = write(tmp_path, CLIENT.replace(submit, submit + DAMAGES), algorithm="scaffold", rounds=4)
+    run_file = write(tmp_path, CLIENT.replace(submit, submit + DAMAGES), algorithm="scaffold", rounds=4, min_workers=1)
     settings = atoll.Settings.read(run_file, given)
     done = atoll.Simulation(settings=settings, client=f"{tmp_path / 'client.py'}:train", workers=4).run()
     assert list(done.failed) == ["site-0001"]
@@ -157,7 +157,7 @@ def test_a_control_that_is_lost_between_two_starts_is_no_zero(monkeypatch: pytes
     given = {"state_dir": tmp_path / "state", "model": f"{tmp_path / 'client.py'}:build"}
 
     def simulated(rounds: int) -> Any:
-        settings = atoll.Settings.read(write(tmp_path, algorithm="scaffold", rounds=rounds), given)
+        settings = atoll.Settings.read(write(tmp_path, algorithm="scaffold", rounds=rounds, min_workers=1), given)
         monkeypatch.setattr(client, "inside", False)
         return atoll.Simulation(settings=settings, client=f"{tmp_path / 'client.py'}:train", workers=4).run()
 
@@ -264,7 +264,7 @@ def test_a_process_that_is_killed_is_replaced_and_its_virtual_worker_trained_aga
 @pytest.mark.slow
 @pytest.mark.long
 def test_who_ends_three_processes_is_the_one_that_fails(nursery: Nursery, tmp_path: Path) -> None:
-    said = simulate(nursery, write(tmp_path, killed(100)), *FOUR, "--json")
+    said = simulate(nursery, write(tmp_path, killed(100), min_workers=1), *FOUR, "--json")
     assert told(said)["failed"] == {"site-0001": "its process ended with signal SIGKILL, 3 times in a row"}
     assert workers_of(tmp_path / "atoll-simulation") == [list("0123"), list("023"), list("023")]
 

@@ -372,7 +372,7 @@ def test_it_goes_on_with_fewer_virtual_workers_or_with_more(tmp_path: Path, clie
         seen.append([site[-1] for site in summary.workers])
 
     for rounds, workers in ((1, 4), (2, 2), (4, 5)):
-        run(tmp_path, client, rounds=rounds, workers=workers, on_round=on_round)
+        run(tmp_path, client, rounds=rounds, workers=workers, min_workers=1, on_round=on_round)
     assert seen == [list("0123"), list("01"), list("01"), list("01234")]  # a late joiner counts from the next round on
 
 

@@ -35,7 +35,7 @@ IN_TURN: dict[str, Any] = {"aggregators": ["a", "b", "c"]}
 def test_a_stopped_aggregator_is_replaced_and_does_no_harm_when_it_goes_on(nursery: Nursery, tmp_path: Path) -> None:
     paused = tmp_path / "reduces"
     lives = {"a": [f"pass.chunk=pause:{paused}"]}
-    settings = IN_TURN | {"idle_timeout_s": 1.5, "heartbeat_timeout_s": 4.0}
+    settings = IN_TURN | {"idle_timeout_s": 1.5, "heartbeat_timeout_s": 4.0, "min_workers": 1}
     with ServerProcess(nursery, tmp_path, **settings) as server, sites(nursery, server, lives) as running:
         wait_until(Path(f"{paused}.reached").exists, "the reduction")
         running["a"].kept.now.send(signal.SIGSTOP)
@@ -114,7 +114,10 @@ def test_who_cannot_be_reached_is_told_before_the_first_round(nursery: Nursery, 
 @pytest.mark.slow
 @pytest.mark.covers("P10")
 def test_a_nan_is_refused_by_name_and_the_others_go_on(nursery: Nursery, tmp_path: Path) -> None:
-    with ServerProcess(nursery, tmp_path) as server, sites(nursery, server, b={"NAN_IN": "2"}) as running:
+    with (
+        ServerProcess(nursery, tmp_path, min_workers=1) as server,
+        sites(nursery, server, b={"NAN_IN": "2"}) as running,
+    ):
         assert len({running[site].ended()["digest"] for site in SITES}) == 1
         assert server.kept.wait() == 0
         assert "decoder.bias" in running["b"].kept.now.output()

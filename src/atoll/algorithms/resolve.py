@@ -54,6 +54,11 @@ class ResolvedAlgorithm:
         return self.algorithm.name
 
     @property
+    def needs_all(self) -> bool:
+        """Whether a round needs all sites unless the settings say otherwise: of federated algorithms."""
+        return not self.algorithm.steps_driven
+
+    @property
     def outer_name(self) -> str:
         """What people call the outer optimizer."""
         return self.outer if isinstance(self.outer, str) else name_of(self.outer)

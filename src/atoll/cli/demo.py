@@ -179,6 +179,7 @@ def _start_server(demo: Demo, children: Children) -> subprocess.Popen[bytes]:
         "algorithm": demo.algorithm,
         "rounds": demo.rounds,
         "num-workers": demo.workers,
+        "min-workers": 1,  # a worker that ends is not started again here
         "sync-every": demo.sync_every,
         "port": 0,
         "heartbeat-interval-s": 0.5,

@@ -54,8 +54,10 @@ def round_line(summary: status_messages.RoundSummary, *, fragments: int = 1) -> 
     of = f" of fragment {summary.fragment}" if fragments > 1 else ""
     told = numbers(summary.metrics)
     behind = f" ({', '.join(map(str, summary.staleness))} behind)" if any(summary.staleness) else ""
+    count = len(summary.workers)
+    part = f" ({count} of {summary.expected} sites)" if count < summary.expected else ""
     return (
-        f"round {summary.round}{of}: version {summary.version} from {', '.join(summary.workers)}{behind}; "
+        f"round {summary.round}{of}: version {summary.version} from {', '.join(summary.workers)}{part}{behind}; "
         f"{size(summary.bytes_up)} up, {summary.seconds:.2f} s{f'; {told}' if told else ''}"
     )
 

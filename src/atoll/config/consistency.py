@@ -34,16 +34,16 @@ def _require_name(settings: Settings) -> None:
 
 
 def _require_rounds(settings: Settings) -> None:
-    if settings.min_workers > settings.num_workers:
+    floor = settings.min_workers or 1
+    if floor > settings.num_workers:
         raise ConfigError(
-            f"min_workers is {settings.min_workers}, but num_workers is {settings.num_workers}: "
-            "round one could never close.",
+            f"min_workers is {floor}, but num_workers is {settings.num_workers}: round one could never close.",
             f"Set min_workers to at most {settings.num_workers}.",
         )
-    if settings.quorum and settings.quorum < settings.min_workers:
+    if settings.quorum and settings.quorum < floor:
         raise ConfigError(
-            f"quorum is {settings.quorum}, below min_workers, which is {settings.min_workers}.",
-            f"Set quorum to at least {settings.min_workers}, or to 0.",
+            f"quorum is {settings.quorum}, below min_workers, which is {floor}.",
+            f"Set quorum to at least {floor}, or to 0.",
         )
     if settings.quorum and not settings.round_deadline_s:
         raise ConfigError(
@@ -73,15 +73,16 @@ def _require_async(settings: Settings) -> None:
                 f"{name} is {value!r}, but mode is {settings.mode!r}: it has a meaning in {other} runs only.",
                 f"Leave {name} out, or set mode = {other!r}.",
             )
-    if settings.mode == "async" and settings.min_workers > settings.async_buffer:
+    floor = settings.min_workers or 1
+    if settings.mode == "async" and floor > settings.async_buffer:
         raise ConfigError(
-            f"mode is 'async', and min_workers is {settings.min_workers}, but async_buffer is {settings.async_buffer}: "
+            f"mode is 'async', and min_workers is {floor}, but async_buffer is {settings.async_buffer}: "
             "no step would ever have enough updates.",
-            f"Set async_buffer to at least {settings.min_workers}, or min_workers to {settings.async_buffer}.",
+            f"Set async_buffer to at least {floor}, or min_workers to {settings.async_buffer}.",
         )
-    if settings.mode == "async" and settings.min_workers > 1 and settings.num_fragments > 1:
+    if settings.mode == "async" and floor > 1 and settings.num_fragments > 1:
         raise ConfigError(
-            f"mode is 'async', min_workers is {settings.min_workers}, and num_fragments is {settings.num_fragments}: a "
+            f"mode is 'async', min_workers is {floor}, and num_fragments is {settings.num_fragments}: a "
             "step could wait for sites that wait for a step of another fragment.",
             "Leave min_workers out, or set num_fragments to 1.",
         )

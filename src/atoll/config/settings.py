@@ -51,7 +51,13 @@ class Settings(BaseModel):
     )
     rounds: int = Field(0, ge=0, description="Rounds after which the run is finished; 0: until it is stopped.")
     num_workers: int = Field(1, ge=1, description="Workers that round one waits for.")
-    min_workers: int = Field(1, ge=1, description="A round never closes with fewer updates.")
+    min_workers: int | None = Field(
+        None,
+        ge=1,
+        description="A round never closes with fewer updates. By default a round of a federated algorithm needs all "
+        "`num_workers` (with `sample_fraction`: as many as are drawn of them); DiLoCo, an asynchronous run and one "
+        "with a quorum need 1.",
+    )
     quorum: int = Field(0, ge=0, description="Updates that suffice once the deadline has passed; 0: all expected.")
     round_deadline_s: float = Field(0.0, ge=0, description="Seconds after which a quorum closes a round; 0: never.")
     sample_fraction: float = Field(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atoll.algorithms.resolve import resolve
 from atoll.children import Children
 from atoll.config import NOT_SETTINGS, Settings
 from atoll.errors import (
@@ -37,6 +38,7 @@ from atoll.recipes.folder import (
     told,
 )
 from atoll.recipes.result import RunResult
+from atoll.rounds.state import Rules
 from atoll.transport.ask import ask
 from atoll.wire import routes
 from atoll.wire.status_messages import Status
@@ -118,6 +120,7 @@ class _Local:
         self._env, self._recipe, self._folder = env, recipe, folder
         self._settings, self._children = settings, children
         self._sites = sites_of(env.num_clients)
+        self._floor = Rules.from_settings(settings, needs_all=resolve(settings).needs_all).floor
         self._told = 0
         files = {"ATOLL_TOKEN_FILE": settings.token_file, "ATOLL_TLS_CA": settings.tls_cert}
         self._keys = {name: str(path.resolve()) for name, path in files.items() if path is not None}
@@ -190,12 +193,12 @@ class _Local:
             for site in ended.keys() - gone.keys():  # before the run was finished, which was looked at behind it
                 self._say(f"{site} {self._end_of(site, ended[site])}")
             gone = ended
-            if len(self._sites) - len(gone) < self._settings.min_workers:
+            if len(self._sites) - len(gone) < self._floor:
                 site, code = next(reversed(gone.items()))
                 left = f"{len(self._sites) - len(gone)} of {len(self._sites)}"
                 raise RunFailed(
                     f"{site} {self._end_of(site, code)} before the run was finished; a round takes "
-                    f"{self._settings.min_workers} clients, and {left} are left.",
+                    f"{self._floor} clients, and {left} are left.",
                     f"Look into {self._log(site)}. The same call with folder={str(self._folder)!r} goes on.",
                 )
             time.sleep(POLL_S)

@@ -30,10 +30,14 @@ class Sampling:
     minimum: int = 1
     seed: int = 0
 
+    def size(self, sites: int) -> int:
+        """How many of so many sites a round asks for."""
+        share = math.ceil(self.fraction * sites - 1e-9)  # 0.1 · 30 is 3.0000000000000004
+        return min(sites, max(self.minimum, share))
+
     def draw(self, sites: Collection[str], fragment: int, base_version: int, at_least: int = 1) -> list[str]:
         """The sites of the round that starts from `base_version`, sorted; `at_least` so many, where there are."""
-        share = math.ceil(self.fraction * len(sites) - 1e-9)  # 0.1 · 30 is 3.0000000000000004
-        count = max(self.minimum, at_least, share)
+        count = max(at_least, self.size(len(sites)))
 
         def rank(site: str) -> bytes:
             return blake3(f"{self.seed}/{fragment}/{base_version}/{site}".encode()).digest()

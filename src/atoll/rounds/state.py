@@ -49,15 +49,23 @@ class Rules:
     held: bool = False
 
     @classmethod
-    def from_settings(cls, settings: Settings, fragments: int = 1, *, held: bool = False) -> Rules:
-        """The rules of a run: a barrier, quorum and deadline where both are set, or asynchronous steps."""
+    def from_settings(
+        cls, settings: Settings, fragments: int = 1, *, held: bool = False, needs_all: bool = False
+    ) -> Rules:
+        """The rules of a run: a barrier, quorum and deadline where both are set, or asynchronous steps.
+
+        Args:
+            needs_all: whether a round waits for all sites where the settings do not say otherwise.
+        """
+        sampling = Sampling(settings.sample_fraction, settings.sample_min, settings.sample_seed)
+        needs_all = needs_all and settings.mode == "sync" and not settings.quorum
         return cls(
             num_workers=settings.num_workers,
-            min_workers=settings.min_workers,
+            min_workers=settings.min_workers or (sampling.size(settings.num_workers) if needs_all else 1),
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
             rounds=settings.rounds,
             policy=_policy(settings),
-            sampling=Sampling(settings.sample_fraction, settings.sample_min, settings.sample_seed),
+            sampling=sampling,
             fragments=fragments,
             tracking=Tracking(
                 settings.best_metric or "",

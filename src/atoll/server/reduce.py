@@ -13,6 +13,7 @@ from atoll.aggregation.close import BaseDamaged, PassOutputs, UpdateSource
 from atoll.errors import StateCorrupt
 from atoll.placement.closing import close
 from atoll.placement.plan import Plan
+from atoll.rounds.sampling import Sampling
 from atoll.server.aggregator import Aggregator
 from atoll.server.filters import Filtering
 from atoll.server.outcome import staleness
@@ -33,6 +34,7 @@ class Frozen:
         scales: what staleness leaves of each.
         population: how many workers had joined the run.
         total_weight: of all of them; 0 in a run without controls.
+        expected: updates that the round has when no site is missing; 0: an asynchronous step.
         control_scale: what the base's controls are multiplied by.
     """
 
@@ -41,6 +43,7 @@ class Frozen:
     scales: list[float]
     population: int
     total_weight: float
+    expected: int
     control_scale: float
 
 
@@ -52,12 +55,15 @@ def frozen_round(plan: Plan, store: Store, fragment: int, base_version: int, tic
     summary = json.loads(store.version(fragment, base_version).summary_json or "{}")
     population, total = (frozen.population, frozen.total_weight) if frozen else (0, 0.0)
     before = summary.get("total_weight") or total
+    settings = plan.settings
+    sampling = Sampling(settings.sample_fraction, settings.sample_min)
     return Frozen(
         rows,
         behind,
         [plan.staleness_weight(s) for s in behind],
         population,
         total,
+        sampling.size(settings.num_workers) if settings.mode == "sync" else 0,
         before / total if total else 1.0,
     )
 
@@ -165,6 +171,7 @@ def summary_of(
         seconds=seconds,
         grad_norm=grad_norm if math.isfinite(grad_norm) else None,
         bytes_up=sum(row.bytes for row in rows),
+        expected=frozen.expected,
         population=frozen.population,
         total_weight=frozen.total_weight,
         staleness=frozen.behind,
@@ -180,8 +187,9 @@ def in_words(
     numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())
     behind = f", {', '.join(map(str, summary.staleness))} behind" if any(summary.staleness) else ""
     count = len(summary.workers)
+    instead = f" instead of {summary.expected}" if count < summary.expected else ""
     return (
-        f"round {summary.round}{of}: version {row.version} from {count} update{'' if count == 1 else 's'} "
+        f"round {summary.round}{of}: version {row.version} from {count} update{'' if count == 1 else 's'}{instead} "
         f"({', '.join(summary.workers)}{behind}), {size(summary.bytes_up)}, reduced in {summary.seconds:.2f} s"
         f"{f'; {numbers}' if numbers else ''}{left}"
     )

@@ -99,6 +99,13 @@ class Presence:
         self.sealed = seal(secret)
         return secret
 
+    @property
+    def ended(self) -> str:
+        """How the worker ended, as the end of a sentence about it; empty where it takes part."""
+        if self.state == "alive":
+            return ""
+        return {"dead": "is dead", "failed": "failed", "left": "has left"}.get(self.state, f"is {self.state}")
+
 
 @dataclass(frozen=True)
 class Lease:

@@ -22,6 +22,7 @@ from atoll.rounds import machine
 from atoll.server.advice import advice
 from atoll.server.aggregator import Aggregator
 from atoll.server.aside import Aside
+from atoll.server.attendance import Attendance
 from atoll.server.behind import Behind, over
 from atoll.server.best import measured_of, missing, value_of
 from atoll.server.desk import Desk
@@ -34,7 +35,7 @@ from atoll.server.passing import directory_gone, passing
 from atoll.server.persistor import Persistor
 from atoll.server.reduce import close_round, in_words
 from atoll.server.restore import snapshot_of
-from atoll.server.roster import Lease, forged, lease_refused, note_end, roster_of
+from atoll.server.roster import Lease, forged, lease_refused, roster_of
 from atoll.server.site_filters import SiteFilters
 from atoll.server.space import RETRY_S
 from atoll.server.stale import Stale
@@ -78,7 +79,7 @@ class Run:
         self.ended = asyncio.Event()
         self.trouble: dict[int, str] = {}
         totals = store.totals()
-        self.deaths, self.refused = totals.deaths, totals.refused
+        self.attendance, self.refused = Attendance(self.roster, totals.deaths), totals.refused
         self.bytes_up = self.bytes_down = 0
         self.started_s = time.monotonic()
         self.watched_s: float | None = None  # when its status was asked for last, over the network
@@ -105,7 +106,9 @@ class Run:
         self.state: machine.State
         self._saving_best: asyncio.Task[None] | None = None
         self._behind_last: asyncio.Task[None] | None = None  # of the newest version; it ends as the last of them
-        self._rules = machine.Rules.from_settings(self.settings, len(plan.fragments), held=course is not None)
+        self._rules = machine.Rules.from_settings(
+            self.settings, len(plan.fragments), held=course is not None, needs_all=plan.algorithm.needs_all
+        )
         tracking = self._rules.tracking
         history = store.history(None, 0) if tracking.metric else []
         self._recovered = snapshot_of(recovered, tracking.follow_all(measured_of(history, tracking.metric)))
@@ -227,8 +230,7 @@ class Run:
     def _act(self, effect: fx.Effect) -> None:
         match effect:
             case fx.LeaseEnded():
-                note_end(self.roster, effect)
-                self.deaths += effect.why == "dead"
+                self.attendance.ended(effect, self.state)
             case fx.RoundOpened(fragment, _, expected):
                 number = self.state.rounds[fragment].number
                 LOG.debug("round %d of fragment %d is open for %s", number, fragment, ", ".join(expected))
@@ -238,8 +240,6 @@ class Run:
                 self._saving_best = self._spawn(self.behind.save_best(measured))
             case fx.RunFinished():
                 self._spawn(self._finish())
-            case _:
-                pass
         if isinstance(effect, fx.Woken | fx.RoundOpened | fx.RunFinished | fx.LeaseEnded):
             self.wake()
 
@@ -335,6 +335,7 @@ class Run:
             if site in self.roster:
                 self.roster[site].rounds += 1
         self.stale.look_at(summary)
+        self.attendance.closed(summary)
         value = value_of(summary, tracking.metric) if (tracking := self._rules.tracking).metric else None
         if tracking.metric and value is None and not self._said_missing:
             self._said_missing = True

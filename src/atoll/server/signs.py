@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from atoll.registry import nearest
+
 if TYPE_CHECKING:
     from atoll.server.run import Run
 
@@ -48,9 +50,8 @@ def why_gone(run: Run, site: str) -> str:
         return ""
     presence = run.roster.get(site)
     if member is None or presence is None:
-        return "has not joined"
-    told = {"dead": "is dead", "failed": "failed", "left": "has left"}.get(presence.state, f"is {presence.state}")
-    return f"{told}: {presence.error}" if presence.error else told
+        return f"has never joined. {nearest(site, sorted(run.roster))}".rstrip(" .")
+    return f"{presence.ended}: {presence.error}" if presence.error else presence.ended
 
 
 @dataclass

@@ -61,7 +61,7 @@ def status_of(run: Run) -> status_messages.Status:
         history=history,
         bytes_up=run.bytes_up,
         bytes_down=run.bytes_down,
-        deaths=run.deaths,
+        deaths=run.attendance.deaths,
         refused=run.refused,
         staleness={str(behind): count for behind, count in sorted(run.stale.counts.items())},
         tasks=run.desk.counts if run.desk.active else {},
@@ -72,6 +72,7 @@ def status_of(run: Run) -> status_messages.Status:
         warnings=[
             *run.trouble.values(),
             *run.advice,
+            *run.attendance.warnings(run.state),
             *run.stale.warnings,
             *run.desk.warnings.values(),
             *(

@@ -189,9 +189,11 @@ class Conductor:
         why = machine.why(state, 0, 0.0)
         last = next(reversed(self.failed.items()), None)
         told_last = f"; the last that failed, {last[0]}: {last[1].rstrip('.')}" if last else ""
+        here, name = len(state.active_s), state.rules.floor_name
+        lower = f"; or set {name} = {here} to go on without those that failed" if 0 < here < state.rules.floor else ""
         raise RunFailed(
             f"Round {state.rounds[0].number} cannot close ({why}): no other virtual worker is left{told_last}.",
-            "Nothing is lost: mend the client and start the same simulation again, which goes on from here.",
+            f"Nothing is lost: mend the client and start the same simulation again, which goes on from here{lower}.",
         )
 
     def _tell_of_rounds(self) -> None:

@@ -56,6 +56,9 @@ class RoundSummary(Message):
     staleness: list[Count] = Field(
         default_factory=list, description="Of each update: versions between its base and the one it was applied to."
     )
+    expected: Count = Field(
+        0, description="Updates that the round has when no site of the run is missing; 0: an asynchronous step."
+    )
     population: Count = Field(0, description="Workers that had ever joined when the round closed.")
     total_weight: float = Field(
         0.0, description="In a run with controls: the weight of all of them together, those not heard at the mean."

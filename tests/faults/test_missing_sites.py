@@ -1,0 +1,127 @@
+"""A site of a run is missing: whether the run waits, and what it reports."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from kit import DiLoCoSites, FederatedSites, ForkedSite, serve
+
+from atoll.server.embed import Server
+from atoll.testing.processes import Nursery, Process, wait_until
+
+HOSPITALS = ("a", "b", "c")
+QUICK = {"num_workers": 3, "heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 2.0}
+
+SITE = """
+import os, time
+from pathlib import Path
+import atoll
+from kit.models import build_model, train_
+
+model, stop = build_model(), os.environ.get("HOLDS_IN", "")
+with atoll.join() as worker:
+    for fl_round in worker:
+        fl_round.load_into(model)
+        print("trains", fl_round.number, flush=True)
+        while stop == str(fl_round.number):
+            time.sleep(0.05)
+        train_(model, worker.site, fl_round.number)
+        fl_round.submit(model, weight=1.0)
+"""
+
+
+@contextmanager
+def killed(nursery: Nursery, folder: Path, server: Server, in_round: int) -> Iterator[ForkedSite]:
+    """A site c that was killed while it trained in a round, and was declared dead."""
+    site = ForkedSite(nursery, folder, server.url, "c", SITE)
+    process = site.start(HOLDS_IN=str(in_round))
+    wait_until(lambda: f"trains {in_round}\n" in process.output(), "its training")
+    assert process.kill() == -signal.SIGKILL
+    wait_until(lambda: server.status().deaths == 1, "the end of its lease")
+    yield site
+
+
+@pytest.mark.covers("F35")
+def test_a_federated_run_waits_for_a_dead_site_and_names_both_remedies(
+    nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "atoll.server")
+    with serve(tmp_path, **QUICK) as server:
+        others = FederatedSites(server.url, tmp_path, "ab")
+        with killed(nursery, tmp_path, server, in_round=2) as site:
+            wait_until(lambda: not server.status().fragments[0].waiting_for, "the updates of the others")
+            status = server.status()
+            assert status.version == 1
+            (told,) = status.warnings
+            assert "c is dead" in told
+            assert "Start c again" in told
+            assert "min_workers = 2" in told
+            assert [record.message for record in caplog.records if "min_workers = 2" in record.message]
+            back: Process = site.start()
+        others.join()
+        assert back.wait() == 0
+        server.run()
+        status = server.status()
+    assert [sorted(each.workers) for each in status.history] == [list(HOSPITALS)] * 3
+    assert status.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "floor"),
+    [
+        ({}, 3),
+        ({"algorithm": "scaffold"}, 3),
+        ({"sample_fraction": 0.4}, 2),
+        ({"sample_fraction": 0.1, "sample_min": 2}, 2),
+        ({"quorum": 2, "round_deadline_s": 600.0}, 2),
+        ({"min_workers": 1}, 1),
+    ],
+)
+def test_the_fewest_updates_of_a_federated_round_follow_from_the_settings(
+    tmp_path: Path, settings: dict[str, object], floor: int
+) -> None:
+    """All three sites join and leave again in the first round: the status tells how many a round needs."""
+    import atoll
+
+    with serve(tmp_path, num_workers=3, **{"outer_optimizer": None, "outer_momentum": None, **settings}) as server:
+        for worker in [atoll.join(server.url, site=site, folder=tmp_path / "workers") for site in HOSPITALS]:
+            with worker:
+                pass
+        wait_until(lambda: all(each.state == "left" for each in server.status().workers), "their leaving")
+        assert f" {floor} alive" in server.status().fragments[0].reason
+
+
+@pytest.mark.covers("L9")
+def test_a_round_without_one_of_the_sites_is_reported_with_its_name(
+    nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "atoll.server")
+    with serve(tmp_path, **QUICK, min_workers=2) as server:
+        others = FederatedSites(server.url, tmp_path, "ab")
+        with killed(nursery, tmp_path, server, in_round=2):
+            others.join()
+        server.run()
+        status = server.status()
+    assert [(len(each.workers), each.expected) for each in status.history] == [(3, 3), (2, 3), (2, 3)]
+    (told,) = status.warnings
+    assert "without c" in told
+    reports = [record for record in caplog.records if "without c" in record.message]
+    assert [record.levelname for record in reports] == ["WARNING"]
+
+
+@pytest.mark.covers("L9")
+def test_a_diloco_run_goes_on_without_a_dead_worker_and_reports_it(nursery: Nursery, tmp_path: Path) -> None:
+    diloco = {"algorithm": "diloco", "num_workers": 2, "sync_every": 2, "codec": "none"}
+    with serve(tmp_path, **{**QUICK, **diloco}) as server:
+        other = DiLoCoSites(server.url, tmp_path, steps=6, names=["a"])
+        with killed(nursery, tmp_path, server, in_round=1):
+            other.join()
+        server.run()
+        status = server.status()
+    assert [each.workers for each in status.history] == [["a"]] * 3
+    assert ["without c" in told for told in status.warnings] == [True]
