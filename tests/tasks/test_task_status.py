@@ -110,14 +110,16 @@ def test_a_run_that_has_workflows_alone_shows_no_training_and_exports_nothing(tm
 
 @pytest.mark.covers("T11")
 def test_the_status_shows_the_last_tasks_and_counts_them_all(tmp_path: Path) -> None:
-    """23 tasks: the last 20 are 4 to 23. The one that nobody answers in time says so."""
+    """23 tasks: the last 20 are 4 to 23. The last one is for a site that has left, and has no answer."""
 
     def main(controller: Any) -> None:
         for number in range(22):
             controller.send("a", "echo", number, timeout_s=30)
-        controller.broadcast("echo", sites=["nobody"], timeout_s=0.01)
+        controller.broadcast("echo", sites=["gone"], timeout_s=0.01)
 
-    with atoll.Server(workflow=main, state_dir=tmp_path / "state", port=0) as server:
+    with atoll.Server(workflow=main, state_dir=tmp_path / "state", port=0, num_workers=2) as server:
+        with atoll.tasks(server.url, "gone"):
+            pass
         with atoll.tasks(server.url, "a") as worker:
             worker.task("echo")(lambda payload: payload)
             worker.run()
@@ -127,4 +129,4 @@ def test_the_status_shows_the_last_tasks_and_counts_them_all(tmp_path: Path) -> 
     assert status.tasks == {"streamed": 0, "inline": 0, "skipped": 23}
     assert "23 tasks sent: 0 streamed, 0 inline, 23 skipped" in shown.headline(status, server.url)
     last = shown.plain(status, server.url)[-1]
-    assert last.startswith("task 23 echo: skipped to nobody; 0 of 1 answers; none from nobody, 0.0 s")
+    assert last.startswith("task 23 echo: skipped to gone; 0 of 1 answers; none from gone, 0.0 s")

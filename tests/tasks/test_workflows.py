@@ -308,7 +308,7 @@ def test_sites_outlive_a_restart_and_get_the_new_tasks(nursery: Nursery, tmp_pat
     def before(controller: Any) -> None:
         came["before"] = controller.send("a", "echo", 1, timeout_s=30).payload
         answered.set()
-        controller.send("nobody", "echo")  # until the server stops
+        controller.sites(at_least=2)  # until the server stops
 
     def after(controller: Any) -> None:
         came["after"] = controller.send("a", "train", {"w": torch.ones(2)}, timeout_s=30).payload

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from atoll.errors import RunFailed, UsageError
+from atoll.registry import nearest
 from atoll.server.desk import Answer, Open
 from atoll.server.parcels import Packing, Parcels
 from atoll.server.result import Result
@@ -134,7 +135,8 @@ class Controller:
 
         Raises:
             RunFailed: fewer than `min_responses` payloads came; who failed or is missing is named.
-            UsageError: the payload cannot travel, the name is none, `sites` are no names, or `timeout_s` is no time.
+            UsageError: the payload cannot travel, the name is none, `timeout_s` is no time, or `sites` are no names, or
+                have one that has never joined, though `num_workers` sites have.
             DiskFull: the server's disk was full for `timeout_s`, or became full while the payload was written.
         """
         patience = Patience(_limit(progress_timeout_s))
@@ -153,7 +155,14 @@ class Controller:
         _deadline(timeout_s)  # refused before anything is written
         if min_responses is not None and (not _is_number(min_responses) or min_responses < 0):
             raise UsageError(f"min_responses is {min_responses!r}.", "Give how many answers suffice; None: all.")
-        chosen = _named(sites) if sites is not None else self.sites(min_responses or 1, timeout_s=timeout_s)
+        if sites is None:
+            chosen = self.sites(min_responses or 1, timeout_s=timeout_s)
+        else:
+            chosen, begin_s = _named(sites), time.monotonic()
+            if not patience.gone_too:
+                self.ask(self._require_joined(task, chosen, timeout_s))
+            if timeout_s is not None:
+                timeout_s = max(0.0, timeout_s - (time.monotonic() - begin_s))
         if min_responses is not None and min_responses > len(chosen):
             raise UsageError(
                 f"min_responses is {min_responses}, but task {task!r} goes to {len(chosen)} sites.",
@@ -195,6 +204,26 @@ class Controller:
         return self._send(task, payload, [site], None, None, patience)[0]
 
     # -- inside
+
+    async def _require_joined(self, task: str, sites: Sequence[str], timeout_s: float | None) -> None:
+        """Wait until these sites have joined once, as long as fewer than `num_workers` sites have.
+
+        Raises:
+            UsageError: one has not; the nearest is named.
+        """
+        deadline_s, roster = _deadline(timeout_s), self._run.roster
+        while unknown := next((site for site in sites if site not in roster), None):
+            if len(roster) >= self._run.settings.num_workers or time.monotonic() >= deadline_s:
+                raise UsageError(
+                    f"Task {task!r} is for the site {unknown!r}, which has never joined.",
+                    nearest(
+                        unknown,
+                        sorted(roster),
+                        f"Sites that have: {', '.join(sorted(roster)) or 'none'}. Wait for further ones with "
+                        "controller.sites(at_least=…).",
+                    ),
+                )
+            await self._run.changed(min(deadline_s - time.monotonic(), 1.0))
 
     async def _collect(
         self,
