@@ -38,6 +38,7 @@ from atoll.cli.text import (
 )
 from atoll.config import TRAIN, Settings, entries_of
 from atoll.errors import ConfigError
+from atoll.rounds.policy import listed
 
 if TYPE_CHECKING:
     from atoll.server.embed import Server
@@ -217,7 +218,8 @@ def _summary(server: Server, seconds: float) -> str:
         f"finished{at} after {duration(seconds)}",
         f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent",
         against_data_parallel(status),
-        f"{counted(len(status.workers), 'worker')}, {counted(status.deaths, 'death')}{refused}",
+        f"{counted(len(status.workers), 'worker')}, {counted(status.deaths, 'death')}{_failed(status)}{refused}",
+        _missed(status) if rounds else "",
         _troubles(status),
         staleness(status.staleness),
         numbers(last),
@@ -225,6 +227,20 @@ def _summary(server: Server, seconds: float) -> str:
         status.stopped,
     ]
     return "; ".join(filter(None, parts))
+
+
+def _failed(status: status_messages.Status) -> str:
+    failed = sum(worker.state == "failed" for worker in status.workers)
+    return f", {failed} failed" if failed else ""
+
+
+def _missed(status: status_messages.Status) -> str:
+    """Sites that were not in every round of a run of whole models that waits; nothing where all were."""
+    if len(status.fragments) > 1 or not status.history or not status.history[-1].expected:
+        return ""
+    done = status.history[-1].round
+    missed = [f"{each.site} was in {each.rounds} of {done} rounds" for each in status.workers if each.rounds < done]
+    return listed(missed) if missed else ""
 
 
 def _troubles(status: status_messages.Status) -> str:

@@ -25,6 +25,7 @@ from atoll.worker.address import http_to, server_of
 from atoll.worker.border import border, say_interrupt_in_a_line
 from atoll.worker.correction import Correction
 from atoll.worker.federated_round import FederatedRound
+from atoll.worker.given import last_words
 from atoll.worker.session import Session
 from atoll.worker.site import default_site, require_site
 
@@ -144,7 +145,7 @@ class Client:
         """Deregister. Idempotent."""
         session, self._session = self._session, None
         if session is not None:
-            session.leave(str(error) if error else None)
+            session.leave(last_words(error))
 
     def _registered(self) -> Session:
         self.register()

@@ -26,6 +26,7 @@ from atoll.worker.address import server_of
 from atoll.worker.answering import Answering, Answers
 from atoll.worker.border import border, say_interrupt_in_a_line
 from atoll.worker.connection import Connection
+from atoll.worker.given import last_words
 from atoll.worker.reporting import LOG, ensure_lines
 from atoll.worker.site import default_site, require_site
 
@@ -66,7 +67,7 @@ class TaskWorker(Answers):
     def close(self, error: BaseException | None = None) -> None:
         """Deregister. Idempotent."""
         self._answering.close()
-        self._connection.leave(f"{type(error).__name__}: {error}" if error else None)
+        self._connection.leave(last_words(error))
 
 
 @border
