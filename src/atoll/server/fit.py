@@ -7,6 +7,7 @@ import logging
 from atoll.errors import ConfigError, SchemaMismatch, VersionSkew
 from atoll.placement.plan import Plan
 from atoll.server.auth import Identity
+from atoll.server.course import EVALUATES, Course
 from atoll.store.store import Store
 from atoll.wire import messages, routes
 from atoll.wire.units import size
@@ -51,6 +52,14 @@ def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: S
         )
     if message.controls in ("missing", "new"):
         _require_controls(message, store)
+
+
+def will_evaluate(course: Course | None, site: str) -> bool:
+    """Whether a cross-site evaluation that is still to come asks a site for measurements."""
+    return course is not None and any(
+        step.entry.kind == EVALUATES and step.state != "done" and site in (step.entry.args.get("sites") or [site])
+        for step in course.steps
+    )
 
 
 def _require_controls(message: messages.Join, store: Store) -> None:

@@ -24,7 +24,7 @@ from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
 from atoll.server.auth import IDENTITY
-from atoll.server.fit import require_fit
+from atoll.server.fit import require_fit, will_evaluate
 from atoll.server.info import run_info
 from atoll.server.metrics import prometheus
 from atoll.server.objects import ObjectHandlers
@@ -123,6 +123,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         return messages.Joined(
             lease=Lease(message.site, granted[0].lease, message.process, secret).header,
             due=machine.due(self.run.state, message.site),
+            evaluates=will_evaluate(self.run.course, message.site),
         )
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:

@@ -104,8 +104,22 @@ class Answering:
         """As `Answers.note`."""
         self._doing(text[:64])
 
+    def require_evaluator(self) -> None:
+        """Refuse to begin where a cross-site evaluation will ask for a function that is not there.
+
+        Raises:
+            UsageError: it will.
+        """
+        if self._connection.evaluates and not (VALIDATE in self._builtin or VALIDATE in self._handlers):
+            raise UsageError(
+                f"The run ends with a cross-site evaluation, and site {self.site} has no function that evaluates.",
+                "Register one before the loop, with worker.evaluates(function); or leave the site out of the "
+                "evaluation's sites.",
+            )
+
     def run(self) -> None:
         """Answer tasks with the handlers until the last workflow has ended."""
+        self.require_evaluator()
         if not self.has_handlers:
             raise UsageError("The worker has no handler.", 'Decorate a function with @worker.task("train") first.')
         self.serve(rounds=False)

@@ -80,7 +80,7 @@ class Connection:
         self.site = site
         self.http = http_to(server)
         self.silence = Silence(self.http.server)
-        self.reconnections, self.answers_tasks = 0, False
+        self.reconnections, self.answers_tasks, self.evaluates = 0, False, False
         self._heartbeat, self._news, self._telling = messages.Heartbeat(), threading.Event(), threading.RLock()
         self._warnings: dict[int, list[str]] = {}
         self.optimizers: Collection[Any] = ()  # that train here, as far as they are known
@@ -181,7 +181,7 @@ class Connection:
             controls=self.controls_state,
         )
         joined = self.patiently(lambda: self.http.post(routes.WORKERS, message, messages.Joined), max_retries, "join")
-        self.http.lease, self.due = joined.lease, joined.due
+        self.http.lease, self.due, self.evaluates = joined.lease, joined.due, joined.evaluates
         note_lease(self.site, self.http.server, joined.lease)
 
     @property

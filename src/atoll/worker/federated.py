@@ -111,6 +111,7 @@ class Worker(Answers):
 
     def _rounds(self) -> Iterator[Round]:
         answering, info = self._answering, self._session.info
+        answering.require_evaluator()
         if not info.trains and answering.has_handlers:
             answering.serve(rounds=False)
             return

@@ -1,0 +1,63 @@
+"""A site without a function that evaluates, in a run that ends with a cross-site evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evaluation_world import serve, zero
+from kit import together
+
+import atoll
+from atoll.errors import UsageError
+
+
+@pytest.mark.covers("P9")
+def test_refuses_a_site_without_an_evaluator_before_it_trains(tmp_path: Path) -> None:
+    trained: list[int] = []
+    with serve(tmp_path, num_workers=1) as server:
+        with pytest.raises(UsageError) as refused, atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
+            trained.extend(round_.number for round_ in worker)
+        (site,) = server.status().workers
+        assert server.status().version == 0
+    assert trained == []
+    assert "site a" in refused.value.message
+    assert "worker.evaluates" in refused.value.remedy
+    assert (site.state, "evaluat" in site.error) == ("failed", True)
+
+
+@pytest.mark.covers("P9")
+def test_refuses_a_site_of_tasks_without_an_evaluator(tmp_path: Path) -> None:
+    workflows = [{"kind": "cross_site_evaluation"}]
+    with serve(tmp_path, num_workers=1, workflows=workflows, rounds=0) as server:
+        with atoll.tasks(server.url, "a") as worker:
+            worker.task("train")(lambda payload: payload)
+            with pytest.raises(UsageError) as refused:
+                worker.run()
+    assert "site a" in refused.value.message
+
+
+@pytest.mark.covers("P9")
+@pytest.mark.parametrize("by_hand", [False, True], ids=["left out of the sites", "with a handler of its own"])
+def test_a_site_trains_that_is_not_evaluated_or_has_a_handler_of_its_own(tmp_path: Path, by_hand: bool) -> None:
+    """Site a evaluates; site b is left out of `sites`, or answers the task by a handler."""
+    evaluation: dict[str, Any] = {"kind": "cross_site_evaluation", "site_models": False}
+    workflows = [{"kind": "train"}, evaluation if by_hand else {**evaluation, "sites": ["a"]}]
+
+    def train(url: str, site: str) -> None:
+        with atoll.join(url, site, folder=tmp_path / "w") as worker:
+            if site == "a":
+                worker.evaluates(lambda model: {"loss": 1.0})
+            elif by_hand:
+                worker.task("validate")(lambda payload: {"metrics": {"loss": 2.0}})
+            for round_ in worker:
+                round_.submit(round_.load_into(zero()))
+
+    with serve(tmp_path, num_workers=2, workflows=workflows) as server:
+        together(lambda: train(server.url, "a"), lambda: train(server.url, "b"))
+        server.run()
+        evaluation_found = server.evaluation
+    assert evaluation_found is not None
+    found = {cell.site: cell.metrics.get("loss") for cell in evaluation_found.cells}
+    assert found == ({"a": 1.0, "b": 2.0} if by_hand else {"a": 1.0})
