@@ -117,6 +117,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             gradient_bytes=previous.gradient_bytes if previous else 0,
         )
         secret = presence.grant()
+        presence.replaces(previous)
         with replaced(self.run.roster, presence):
             granted = [e for e in self.run.apply(ev.WorkerJoined(message.site)) if isinstance(e, fx.LeaseGranted)]
         LOG.info("%s joined%s", message.site, " again" if previous else "")

@@ -44,6 +44,8 @@ class Presence:
         heard: whether it gave a sign of life since this server started; `heard_s` is when.
         moved_s: when a heartbeat last said something else than the one before it: a step, a byte, another state.
         longest_s: the longest that it took to do so, while it trained.
+        displaced: process → host of those that took part under this name before it, and had not left.
+        rival: what is reported of one of them that still lives; empty where none has shown up.
     """
 
     site: str
@@ -65,6 +67,35 @@ class Presence:
     refused_in_a_row: int = 0
     moved_s: float = field(default_factory=time.monotonic)
     longest_s: float = 0.0
+    displaced: dict[str, str] = field(default_factory=dict)
+    rival: str = ""
+
+    def replaces(self, before: Presence | None) -> None:
+        """Take the place of the process that took part under this name until now; report one of another host."""
+        if before is None:
+            return
+        self.displaced, self.rival = dict(before.displaced), before.rival
+        if before.state != "alive" or not before.process or before.process == self.process:
+            return
+        self.displaced[before.process] = before.host
+        if before.host != self.host:
+            LOG.warning(
+                "%s joined from %s, and took part from %s until now: two machines may have the same site name",
+                self.site,
+                self.host or "an unnamed host",
+                before.host or "an unnamed host",
+            )
+
+    def meets(self, process: str) -> None:
+        """A process that was displaced still asks, so it lives: report it once."""
+        if process not in self.displaced:
+            return
+        there = self.displaced.pop(process) or "an unnamed host"
+        self.rival = (
+            f"two processes take part as {self.site}: the one on {there} still lives, and was displaced by the one on "
+            f"{self.host or 'an unnamed host'}. Give every machine a site name of its own"
+        )
+        LOG.warning("%s", self.rival)
 
     def note(self, beat: messages.Heartbeat) -> None:
         """Keep what a heartbeat says."""
@@ -199,8 +230,10 @@ def lease_refused(lease: Lease, effect: fx.LeaseRefused, holder: Presence | None
         holder: who takes part under this name.
     """
     if effect.superseded and holder is not None and holder.process and holder.process != lease.process:
+        holder.meets(lease.process)
         return Superseded(
-            f"Another process has joined as {lease.site!r}; this one no longer takes part.",
+            f"Another process has joined as {lease.site!r}, on {holder.host or 'an unnamed host'}; this one no longer "
+            "takes part.",
             "Give every worker a site name of its own.",
         )
     return LeaseLost(f"{effect.reason[:1].upper()}{effect.reason[1:]}.", "Join again; an open ticket is given again.")

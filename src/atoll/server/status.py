@@ -75,6 +75,7 @@ def status_of(run: Run) -> status_messages.Status:
             *run.attendance.warnings(run.state),
             *run.stale.warnings,
             *run.desk.warnings.values(),
+            *(presence.rival for _, presence in sorted(run.roster.items()) if presence.rival),
             *(
                 f"{presence.site}: {text}"
                 for _, presence in sorted(run.roster.items())
