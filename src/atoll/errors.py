@@ -38,6 +38,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
+STOPS = (".", "?", "!", ":", "…")
+"""What a cause may end with before the remedy begins."""
+
 
 class AtollError(Exception):
     """Base of every error that Atoll raises on purpose.
@@ -59,7 +62,10 @@ class AtollError(Exception):
         self.trace = trace
 
     def __str__(self) -> str:
-        return f"{self.message} {self.remedy}".rstrip()
+        if not self.remedy:
+            return self.message
+        stop = "" if self.message.rstrip().endswith(STOPS) else "."  # a cause may be quoted from somewhere else
+        return f"{self.message.rstrip()}{stop} {self.remedy}"
 
 
 class ConfigError(AtollError):

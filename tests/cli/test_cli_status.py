@@ -59,13 +59,17 @@ def test_bytes_each_way_stand_against_data_parallel_training(known) -> None:
 
     6.8 MB went up, a 1,471st; 2.4 GB came down, a 4.2th.
     """
-    lines = status.headline(known.model_copy(update={"codec": "int8", "downlink_codec": "int4"}), "http://there")
+    lines = status.headline(
+        known.model_copy(update={"sync_every": 500, "codec": "int8", "downlink_codec": "int4"}), "http://there"
+    )
     assert "codec int8 up, int4 down, " in lines[1]
     assert lines[3] == (
         "data-parallel training would have moved 10.0 GB each way for the same steps: 1471 × what went up, "
         "4.2 × what came down"
     )
-    alone = known.model_copy(update={"workers": known.workers[:1]})  # who is alone has nobody to reduce with
+    alone = known.model_copy(
+        update={"sync_every": 500, "workers": known.workers[:1]}
+    )  # who is alone has nobody to reduce with
     assert not any("data-parallel" in line for line in status.headline(alone, "http://there"))
 
 
@@ -211,6 +215,7 @@ def test_an_asynchronous_run_says_how_far_behind_updates_were(known) -> None:
     outer = "delayed_nesterov(lr=0.7, momentum=0.9, N=4)"
     asynchronous = known.model_copy(
         update={
+            "sync_every": 500,
             "policy": "async, 2 updates a step",
             "outer": outer,
             "tau": 20,

@@ -57,7 +57,7 @@ def test_a_site_that_is_started_again_on_its_machine_is_no_second_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "atoll.server")
-    with serve(tmp_path) as server:
+    with serve(tmp_path, num_workers=3) as server:
         with joined(server.url, "ward-1", "one"):
             pass
         with joined(server.url, "ward-1", "two") as http:

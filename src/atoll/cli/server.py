@@ -32,6 +32,7 @@ from atoll.cli.text import (
     duration,
     log_lines,
     numbers,
+    optimizer,
     size,
     staleness,
     streaming,
@@ -139,7 +140,7 @@ def _announce(server: Server, settings: Settings) -> None:
         settings.exports,
     )
     dylu = "DyLU: slower workers take fewer steps" if status.dylu else ""
-    LOG.info("%s", "; ".join(filter(None, [streaming(status), dylu, f"outer optimizer {status.outer}"])))
+    LOG.info("%s", "; ".join(filter(None, [streaming(status), dylu, optimizer(status)])))
     version = status.version
     if version:
         LOG.info("going on at version %d", version)

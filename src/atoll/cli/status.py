@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +20,7 @@ from atoll.cli.text import (
     counted,
     duration,
     numbers,
+    optimizer,
     round_line,
     size,
     staleness,
@@ -27,7 +30,7 @@ from atoll.cli.text import (
     time_left,
     workflow_lines,
 )
-from atoll.errors import ServerUnreachable
+from atoll.errors import ServerUnreachable, UsageError
 from atoll.visible import visible
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 
 WATCH_S = 1.0
 ROUNDS_SHOWN = 5
+HERE = Path("atoll-run")
+"""The state directory of a run file that names none."""
 AWAY = "Asking again every second, in case it is started again; Ctrl-C ends this."
 
 
@@ -48,12 +53,35 @@ def command(
         bool, typer.Option("--json", help="Print the answer as it is; with --watch, one line each.")
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Ask again every second, until the run is finished.")] = False,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Read this state directory instead: of a run that is over, or whose server is away. Without an "
+            "address, atoll-run here is read where no server answers.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
-    """Show workers, rounds, and who is awaited for how long and why."""
+    """Show workers, rounds, and the sites that are awaited, for how long and why."""
     from atoll.transport.ask import server_address
 
+    if state_dir is not None:
+        if server is not None or watch:
+            raise UsageError("--state-dir reads what a run has left.", "Leave out --server and --watch.")
+        _show_stored(state_dir, json=json)
+        return
     address = server_address(server)
-    status = _ask(address)
+    try:
+        status = _ask(address)
+    except ServerUnreachable as error:
+        named = server or os.environ.get("ATOLL_SERVER")
+        if named or watch or not (HERE / "journal.sqlite").exists():
+            raise ServerUnreachable(
+                error.message, f"{error.remedy} Of a run that is over, --state-dir shows the end.".strip()
+            ) from error
+        print(f"atoll: {error.message} This is from the state directory {HERE}.", file=sys.stderr)
+        _show_stored(HERE, json=json)
+        return
     if sys.stdout.isatty() and not json:
         _on_terminal(status, address, watch)
         return
@@ -65,6 +93,14 @@ def command(
         status = _ask_again(address)
         if not json:
             print()
+
+
+def _show_stored(state_dir: Path, *, json: bool) -> None:
+    """Print what a state directory says."""
+    from atoll.cli.stored import stored_status
+
+    status = stored_status(state_dir)
+    print(status.model_dump_json(indent=2) if json else "\n".join(plain(status, str(state_dir))))
 
 
 def _ask(address: str) -> status_messages.Status:
@@ -179,8 +215,9 @@ def headline(status: status_messages.Status, address: str) -> list[str]:
 
 def _of_training(status: status_messages.Status) -> list[str]:
     durable = f", durable version {status.durable_version}" if status.durable_version is not None else ""
+    every = f"sync every {status.sync_every}, " if status.sync_every else ""
     lines = [
-        f"model {size(status.model_bytes)}, {codecs(status)}, sync every {status.sync_every or '—'}, "
+        f"model {size(status.model_bytes)}, {codecs(status)}, {every}"
         f"rounds {f'{status.rounds} in all' if status.rounds else 'until stopped'}, up {duration(status.uptime_s)}"
         f"{f', {told}' if (told := time_left(status.left_s)) else ''}",
         f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent, {counted(status.deaths, 'death')}, "
@@ -192,7 +229,7 @@ def _of_training(status: status_messages.Status) -> list[str]:
         lines.append(streams)
     if status.outer:
         behind = staleness(status.staleness)
-        lines.append(f"outer optimizer {status.outer}{'; ' + behind if behind else ''}")
+        lines.append(f"{optimizer(status)}{'; ' + behind if behind else ''}")
     if status.best is not None:
         lines.append(best_line(status.best))
     return lines

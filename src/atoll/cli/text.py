@@ -119,15 +119,22 @@ def streaming(status: status_messages.Status) -> str:
     return f"streaming: {count} fragment{'s' * (count > 1)}, tau {status.tau}, alpha {status.alpha:g}"
 
 
+def optimizer(status: status_messages.Status) -> str:
+    """The optimizer that steps on the global model: DiLoCo calls it the outer one."""
+    return f"{'outer' if status.sync_every else 'server'} optimizer {status.outer}"
+
+
 def against_data_parallel(status: status_messages.Status) -> str:
     """Bytes both ways against a ring all-reduce for the same steps; empty for one worker, or without steps.
+
+    Empty, too, for a federated run, whose sites have no other way: data-parallel training is no choice there.
 
     Both are of the time since the server was started, and of updates that it has: a worker's own count of steps goes
     back further, and ahead of what was sent.
     """
     trained = [worker for worker in status.workers if worker.gradient_bytes]
     sent, received = (sum(getattr(worker, key) for worker in trained) for key in ("bytes_up", "bytes_down"))
-    if len(trained) < 2 or not sent or not received:
+    if not status.sync_every or len(trained) < 2 or not sent or not received:
         return ""
     ring = sum(ring_bytes(worker.gradient_bytes, len(trained), steps=1) for worker in trained)
     return (

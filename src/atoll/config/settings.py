@@ -154,7 +154,10 @@ class Settings(BaseModel):
     )
     aggregator_options: dict[str, Any] = Field(default_factory=dict, description="Its keyword arguments.")
     aggregator_timeout_s: float = Field(
-        600.0, ge=0, description="Seconds without a tensor read or given after which the aggregator hangs; 0: never."
+        600.0,
+        ge=0,
+        description="Seconds in which the aggregator neither reads nor gives a tensor, after which the server takes "
+        "it to hang, ends it, and fails; 0: no limit.",
     )
     max_kept_updates: int = Field(
         32, ge=0, description="Updates of earlier rounds, on disk, that the aggregator may keep; then the oldest go."

@@ -30,7 +30,7 @@ from atoll.server.model import NO_MODEL
 from atoll.server.persistor import Persistor
 from atoll.server.run import Run
 from atoll.server.site_filters import Given
-from atoll.server.status import status_of
+from atoll.server.status import keep_status, status_of
 from atoll.server.task_filters import TaskFilters
 from atoll.server.workflow import Function
 from atoll.tensors.modules import Tensors
@@ -309,7 +309,7 @@ class Server:
             listener.close()
             await runner.cleanup()
             if self._run is not None:  # else it never began, and the reason is on its way
-                self._last_status = status_of(run)
+                self._last_status = keep_status(run)
             await run.stop()
             for question in self._questions:
                 question.cancel()

@@ -85,7 +85,7 @@ class Judge:
             self.refuse(site, ticket, f"its norm is {norm:.4g}, above max_update_norm {settings.max_update_norm:g}")
 
     def refuse(self, site: str, ticket: int, reason: str, remedy: str = LOOK) -> None:
-        """Quarantine an update with its reason; the round goes on with the others.
+        """Quarantine an update with its reason; the round goes on with the others, or waits for another try.
 
         Raises:
             UpdateRefused: always.
@@ -100,6 +100,12 @@ class Judge:
         if presence.refused_in_a_row >= REFUSALS and (member := run.state.members.get(site)) is not None:
             told = f"{presence.refused_in_a_row} updates in a row were refused, the last because {reason}"
             run.apply(ev.WorkerLeft(site, member.lease, told))
-        raise UpdateRefused(
-            f"The update of {site} is refused: {reason}.", f"The round goes on with the others; {remedy}"
-        )
+        raise UpdateRefused(f"The update of {site} is refused: {reason}.", f"{self._next(ticket)}; {remedy}")
+
+    def _next(self, ticket: int) -> str:
+        """What becomes of the round whose update was refused, as the begin of a sentence."""
+        state = self._run.state
+        round_ = state.rounds[self._run.store.ticket(ticket).fragment]
+        if round_.phase == "open" and len(round_.expected) < state.rules.floor:
+            return f"The round waits: it needs {state.rules.floor} updates ({state.rules.floor_name})"
+        return "The round goes on with the others"

@@ -39,6 +39,7 @@ from atoll.server.roster import Lease, forged, lease_refused, roster_of
 from atoll.server.site_filters import SiteFilters
 from atoll.server.space import RETRY_S
 from atoll.server.stale import Stale
+from atoll.server.status import keep_status
 from atoll.server.swarm import Reopened, Swarm
 from atoll.server.turnstile import Turnstile
 from atoll.store.objects import ObjectStore
@@ -149,6 +150,7 @@ class Run:
                 LOG.info("the round from version %d was closed before the restart: reducing it again", round_.head)
                 self._spawn(self._close(fragment, round_.frozen.base_version, round_.frozen.tickets))
         self._spawn(self._tick())
+        keep_status(self)
         self.behind.exports.rewrite_metrics()
         if self.state.finished:
             self._spawn(self._finish())
@@ -361,6 +363,7 @@ class Run:
         path = await self.behind.save_result()
         await over(self._saving_best, self._behind_last)
         await self.behind.handed()
+        keep_status(self)
         why = self._rules.tracking.why(self.state.progress)
         number = min(self.store.heads())
         what = "the run" if self.course is None else "training"

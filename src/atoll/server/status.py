@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,6 +17,8 @@ from atoll.wire import routes, status_messages
 if TYPE_CHECKING:
     from atoll.server.roster import Presence
     from atoll.server.run import Run
+
+LOG = logging.getLogger("atoll.server")
 
 HISTORY = 20
 """Rounds that a status shows; `metrics.jsonl` has them all."""
@@ -83,6 +87,23 @@ def status_of(run: Run) -> status_messages.Status:
             ),
         ],
     )
+
+
+KEPT = "status.json"
+"""In the state directory: the status when the server began, when its run was finished, and when it ended."""
+
+
+def keep_status(run: Run) -> status_messages.Status:
+    """The status of a run, also kept for those who ask when no server runs; a full disk is no reason to fail."""
+    status = status_of(run)
+    path = run.settings.state_dir / KEPT
+    temporary = path.with_name(f".{KEPT}.tmp")
+    try:
+        temporary.write_text(status.model_dump_json(), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        LOG.info("%s cannot be written: %s", path, error.strerror)
+    return status
 
 
 def outer_in_words(algorithm: ResolvedAlgorithm, lrs: Mapping[str, float]) -> str:

@@ -369,7 +369,9 @@ def closed(ticket: int, site: str, state: str, reason: str) -> AtollError:
     completes it: several are on their way at once, from several ranks, too, and the first answer decides.
     """
     if state == "refused":
-        return UpdateRefused(f"The update of {site} is refused: {reason}.", "The round goes on with the others.")
+        return UpdateRefused(
+            f"The update of {site} is refused: {reason}.", "Mend what the reason names, and ask for the next ticket."
+        )
     what = {"accepted": "holds an update already", "counted": "has been counted"}.get(state, f"is {state}")
     return TicketClosed(
         f"Ticket {ticket} of {site} {what}{': ' + reason if reason else ''}.", "Ask for the next ticket."

@@ -15,7 +15,6 @@ from atoll.wire import messages
 from atoll.worker.departure import Terminated
 from atoll.worker.reporting import LOG
 
-
 ENDED_WELL = (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a script that has not failed: it is done, or was told to end."""
 

@@ -1,0 +1,153 @@
+"""The status of a run whose server does not run, from its state directory. It takes no lock and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from atoll.cli.directory import journal_of, no_run
+from atoll.errors import StateCorrupt
+from atoll.wire import routes, status_messages
+
+HISTORY = 20
+KEPT = "status.json"
+STILL = "no server runs on this state directory as far as it says; `atoll server` goes on with it"
+PHASES = {"open": "open", "frozen": "closing"}
+
+
+def stored_status(state_dir: Path) -> status_messages.Status:
+    """What a state directory says: the last status that its server kept, with what the journal knows better.
+
+    Raises:
+        UsageError: no run was begun there.
+        StateCorrupt: the journal cannot be read.
+    """
+    path = journal_of(state_dir)
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            db.execute("BEGIN")  # one view of it, while a server may write on
+            run = db.execute("SELECT run_id FROM run").fetchone()
+            if run is None:
+                raise no_run(state_dir)
+            return _status(db, _kept(state_dir, run[0]))
+    except sqlite3.Error as error:
+        raise StateCorrupt(f"{path} cannot be read: {error}.", "Compare the directory with a backup.") from error
+
+
+def _kept(state_dir: Path, run: str) -> status_messages.Status:
+    """What the server has kept; of a run of which nothing readable was, the least."""
+    try:
+        text = (state_dir / KEPT).read_text(encoding="utf-8")
+        kept = status_messages.Status.model_validate_json(text)
+        if kept.run == run:
+            return kept
+    except (OSError, ValidationError):
+        pass
+    return status_messages.Status(
+        run=run,
+        name="a run",
+        algorithm="",
+        policy="",
+        protocol=routes.PROTOCOL,
+        epoch=0,
+        rounds=0,
+        finished=False,
+        uptime_s=0.0,
+        model_bytes=0,
+        codec="none",
+        sync_every=0,
+        fragments=[],
+        workers=[],
+        history=[],
+        bytes_up=0,
+        bytes_down=0,
+        deaths=0,
+        refused=0,
+        durability="process",
+    )
+
+
+def _status(db: sqlite3.Connection, kept: status_messages.Status) -> status_messages.Status:
+    epoch, ended = db.execute("SELECT epoch, finished FROM meta").fetchone()
+    finished = bool(ended) or (kept.finished and kept.epoch == epoch)  # a run of tasks alone has no last round
+    counters = dict(db.execute("SELECT name, value FROM counters").fetchall())
+    found = db.execute(
+        "SELECT summary_json FROM history WHERE NOT lost AND summary_json != '' ORDER BY seq DESC LIMIT ?", (HISTORY,)
+    ).fetchall()
+    return kept.model_copy(
+        update={
+            "epoch": epoch,
+            "finished": finished,
+            "left_s": None,
+            "fragments": _fragments(db, finished=finished),
+            "workers": _workers(db, {worker.site: worker for worker in kept.workers}),
+            "history": [status_messages.RoundSummary.model_validate_json(text) for (text,) in reversed(found)],
+            "deaths": counters.get("deaths", 0),
+            "refused": counters.get("refused", 0),
+            "durable_version": db.execute("SELECT min(durable_version) FROM heads").fetchone()[0],
+        }
+    )
+
+
+def _fragments(db: sqlite3.Connection, *, finished: bool) -> list[status_messages.FragmentStatus]:
+    states = dict(db.execute("SELECT fragment, state FROM rounds WHERE state IN ('open', 'frozen')").fetchall())
+    return [
+        status_messages.FragmentStatus(
+            fragment=fragment,
+            version=version or 0,
+            phase="finished" if finished else PHASES.get(states.get(fragment, ""), "gathering"),
+            waiting_for=[],
+            reason="" if finished else STILL,
+        )
+        for fragment, version in db.execute("SELECT fragment, version FROM heads ORDER BY fragment").fetchall()
+    ]
+
+
+def _workers(
+    db: sqlite3.Connection, kept: dict[str, status_messages.WorkerStatus]
+) -> list[status_messages.WorkerStatus]:
+    rows: list[tuple[Any, ...]] = db.execute(
+        "SELECT site, host, state, joined_at, labels_json, detail, rounds_counted FROM members ORDER BY site"
+    ).fetchall()
+    return [
+        kept.get(site, _unknown(site)).model_copy(
+            update={
+                "host": host,
+                "state": state,
+                "joined_at": joined_at,
+                "labels": json.loads(labels),
+                "rounds": rounds,
+                "error": detail if state != "left" else "",
+            }
+        )
+        for site, host, state, joined_at, labels, detail, rounds in rows
+    ]
+
+
+def _unknown(site: str) -> status_messages.WorkerStatus:
+    """A worker of which the kept status knows nothing."""
+    return status_messages.WorkerStatus(
+        site=site,
+        host="",
+        state="",
+        doing="",
+        joined_at="",
+        last_heartbeat_s=0.0,
+        heard=False,
+        step=0,
+        steps_per_s=0.0,
+        rounds=0,
+        version=0,
+        staleness=0,
+        bytes_up=0,
+        bytes_down=0,
+        retries=0,
+        reconnections=0,
+        metrics={},
+        labels={},
+    )

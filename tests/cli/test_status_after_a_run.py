@@ -1,0 +1,83 @@
+"""What `atoll status` shows of a run that is over, or whose server is away."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from kit import FederatedSites, serve
+
+from atoll.cli import status as shown
+from atoll.testing.processes import Nursery, free_port
+from atoll.wire.status_messages import Status
+
+
+def status_of(nursery: Nursery, folder: Path, *words: str, **env: str) -> tuple[int, str]:
+    process = nursery.start("atoll", "status", *words, cwd=folder, env=env)
+    return process.wait(), process.output()
+
+
+@pytest.mark.covers("L13")
+def test_reads_the_state_directory_of_a_finished_run(nursery: Nursery, tmp_path: Path) -> None:
+    with serve(tmp_path, name="over") as server:
+        FederatedSites(server.url, tmp_path).join()
+        server.run()
+        last = server.status()
+    before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "state").rglob("*.sqlite"))
+    code, said = status_of(nursery, tmp_path, "--state-dir", "state", "--json")
+    assert code == 0, said
+    found = Status.model_validate_json(said)
+    for key in ("run", "name", "algorithm", "policy", "finished", "rounds", "history", "deaths", "refused", "version"):
+        assert getattr(found, key) == getattr(last, key), key
+    assert [(each.site, each.rounds, each.state) for each in found.workers] == [("a", 3, "left"), ("b", 3, "left")]
+    assert [fragment.phase for fragment in found.fragments] == ["finished"]
+    code, said = status_of(nursery, tmp_path, "--state-dir", "state")
+    assert code == 0
+    assert "over at state: fedavg" in said
+    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "state").rglob("*.sqlite")) == before
+
+
+def test_reads_the_default_state_directory_where_no_server_answers(nursery: Nursery, tmp_path: Path) -> None:
+    with serve(tmp_path, num_workers=1, state_dir=tmp_path / "atoll-run") as server:
+        FederatedSites(server.url, tmp_path, ["a"]).join()
+        server.run()
+    away = f"http://127.0.0.1:{free_port()}"
+    code, said = status_of(nursery, tmp_path, "--server", away)
+    assert code == 5  # that server was meant
+    assert "--state-dir" in said
+    code, said = status_of(nursery, tmp_path / "atoll-run", "--server", away)
+    assert code == 5
+
+
+def test_a_run_whose_server_was_stopped_says_that_none_runs(nursery: Nursery, tmp_path: Path) -> None:
+    with serve(tmp_path, rounds=0):
+        pass
+    code, said = status_of(nursery, tmp_path, "--state-dir", "state", "--json")
+    assert code == 0, said
+    (fragment,) = json.loads(said)["fragments"]
+    assert fragment["phase"] == "gathering"
+    assert "no server runs" in fragment["reason"]
+
+
+def test_refuses_a_folder_without_a_run_and_an_address_beside_the_folder(nursery: Nursery, tmp_path: Path) -> None:
+    code, said = status_of(nursery, tmp_path, "--state-dir", "state")
+    assert (code, "'state'" in said) == (2, True)
+    code, _ = status_of(nursery, tmp_path, "--state-dir", "state", "--server", "http://127.0.0.1:1")
+    assert code == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"algorithm": "fedavg"}, set()),
+        ({"algorithm": "diloco", "sync_every": 7}, {"sync every", "outer"}),
+    ],
+    ids=["fedavg", "diloco"],
+)
+def test_words_of_diloco_are_in_the_status_of_diloco_alone(
+    tmp_path: Path, settings: dict[str, object], words: set[str]
+) -> None:
+    with serve(tmp_path, **settings) as server:
+        lines = "\n".join(shown.headline(server.status(), server.url))
+    assert {word for word in ("sync every", "outer", "data-parallel", "fragment") if word in lines} == words
