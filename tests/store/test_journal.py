@@ -124,7 +124,7 @@ def test_a_disk_that_is_full_at_the_commit_leaves_the_ticket_open(
     store.issue_ticket(1, "a", 0, 0)
     for part in (0, 1):
         send_part(store, 1, part, update_of("a", 0))
-    monkeypatch.setattr(failpoints, "_actions", {"journal.commit": ("enospc", 1)})
+    monkeypatch.setattr(failpoints, "_actions", failpoints._parse("journal.commit=enospc"))
     monkeypatch.setattr(failpoints, "_reached", {})
     with pytest.raises(DiskFull):
         accept(store, 1, update_of("a", 0))

@@ -37,7 +37,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, name: str, action: str, nth: int = 1) -> None:
-    monkeypatch.setattr(failpoints, "_actions", {name: (action, nth)})
+    monkeypatch.setattr(failpoints, "_actions", failpoints._parse(f"{name}={action}@{nth}"))
     monkeypatch.setattr(failpoints, "_reached", {})
 
 
