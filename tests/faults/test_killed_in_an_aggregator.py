@@ -90,4 +90,5 @@ def test_killed_while_the_aggregator_works(nursery: Nursery, tmp_path: Path) -> 
         "audit.head",
         "journal.sqlite",
         "lock",
+        "status.json",
     ]

@@ -48,4 +48,5 @@ def test_killed_around_the_filters(
         "audit.head",
         "journal.sqlite",
         "lock",
+        "status.json",
     ]
