@@ -120,8 +120,8 @@ class Reference:
     def _sent(self, site: str, name: str, local: Tensor) -> Tensor:
         held = self.held[name]
         update = held.to(wide(held)) - local.to(wide(held))
-        if self.up.raw:
-            return update.to(held.dtype).to(update.dtype)
+        if self.up.raw:  # fp16 travels as fp32: the difference of two of its values may be beyond its range
+            return update if held.dtype is torch.float16 else update.to(held.dtype).to(update.dtype)
         update = update + self.lost[site][name]
         sent = through(self.up, update, held.dtype)
         self.lost[site][name] = update - sent

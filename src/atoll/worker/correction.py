@@ -45,6 +45,8 @@ class Correction:
     algorithm = "The algorithm"
     changes_training = False
     """Whether a step with it is another one than without."""
+    measures_controls = False
+    """Whether `control_difference` gives Δc_i, so that a loop must not."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = named_parameters(model)

@@ -211,10 +211,9 @@ class FederatedRound:
     def _difference(self, given: Arrays | None, steps: int) -> Runs | None:
         """Δc_i: what `correct` measured, or what a hand-written loop gives back; None in runs without controls."""
         info, own = self._session.info, self._session.controls
-        measured = self._correction.control_difference() if self._correction is not None else None
         if given is None:
             if self._correction is not None:
-                return measured
+                return self._correction.control_difference()
             if info.local.get("correction", "none") == "none":
                 return None
             by_hand = ", or submit the control_difference of a loop written by hand" if own is not None else ""
@@ -227,7 +226,7 @@ class FederatedRound:
                 f"Round {self.number} of {info.algorithm} got a control_difference, and the run has no controls.",
                 "Leave it out: only SCAFFOLD has them.",
             )
-        if measured is not None:
+        if self._correction is not None and self._correction.measures_controls:
             raise UsageError(
                 f"Round {self.number} got a control_difference, and round.correct has measured one already.",
                 "Use one of the two.",

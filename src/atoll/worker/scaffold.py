@@ -80,6 +80,7 @@ class ScaffoldCorrection(Shifted):
 
     algorithm = "SCAFFOLD"
     changes_training = True
+    measures_controls = True
 
     def __init__(self, model: nn.Module, base: Runs, controls: OwnControls) -> None:
         super().__init__(model)
