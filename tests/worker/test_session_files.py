@@ -136,7 +136,7 @@ def test_two_threads_that_find_the_lease_lost_at_once_join_once(
     lost, join = session.http.lease, session._join
     both = threading.Barrier(2)
 
-    def slow_join() -> None:
+    def slow_join(*_: object) -> None:
         with contextlib.suppress(threading.BrokenBarrierError):
             both.wait(0.5)  # until the other one is here too, which it must not be
         join()

@@ -21,7 +21,7 @@ def test_a_workflow_that_raises_ends_the_run_and_is_all_that_is_done_again(nurse
     server = start_server(nursery, tmp_path, port)
     sites = start_sites(nursery, tmp_path, port)
     assert server.wait(60) == 9
-    assert "atoll: The workflow flow.py:fail failed: KeyError: 'w' The traceback is in the log" in server.output()
+    assert "atoll: The workflow flow.py:fail failed: KeyError: 'w'. The traceback is in the log" in server.output()
     assert "raise KeyError" in server.output()
     (tmp_path / "mended").touch()
     again = start_server(nursery, tmp_path, port)

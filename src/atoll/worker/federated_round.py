@@ -206,7 +206,8 @@ class FederatedRound:
         self._end()
 
     def _end(self) -> None:
-        self.done, self._correction = True, None  # which holds the model: nothing keeps it while others are awaited
+        self.done = True
+        self._correction, self._session.optimizers = None, []  # they hold the model, which nothing keeps in a wait
 
     def _difference(self, given: Arrays | None, steps: int) -> Runs | None:
         """Δc_i: what `correct` measured, or what a hand-written loop gives back; None in runs without controls."""
