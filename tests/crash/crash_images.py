@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from crash_model import SITE_SCRIPT, build, take_rounds, take_steps
 from kit import (
     SITES,
@@ -32,6 +33,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import atoll
+from atoll.errors import ServerLost
 from atoll.testing.processes import Nursery, Process, wait_until
 
 HERE = Path(__file__).parent
@@ -120,14 +122,18 @@ def recovered(scenario: Scenario, folder: Path) -> tuple[str, Counter[str]]:
     models: dict[str, nn.Module] = {}
 
     def take_part(site: str) -> None:
-        models[site] = scenario.part(server.url, site, folder / "workers", said.append)
+        try:
+            models[site] = scenario.part(server.url, site, folder / "workers", said.append)
+        except ServerLost:  # the run was over in the image, and its server did not wait for sites that had left
+            assert server.finished
 
     settings = atoll.Settings.read(run_file, {"port": 0})
-    with atoll.Server(build(), settings) as server:
+    with pytest.MonkeyPatch.context() as patch, atoll.Server(build(), settings) as server:
+        patch.setenv("ATOLL_GIVE_UP_S", "10")
         together(*(partial(take_part, site) for site in scenario.sites))
         server.run()
-    (digest,) = {tensors_digest(dict(model.state_dict())) for model in models.values()}
-    assert scenario.settings.get("downlink_codec") or digest == result_of(folder)
+    digests = {tensors_digest(dict(model.state_dict())) for model in models.values()}
+    assert scenario.settings.get("downlink_codec") or digests <= {result_of(folder)}
     trained = Counter(line.removeprefix("trained ") for line in said if line.startswith("trained "))
     return result_of(folder), trained
 

@@ -32,8 +32,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_server_without_memory_ends_and_its_next_start_has_lost_nothing(
     tmp_path: Path, nursery: Nursery, undisturbed: str, spare_bytes: int
 ) -> None:
-    """Its address space is limited while both sites train in round 2. The limit holds until it ends."""
-    limited = threading.Event()
+    """Its address space is limited while both sites train in round 2, and they train until it has ended."""
+    limited, ended = threading.Event(), threading.Event()
     sites_train = threading.Barrier(2)
     with ForkedServer(nursery, tmp_path, rounds=ROUNDS) as server:
 
@@ -44,11 +44,12 @@ def test_a_server_without_memory_ends_and_its_next_start_has_lost_nothing(
                     pid = server.kept.now.pid
                     resource.prlimit(pid, resource.RLIMIT_AS, (memory_bytes(pid) + spare_bytes, resource.RLIM_INFINITY))
                     limited.set()
-                assert limited.wait(60)
+                assert ended.wait(100)
 
         sites = FederatedSites(server.url, tmp_path, during=during)
         assert limited.wait(60)
         assert server.kept.wait(60) not in (0, None), "it ends by itself, and as one that failed"
+        ended.set()
         with ForkedServer(nursery, tmp_path, port=server.port, rounds=ROUNDS):
             sites.join()
     assert tensors_digest(exported(tmp_path)) == undisturbed
