@@ -1,12 +1,14 @@
 """Low-communication training of a byte transformer: loss, bytes and wall time of each way, at equal tokens.
 
 Four workers train on four parts of a text, 1,500 steps each (the slow one of an asynchronous run fewer, the others
-more). Every run but the first is a real server with four DiLoCo loops over HTTP; the first is data-parallel training
-in one process: a step is AdamW on the mean gradient of the four workers' batches. Its bytes are those of a ring
-all-reduce, 2·(n−1)/n·S each way for every worker and step.
+more). Each way trains at its own best inner learning rate, found on a seed of its own. Every run but the first is a
+real server with four DiLoCo loops over HTTP; the first is data-parallel training in one process: a step is AdamW on
+the mean gradient of the four workers' batches. Its bytes are those of a ring all-reduce, 2·(n−1)/n·S each way for
+every worker and step.
 
     python bench/quality/low_communication.py --text PATH             # a text file; by default Python's own sources
     python bench/quality/low_communication.py --only diloco --seeds 0 --more
+    python bench/quality/low_communication.py --seeds --more          # the search for the best rates alone
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from low_communication_report import Runs, report
+from low_communication_report import Runs, Tuning, best_rate, report
 from low_communication_ways import (
     BATCH,
     CLIP,
@@ -33,9 +35,10 @@ from low_communication_ways import (
     MARKS,
     NAME,
     OWN_TEXT,
-    RATE,
+    RATES,
     SLOW_S,
     STEPS,
+    TUNED_ON,
     WARMUP,
     WAYS,
     WINDOW,
@@ -88,29 +91,31 @@ class Data:
 
 
 def rate_at(progress: float) -> float:
-    """Learning rate, of RATE: a short rise, then a cosine down to a tenth; `progress` from 0 to 1."""
+    """Share of the learning rate: a short rise, then a cosine down to a tenth; `progress` from 0 to 1."""
     if progress * STEPS < WARMUP:
         return progress * STEPS / WARMUP
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def step_(model: ByteTransformer, optimizer: torch.optim.Optimizer, progress: float, *batches: Tensor) -> None:
+def step_(
+    model: ByteTransformer, optimizer: torch.optim.Optimizer, rate: float, progress: float, *batches: Tensor
+) -> None:
     """One step on the mean loss of the batches."""
     for group in optimizer.param_groups:
-        group["lr"] = RATE * rate_at(progress)
+        group["lr"] = rate * rate_at(progress)
     optimizer.zero_grad()
     model.loss(torch.cat(batches)).backward()
     nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()
 
 
-def data_parallel(data: Data, seed: int) -> dict[str, Any]:
+def data_parallel(data: Data, seed: int, rate: float) -> dict[str, Any]:
     """Every step on the batches of all workers."""
     model = build(seed)
     optimizer, sources = adamw(model), [data.batches(worker, seed) for worker in range(WORKERS)]
     curve = []
     for step in range(STEPS):
-        step_(model, optimizer, step / STEPS, *(source() for source in sources))
+        step_(model, optimizer, rate, step / STEPS, *(source() for source in sources))
         if (step + 1) % (STEPS // MARKS) == 0:
             curve.append([WORKERS * (step + 1), validation_loss(model, data.validation)])
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -138,10 +143,10 @@ class Pace:
             self.steps += 1
 
 
-def run(way: Way, data: Data, seed: int) -> dict[str, Any]:
-    """One training. Loss of the global model at the end and on its way, bytes both ways, seconds by the clock."""
+def run(way: Way, data: Data, seed: int, rate: float) -> dict[str, Any]:
+    """One training at an inner learning rate: loss of the global model at the end and on its way, bytes, seconds."""
     if not way.settings:
-        return data_parallel(data, seed)
+        return data_parallel(data, seed, rate)
     is_async = way.settings.get("mode") == "async"
     total, pace, model = WORKERS * STEPS, Pace(way), build(seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -161,7 +166,7 @@ def run(way: Way, data: Data, seed: int) -> dict[str, Any]:
                 while (pace.steps < total) if is_async else (diloco.step < STEPS):
                     pace.wait(worker)
                     progress = pace.steps / total if is_async else diloco.step / STEPS
-                    step_(mine, optimizer, progress, following())
+                    step_(mine, optimizer, rate, progress, following())
                     pace.count()
                 trained_s = time.monotonic() - began - diloco.seconds_waited
                 step_s[worker] = trained_s / max(1, diloco.step)
@@ -217,21 +222,46 @@ def main() -> None:
     logging.getLogger("atoll").setLevel(logging.WARNING)
     data, settings = Data.read(options.text), described(options.text)
     runs: Runs = {name: [] for name in WAYS}
+    tuning: Tuning = {name: {} for name in WAYS}
     path = options.folder / f"{NAME}.json"
     if options.more and path.exists():
         document = json.loads(path.read_text())
         before, ways = document["settings"], document["settings"]["ways"]
-        had = {name: each for name, each in document["figures"]["runs"].items() if each}
-        same = all(before[key] == value for key, value in settings.items() if key != "ways")
-        if not same or any(ways[name] != settings["ways"].get(name) for name in had):
+        had, tried = document["figures"]["runs"], document["figures"]["tuning"]
+        same = all(before.get(key) == value for key, value in settings.items() if key != "ways")
+        if not same or any(ways[name] != settings["ways"].get(name) for name in had if had[name] or tried[name]):
             raise SystemExit(f"{path} has runs of other settings; leave --more out.")
         runs |= had
+        tuning |= tried
+    for name in options.only:
+        for rate in untried(tuning[name]):
+            loss = run(WAYS[name], data, TUNED_ON, rate)["loss"]
+            tuning[name][f"{rate:g}"] = loss
+            print(f"rate {rate:g} {name:15} loss {loss:.4f}", flush=True)
+            report(runs, tuning, settings, options.folder)
     for seed, name in itertools.product(options.seeds, options.only):
+        rate = best_rate(tuning[name])
         runs[name] = [each for each in runs[name] if each["seed"] != seed]
-        runs[name].append({"seed": seed} | run(WAYS[name], data, seed))
+        runs[name].append({"seed": seed, "rate": rate} | run(WAYS[name], data, seed, rate))
         last = runs[name][-1]
         print(f"seed {seed} {name:15} loss {last['loss']:.4f}, {last['seconds'] or 0:.0f} s", flush=True)
-        report(runs, settings, options.folder)
+        report(runs, tuning, settings, options.folder)
+
+
+def untried(losses: dict[str, float]) -> Iterator[float]:
+    """The rates that a way has still to be tried with: those of RATES, and beyond while the best is at an end.
+
+    `losses` (rate → loss) grows while this goes on.
+    """
+    for rate in RATES:
+        if f"{rate:g}" not in losses:
+            yield rate
+    while True:
+        tried = sorted(map(float, losses))
+        best = best_rate(losses)
+        if best not in (tried[0], tried[-1]):
+            return
+        yield best / 2 if best == tried[0] else best * 2
 
 
 def described(text: Path | None) -> dict[str, Any]:
@@ -242,7 +272,8 @@ def described(text: Path | None) -> dict[str, Any]:
         "steps": STEPS,
         "batch": BATCH,
         "window": WINDOW,
-        "rate": RATE,
+        "rates": list(RATES),
+        "tuned_on": TUNED_ON,
         "parameters": sum(parameter.numel() for parameter in build(0).parameters()),
         "fast_s": FAST_S,
         "slow_s": SLOW_S,

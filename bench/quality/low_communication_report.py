@@ -18,12 +18,20 @@ import matplotlib.pyplot as plt
 Runs = dict[str, list[dict[str, Any]]]
 """Way → a run of each seed."""
 
+Tuning = dict[str, dict[str, float]]
+"""Way → inner learning rate, as text → loss on the seed that rates are tried on."""
 
-def report(runs: Runs, settings: dict[str, Any], folder: Path) -> None:
+
+def best_rate(losses: dict[str, float]) -> float:
+    """The rate with the least loss; a loss that is not finite is none."""
+    return float(min(losses, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf))
+
+
+def report(runs: Runs, tuning: Tuning, settings: dict[str, Any], folder: Path) -> None:
     """Write the results, gates included, of the seeds that are there."""
     mean = functools.partial(mean_of, runs)
     base_bytes = mean("data_parallel", "up") + mean("data_parallel", "down")
-    rows = []
+    rows: list[list[Any]] = []
     for name, way in WAYS.items():
         if not runs[name]:
             continue
@@ -31,9 +39,10 @@ def report(runs: Runs, settings: dict[str, Any], folder: Path) -> None:
         rows.append(
             [
                 way.title,
+                f"{runs[name][0]['rate']:g}",
                 mean(name, "loss"),
                 " ".join(f"{each['loss']:.4f}" for each in runs[name]),
-                f"{above(runs, name, 'data_parallel'):+.2f} %",
+                with_error(runs, name, "data_parallel"),
                 up / 1e6,
                 down / 1e6,
                 f"{base_bytes / (up + down):.0f} ×",
@@ -47,10 +56,11 @@ def report(runs: Runs, settings: dict[str, Any], folder: Path) -> None:
         title="Low-communication training of a byte transformer, 4 workers, equal tokens",
         command="python bench/quality/low_communication.py" + ("" if settings["text"] == OWN_TEXT else " --text PATH"),
         settings=settings,
-        figures={"runs": runs},
+        figures={"runs": runs, "tuning": tuning},
         gates=gates(runs, base_bytes),
         header=[
             "way",
+            "rate",
             "loss",
             "each seed",
             "against data-parallel",
@@ -61,21 +71,45 @@ def report(runs: Runs, settings: dict[str, Any], folder: Path) -> None:
             "s waited",
         ],
         rows=rows,
-        text=TEXT + speeds(runs) + lacking(runs),
+        text=TEXT + tuned(tuning) + speeds(runs) + lacking(runs),
         folder=folder,
     )
 
 
 TEXT = f"""Loss in nats per byte of the global model on text that no worker has, against data-parallel training on the
-same seeds; the learning rate is the same for all. Bytes are those of updates and versions of all four workers
-together, counted where they are sent and received, without headers and messages: about 4 kB for each exchange of a
-worker, whatever the model, which with int4 and a model so small would be an eighth more. "Fewer bytes" counts both
+same seeds, each way at its own best inner learning rate; ± is the standard error of the mean over the seeds. Bytes are
+those of updates and versions of all four workers together, counted where they are sent and received, without headers
+and messages: about 4 kB for each exchange of a worker, whatever the model, which with int4 and a model so small would
+be an eighth more. "Fewer bytes" counts both
 directions, against a ring all-reduce of fp32 gradients at every step, which moves 2·3/4 times the model each way at
 each of four workers; against one model at every step it is two thirds of that. Seconds are those of a run by the
 clock, on a machine that did other work, too; "s waited" is what a worker stood still. Where one worker is slow, a
 step takes {FAST_S * 1000:.0f} ms at least, the slow worker's {SLOW_S * 1000:.0f} ms; the others are not paced, and
 their seconds are not to be compared with those. Seed 100, on which settings were tried, is not among those of the
 table."""
+
+
+def tuned(tuning: Tuning) -> str:
+    """The loss of each way at each rate that it was tried with."""
+    rates = sorted({float(rate) for losses in tuning.values() for rate in losses})
+    if not rates:
+        return ""
+    lines = ["", "", "Loss at each inner learning rate, on the seed that rates are tried on:", ""]
+    lines += [f"| way | {' | '.join(f'{rate:g}' for rate in rates)} |", f"|{' --- |' * (len(rates) + 1)}"]
+    for name, way in WAYS.items():
+        cells = [tuning[name].get(f"{rate:g}") for rate in rates]
+        if any(cell is not None for cell in cells):
+            lines.append(f"| {way.title} | {' | '.join('' if cell is None else f'{cell:.4f}' for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def with_error(runs: Runs, name: str, other: str) -> str:
+    """By how many percent a loss is above another's, and the standard error of that over the seeds."""
+    theirs = {each["seed"]: each["loss"] for each in runs[other]}
+    each_seed = [100 * (each["loss"] / theirs[each["seed"]] - 1) for each in runs[name] if each["seed"] in theirs]
+    if len(each_seed) < 2:
+        return f"{above(runs, name, other):+.2f} %"
+    return f"{above(runs, name, other):+.2f} ± {statistics.stdev(each_seed) / math.sqrt(len(each_seed)):.2f} %"
 
 
 def speeds(runs: Runs) -> str:
