@@ -97,6 +97,14 @@ class Image:
         logs = self.folder.glob("site-*.log")
         return {rest for log in logs for rest in re.findall(rf"^{word} (\w+ \d+)$", log.read_text(), re.MULTILINE)}
 
+    def sealed(self) -> set[str]:
+        """`site round` of the updates that lay whole in an outbox by then, as `outbox.sealed` says where it stops."""
+        found = set()
+        for log in self.folder.glob("site-*.log"):
+            site = log.name.split("-")[1]
+            found |= {f"{site} {hit}" for name, hit in REACHED.findall(log.read_text()) if name == "outbox.sealed"}
+        return found
+
 
 def result_of(folder: Path) -> str:
     """Digest of the model that a finished run has left, at the server or at every site of a swarm."""

@@ -73,11 +73,11 @@ SEALED = ("outbox.sealed", "worker.acknowledged", "accept.before", "accept.after
 def problems_of(scenario: Scenario, image: Image, right: str) -> list[str]:
     """What is wrong with what comes of an image."""
     where = f"{image.places}: "
-    before = image.said("submitted")
+    before = image.said("submitted") | image.sealed()
     digest, trained = recovered(scenario, image.folder)
     problems = [] if digest == right else [f"{where}another result"]
     if again := before & trained.keys():
-        problems.append(f"{where}{sorted(again)} were submitted, and are trained again")
+        problems.append(f"{where}{sorted(again)} were ready, and are trained again")
     sealed = max([hit for name, hit in image.places if name in SEALED], default=0)
     if trained.total() > len(scenario.sites) * SETTINGS["rounds"] - sealed:
         problems.append(f"{where}{sealed} updates were ready, and {trained.total()} are trained afterwards")
