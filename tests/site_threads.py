@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from kit.sites import Threads, together
 from torch import nn
 
 import atoll
 
-
-class Threads:
-    """Jobs at once. No test waits for a thread that `join` has given up: they end with the process."""
-
-    def __init__(self, *jobs: Callable[[], object]) -> None:
-        self._ends = [_begun(job) for job in jobs]
-
-    def join(self, timeout_s: float = 60.0) -> None:
-        """Wait for all of them; what one raises is raised here as soon as it is."""
-        _, waiting = wait(self._ends, timeout_s, FIRST_EXCEPTION)
-        for end in self._ends:
-            if end.done():
-                end.result()
-        assert not waiting, "a worker hangs"
-
-
-def _begun(job: Callable[[], object]) -> Future[object]:
-    end: Future[object] = Future()
-
-    def work() -> None:
-        try:
-            end.set_result(job())
-        except BaseException as error:
-            end.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return end
-
-
-def together(*jobs: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Run jobs at once, to their ends."""
-    Threads(*jobs).join(timeout_s)
+__all__ = ["DiLoCoSites", "Threads", "together"]
 
 
 class DiLoCoSites(Threads, ABC):

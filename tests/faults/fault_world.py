@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from kit.processes import toml
 from site_threads import Threads
 from small_run import SITES, build, train_
 from torch import nn
@@ -120,16 +121,8 @@ def write_run_file(folder: Path, **settings: Any) -> Path:
     )
     values = SETTINGS | {"model": "fault_model:build", "state_dir": "state"} | settings
     path = folder / "run.toml"
-    path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
+    path.write_text("".join(f"{key} = {toml(value)}\n" for key, value in values.items()))
     return path
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {_toml(each)}' for key, each in value.items())}}}"
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else f'"{value}"'
 
 
 class Result:

@@ -98,7 +98,7 @@ def submit_two_steps(session: Session) -> None:
 
 
 @pytest.mark.covers("F4", "L25")
-def test_who_is_restarted_after_its_acknowledgement_waits_for_the_round(tmp_path: Path) -> None:
+def test_a_site_restarted_after_its_acknowledgement_waits_for_the_round(tmp_path: Path) -> None:
     """An earlier process of `a` has submitted u = 2 against θ0 = 8, and round 1 still waits for b's, 2 too: θ1 = 6.
 
     The new process begins from 6, trains to 4 and submits 2: θ2 = 4. Had it begun from 8 meanwhile, its update would be

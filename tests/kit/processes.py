@@ -16,15 +16,16 @@ def write_run_file(folder: Path, **settings: Any) -> Path:
     (folder / "kit_model.py").write_text(_KIT_ON_PATH + "from kit.models import build_model\n")
     values = SETTINGS | {"model": "kit_model:build_model", "state_dir": "state"} | settings
     path = folder / "run.toml"
-    path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items() if value is not None))
+    path.write_text("".join(f"{key} = {toml(value)}\n" for key, value in values.items() if value is not None))
     return path
 
 
-def _toml(value: Any) -> str:
+def toml(value: Any) -> str:
+    """A value as a run file has it."""
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {_toml(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{key} = {toml(each)}' for key, each in value.items())}}}"
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, int | float) else f'"{value}"'

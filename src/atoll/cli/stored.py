@@ -15,7 +15,6 @@ from atoll.errors import StateCorrupt
 from atoll.wire import routes, status_messages
 
 HISTORY = 20
-KEPT = "status.json"
 STILL = "no server runs on this state directory as far as it says; `atoll server` goes on with it"
 PHASES = {"open": "open", "frozen": "closing"}
 
@@ -42,7 +41,7 @@ def stored_status(state_dir: Path) -> status_messages.Status:
 def _kept(state_dir: Path, run: str) -> status_messages.Status:
     """What the server has kept; of a run of which nothing readable was, the least."""
     try:
-        text = (state_dir / KEPT).read_text(encoding="utf-8")
+        text = (state_dir / status_messages.KEPT).read_text(encoding="utf-8")
         kept = status_messages.Status.model_validate_json(text)
         if kept.run == run:
             return kept

@@ -157,11 +157,11 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
                 # a session of its own: Ctrl-C reaches it once, from here, not twice
                 child = _start(script, environment)
                 code = child.wait()
-                failure = f"the command ended with {code}"
-                if code < 0:
+                failure, killed = f"the command ended with {code}", code < 0
+                if killed:
                     failure, code = f"{signal.Signals(-code).name} ended the command", 128 - code
                 if code == 0 or told or attempt == restarts:
-                    _leave(leases, failure, told)
+                    _leave(leases, failure, killed=killed and not told)
                     return code
             if told:
                 return 128 + told[-1]
@@ -176,10 +176,10 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
             signal.signal(number, handler)
 
 
-def _leave(leases: Path, failure: str, told: list[int]) -> None:
+def _leave(leases: Path, failure: str, *, killed: bool) -> None:
     """Take the sites of a command that has ended out of their runs, where it did not do so itself."""
     sites = leave_for(leases, failure)
-    if sites or (failure.startswith("SIG") and not told):
+    if sites or killed:
         left = f"; {', '.join(sites)} left the run" if sites else ""
         print(f"atoll: {failure}{left}", file=sys.stderr, flush=True)
 

@@ -89,15 +89,11 @@ def status_of(run: Run) -> status_messages.Status:
     )
 
 
-KEPT = "status.json"
-"""In the state directory: the status when the server began, when its run was finished, and when it ended."""
-
-
 def keep_status(run: Run) -> status_messages.Status:
-    """The status of a run, also kept for those who ask when no server runs; a full disk is no reason to fail."""
+    """The status of a run, also kept for questions when no server runs; a full disk is no reason to fail."""
     status = status_of(run)
-    path = run.settings.state_dir / KEPT
-    temporary = path.with_name(f".{KEPT}.tmp")
+    path = run.settings.state_dir / status_messages.KEPT
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_text(status.model_dump_json(), encoding="utf-8")
         os.replace(temporary, path)

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from atoll.wire.messages import Count, Message
 
+KEPT = "status.json"
+"""In the state directory: the status when the server began, when its run was finished, and when it ended."""
+
 
 class WorkerStatus(Message):
     site: str
