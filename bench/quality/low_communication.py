@@ -21,7 +21,7 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,19 @@ from low_communication_ways import (
     CLIP,
     FAST_S,
     MARKS,
+    MOST_RATES,
     NAME,
     OWN_TEXT,
     RATES,
     SLOW_S,
     STEPS,
+    TRIED,
     TUNED_ON,
     WARMUP,
     WAYS,
     WINDOW,
     WORKERS,
+    Inner,
     Way,
 )
 from results import FOLDER
@@ -51,7 +54,7 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.cli.demo_data import corpus
-from atoll.cli.demo_models import ByteTransformer, adamw, validation_loss
+from atoll.cli.demo_models import ByteTransformer, validation_loss
 
 
 def build(seed: int) -> ByteTransformer:
@@ -90,37 +93,54 @@ class Data:
         return following
 
 
-def rate_at(progress: float) -> float:
-    """Share of the learning rate: a short rise, then a cosine down to a tenth; `progress` from 0 to 1."""
-    if progress * STEPS < WARMUP:
-        return progress * STEPS / WARMUP
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+class Steps:
+    """Steps of one model: AdamW, or Muon beside it; a short rise of the rate, then a cosine."""
+
+    def __init__(self, model: ByteTransformer, inner: Inner, rate: float) -> None:
+        self._model, self._inner, self._rate = model, inner, rate
+        inside = [each for each in model.blocks.parameters() if each.dim() == 2] if inner.muon else []
+        others = [each for each in model.parameters() if not any(each is its for its in inside)]
+        groups = [
+            {"params": [each for each in others if each.dim() >= 2], "weight_decay": inner.weight_decay},
+            {"params": [each for each in others if each.dim() < 2], "weight_decay": 0.0},
+        ]
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, betas=inner.betas)]
+        if inside:
+            decay = inner.weight_decay
+            self.optimizers.append(torch.optim.Muon(inside, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+
+    def share(self, progress: float) -> float:
+        """Share of the learning rate; `progress` from 0 to 1."""
+        risen = progress * self._inner.steps / WARMUP
+        if risen < 1:
+            return risen
+        floor = self._inner.floor
+        return floor + (1 - floor) / 2 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    def take(self, progress: float, *batches: Tensor) -> None:
+        """One step on the mean loss of the batches."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._rate * self.share(progress)
+        self._model.zero_grad()
+        self._model.loss(torch.cat(batches)).backward()
+        nn.utils.clip_grad_norm_(self._model.parameters(), CLIP)
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
-def step_(
-    model: ByteTransformer, optimizer: torch.optim.Optimizer, rate: float, progress: float, *batches: Tensor
-) -> None:
-    """One step on the mean loss of the batches."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * rate_at(progress)
-    optimizer.zero_grad()
-    model.loss(torch.cat(batches)).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    optimizer.step()
-
-
-def data_parallel(data: Data, seed: int, rate: float) -> dict[str, Any]:
+def data_parallel(inner: Inner, data: Data, seed: int, rate: float) -> dict[str, Any]:
     """Every step on the batches of all workers."""
-    model = build(seed)
-    optimizer, sources = adamw(model), [data.batches(worker, seed) for worker in range(WORKERS)]
+    model, steps = build(seed), inner.steps
+    mine, sources = Steps(model, inner, rate), [data.batches(worker, seed) for worker in range(WORKERS)]
     curve = []
-    for step in range(STEPS):
-        step_(model, optimizer, rate, step / STEPS, *(source() for source in sources))
-        if (step + 1) % (STEPS // MARKS) == 0:
+    for step in range(steps):
+        mine.take(step / steps, *(source() for source in sources))
+        if (step + 1) % (steps // MARKS) == 0:
             curve.append([WORKERS * (step + 1), validation_loss(model, data.validation)])
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    each_way = WORKERS * STEPS * 2 * (WORKERS - 1) * nbytes / WORKERS
-    return {"loss": curve[-1][1], "curve": curve, "up": each_way, "down": each_way, "seconds": None, "steps": STEPS}
+    each_way = WORKERS * steps * 2 * (WORKERS - 1) * nbytes / WORKERS
+    return {"loss": curve[-1][1], "curve": curve, "up": each_way, "down": each_way, "seconds": None, "steps": steps}
 
 
 class Pace:
@@ -146,11 +166,11 @@ class Pace:
 def run(way: Way, data: Data, seed: int, rate: float) -> dict[str, Any]:
     """One training at an inner learning rate: loss of the global model at the end and on its way, bytes, seconds."""
     if not way.settings:
-        return data_parallel(data, seed, rate)
-    is_async = way.settings.get("mode") == "async"
-    total, pace, model = WORKERS * STEPS, Pace(way), build(seed)
+        return data_parallel(way.inner, data, seed, rate)
+    is_async, steps = way.settings.get("mode") == "async", way.inner.steps
+    total, pace, model = WORKERS * steps, Pace(way), build(seed)
     with tempfile.TemporaryDirectory() as folder:
-        rounds = 0 if is_async else STEPS // way.settings["sync_every"]
+        rounds = 0 if is_async else steps // way.settings["sync_every"]
         options = {**way.settings, "rounds": rounds, "num_workers": WORKERS, "port": 0, "heartbeat_interval_s": 1.0}
         server = atoll.Server(model, state_dir=Path(folder) / "state", **options).start()
         told: list[dict[str, float]] = [{} for _ in range(WORKERS)]
@@ -158,15 +178,15 @@ def run(way: Way, data: Data, seed: int, rate: float) -> dict[str, Any]:
 
         def work(worker: int) -> None:
             mine, following = build(seed), data.batches(worker, seed)
-            optimizer = adamw(mine)
+            stepping = Steps(mine, way.inner, rate)
             with atoll.DiLoCo(
-                mine, optimizer, server=server.url, site=f"w{worker}", folder=Path(folder) / "workers"
+                mine, stepping.optimizers, server=server.url, site=f"w{worker}", folder=Path(folder) / "workers"
             ) as diloco:
                 began = time.monotonic()
-                while (pace.steps < total) if is_async else (diloco.step < STEPS):
+                while (pace.steps < total) if is_async else (diloco.step < steps):
                     pace.wait(worker)
-                    progress = pace.steps / total if is_async else diloco.step / STEPS
-                    step_(mine, optimizer, rate, progress, following())
+                    progress = pace.steps / total if is_async else diloco.step / steps
+                    stepping.take(progress, following())
                     pace.count()
                 trained_s = time.monotonic() - began - diloco.seconds_waited
                 step_s[worker] = trained_s / max(1, diloco.step)
@@ -215,6 +235,9 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="by default Python's own sources")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--only", nargs="*", choices=WAYS, default=list(WAYS), help="these ways")
+    parser.add_argument(
+        "--tried", nargs="*", choices=TRIED, default=[], help="these variants, on the seed of the search"
+    )
     parser.add_argument("--more", action="store_true", help="keep the runs that docs/results has, and add these")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the results go")
     options = parser.parse_args()
@@ -222,7 +245,7 @@ def main() -> None:
     logging.getLogger("atoll").setLevel(logging.WARNING)
     data, settings = Data.read(options.text), described(options.text)
     runs: Runs = {name: [] for name in WAYS}
-    tuning: Tuning = {name: {} for name in WAYS}
+    tuning: Tuning = {name: {} for name in WAYS | TRIED}
     path = options.folder / f"{NAME}.json"
     if options.more and path.exists():
         document = json.loads(path.read_text())
@@ -233,14 +256,17 @@ def main() -> None:
             raise SystemExit(f"{path} has runs of other settings; leave --more out.")
         runs |= had
         tuning |= tried
-    for name in options.only:
-        for rate in untried(tuning[name]):
-            loss = run(WAYS[name], data, TUNED_ON, rate)["loss"]
+    for name in [*options.only, *options.tried]:
+        way = (WAYS | TRIED)[name]
+        if way.tuned_as:
+            continue
+        for rate in untried(way.rates, tuning[name], beyond=name in WAYS):
+            loss = run(way, data, TUNED_ON, rate)["loss"]
             tuning[name][f"{rate:g}"] = loss
             print(f"rate {rate:g} {name:15} loss {loss:.4f}", flush=True)
             report(runs, tuning, settings, options.folder)
     for seed, name in itertools.product(options.seeds, options.only):
-        rate = best_rate(tuning[name])
+        rate = best_rate(tuning[WAYS[name].tuned_as or name])
         runs[name] = [each for each in runs[name] if each["seed"] != seed]
         runs[name].append({"seed": seed, "rate": rate} | run(WAYS[name], data, seed, rate))
         last = runs[name][-1]
@@ -248,15 +274,15 @@ def main() -> None:
         report(runs, tuning, settings, options.folder)
 
 
-def untried(losses: dict[str, float]) -> Iterator[float]:
-    """The rates that a way has still to be tried with: those of RATES, and beyond while the best is at an end.
+def untried(rates: Iterable[float], losses: dict[str, float], *, beyond: bool) -> Iterator[float]:
+    """The rates that a way has still to be tried with: `rates`, and some `beyond` them while the best is at an end.
 
     `losses` (rate → loss) grows while this goes on.
     """
-    for rate in RATES:
+    for rate in rates:
         if f"{rate:g}" not in losses:
             yield rate
-    while True:
+    while beyond and len(losses) < MOST_RATES:
         tried = sorted(map(float, losses))
         best = best_rate(losses)
         if best not in (tried[0], tried[-1]):

@@ -10,7 +10,9 @@ OWN_TEXT = "Python's standard library"
 WORKERS, STEPS, BATCH, WINDOW = 4, 1500, 8, 64
 WARMUP, CLIP = 100, 1.0
 RATES = (3e-3, 6e-3, 12e-3, 24e-3)
-"""Inner learning rates that each way is tried with, on seed TUNED_ON; beyond them while the best is at an end."""
+"""Inner learning rates that each way is tried with, on seed TUNED_ON."""
+MOST_RATES = 6
+"""So many in all where the best is at an end: half or twice as much, again and again."""
 TUNED_ON = 100
 """A seed that is not among those of the table."""
 FAST_S, SLOW_S = 0.025, 0.075
@@ -19,6 +21,25 @@ two cores: where others use those as well, the fast ones are slower, and the slo
 came to is measured (`step_s`)."""
 MARKS = 10
 """How often the global model is measured on its way."""
+
+
+@dataclass(frozen=True)
+class Inner:
+    """How each worker steps on its own batches.
+
+    Attributes:
+        muon: whether torch.optim.Muon steps the matrices of the blocks, at the same rate; AdamW steps the others.
+        betas, weight_decay: of AdamW; Muon takes the weight decay, too.
+        floor: share of the rate at the end of the cosine.
+        steps: of each worker.
+    """
+
+    muon: bool = False
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    floor: float = 0.1
+    steps: int = STEPS
+
 
 H20 = {"algorithm": "diloco", "codec": "none", "sync_every": 20}
 STREAMING = {**H20, "num_fragments": 4, "tau": 1, "alpha": 0.5}
@@ -37,11 +58,18 @@ class Way:
     Attributes:
         settings: of the run; empty: data-parallel.
         slow: whether the last worker has a third of the speed, and every step its least duration.
+        rates: inner learning rates to try.
+        against: the data-parallel way that this one is compared with, of the same inner optimizer.
+        tuned_as: the way whose best rate this one takes, since both come to the same model; empty: its own search.
     """
 
     title: str
     settings: dict[str, Any] = field(default_factory=dict)
     slow: bool = False
+    inner: Inner = Inner()
+    rates: tuple[float, ...] = RATES
+    against: str = "data_parallel"
+    tuned_as: str = ""
 
 
 WAYS: dict[str, Way] = {
@@ -60,7 +88,7 @@ WAYS: dict[str, Way] = {
     ),
     "streaming_topk": Way("top-k of 1/64 both ways, no momentum", {**STREAMING, **TOPK}),
     "streaming_topk_16": Way("top-k of 1/16 up, int8 down, no momentum", {**STREAMING, **DENSER}),
-    "slow_sync": Way("DiLoCo, H = 20, one worker slow", H20, slow=True),
+    "slow_sync": Way("DiLoCo, H = 20, one worker slow", H20, slow=True, tuned_as="diloco"),
     "slow_async": Way("async, one slow", {**H20, "mode": "async"}, slow=True),
     "slow_delayed": Way("async, delayed Nesterov, sync first, one slow", {**H20, **DELAYED}, slow=True),
     "slow_delayed_warm": Way(
@@ -71,3 +99,26 @@ WAYS: dict[str, Way] = {
         "async, delayed Nesterov, sync first, DyLU, one slow", {**H20, **DELAYED, "dylu": True}, slow=True
     ),
 }
+
+A25 = WAYS["streaming_int4_a25"].settings
+BETAS, DECAY, TO_ZERO = Inner(betas=(0.9, 0.99)), Inner(weight_decay=0.01), Inner(floor=0.0)
+MUON, LONGER = Inner(muon=True), Inner(steps=2 * STEPS)
+HIGHER, LOWER = (12e-3, 24e-3), (6e-3, 12e-3)
+
+TRIED: dict[str, Way] = {
+    "dp_betas": Way("data-parallel, AdamW with β₂ = 0.99", inner=BETAS, rates=HIGHER),
+    "dp_to_zero": Way("data-parallel, the rate falls to 0", inner=TO_ZERO, rates=HIGHER),
+    "dp_decay": Way("data-parallel, weight decay 0.01", inner=DECAY, rates=HIGHER),
+    "dp_muon": Way("data-parallel, Muon", inner=MUON, rates=HIGHER),
+    "dp_longer": Way("data-parallel, 3,000 steps", inner=LONGER, rates=HIGHER),
+    "betas": Way("AdamW with β₂ = 0.99", A25, inner=BETAS, rates=LOWER, against="dp_betas"),
+    "to_zero": Way("the rate falls to 0", A25, inner=TO_ZERO, rates=LOWER, against="dp_to_zero"),
+    "decay": Way("weight decay 0.01", A25, inner=DECAY, rates=LOWER, against="dp_decay"),
+    "muon": Way("Muon", A25, inner=MUON, rates=LOWER, against="dp_muon"),
+    "longer": Way("3,000 steps", A25, inner=LONGER, rates=LOWER, against="dp_longer"),
+    "h12": Way("H = 12", {**A25, "sync_every": 12}, rates=LOWER),
+    "a10": Way("α = 0.1", {**A25, "alpha": 0.1}, rates=LOWER),
+    "outer_lr": Way("outer_lr 0.5", {**A25, "outer_lr": 0.5}, rates=LOWER),
+    "outer_momentum": Way("outer_momentum 0.8", {**A25, "outer_momentum": 0.8}, rates=LOWER),
+}
+"""Tried on seed TUNED_ON to bring int4 both ways with α = 0.25 closer to data-parallel training."""

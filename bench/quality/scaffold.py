@@ -13,6 +13,7 @@ every run is made of all eight updates.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import math
@@ -130,6 +131,7 @@ def train(
 def run(task: Task, algorithm: str, sites: list[Pictures], test: Pictures, seed: int) -> dict[str, Any]:
     """One training. Its accuracies in percent, rounds that lacked an update, and seconds: by the clock, of the CPU."""
     torch.manual_seed(seed)
+    task = replace(task, rate=task.rate_of(algorithm))
     first = Classifier(task)
     began_s, cpu_began_s = time.monotonic(), time.process_time()
     with tempfile.TemporaryDirectory() as text:
@@ -178,13 +180,12 @@ def split(name: str, seed: int, pictures: tuple[Pictures, Pictures] | None) -> t
 def pilot(name: str, task: Task, pictures: tuple[Pictures, Pictures] | None, seed: int) -> None:
     """Print what each learning rate comes to, on a seed that no result is made of."""
     sites, test = split(name, seed, pictures)
-    for rate in (0.02, 0.05, 0.1):
-        for algorithm in ("fedavg", "scaffold"):
-            print(f"rate {rate:<5} {algorithm:9}", told(run(replace(task, rate=rate), algorithm, sites, test, seed)))
-    for rate in (0.01, 0.03, 0.1):
-        print(
-            f"adam_rate {rate:<5}", told(run(replace(task, adam_rate=rate), "fedadam", sites, test, seed)), flush=True
-        )
+    for rate, algorithm in itertools.product((0.02, 0.05, 0.1, 0.2), ALGORITHMS):
+        tried = replace(task, rate=rate, own_rates={})
+        print(f"rate {rate:<5} {algorithm:9}", told(run(tried, algorithm, sites, test, seed)), flush=True)
+    for rate, adam_rate in itertools.product((0.05, 0.1), (0.01, 0.1)):
+        tried = replace(task, rate=rate, adam_rate=adam_rate, own_rates={})
+        print(f"rate {rate:<5} adam_rate {adam_rate:<5}", told(run(tried, "fedadam", sites, test, seed)), flush=True)
 
 
 def told(found: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ def found_before(name: str, task: Task) -> dict[str, list[dict[str, Any]]]:
     """
     kept = json.loads((FOLDER / f"scaffold_{name}.json").read_text())
     now = {key: value for key, value in settings_of(task).items() if key != "chosen"}
-    if {key: kept["settings"].get(key, 0) for key in now} != now:
+    if any((kept["settings"].get(key) or None) != (value or None) for key, value in now.items()):
         raise SystemExit(f"docs/results/scaffold_{name}.json is of other settings: leave --more out.")
     found: dict[str, list[dict[str, Any]]] = kept["figures"]
     return {algorithm: found.get(algorithm, []) for algorithm in ALGORITHMS}
@@ -61,12 +61,23 @@ def report(name: str, task: Task, runs: dict[str, list[dict[str, Any]]], command
         ends = " ".join(f"{found['accuracy'][-1]:.1f}" for found in several)
         times = [mean(algorithm, "seconds"), mean(algorithm, "cpu_seconds")]
         more = 100 * (times[1] / mean("fedavg", "cpu_seconds") - 1)
-        rows.append([algorithm, round(mean(algorithm, "accuracy"), 2), ends, round(over, 2), *times, f"{more:+.1f} %"])
+        rows.append(
+            [
+                algorithm,
+                task.rate_of(algorithm),
+                round(mean(algorithm, "accuracy"), 2),
+                ends,
+                round(over, 2),
+                *times,
+                f"{more:+.1f} %",
+            ]
+        )
     work = f"{task.steps} steps" if task.steps else f"{task.epochs} epochs of its own pictures"
-    weights = ", so that the weights are nearly equal" if task.steps else ""
+    rates = "each algorithm at its own best rate" if task.own_rates else f"rate {task.rate:g} for all algorithms"
+    weights = ", equally many whatever a site has, so that the weights are nearly equal" if task.steps else ""
     paragraphs = [
         "Accuracy of the global model on test pictures that no site has. Every site makes "
-        f"{work} of plain SGD a round, batch {task.batch}, rate {task.rate:g} for all algorithms{weights}; "
+        f"{work} of plain SGD, without momentum, a round, batch {task.batch}, {rates}{weights}; "
         f"FedAdam's server has rate {task.adam_rate:g}, FedProx μ = {task.mu:g}. "
         f"{task.chosen}",
         f"SCAFFOLD less FedAvg, points, seed by seed: {', '.join(f'{value:+.2f}' for value in each)}.",
@@ -86,6 +97,7 @@ def report(name: str, task: Task, runs: dict[str, list[dict[str, Any]]], command
         gates=gates,
         header=[
             "algorithm",
+            "rate",
             "ends at, %",
             "each seed",
             "mean over the rounds, %",
