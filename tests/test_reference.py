@@ -10,6 +10,7 @@ import pytest
 
 from atoll.config import NOT_SETTINGS, Settings, lasting
 from atoll.errors import BY_CODE
+from atoll.wire.messages import RunInfo
 
 TOOL = Path(__file__).parents[1] / "tools" / "reference.py"
 
@@ -45,6 +46,13 @@ def test_every_setting_says_what_becomes_of_it_when_it_is_changed(pages: Path) -
     found = rows(pages / "settings.md")
     chosen = {key: found[key][6] for key in ("tau", "outer_lr", "seed", "connections", "rounds", "state_dir")}
     assert list(chosen.values()) == ["no", "no", "not read", "sites: later", "yes", "another run"]
+
+
+def test_what_sites_are_told_when_they_join_does_not_change_below_them() -> None:
+    """`rounds` comes with every reply that counts them; of the other two the server alone makes use."""
+    lasting_kinds = {*lasting.FROZEN, *lasting.AT_THE_BEGINNING, *lasting.FOR_SITES}
+    told = set(RunInfo.model_fields) & set(Settings.model_fields)
+    assert told - lasting_kinds == {"rounds", "heartbeat_timeout_s", "name"}
 
 
 @pytest.mark.covers("X3")

@@ -91,7 +91,7 @@ def problems_of(scenario: Scenario, image: Image, right: str) -> list[str]:
         pytest.param("beginning and receiving", marks=pytest.mark.covers("F7", "F8", "F9")),
         pytest.param("closing a round", marks=pytest.mark.covers("F10", "F11", "F12")),
         pytest.param("at a site", marks=pytest.mark.covers("F3")),
-        *list(SCENARIOS)[3:],
+        *(name for name in SCENARIOS if name not in ("beginning and receiving", "closing a round", "at a site")),
     ],
 )
 def test_recovers_the_same_bits_from_a_crash_at_every_failpoint(tmp_path: Path, nursery: Nursery, name: str) -> None:

@@ -61,7 +61,7 @@ class Exclusion:
 
     Attributes:
         of: axis → values.
-        by: settings or words that the refusal names; empty where Atoll does not refuse.
+        by: settings or words that the refusal names, or its class; empty where Atoll does not refuse.
         why: for readers.
     """
 
@@ -100,7 +100,9 @@ EXCLUSIONS = (
     Exclusion({"place": ("fsdp",), "algorithm": STREAMS}, ("num_fragments", "ranks"), "fragments are not sharded"),
     Exclusion({"place": ("fsdp",), "algorithm": ("scaffold",)}, ("algorithm", "ranks"), "controls are not sharded"),
     Exclusion({"place": ("fsdp",), "algorithm": UNCONTROLLED}, ("DTensor", "DiLoCo"), "join has no ranks"),
-    Exclusion({"place": ("ddp",), "algorithm": ROUNDS}, ("a",), "join has no ranks: each would be the same site"),
+    Exclusion(
+        {"place": ("ddp",), "algorithm": ROUNDS}, ("StateLocked",), "join has no ranks: each would be the same site"
+    ),
     Exclusion({"algorithm": ("overlapped",), "mode": ("async",)}, (), "the bits depend on when results arrive"),
 )
 

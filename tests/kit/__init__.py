@@ -6,7 +6,8 @@
         server.run()
     assert tensors_digest(exported(tmp_path)) == ...
 
-Everything here reaches Atoll through its public names, its command line, and the environment.
+Runs are reached through public names, the command line and the environment. `damage`, `halfway` and `requests` also
+know the files on disk and the HTTP interface.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from atoll.errors import StateCorrupt
 from atoll.wire import routes, status_messages
 
 HISTORY = 20
-STILL = "no server runs on this state directory as far as it says; `atoll server` goes on with it"
+STILL = "read from the state directory, not from a server; `atoll server` goes on with this run"
 PHASES = {"open": "open", "frozen": "closing"}
 
 

@@ -30,5 +30,5 @@ FROZEN_OUTER = ("outer_optimizer", "outer_lr", "outer_lrs", "outer_momentum", "o
 AT_THE_BEGINNING = ("model", "model_args", "buffers", "seed")
 """Of the initial model. It is not read again; where it is named and is another one by its tensors, it is refused."""
 
-FOR_SITES = ("connections", "heartbeat_interval_s", "idle_timeout_s")
+FOR_SITES = ("connections", "heartbeat_interval_s", "waiting_heartbeat_s", "idle_timeout_s")
 """Sites have them from the server when they start, and keep them until they are started again."""

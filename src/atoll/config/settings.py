@@ -157,7 +157,7 @@ class Settings(BaseModel):
         600.0,
         ge=0,
         description="Seconds in which the aggregator neither reads nor gives a tensor, after which the server takes "
-        "it to hang, ends it, and fails; 0: no limit.",
+        "it to hang: it ends the aggregator, and the run fails; 0: no limit.",
     )
     max_kept_updates: int = Field(
         32, ge=0, description="Updates of earlier rounds, on disk, that the aggregator may keep; then the oldest go."

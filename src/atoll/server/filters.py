@@ -2,8 +2,9 @@
 
 The spool stays as it was received. When the last part is in, and before the update is accepted, it is read tensor by
 tensor, and what the filters leave is written to a file without a name, laid out and encoded as the update is. The
-reducers, or the user's aggregator, read that file in place of the spool. A filter that fails then refuses the update,
-and the round goes on with the others. A server that was killed has lost the file, and makes it again from the spool.
+reducers, or the user's aggregator, read that file in place of the spool. A filter that fails then refuses the update;
+`min_workers` says whether the round goes on without it. A server that was killed has lost the file, and makes it again
+from the spool.
 """
 
 from __future__ import annotations

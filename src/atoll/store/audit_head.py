@@ -1,8 +1,8 @@
 """`audit.head`: where the audit log ended at the last commit, beside the journal.
 
 The journal's end lies in SQLite's write-ahead log, and SQLite drops what follows a damaged frame of it without a word.
-The file is rewritten in place after each commit that adds to the audit log, so it is never ahead of the journal, but
-for a journal that has lost its end:
+The file is rewritten in place after each commit that adds to the audit log, so it may be behind the journal after
+a kill, and is ahead of it only where the journal has lost its end:
 
     entry and hash are in the log       nothing is lost; what follows them was committed just before a kill
     the log ends before                 the end is lost: a power loss may do that under `process` durability

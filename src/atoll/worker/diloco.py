@@ -59,8 +59,8 @@ class DiLoCo(OverRanks):
         labels: anything to be shown in status.
         filters: that every update of this site passes through, in this order, before any byte of it leaves.
         max_sync_retries: attempts before a synchronisation with a lost server is skipped; by default
-            `ATOLL_MAX_SYNC_RETRIES`, else 6. Where the network drops packets without a word, the first attempt lasts as
-            long as they would, and is the last one.
+            `ATOLL_MAX_SYNC_RETRIES`, else 6. Where the network drops packets without a word, there is one attempt,
+            of about 15 s.
         require_server: refuse to train alone where no server is configured.
     """
 

@@ -109,7 +109,7 @@ def _told(call: Callable[[], T]) -> T:
         if error.raised:
             raise UsageError(
                 f"The filter {error}. The update is not completed.",
-                "Its traceback is above; the round goes on with the other sites.",
+                "Its traceback is above. Mend the filter, and start this site again.",
             ) from error.__cause__
         raise UsageError(
             f"The filter {error}.",

@@ -275,7 +275,7 @@ class Streaming:
         self._flights.remove(flight)
         reply, moved = flight.reply, flight.moved
         if isinstance(flight.error, UpdateRefused):
-            # the server named what is wrong; the round goes on without us, and we go on from the global model
+            # refused: the server named what is wrong; begin again from the global model
             LOG.warning(
                 "%s: local steps of fragment %d since version %d are lost",
                 self._session.site,

@@ -49,7 +49,7 @@ class WholeModel(ABC):
             try:
                 self._round(session)
             except UpdateRefused as error:
-                # the server named what is wrong; the round goes on without us, and we go on from the global model
+                # refused: the server named what is wrong; begin again from the global model
                 LOG.warning("%s: local steps since version %d are lost", session.site, self._version)
                 session.outbox.clear()
                 session.refused(error)
