@@ -29,6 +29,7 @@ from torch import Tensor
 from atoll.aggregation.ahead import Ahead, elements_for, helpers_for
 from atoll.aggregation.delta import DeltaWriter
 from atoll.aggregation.jobs import run_jobs
+from atoll.aggregation.overflow import require_finite
 from atoll.aggregation.scratch import Scratch, read_at
 from atoll.aggregation.state import MASTER, RUNS, Column, region_digest, tail_region
 from atoll.aggregation.tables import Tables
@@ -90,6 +91,7 @@ def run_pass(
 
     Raises:
         CancelledError: (concurrent.futures) `cancelled` was set; the outputs hold rubbish.
+        Overflow: the next version would hold Inf or NaN; the outputs hold rubbish.
         StateCorrupt: an input ends early, or (`BaseDamaged`) the base is not what its digests say; the outputs hold
             rubbish.
         OSError: the disk is full, or fails.
@@ -263,6 +265,8 @@ class _Member:
                 else:
                     self._replace(window)
                 self._write(shared.outputs.version_fd, stored, window.offset)
+            values = self._scratch.tensor("stored", torch_dtype(window.dtype), window.numel)
+            require_finite(window, values, shared.inputs.base_fd)
             hasher.update(stored)
         if self._delta is not None:
             shared.delta_digests[part.index] = self._delta.end()

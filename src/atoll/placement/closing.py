@@ -38,6 +38,7 @@ def close(
 
     Raises:
         CancelledError: (concurrent.futures) `cancelled` was set.
+        Overflow: the next version would hold Inf or NaN.
         StateCorrupt: the base or its outer state is not what its digests say.
         OSError: the disk is full, or fails.
     """

@@ -54,6 +54,7 @@ class Place:
         checker: who is to check what came of it; aggregates the next round, where the user has not named others.
         checks_s: since when.
         unable: who could not.
+        overflowed: the sites whose result of this round overflows.
         first: who pulls the initial model from the server.
     """
 
@@ -71,6 +72,7 @@ class Place:
     checker: str = ""
     checks_s: float = 0.0
     unable: set[str] = field(default_factory=set)
+    overflowed: set[str] = field(default_factory=set)
     first: str = ""
 
 
@@ -240,6 +242,8 @@ class Places:
         assert place.closing is not None
         for closed in self.peers[place.aggregator].closed:
             if self._is_of(place.closing, closed) and not self._is_sound(closed):
+                if closed.overflows:
+                    place.overflowed.add(place.aggregator)
                 return closed.failed or "its digests make up no version"
         return ""
 

@@ -87,7 +87,7 @@ def close_round(
         aggregator: the user's, which then makes one pseudo-gradient of the updates' `params`.
 
     Raises:
-        RunFailed: the aggregator failed; the round stays frozen.
+        RunFailed: the aggregator failed, or the result overflows; the round stays frozen.
         DiskFull: nothing is lost; the same call may be made again.
         StateCorrupt: the base is not what was written; the server ends, and falls back when it starts.
         StoreError: the disk failed.

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 
+from atoll.aggregation.overflow import Overflow
 from atoll.errors import UpdateRefused
 from atoll.failpoints import failpoint
 from atoll.placement.digests import digests_in
@@ -294,6 +295,7 @@ class Swarm(Places):
 
         Raises:
             Reopened: the worker was lost; the round is open again.
+            Overflow: of every worker that could reduce the round, the result overflows.
             DiskFull: the journal could not be written; the same call may be made again.
         """
         losses = self._reopened[fragment]  # not the place's: that of the round before may still be there
@@ -319,6 +321,9 @@ class Swarm(Places):
                 if place.checker and self._has(place.checker, closed):
                     return self._commit(frozen, place, closed, number)
             await self.news(LOOK_S)
+        place = self.places[fragment]
+        if place.overflowed and place.overflowed.issuperset(self._holding(fragment, base_version)):
+            raise Overflow(place.lost)  # every worker that could reduce the round has found the same
         raise Reopened
 
     def _choose_checker(self, fragment: int, place: Place) -> None:

@@ -64,6 +64,7 @@ class Closed(Message):
     grad_norm: float | None = None
     seconds: float = Field(0.0, ge=0)
     failed: Text = ""
+    overflows: bool = Field(False, description="Whether it failed because the result overflows its dtype.")
 
 
 class Unreached(Message):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from atoll.aggregation.jobs import run_jobs
+from atoll.aggregation.overflow import Overflow
 from atoll.aggregation.values import PassOutputs, UpdateSource
 from atoll.config import Settings
 from atoll.errors import AtollError, StateCorrupt, VersionSkew
@@ -57,6 +58,7 @@ def reduced(
 
     Raises:
         CancelledError: (concurrent.futures) `cancelled` was set. OSError: the disk is full, or fails.
+        Overflow: the next version would hold Inf or NaN.
         UpdateDamaged: an update is not what came. StateCorrupt: nor is the base.
     """
     begin, update, done = time.monotonic(), plan.fragments[work.fragment].update, 0
@@ -127,24 +129,25 @@ def _require_whole(
     run_jobs([(share, part.index) for share in work.updates for part in parts], plan.threads, lambda: look, cancelled)
 
 
-def failed(work: Close, why: str) -> Closed:
+def failed(work: Close, why: str, *, overflows: bool = False) -> Closed:
     """What is said of a round that could not be reduced here."""
-    return Closed(
-        fragment=work.fragment, version=work.version, tickets=[each.ticket for each in work.updates], failed=why
-    )
+    tickets = [each.ticket for each in work.updates]
+    return Closed(fragment=work.fragment, version=work.version, tickets=tickets, failed=why, overflows=overflows)
 
 
-def why_failed(error: Exception, made: Path) -> str:
-    """What the server is told of it; another worker may have better luck. A traceback is for this worker's log.
+def failed_by(error: Exception, work: Close, folder: Path) -> Closed:
+    """What the server is told of an error; another worker may have better luck. A traceback is for this worker's log.
 
     Args:
-        made: what was to be written.
+        folder: in which the version was to be written.
     """
     if isinstance(error, OSError):
-        error = disk_error(error, made)
+        error = disk_error(error, folder / f"version {work.version}")
     if not isinstance(error, AtollError):
         LOG.error("a round could not be reduced", exc_info=error)
-    return told(error, 500)
+    if isinstance(error, Overflow):
+        return failed(work, error.message, overflows=True)
+    return failed(work, told(error, 500))
 
 
 def keep_result(site: str, plan: Plan, work: PeerWork, shelf: Shelf, target: Path) -> None:

@@ -42,7 +42,7 @@ from atoll.worker.connection import UNPULLED, NetworkLost
 from atoll.worker.errands import Errands
 from atoll.worker.holding import Shelf, Spool, Version
 from atoll.worker.outlet import Outlet, ServedVersions
-from atoll.worker.reducing import Key, UpdateDamaged, failed, keep_result, key_of, reduced, why_failed
+from atoll.worker.reducing import Key, UpdateDamaged, failed, failed_by, keep_result, key_of, reduced
 from atoll.worker.reporting import LOG, Troubles, told
 
 RESULT = "model.safetensors"
@@ -363,11 +363,11 @@ class SwarmPeer:
             self._shelf.give_back(STATE, fragment, state)
             if isinstance(error, CancelledError) or not isinstance(error, Exception):
                 raise
-            why = why_failed(error, self._shelf.folder / f"version {work.version}")
+            ended = failed_by(error, work, self._shelf.folder)
             with self._lock:  # both are said in one report
                 if isinstance(error, StateCorrupt):
                     self._let_go(base, error)
-                self._ended(key, failed(work, why))
+                self._ended(key, ended)
 
     def _let_go(self, base: Version, error: StateCorrupt) -> None:
         """What the disk has changed is not here any more: others have it, or have it still."""
