@@ -97,18 +97,22 @@ def file_layer(path: Path, fields: Fields) -> Layer:
         layer["client"] = (str(path.parent / client), str(path))
     for key in (*FILTERS, "workflows", "components"):
         if isinstance(table.get(key), list):
-            layer[key] = ([_beside(each, path) for each in table[key]], str(path))
+            layer[key] = ([_beside(key, each, path) for each in table[key]], str(path))
     model = table.get("model")
     if isinstance(model, str) and (model.endswith(".safetensors") or (path.parent / model).is_dir()):
         layer["model"] = (str(path.parent / model), str(path))
     return layer
 
 
-def _beside(entry: Any, path: Path) -> Any:
-    """A table whose `path` names a file relative to the run file, relative to the current folder."""
+def _beside(key: str, entry: Any, path: Path) -> Any:
+    """A table whose `path` names a file relative to the run file, relative to the current folder.
+
+    A workflow is called what the run file says, so that it is the same one when the folder has been moved.
+    """
     target = entry.get("path") if isinstance(entry, dict) else None
     if isinstance(target, str) and registry.is_file(target):
-        entry = {**entry, "path": str(path.parent / target)}
+        name = {"name": target} if key == "workflows" else {}
+        entry = {**name, **entry, "path": str(path.parent / target)}
     versions = entry.get("versions") if isinstance(entry, dict) else None
     if isinstance(versions, list):
         entry = {

@@ -213,8 +213,9 @@ class Course:
             return
         ended = journal.finished(self._run.store.journal)
         for place, name in ended.items():
-            now = self.steps[place].entry.name if place < len(self.steps) else "none"
-            if now != name:
+            entry = self.steps[place].entry if place < len(self.steps) else None
+            now = entry.name if entry else "none"
+            if entry is None or name not in (now, entry.path):  # an earlier Atoll took the path for the name
                 raise ConfigError(
                     f"{self._settings.state_dir} has a run whose workflow {place + 1} was {name!r} and has ended, this "
                     f"start says {now!r}.",
