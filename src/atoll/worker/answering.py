@@ -39,6 +39,22 @@ UNDELIVERED = (TransferError, UsageError, StoreError, BadRequest)
 through, a disk of this site that takes none, a server that would never keep so much."""
 
 
+OF_EVALUATIONS = -2
+"""Under this number, in place of a fragment's, a worker warns that it cannot evaluate while it trains."""
+
+
+def say_evaluation_follows(connection: Connection) -> None:
+    """Warn a site that evaluates only if its script opens `atoll.tasks` behind its loop, which no server can know."""
+    if connection.evaluates:
+        told = (
+            f"the run ends with a cross-site evaluation that asks site {connection.site}, and a DiLoCo loop answers no "
+            "tasks. Open atoll.tasks with worker.evaluates(function) behind the loop in the same script, or leave the "
+            "site out of the evaluation's sites: else the evaluation waits for it, and has no values of it."
+        )
+        LOG.warning("%s: %s", connection.site, told)
+        connection.warn(OF_EVALUATIONS, [told])
+
+
 class Answering:
     """The handlers of a site, and the loop that calls them.
 

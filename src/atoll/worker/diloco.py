@@ -22,6 +22,7 @@ from atoll.errors import UsageError
 from atoll.filters.base import Filter
 from atoll.tensors.modules import named_parameters, without_ddp
 from atoll.worker.address import server_of
+from atoll.worker.answering import say_evaluation_follows
 from atoll.worker.border import border, say_interrupt_in_a_line
 from atoll.worker.given import finite_metrics, last_words, positive, sync_retries
 from atoll.worker.local import ALONE, ALONE_ENDED
@@ -179,6 +180,7 @@ class DiLoCo(OverRanks):
             raise
         info = session.info
         LOG.info("%s: joined run %s at %s; %s", site, info.name, session.http.server, in_words(info, self.sync_every))
+        say_evaluation_follows(session.connection)
         return self._now()
 
     def _now(self) -> dict[str, Any]:
