@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from atoll.sealed import NoteDamaged
 from atoll.simulate import keeping
 from atoll.tensors.schema import TensorSpec
 from atoll.wire.messages import Outcome
@@ -79,3 +81,21 @@ def test_ended_at_any_step_the_round_can_be_trained_again(
         keeping.write_kept(here, keeping.read_kept(there))
     monkeypatch.undo()
     assert value(here) == 1.0  # the update of ticket 1 was counted, that of ticket 2 is formed again
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], lambda data: b""])
+def test_a_damaged_note_is_said_and_removed_here_and_refused_from_there(
+    tmp_path: Path, change: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    trained(there, 1)
+    keeping.write_kept(here, keeping.read_kept(there))
+    kept, note = keeping.read_kept(here), here / "control.json"
+    with pytest.raises(NoteDamaged):
+        keeping.write_kept(here, kept | {note.name: change(kept[note.name])})
+    assert keeping.read_kept(here) == kept
+    note.write_bytes(change(kept[note.name]))
+    caplog.set_level("WARNING", "atoll")
+    assert keeping.pending(here) == set()
+    assert [str(note) in line and "damaged" in line for line in caplog.messages] == [True]
+    assert not note.exists()
