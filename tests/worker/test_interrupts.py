@@ -150,3 +150,50 @@ def test_a_script_with_a_local_environment_ends_with_one_line(tmp_path: Path) ->
     with script(tmp_path, LOCAL, KIT) as (process, log):
         wait_until(lambda: read(tmp_path / "out" / "site-2.log").count("ready"), "the clients", 120)
         require_one_line(process, log)
+
+
+SIMULATED = """
+import atoll
+atoll.Simulation("client:Model", client="client.py:train", workers=2, processes=1, rounds=3).run()
+"""
+
+VIRTUAL = """
+import threading
+from pathlib import Path
+from torch import nn
+
+
+class Model(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+
+
+def train(worker):
+    for fl_round in worker:
+        Path("trains").touch()
+        threading.Event().wait()
+"""
+
+
+@pytest.mark.timeout(400)
+def test_a_script_with_a_simulation_ends_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "client.py").write_text(VIRTUAL)
+    with script(tmp_path, SIMULATED) as (process, log):
+        wait_until(lambda: (tmp_path / "trains").exists(), "its training", 300)
+        require_one_line(process, log)
+
+
+@pytest.mark.timeout(400)
+def test_the_simulate_command_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
+    """A terminal interrupts the processes that train, too."""
+    (tmp_path / "client.py").write_text(VIRTUAL)
+    run = 'model = "client:Model"\nclient = "client.py:train"\nalgorithm = "fedavg"\nnum_workers = 2\nrounds = 3\n'
+    (tmp_path / "run.toml").write_text(run)
+    command = "from atoll.cli.main import main\nmain()\n"
+    with script(tmp_path, command, "simulate", "run.toml", "--processes", "1") as (process, log):
+        wait_until(lambda: (tmp_path / "trains").exists(), "its training", 300)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT
+    said = log.read_text()
+    assert "Traceback" not in said
+    assert sum("stopping" in line for line in said.splitlines()) == 1

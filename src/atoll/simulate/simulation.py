@@ -34,6 +34,7 @@ from atoll.simulate.local import LocalEngine
 from atoll.simulate.session import lasts
 from atoll.tensors.modules import Tensors
 from atoll.wire import status_messages
+from atoll.worker.border import say_interrupt_in_a_line
 from atoll.worker.site import require_site
 
 LOG = logging.getLogger("atoll.simulate")
@@ -170,7 +171,8 @@ class Simulation:
         self.start()
         try:
             self._over.wait()
-        except BaseException:  # Ctrl-C
+        except BaseException as error:
+            say_interrupt_in_a_line(error)
             self.stop()
             raise
         if self._error is not None:
@@ -202,6 +204,7 @@ class Simulation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        say_interrupt_in_a_line(error)
         self.stop()
 
     @property
