@@ -5,19 +5,36 @@ Nothing is imported from Lightning: `lightning.pytorch` and `pytorch_lightning` 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from atoll.errors import UsageError
+from atoll.errors import ConfigError, UsageError
 from atoll.worker.reporting import LOG
+
+if TYPE_CHECKING:
+    from atoll.worker.diloco import DiLoCo
 
 GLOBAL_PREFIX = "global_"
 """Before the names of metrics that `trainer.validate` gave of the global model."""
 
 STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}
 """And what derives from them: every rank holds the whole model."""
+
+
+def callback_class() -> type:
+    """Lightning's `Callback`, of the package that is imported already; either works with both Trainers."""
+    names = ["lightning.pytorch", "pytorch_lightning"]
+    for name in sorted(names, key=lambda name: name not in sys.modules):
+        try:
+            found: type = import_module(name).Callback
+            return found
+        except ImportError:
+            continue
+    raise ConfigError("Neither lightning nor pytorch_lightning is installed.", "pip install 'atoll[lightning]'")
 
 
 class Limits:
@@ -237,6 +254,41 @@ def metrics_of(trainer: Any) -> dict[str, float]:
         for name, value in trainer.callback_metrics.items()
         if not isinstance(value, Tensor) or value.numel() == 1
     }
+
+
+class Validations:
+    """Validations of a DiLoCo run: right behind a synchronisation they measure the global model, elsewhere they do not.
+
+    Only the former are sent. The others would have `best_metric` judge a version by what a local model has learned.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, Any] = {}
+        self._names: set[str] = set()  # that validations log
+        self._warned = False
+
+    def begin(self, trainer: Any) -> None:
+        """A validation begins."""
+        self._before = dict(trainer.callback_metrics)
+
+    def end(self, trainer: Any, diloco: DiLoCo) -> None:
+        """It has ended: what it logged is of the global version, if the model is one."""
+        if trainer.sanity_checking:  # it sees a few batches
+            return
+        logged = {name for name, value in trainer.callback_metrics.items() if value is not self._before.get(name)}
+        self._names |= logged
+        metrics = {name: value for name, value in metrics_of(trainer).items() if name in logged}
+        if metrics and not diloco.credit(metrics) and not diloco.over and not self._warned:
+            self._warned = True
+            LOG.warning(
+                "A validation measured a local model: its metrics are not sent. The model is the global one right "
+                "after a synchronisation: set val_check_interval to a multiple of the run's sync_every, %d steps.",
+                diloco.sync_every,
+            )
+
+    def of_training(self, trainer: Any) -> dict[str, float]:
+        """What was logged, without what validations log."""
+        return {name: value for name, value in metrics_of(trainer).items() if name not in self._names}
 
 
 def joined_metrics(of_fit: Mapping[str, float], of_global: Mapping[str, float]) -> dict[str, float]:

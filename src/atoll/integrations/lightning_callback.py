@@ -11,16 +11,14 @@ Rank 0 talks; the others get the model, and what corrects it, from rank 0.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from atoll.errors import ConfigError, UsageError
+from atoll.errors import UsageError
 from atoll.filters.base import Filter, require_filters
 from atoll.integrations import fitting
 from atoll.tensors.modules import named_tensors
@@ -38,22 +36,10 @@ from atoll.worker.site import default_site, require_site
 NOTHING_LEFT = "The run is finished: this fit trains nothing."
 
 
-def _callback_class() -> type:
-    """Lightning's `Callback`, of the package that is imported already; either works with both Trainers."""
-    names = ["lightning.pytorch", "pytorch_lightning"]
-    for name in sorted(names, key=lambda name: name not in sys.modules):
-        try:
-            found: type = import_module(name).Callback
-            return found
-        except ImportError:
-            continue
-    raise ConfigError("Neither lightning nor pytorch_lightning is installed.", "pip install 'atoll[lightning]'")
-
-
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
 else:
-    Callback = _callback_class()
+    Callback = fitting.callback_class()
 
 
 class AtollCallback(Callback):
@@ -108,6 +94,7 @@ class AtollCallback(Callback):
         self._global_metrics: dict[str, float] = {}
         self.on_join: list[Callable[[Worker], object]] = []
         self._schedule = fitting.Schedule()
+        self._validations = fitting.Validations()
 
     # -- what a script asks
 
@@ -192,6 +179,7 @@ class AtollCallback(Callback):
 
     @border
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._validations.begin(trainer)
         if fitting.is_validating(trainer) and self._takes_part and not self.measuring:
             self._module = pl_module
             ranks = self._ranks(trainer)
@@ -202,7 +190,11 @@ class AtollCallback(Callback):
                 self._finish(ranks, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if fitting.is_validating(trainer) and not self.measuring:
+        if self.measuring:
+            return
+        if self._diloco is not None:
+            self._validations.end(trainer, self._diloco)
+        elif fitting.is_validating(trainer):
             self._global_metrics = fitting.metrics_of(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -384,7 +376,7 @@ class AtollCallback(Callback):
             labels=self._labels,
             filters=self._filters,
         )
-        diloco.local_metrics = lambda: fitting.metrics_of(trainer)
+        diloco.local_metrics = lambda: self._validations.of_training(trainer)
         self._diloco = diloco.start()
         weakref.finalize(trainer, diloco.stop)
         if diloco.over:

@@ -68,6 +68,12 @@ class Measured:
                 for name, tensor in tensors.items():
                     tensor.copy_(before[name])
 
+    def credit(self, metrics: dict[str, float], digest: str) -> None:
+        """Numbers that a framework measured by itself of the version with this digest."""
+        earlier = self._metrics if self._digest == digest else {}
+        self._metrics = earlier | finite_metrics(metrics, self._site(), self._not_finite)
+        self._digest = digest
+
     def of(self, digest: str) -> dict[str, float]:
         """For an update from the version with this digest; empty where another one was measured."""
         return dict(self._metrics) if self._digest in (None, digest) else {}

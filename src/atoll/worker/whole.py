@@ -120,6 +120,17 @@ class WholeModel(ABC):
         assert session.base.note is not None
         self._measured.look(session.base.note.digest)
 
+    def credit(self, metrics: dict[str, float]) -> bool:
+        """Take numbers that were measured just now for those of the global version; False where the model is none.
+
+        It is one behind a synchronisation, until the next step. For frameworks, which measure when they do.
+        """
+        session = self._session
+        if session is None or session.streams or self.step != self._base_step or session.base.note is None:
+            return False
+        self._measured.credit(metrics, session.base.note.digest)
+        return True
+
     def _take(self, session: Session, version: int, digest: str) -> None:
         """The global model becomes ours; nothing local has happened since it was asked for."""
         newer = pull_newest(session, version, digest, self._tensors, max_retries=self._retries)
