@@ -41,6 +41,7 @@ class Inner:
     steps: int = STEPS
 
 
+MUON = Inner(muon=True)
 H20 = {"algorithm": "diloco", "codec": "none", "sync_every": 20}
 STREAMING = {**H20, "num_fragments": 4, "tau": 1, "alpha": 0.5}
 TOPK = {"codec": "topk", "downlink_codec": "topk", "outer_lr": 1.0, "outer_momentum": 0.0}
@@ -88,6 +89,13 @@ WAYS: dict[str, Way] = {
     ),
     "streaming_topk": Way("top-k of 1/64 both ways, no momentum", {**STREAMING, **TOPK}),
     "streaming_topk_16": Way("top-k of 1/16 up, int8 down, no momentum", {**STREAMING, **DENSER}),
+    "data_parallel_muon": Way("data-parallel, Muon", inner=MUON),
+    "streaming_int4_muon": Way(
+        "int4 both ways, α = 0.25, Muon",
+        {**STREAMING, "alpha": 0.25, "codec": "int4", "downlink_codec": "int4"},
+        inner=MUON,
+        against="data_parallel_muon",
+    ),
     "slow_sync": Way("DiLoCo, H = 20, one worker slow", H20, slow=True, tuned_as="diloco"),
     "slow_async": Way("async, one slow", {**H20, "mode": "async"}, slow=True),
     "slow_delayed": Way("async, delayed Nesterov, sync first, one slow", {**H20, **DELAYED}, slow=True),
@@ -102,19 +110,17 @@ WAYS: dict[str, Way] = {
 
 A25 = WAYS["streaming_int4_a25"].settings
 BETAS, DECAY, TO_ZERO = Inner(betas=(0.9, 0.99)), Inner(weight_decay=0.01), Inner(floor=0.0)
-MUON, LONGER = Inner(muon=True), Inner(steps=2 * STEPS)
+LONGER = Inner(steps=2 * STEPS)
 HIGHER, LOWER = (12e-3, 24e-3), (6e-3, 12e-3)
 
 TRIED: dict[str, Way] = {
     "dp_betas": Way("data-parallel, AdamW with β₂ = 0.99", inner=BETAS, rates=HIGHER),
     "dp_to_zero": Way("data-parallel, the rate falls to 0", inner=TO_ZERO, rates=HIGHER),
     "dp_decay": Way("data-parallel, weight decay 0.01", inner=DECAY, rates=HIGHER),
-    "dp_muon": Way("data-parallel, Muon", inner=MUON, rates=HIGHER),
     "dp_longer": Way("data-parallel, 3,000 steps", inner=LONGER, rates=HIGHER),
     "betas": Way("AdamW with β₂ = 0.99", A25, inner=BETAS, rates=LOWER, against="dp_betas"),
     "to_zero": Way("the rate falls to 0", A25, inner=TO_ZERO, rates=LOWER, against="dp_to_zero"),
     "decay": Way("weight decay 0.01", A25, inner=DECAY, rates=LOWER, against="dp_decay"),
-    "muon": Way("Muon", A25, inner=MUON, rates=LOWER, against="dp_muon"),
     "longer": Way("3,000 steps", A25, inner=LONGER, rates=LOWER, against="dp_longer"),
     "h12": Way("H = 12", {**A25, "sync_every": 12}, rates=LOWER),
     "a10": Way("α = 0.1", {**A25, "alpha": 0.1}, rates=LOWER),
