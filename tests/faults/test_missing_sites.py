@@ -115,6 +115,26 @@ def test_a_round_without_one_of_the_sites_is_reported_with_its_name(
 
 
 @pytest.mark.covers("L9")
+def test_a_dead_site_is_reported_although_another_has_taken_its_place(
+    nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "atoll.server")
+    with serve(tmp_path, **QUICK) as server:
+        others = FederatedSites(server.url, tmp_path, "ab")
+        with killed(nursery, tmp_path, server, in_round=2):
+            replacement = FederatedSites(server.url, tmp_path, "d")
+            others.join()
+            replacement.join()
+        server.run()
+        status = server.status()
+    assert [sorted(each.workers) for each in status.history] == [["a", "b", "c"], ["a", "b", "d"], ["a", "b", "d"]]
+    (told,) = status.warnings
+    assert "without c" in told
+    reports = [record for record in caplog.records if "without c" in record.message]
+    assert [record.levelname for record in reports] == ["WARNING"]
+
+
+@pytest.mark.covers("L9")
 def test_a_diloco_run_goes_on_without_a_dead_worker_and_reports_it(nursery: Nursery, tmp_path: Path) -> None:
     diloco = {"algorithm": "diloco", "num_workers": 2, "sync_every": 2, "codec": "none"}
     with serve(tmp_path, **{**QUICK, **diloco}) as server:

@@ -43,14 +43,23 @@ class Attendance:
     def closed(self, summary: status_messages.RoundSummary) -> None:
         """Report a round that closed without a site of the run; once for as long as the same sites are missing."""
         absent = tuple(sorted(self._roster.keys() - set(summary.workers)))
-        if len(summary.workers) >= summary.expected or not absent:
+        complete = len(summary.workers) >= summary.expected
+        if complete:  # with other sites in the place of those that broke off; a site that has left is not missed
+            absent = tuple(site for site in absent if self._roster[site].state in ("dead", "failed"))
+        if not absent:
             self._absent, self._partial = (), ""
             return
         ended = [f"{site} {told}" for site in absent if (told := self._roster[site].ended)]
+        of = summary.population if complete else summary.expected
+        remedy = (
+            f"Start {listed(absent)} again under the same name, to have it take part"
+            if complete
+            else f"Set min_workers = {summary.expected} to have rounds wait for all sites"
+        )
         self._partial = (
-            f"round {summary.round} closed with {len(summary.workers)} of {summary.expected} sites, without "
-            f"{listed(absent)}{f' ({listed(ended)})' if ended else ''}: its version has learned nothing from them. "
-            f"Set min_workers = {summary.expected} to have rounds wait for all sites"
+            f"round {summary.round} closed with {len(summary.workers)} of {of} sites, "
+            f"without {listed(absent)}{f' ({listed(ended)})' if ended else ''}: its version has learned nothing from "
+            f"{listed(absent)}. {remedy}"
         )
         if absent != self._absent:
             self._absent = absent
