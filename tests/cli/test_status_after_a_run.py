@@ -10,7 +10,7 @@ import pytest
 from kit import FederatedSites, serve
 
 from atoll.cli import status as shown
-from atoll.testing.processes import Nursery, free_port
+from atoll.testing.processes import Nursery, free_port, wait_until
 from atoll.wire.status_messages import Status
 
 
@@ -58,14 +58,14 @@ def test_reads_the_default_state_directory_where_no_server_answers(nursery: Nurs
     assert "FINISHED" in said
 
 
-def test_a_run_whose_server_was_stopped_says_that_none_runs(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_run_whose_server_was_stopped_says_that_none_answers(nursery: Nursery, tmp_path: Path) -> None:
     with serve(tmp_path, rounds=0):
         pass
     code, said = status_of(nursery, tmp_path, "--state-dir", "state", "--json")
     assert code == 0, said
     (fragment,) = json.loads(said)["fragments"]
     assert fragment["phase"] == "gathering"
-    assert "no server runs" in fragment["reason"]
+    assert "no server answers" in fragment["reason"]
 
 
 def test_refuses_a_folder_without_a_run_and_an_address_beside_the_folder(nursery: Nursery, tmp_path: Path) -> None:
@@ -89,3 +89,18 @@ def test_words_of_diloco_are_in_the_status_of_diloco_alone(
     with serve(tmp_path, **settings) as server:
         lines = "\n".join(shown.headline(server.status(), server.url))
     assert {word for word in ("sync every", "outer", "data-parallel", "fragment") if word in lines} == words
+
+
+@pytest.mark.covers("L13")
+def test_asks_the_server_that_runs_on_the_state_directory_at_another_port(nursery: Nursery, tmp_path: Path) -> None:
+    with serve(tmp_path) as server:
+        sites = FederatedSites(server.url, tmp_path, ["a"])  # the round waits for another
+        wait_until(lambda: server.status().workers, "a site")
+        code, said = status_of(nursery, tmp_path, "--state-dir", "state", "--json")
+        assert code == 0, said
+        found = Status.model_validate_json(said)
+        assert (found.address, found.run) == (server.url, server.status().run)
+        assert [(each.site, each.heard) for each in found.workers] == [("a", True)]
+        FederatedSites(server.url, tmp_path, ["b"]).join()
+        sites.join()
+        server.run()

@@ -11,6 +11,7 @@ from kit import together
 
 import atoll
 from atoll.errors import AtollError, UsageError
+from atoll.testing.processes import wait_until
 
 
 def answer(url: str, site: str) -> None:
@@ -93,3 +94,24 @@ def test_an_evaluation_names_the_nearest_of_a_site_that_has_never_joined(tmp_pat
     (empty,) = [cell for cell in evaluation.cells if cell.error]
     assert empty.site == "clinc-b"
     assert "'clinic-b'" in empty.error
+
+
+def test_a_wait_for_a_site_that_has_never_joined_is_reported_with_the_nearest_name(tmp_path: Path) -> None:
+    told: list[list[str]] = []
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=1, timeout_s=30)
+        with pytest.raises(UsageError):
+            controller.send("clinic_a", "echo", timeout_s=60)
+
+    with atoll.Server(workflow=main, state_dir=tmp_path / "state", port=0, num_workers=2) as server:
+
+        def watch() -> None:
+            wait_until(lambda: any("clinic_a" in each for each in server.status().warnings), "a warning")
+            told.append(server.status().warnings)
+            answer(server.url, "clinic-b")  # now as many have joined as the run expects
+
+        together(lambda: answer(server.url, "clinic-a"), watch, server.run)
+        assert server.status().warnings == []
+    ((warning,),) = told
+    assert "'clinic-a'" in warning

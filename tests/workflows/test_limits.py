@@ -24,7 +24,9 @@ def test_training_in_which_nothing_moves_fails_after_its_limit(tmp_path: Path) -
         assert client.next_round() == 1  # and then it submits nothing
         with pytest.raises(RunFailed, match="The workflow train made no progress for 1 s"):
             server.run()
-    assert server.status().workflows[0].state == "failed"
+    (workflow,) = server.status().workflows
+    assert workflow.state == "failed"
+    assert "made no progress for 1 s" in workflow.detail
 
 
 @pytest.mark.covers("P12")

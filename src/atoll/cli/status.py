@@ -30,7 +30,7 @@ from atoll.cli.text import (
     time_left,
     workflow_lines,
 )
-from atoll.errors import ServerUnreachable, UsageError
+from atoll.errors import AtollError, ServerUnreachable, UsageError
 from atoll.visible import visible
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def command(
     state_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Read this state directory instead: of a run that is over, or whose server is away. Without an "
-            "address, atoll-run here is read where no server answers.",
+            help="Ask the server that runs on this state directory, or read the directory where none does. Without an "
+            "address, this is done for atoll-run here where no server answers at port 8512.",
             show_default=False,
         ),
     ] = None,
@@ -67,7 +67,9 @@ def command(
 
     if state_dir is not None:
         if server is not None or watch:
-            raise UsageError("--state-dir reads what a run has left.", "Leave out --server and --watch.")
+            raise UsageError(
+                "--state-dir finds the server by itself, and asks once.", "Leave out --server and --watch."
+            )
         _show_stored(state_dir, json=json)
         return
     address = server_address(server)
@@ -79,7 +81,7 @@ def command(
             raise ServerUnreachable(
                 error.message, f"{error.remedy} Of a run that is over, --state-dir shows the end.".strip()
             ) from error
-        print(f"atoll: {error.message} This is from the state directory {HERE}.", file=sys.stderr)
+        print(f"atoll: {error.message} The state directory {HERE} is looked at instead.", file=sys.stderr)
         _show_stored(HERE, json=json)
         return
     if sys.stdout.isatty() and not json:
@@ -96,11 +98,25 @@ def command(
 
 
 def _show_stored(state_dir: Path, *, json: bool) -> None:
-    """Print what a state directory says."""
+    """Print what a state directory says; or the server that runs on it, which has named its address there."""
     from atoll.cli.stored import stored_status
 
-    status = stored_status(state_dir)
-    print(status.model_dump_json(indent=2) if json else "\n".join(plain(status, str(state_dir))))
+    status, source = stored_status(state_dir), str(state_dir)
+    if status.address and (live := _asked_by(status)) is not None:
+        status, source = live, status.address
+    print(status.model_dump_json(indent=2) if json else "\n".join(plain(status, source)))
+
+
+def _asked_by(stored: status_messages.Status) -> status_messages.Status | None:
+    """What the server says that was started last on a state directory; None where it does not run."""
+    try:
+        live = _ask(stored.address)
+    except ServerUnreachable:
+        return None
+    except AtollError as error:
+        print(f"atoll: {stored.address} answers, but not this command: {error}", file=sys.stderr)
+        return None
+    return live if live.run == stored.run else None
 
 
 def _ask(address: str) -> status_messages.Status:

@@ -15,7 +15,7 @@ from atoll.errors import StateCorrupt
 from atoll.wire import routes, status_messages
 
 HISTORY = 20
-STILL = "read from the state directory, not from a server; `atoll server` goes on with this run"
+STILL = "no server answers where the last one listened; `atoll server` goes on with this run"
 PHASES = {"open": "open", "frozen": "closing"}
 
 

@@ -244,7 +244,7 @@ class Course:
                 if self.recorded:
                     await self._record(place, step)
             except AtollError as error:
-                step.state = "failed"
+                step.state, step.detail = "failed", f"{error.message} {error.remedy}"
                 self._run.fail(error)
                 return
             finally:

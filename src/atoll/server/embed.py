@@ -292,11 +292,11 @@ class Server:
             context = None
             if self.settings.tls_cert and self.settings.tls_key:
                 context = server_context(self.settings.tls_cert, self.settings.tls_key)
-            run.start()
+            self.port = listener.getsockname()[1]
+            run.start(self.url)
             self._run = run
             if course is not None:
                 course.start(run)
-            self.port = listener.getsockname()[1]
             door = await open_door(listener, runner, context, files=files, idle_timeout_s=self.settings.idle_timeout_s)
             self._ready.set()
             await self._until_end(run)

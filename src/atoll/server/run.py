@@ -77,7 +77,7 @@ class Run:
         self.left = TimeLeft(self.settings.rounds, len(plan.fragments))
         self.course, self.finished, self.trained = course, asyncio.Event(), asyncio.Event()
         self.failed: AtollError | None = None
-        self.ended = asyncio.Event()
+        self.ended, self.address = asyncio.Event(), ""
         self.trouble: dict[int, str] = {}
         totals = store.totals()
         self.attendance, self.refused = Attendance(self.roster, totals.deaths), totals.refused
@@ -92,8 +92,7 @@ class Run:
             idle_timeout_s=self.settings.idle_timeout_s,
         )
         self.desk = Desk(self.objects, self.wake, self._alive)
-        self.behind = Behind(plan, store, self.io, persistor)
-        self.aside = Aside()
+        self.behind, self.aside = Behind(plan, store, self.io, persistor), Aside()
         self.filtering = Filtering(filters, plan, store, self.aside)
         self.aggregator: Aggregator | None = None
         self.judge = Judge(self)
@@ -120,12 +119,13 @@ class Run:
 
     # -- beginning and end
 
-    def start(self) -> None:
-        """Take up what the journal says is to be done; called on the event loop that serves the run.
+    def start(self, address: str = "") -> None:
+        """Take up what the journal says is to be done; called on the event loop that serves the run at an address.
 
         Raises:
             ConfigError, RunFailed: the aggregator that the settings name cannot be started.
         """
+        self.address = address
         if self.settings.aggregator:
             loop = asyncio.get_running_loop()
             self.aggregator = Aggregator(

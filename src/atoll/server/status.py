@@ -49,6 +49,7 @@ def status_of(run: Run) -> status_messages.Status:
         rounds=settings.rounds,
         finished=run.state.finished if run.course is None else run.desk.finished,
         stopped=run.state.rules.tracking.why(run.state.progress),
+        address=run.address,
         best=_best(run),
         uptime_s=now_s - run.started_s,
         left_s=run.left.of(run.state, now_s),

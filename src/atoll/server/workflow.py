@@ -211,19 +211,31 @@ class Controller:
         Raises:
             UsageError: one has not; the nearest is named.
         """
-        deadline_s, roster = _deadline(timeout_s), self._run.roster
-        while unknown := next((site for site in sites if site not in roster), None):
-            if len(roster) >= self._run.settings.num_workers or time.monotonic() >= deadline_s:
-                raise UsageError(
-                    f"Task {task!r} is for the site {unknown!r}, which has never joined.",
-                    nearest(
-                        unknown,
-                        sorted(roster),
-                        f"Sites that have: {', '.join(sorted(roster)) or 'none'}. Wait for further ones with "
-                        "controller.sites(at_least=…).",
-                    ),
-                )
-            await self._run.changed(min(deadline_s - time.monotonic(), 1.0))
+        deadline_s, say_s, warnings = _deadline(timeout_s), time.monotonic(), self._run.desk.warnings
+        roster, wanted, waits = self._run.roster, self._run.settings.num_workers, f"{task} waits"
+        try:
+            while unknown := next((site for site in sites if site not in roster), None):
+                joined, now_s = sorted(roster), time.monotonic()
+                if len(joined) >= wanted or now_s >= deadline_s:
+                    raise UsageError(
+                        f"Task {task!r} is for the site {unknown!r}, which has never joined.",
+                        nearest(
+                            unknown,
+                            joined,
+                            f"Sites that have: {', '.join(joined) or 'none'}. Wait for further ones with "
+                            "controller.sites(at_least=…).",
+                        ),
+                    )
+                warnings[waits] = (
+                    f"task {task!r} waits for {unknown!r}, which has never joined; {len(joined)} of {wanted} sites "
+                    f"have: {', '.join(joined) or 'none'}. {nearest(unknown, joined)}"
+                ).strip()
+                if now_s >= say_s:
+                    say_s = now_s + 10 * SAY_S
+                    LOG.warning("%s", warnings[waits])
+                await self._run.changed(min(deadline_s - now_s, 1.0))
+        finally:
+            warnings.pop(waits, None)
 
     async def _collect(
         self,

@@ -136,6 +136,7 @@ class Status(Message):
     rounds: Count
     finished: bool
     stopped: str = Field("", description="Why the run ended before its last round; else empty.")
+    address: str = Field("", description="Where the server listens, or listened last; empty: a simulation.")
     best: BestStatus | None = Field(None, description="Null: the run tracks no metric.")
     uptime_s: float
     left_s: float | None = Field(
