@@ -24,8 +24,8 @@ def view(expected: str, accepted: str, floor: int = 1) -> RoundView:
     [
         (view("abc", "abc"), Close((1, 2, 3))),
         (view("abc", "b"), Wait("waits for a and c")),
-        (view("", ""), Wait("0 of min_workers 1 alive: waits for another")),
-        (view("ab", "ab", floor=3), Wait("2 of min_workers 3 alive: waits for another")),
+        (view("", ""), Wait("waits for another site: 0 of min_workers 1 alive")),
+        (view("ab", "ab", floor=3), Wait("waits for another site: 2 of min_workers 3 alive")),
     ],
 )
 def test_barrier(seen, decision):

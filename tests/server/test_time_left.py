@@ -14,6 +14,7 @@ from torch import nn
 import atoll
 from atoll.cli import status as cli_status
 from atoll.server.left import ROUNDS, TimeLeft, left_s
+from atoll.testing.processes import wait_until
 from atoll.wire import messages
 from atoll.worker.reporting import in_wait
 
@@ -118,3 +119,16 @@ def test_a_worker_that_waits_says_it_too() -> None:
     )
     assert in_wait(15.2, reply) == "waiting 15 s: round 2 waits for b; about 3 min 20 s left of the run"
     assert in_wait(15.2, reply.model_copy(update={"left_s": None})) == "waiting 15 s: round 2 waits for b"
+
+
+def test_no_time_is_named_while_a_run_waits_for_a_site(tmp_path: Path) -> None:
+    with serve(tmp_path, rounds=3, num_workers=2) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as a:
+            with atoll.join(server.url, site="b", folder=tmp_path / "w") as b:
+                for worker in (a, b):
+                    round = next(iter(worker))
+                    round.submit(round.state_dict())
+                wait_until(lambda: server.status().version == 1, "the first round")
+                assert server.status().left_s is not None
+            wait_until(lambda: [each.state for each in server.status().workers] == ["alive", "left"], "b's leaving")
+            assert server.status().left_s is None

@@ -81,7 +81,7 @@ def test_a_run_whose_round_cannot_close_any_more_ends_with_9_and_goes_on_when_me
     rules = {"min_workers": 3, "algorithm": "scaffold"}
     run_file = write(tmp_path, raising("worker.site < 'site-0002' and round.number == 2"), **rules)
     said = simulate(nursery, run_file, *FOUR, code=9)
-    assert "Round 2 cannot close (2 of min_workers 3 alive: waits for another)" in said
+    assert "Round 2 cannot close (waits for another site: 2 of min_workers 3 alive)" in said
     assert "ValueError: no data at site-0001" in said
     assert "Nothing is lost" in said
     write(tmp_path, **rules)

@@ -145,7 +145,7 @@ def _announce(server: Server, settings: Settings) -> None:
     if version:
         LOG.info("going on at version %d", version)
     if not status.finished:
-        LOG.info("start a worker: atoll worker --server %s -- python train.py", server.url)
+        LOG.info("start a worker: atoll worker --server %s --site NAME -- python train.py", server.url)
 
 
 def _watch(server: Server) -> None:

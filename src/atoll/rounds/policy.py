@@ -120,7 +120,7 @@ class Barrier(Waiting):
 
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:
         if len(view.expected) < view.floor:
-            return Wait(f"{len(view.expected)} of {view.floor_name} {view.floor} alive: waits for another")
+            return Wait(f"waits for another site: {len(view.expected)} of {view.floor_name} {view.floor} alive")
         if missing := view.missing:
             return Wait(f"waits for {listed(missing)}")
         return Close(tuple(update.ticket for update in view.accepted))
@@ -191,7 +191,7 @@ class Async:
         if not self.is_async(view.number):
             return Barrier().decide(view, now_s)
         if len(view.expected) < view.floor:
-            return Wait(f"{len(view.expected)} of {view.floor_name} {view.floor} alive: waits for another")
+            return Wait(f"waits for another site: {len(view.expected)} of {view.floor_name} {view.floor} alive")
         if len(view.accepted) < view.floor:
             return Wait("waits for an update")
         if missing := _free(view):

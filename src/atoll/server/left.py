@@ -44,7 +44,8 @@ class TimeLeft:
         self._commits_s.append(now_s)
 
     def of(self, state: State, now_s: float) -> float | None:
-        """Seconds; None where nobody knows: the run ends when it is stopped, or is over, or has had no round yet."""
-        if not self._rounds or state.finished:
+        """Seconds; None where the run has no end, is over, has had no round yet, or waits for a site."""
+        stands_still = len(state.active_s) < state.rules.floor and any(each.phase == "open" for each in state.rounds)
+        if not self._rounds or state.finished or stands_still:
             return None
         return left_s(self._commits_s, sum(max(0, self._rounds - each.done) for each in state.rounds), now_s)

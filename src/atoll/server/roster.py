@@ -90,10 +90,11 @@ class Presence:
         """A process that was displaced still asks, so it lives: report it once."""
         if process not in self.displaced:
             return
-        there = self.displaced.pop(process) or "an unnamed host"
+        there, here = (host or "an unnamed host" for host in (self.displaced.pop(process), self.host))
+        hosts = f"both on {here}" if there == here else f"on {there} and on {here}"
         self.rival = (
-            f"two processes take part as {self.site}: the one on {there} still lives, and was displaced by the one on "
-            f"{self.host or 'an unnamed host'}. Give every machine a site name of its own"
+            f"two processes take part as {self.site}, {hosts}: the older one still lives, and was displaced. Give each "
+            f"process a site name of its own"
         )
         LOG.warning("%s", self.rival)
 

@@ -142,7 +142,8 @@ class Status(Message):
     left_s: float | None = Field(
         None,
         description="Seconds until the run has had its rounds, by how long the last ones took since the server was "
-        "started; null: no round was measured yet, or the run is finished, or goes on until it is stopped.",
+        "started; null: no round was measured yet, none can close for want of sites, or the run is finished or goes on "
+        "until it is stopped.",
     )
     model_bytes: Count
     codec: str
