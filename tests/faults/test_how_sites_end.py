@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kit import FederatedSites, ForkedServer, ForkedSite, serve
 
+import atoll
 from atoll.testing.processes import Nursery, wait_until
 
 FEDERATED = """
@@ -59,6 +68,127 @@ def test_a_script_that_exits_with_an_error_code_has_failed(
     assert len(found) == len(ENDS)
     for number, (end, _, state, error) in enumerate(ENDS):
         assert (found[f"s{number}"].state, error in found[f"s{number}"].error) == (state, True), end
+
+
+FORKS = """
+import json, os, sys
+sys.path.insert(0, {tests!r})
+import torch
+import atoll
+from kit.models import build_model
+{imports}
+names, pids = [], []
+for site, end in {ends!r}:
+    pid = os.fork()
+    if not pid:
+        os.environ["ATOLL_SITE"] = site
+        break
+    pids.append(pid)
+else:
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+    os._exit(0)
+model = build_model()
+{loop}
+"""
+"""Imports once, and forks a process for each end; each of them ends as Python ends a script."""
+
+FUNCTIONAL = """
+atoll.init()
+assert atoll.is_running()
+atoll.receive(into=model)
+exec(end)
+"""
+
+STARTED = """
+loop = atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1))
+loop.start()
+exec(end)
+"""
+
+TRAINER = """
+class Ends(TrainerCallback):
+    def on_step_end(self, *_, **__):
+        exec(end)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = model
+
+    def forward(self, x):
+        return {"loss": self.inner(x).sum()}
+
+
+arguments = TrainingArguments("out", max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no")
+rows = [{"x": torch.zeros(model[0].in_features)}] * 8
+Trainer(Model(), arguments, train_dataset=rows, callbacks=[AtollCallback(module=model), Ends()]).train()
+"""
+TRAINER_IMPORTS = """
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from atoll.integrations.transformers import AtollCallback
+"""
+UNCLOSED_ENDS = [
+    ("sys.exit(3)", 3, "failed", "3"),
+    ("sys.exit('no data')", 1, "failed", "no data"),
+    ("raise ValueError('bad rows')", 1, "failed", "ValueError: bad rows"),
+    ("sys.exit(0)", 0, "left", ""),
+    ("sys.exit()", 0, "left", ""),
+    ("pass", 0, "left", ""),
+]
+
+
+def _exit_codes(script: Path, environment: Mapping[str, str]) -> list[int]:
+    """Of the processes that a script of FORKS forks; none of them outlives this."""
+    command = [sys.executable, str(script)]
+    ran = subprocess.Popen(
+        command, env=environment, cwd=script.parent, text=True, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        said, _ = ran.communicate(timeout=300)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(ran.pid, signal.SIGKILL)
+    codes: list[int] = json.loads(said.splitlines()[-1])
+    return codes
+
+
+@pytest.mark.timeout(400)  # each way imports torch anew
+@pytest.mark.covers("F43")
+@pytest.mark.parametrize("way", ["functional", "started", "trainer"])
+def test_a_script_that_exits_without_leaving_has_failed_by_its_exit_code(tmp_path: Path, way: str) -> None:
+    if way == "trainer":
+        pytest.importorskip("transformers")
+    loop = {"functional": FUNCTIONAL, "started": STARTED, "trainer": TRAINER}[way]
+    imports = TRAINER_IMPORTS if way == "trainer" else ""
+    expected = UNCLOSED_ENDS[:-1] if way == "trainer" else UNCLOSED_ENDS  # a Trainer that goes on waits for the others
+    ends = [(f"s{number}", end) for number, (end, *_) in enumerate(expected)]
+    settings: dict[str, Any] = (
+        {"algorithm": "diloco", "sync_every": 100} if way == "started" else {"algorithm": "fedavg"}
+    )
+    script = tmp_path / "script.py"
+    tests = str(Path(__file__).parents[1])
+    script.write_text(FORKS.format(tests=tests, imports=imports, ends=ends, loop=loop))
+    with serve(tmp_path, num_workers=len(ends), codec="none", **settings) as server:
+        environment = os.environ | {"ATOLL_SERVER": server.url, "ATOLL_DIR": str(tmp_path / "workers")}
+        codes = _exit_codes(script, environment)
+        wait_until(lambda: all(worker.state != "alive" for worker in server.status().workers), "their ends")
+        found = {worker.site: worker for worker in server.status().workers}
+    assert codes == [code for _, code, _, _ in expected]
+    for (site, end), (_, _, state, error) in zip(ends, expected, strict=True):
+        assert found[site].state == state, end
+        assert error in found[site].error, end
+
+
+def test_sys_exit_is_pythons_own_before_a_script_joins_and_after_it_has_left(tmp_path: Path) -> None:
+    before = sys.exit
+    with serve(tmp_path, num_workers=2) as server:
+        a = atoll.join(server.url, site="a", folder=tmp_path / "workers")
+        b = atoll.join(server.url, site="b", folder=tmp_path / "workers")
+        a.leave()
+        assert sys.exit is not before
+        b.leave()
+        assert sys.exit is before
 
 
 @pytest.mark.covers("F43")

@@ -27,6 +27,7 @@ from atoll.integrations.fitting import require_alone
 from atoll.worker.address import server_of
 from atoll.worker.border import border
 from atoll.worker.correction import Correction
+from atoll.worker.departure import what_ends
 from atoll.worker.diloco import DiLoCo
 from atoll.worker.federated import join, run_here, takes_part
 from atoll.worker.local import Round
@@ -333,7 +334,7 @@ def _leave_failed() -> None:
 
 
 def _leave_at_exit(reference: weakref.ref[_Rounds | _Hooked]) -> None:
-    """Tell the server that this process ends, and by which error, where nobody caught it."""
+    """Tell the server that this process ends, and by which error, where nothing caught it."""
     part = reference()
     if part is not None:
-        part.leave(getattr(sys, "last_value", None))
+        part.leave(what_ends())

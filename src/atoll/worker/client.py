@@ -24,8 +24,8 @@ from atoll.wire import routes, status_messages
 from atoll.worker.address import http_to, server_of
 from atoll.worker.border import border, say_interrupt_in_a_line
 from atoll.worker.correction import Correction
+from atoll.worker.departure import last_words
 from atoll.worker.federated_round import FederatedRound
-from atoll.worker.given import last_words
 from atoll.worker.session import Session
 from atoll.worker.site import default_site, require_site
 

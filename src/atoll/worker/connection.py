@@ -36,7 +36,7 @@ from atoll.wire import messages, routes
 from atoll.worker import last_status
 from atoll.worker.address import http_to
 from atoll.worker.checks import is_answered, require_protocol, split_of
-from atoll.worker.departure import GOODBYE_S, forget_lease, note_lease, watch_exit
+from atoll.worker.departure import GOODBYE_S, forget_lease, has_left, note_lease, watch_exit
 from atoll.worker.outlet import Outlet
 from atoll.worker.reporting import LOG, in_wait, told
 from atoll.worker.silence import Silence
@@ -340,12 +340,12 @@ class Connection:
                     self.tell(state="failed" if error else "left")
                     self._send_heartbeat(GOODBYE_S)
                 last_status.keep(self.http)
-                leave = messages.Leave(error=told(error) if error else None)
-                self.http.send(routes.LEAVE, leave, timeout_s=GOODBYE_S)
+                self.http.send(routes.LEAVE, messages.Leave(error=told(error) if error else None), timeout_s=GOODBYE_S)
             forget_lease(self.site, self.http.lease)
         except (AtollError, OSError) as problem:
             LOG.debug("%s: could not say goodbye: %s", self.site, problem)
         finally:
+            has_left(self)
             self.http.close()
 
     def patiently(self, ask: Callable[[], T], max_retries: int | None, what: str) -> T:

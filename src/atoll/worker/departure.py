@@ -1,7 +1,9 @@
 """A process that ends without leaving its run: the server is told all the same, so that no round waits for it.
 
-SIGTERM unwinds the script, as Ctrl-C does; what is still joined when Python exits leaves then. For an end that runs no
-Python (SIGKILL, a crash of a library), `atoll worker` leaves in the script's name: it finds the lease in a folder.
+SIGTERM unwinds the script, as Ctrl-C does; what is still joined when Python exits leaves then, and says by which error.
+Python tells its exit handlers no exit code, so that of `sys.exit` is remembered while anything is joined. For an end
+that runs no Python (SIGKILL, a crash of a library), `atoll worker` leaves in the script's name: it finds the lease in a
+folder.
 """
 
 from __future__ import annotations
@@ -9,11 +11,13 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 import threading
+import traceback
 import weakref
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 LEASES = "ATOLL_LEASES"
 """The folder where a process notes its lease for `atoll worker`, which set this variable."""
@@ -22,6 +26,9 @@ GOODBYE_S = 5.0
 """A server that does not answer for so long is left without a word: it learns of it by the silence."""
 
 BY_SIGTERM = 128 + signal.SIGTERM
+
+ENDED_WELL = (None, 0, 128 + signal.SIGINT, BY_SIGTERM)
+"""Exit codes of a script that has not failed: it is done, or was told to end."""
 
 
 class Terminated(SystemExit):
@@ -34,6 +41,17 @@ class Terminated(SystemExit):
         return "ended by SIGTERM"
 
 
+def last_words(error: BaseException | None) -> str | None:
+    """What the server is told of the error that ended training; None where it ended well, or its user ended it."""
+    if isinstance(error, Terminated):
+        return str(error)
+    if error is None or isinstance(error, KeyboardInterrupt | GeneratorExit):
+        return None
+    if isinstance(error, SystemExit) and error.code in ENDED_WELL:
+        return None
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
 class Joined(Protocol):
     """What takes part in a run."""
 
@@ -43,34 +61,58 @@ class Joined(Protocol):
 
 _joined: weakref.WeakSet[Joined] = weakref.WeakSet()
 _pid = 0  # of the process that watches: a fork of it has joined nothing
-_terminated = False
+_exit: SystemExit | None = None
+"""What the main thread's last `sys.exit`, or SIGTERM, raised while anything was joined."""
+_python_exit = sys.exit
 
 
 def watch_exit(joined: Joined) -> None:
     """Let it leave when this process ends, by SIGTERM, too; a script's own handler of SIGTERM stays as it is."""
-    global _pid
+    global _pid, _exit, _python_exit
     if _pid != os.getpid():
         _pid = os.getpid()
         _joined.clear()
         atexit.register(_leave_all)
     _joined.add(joined)
+    _exit = None
+    if sys.exit is not _remembered_exit:
+        _python_exit, sys.exit = sys.exit, _remembered_exit
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _unwind)
 
 
+def has_left(joined: Joined) -> None:
+    """It need not leave any more; behind the last one `sys.exit` is Python's own again."""
+    _joined.discard(joined)
+    if not _joined and sys.exit is _remembered_exit:
+        sys.exit = _python_exit
+
+
+def what_ends() -> BaseException | None:
+    """The error by which this process ends, asked when Python exits: nothing caught it. None where it ends well."""
+    return getattr(sys, "last_value", None) or _exit
+
+
+def _remembered_exit(status: sys._ExitCode | None = None, /) -> NoReturn:
+    global _exit
+    if threading.current_thread() is threading.main_thread():  # in another thread it ends that thread alone
+        _exit = SystemExit(status)
+    _python_exit(status)
+
+
 def _unwind(number: int, frame: FrameType | None) -> None:
-    global _terminated
+    global _exit
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends a program that does not unwind
     if _pid != os.getpid():
         signal.raise_signal(signal.SIGTERM)
-    _terminated = True
-    raise Terminated
+    _exit = Terminated()
+    raise _exit
 
 
 def _leave_all() -> None:
     if _pid == os.getpid():
         for joined in list(_joined):
-            joined.leave(str(Terminated()) if _terminated else None)
+            joined.leave(last_words(what_ends()))
 
 
 def note_lease(site: str, server: str, lease: str) -> None:

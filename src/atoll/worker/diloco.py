@@ -24,7 +24,8 @@ from atoll.tensors.modules import named_parameters, without_ddp
 from atoll.worker.address import server_of
 from atoll.worker.answering import say_evaluation_follows
 from atoll.worker.border import border, say_interrupt_in_a_line
-from atoll.worker.given import finite_metrics, last_words, positive, sync_retries
+from atoll.worker.departure import last_words
+from atoll.worker.given import finite_metrics, positive, sync_retries
 from atoll.worker.local import ALONE, ALONE_ENDED
 from atoll.worker.measuring import Measured, Metrics
 from atoll.worker.optimizers import Given, Steps, optimizers_in, require_trains, warn_of_what_none_trains

@@ -17,8 +17,8 @@ from atoll.worker.address import server_of
 from atoll.worker.answering import Answering, Answers
 from atoll.worker.border import border, say_interrupt_in_a_line
 from atoll.worker.connection import Connection
+from atoll.worker.departure import last_words
 from atoll.worker.federated_round import FederatedRound
-from atoll.worker.given import last_words
 from atoll.worker.local import ALONE, LocalWorker, Model, Round
 from atoll.worker.local_model import local_model
 from atoll.worker.looking import load_beside

@@ -12,7 +12,6 @@ One run at a time in a process; settings come from ATOLL_SERVER, ATOLL_SITE and 
 from __future__ import annotations
 
 import atexit
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays
 from atoll.worker.border import border
 from atoll.worker.correction import Correction
+from atoll.worker.departure import what_ends
 from atoll.worker.federated import Worker, join
 from atoll.worker.local import LocalWorker, Model, Round
 
@@ -189,6 +189,6 @@ def _current() -> _Part:
 
 
 def _leave_at_exit(part: _Part) -> None:
-    """Tell the server that this process ends, and by which error, where nobody caught it."""
+    """Tell the server that this process ends, and by which error, where nothing caught it."""
     if not part.over:
-        part.leave(getattr(sys, "last_value", None))
+        part.leave(what_ends())

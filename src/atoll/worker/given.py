@@ -1,33 +1,16 @@
-"""What a script hands over, checked before it travels: weights, metrics, the error that ended it."""
+"""What a script hands over, checked before it travels: weights, metrics, numbers of steps."""
 
 from __future__ import annotations
 
 import math
 import operator
 import os
-import signal
-import traceback
 from collections.abc import Mapping
 from typing import Any
 
 from atoll.errors import ConfigError, UsageError
 from atoll.wire import messages
-from atoll.worker.departure import Terminated
 from atoll.worker.reporting import LOG
-
-ENDED_WELL = (None, 0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit codes of a script that has not failed: it is done, or was told to end."""
-
-
-def last_words(error: BaseException | None) -> str | None:
-    """What the server is told of the error that ended training; None where it ended well, or its user ended it."""
-    if isinstance(error, Terminated):
-        return str(error)
-    if error is None or isinstance(error, KeyboardInterrupt | GeneratorExit):
-        return None
-    if isinstance(error, SystemExit) and error.code in ENDED_WELL:
-        return None
-    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def positive(weight: float) -> float:

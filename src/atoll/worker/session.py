@@ -18,10 +18,10 @@ from atoll.transport.parts import Parts
 from atoll.wire import routes
 from atoll.wire.swarm_messages import SwarmPlan
 from atoll.worker.connection import Connection
+from atoll.worker.departure import last_words
 from atoll.worker.earlier import folder_of, remove_earlier
 from atoll.worker.exchange import Exchange
 from atoll.worker.files import locked
-from atoll.worker.given import last_words
 from atoll.worker.outlet import Outlet
 
 if TYPE_CHECKING:
@@ -46,10 +46,13 @@ class Session(Connection, Exchange):
 
     Attributes:
         fragments: what it has of each of the run's fragments.
+        corrects: whether it has corrected a round.
 
     Raises:
         ConfigError: the run streams, and this worker cannot; or it is for another number of ranks.
     """
+
+    corrects = False
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from atoll.worker.address import server_of
 from atoll.worker.answering import Answering, Answers
 from atoll.worker.border import border, say_interrupt_in_a_line
 from atoll.worker.connection import Connection
-from atoll.worker.given import last_words
+from atoll.worker.departure import last_words
 from atoll.worker.reporting import LOG, ensure_lines
 from atoll.worker.site import default_site, require_site
 
