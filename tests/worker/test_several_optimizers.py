@@ -131,6 +131,42 @@ def test_warns_of_an_optimizer_that_holds_a_part_of_the_parameters(
             assert not warnings()
 
 
+@pytest.mark.parametrize(("algorithm", "warned"), [("fedprox", True), ("scaffold", True), ("fedavg", False)])
+def test_warns_of_a_correction_that_misses_a_part_of_the_parameters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, algorithm: str, warned: bool
+) -> None:
+    def warnings(optimizers: Callable[[nn.Module], Optimizers], *, frozen: bool = False) -> list[str]:
+        """Of a site that takes part in two rounds of a run."""
+        caplog.clear()
+        model = build_model()
+        for parameter in (each for each in model.parameters() if frozen and each.dim() < 2):
+            parameter.requires_grad_(False)
+        (optimizer,) = optimizers(model)
+        folder = tmp_path / f"{optimizers.__name__}-{frozen}"
+        with (
+            serve(folder, algorithm=algorithm, outer_optimizer=None, num_workers=1, rounds=2) as server,
+            atoll.join(server.url, site="a", folder=folder / "workers") as worker,
+        ):
+            for fl_round in worker:
+                fl_round.load_into(model)
+                with fl_round.correct(model, optimizer):
+                    gradients(model, "a", fl_round.number)
+                    optimizer.step()
+                fl_round.submit(model)
+        found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        return [each for each in found if "trainable parameters" in each]
+
+    said = warnings(first_of_two)
+    assert len(said) == warned  # once a run, not in each round
+    assert all("'0.bias'" in each and "2 of the model's 6" in each for each in said)
+    assert not warnings(one)
+    assert not warnings(first_of_two, frozen=True)
+
+
+def first_of_two(model: nn.Module) -> Optimizers:
+    return two(model)[:1]
+
+
 @pytest.mark.parametrize("given", [[], [1], "sgd", {}], ids=str)
 def test_refuses_what_is_no_optimizer(given: Any) -> None:
     with pytest.raises(errors.UsageError):

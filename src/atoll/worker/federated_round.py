@@ -21,6 +21,7 @@ from atoll.worker.given import counted, finite_metrics, positive
 from atoll.worker.local import Model
 from atoll.worker.local_model import keep_local
 from atoll.worker.matching import matching
+from atoll.worker.optimizers import ALL_IN_ONE, innermost, warn_of_what_none_trains
 from atoll.worker.reporting import LOG
 from atoll.worker.session import Session
 from atoll.worker.update import Runs
@@ -94,7 +95,11 @@ class FederatedRound:
         if self._correction is None:
             self._correction = correction_for(session.info.local, model, session.base.values_of, session.controls)
         session.optimizers = [optimizer]
-        return self._correction.attach(optimizer)
+        attached = self._correction.attach(optimizer)
+        if attached.changes_training and not session.corrects:  # once, not in every round
+            warn_of_what_none_trains([innermost(optimizer)], attached.parameters, session.site, ALL_IN_ONE)
+            session.corrects = True
+        return attached
 
     @border
     def global_controls(self) -> dict[str, Tensor]:

@@ -75,20 +75,30 @@ def require_trains(optimizers: Sequence[Optimizer], parameters: Mapping[str, Ten
             )
 
 
-def warn_of_what_none_trains(optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], site: str) -> None:
-    """Warn about trainable parameters that none of the optimizers holds: another one may step them, unseen."""
+ALL_AS_A_LIST = "What another one steps is not seen, and drifts from the run's model. Give all optimizers, as a list"
+ALL_IN_ONE = "What another one steps is not corrected. Put all parameters into one optimizer"
+
+
+def warn_of_what_none_trains(
+    optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], site: str, told: str = ALL_AS_A_LIST
+) -> None:
+    """Warn about trainable parameters that none of the optimizers holds: another one may step them, unseen.
+
+    Args:
+        told: what that leads to, and the remedy.
+    """
     held = set[int]().union(*map(_held, optimizers))
     trainable = {name: id(value) for name, value in parameters.items() if value.requires_grad}
     missing = [name for name, each in trainable.items() if each not in held]
     if missing:
         LOG.warning(
-            "%s: the optimizer holds %d of the model's %d trainable parameters; %r is not among them. Steps of another "
-            "optimizer are not seen, and this site's model drifts from the run's. Give all optimizers, as a list; or "
-            "set requires_grad = False where nothing is trained.",
+            "%s: the optimizer holds %d of the model's %d trainable parameters; %r is not among them. %s; or set "
+            "requires_grad = False where nothing is trained.",
             site,
             len(trainable) - len(missing),
             len(trainable),
             missing[0],
+            told,
         )
 
 
