@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from kit import SITES, DiLoCoSites, build_model, exported, local_step, serve, tensors_digest, together
+from kit import (
+    SETTINGS,
+    SITES,
+    DiLoCoSites,
+    FederatedSites,
+    build_model,
+    exported,
+    local_step,
+    serve,
+    tensors_digest,
+    together,
+)
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
 import atoll
+from atoll.errors import UsageError
 
 Build = Callable[[], nn.Module]
 
@@ -148,3 +163,84 @@ def test_parameters_that_a_state_shows_detached_stay_parameters(tmp_path: Path) 
 
     plain = diloco_result(tmp_path / "plain", partial(build, nn.Linear), partial(build, nn.Linear))
     assert diloco_result(tmp_path / "detached", partial(build, Detached), partial(build, Detached)) == plain
+
+
+# -- mappings and files with a wrapper's names
+
+
+def compiled_state() -> dict[str, torch.Tensor]:
+    return dict(build_compiled().state_dict())
+
+
+def checkpointed_state() -> dict[str, torch.Tensor]:
+    """As `named_parameters` and `named_buffers` name them: `state_dict` leaves the wrapper's name out."""
+    model = build_checkpointed()
+    return {name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())}
+
+
+STATES = {
+    "compiled": (compiled_state, "_orig_mod."),
+    "checkpointed": (checkpointed_state, "_checkpoint_wrapped_module."),
+}
+
+
+@pytest.mark.parametrize("given", ["mapping", "file", "function"])
+@pytest.mark.parametrize("wrapper", list(STATES))
+def test_a_server_takes_tensors_that_are_named_by_a_wrapper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapper: str, given: str
+) -> None:
+    state, name = STATES[wrapper]
+    tensors = state()
+    assert any(name in each for each in tensors)
+    settings: dict[str, Any] = {"algorithm": "fedavg", "rounds": 1}
+    model: dict[str, torch.Tensor] | None = tensors if given == "mapping" else None
+    if given == "file":
+        save_file(tensors, tmp_path / "initial.safetensors")
+        settings["model"] = str(tmp_path / "initial.safetensors")
+    if given == "function":
+        monkeypatch.setattr(sys.modules[__name__], "STATE", staticmethod(state), raising=False)
+        settings["model"] = f"{__name__}:STATE"
+    first = () if model is None else (model,)
+    common = SETTINGS | settings | {"port": 0, "state_dir": tmp_path / "state", "num_workers": 1}
+    with (
+        atoll.Server(*first, **common) as server,
+        atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker,
+    ):
+        for fl_round in worker:
+            loaded = fl_round.state_dict()
+            fl_round.submit(loaded)
+    assert tensors_digest(loaded) == tensors_digest(build_model().state_dict())
+
+
+def test_a_model_trains_from_the_state_of_a_compiled_one(tmp_path: Path) -> None:
+    results = []
+    for folder, state in (
+        (tmp_path / "plain", dict(build_model().state_dict())),
+        (tmp_path / "named", compiled_state()),
+    ):
+        settings = SETTINGS | {"port": 0, "state_dir": folder / "state"}
+        with atoll.Server(state, **settings) as server:
+            FederatedSites(server.url, folder).join()
+            server.run()
+        results.append(tensors_digest(exported(folder)))
+    assert results[0] == results[1]
+
+
+def test_a_site_submits_tensors_that_are_named_by_a_wrapper(tmp_path: Path) -> None:
+    settings = {"num_workers": 1, "rounds": 1, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
+    with serve(tmp_path, **settings) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
+            for fl_round in worker:
+                fl_round.state_dict()
+                fl_round.submit({name: torch.ones_like(each) for name, each in compiled_state().items()})
+        server.run()
+    result = exported(tmp_path)
+    assert set(result) == set(build_model().state_dict())
+    assert all(torch.allclose(each.double(), torch.ones((), dtype=torch.float64)) for each in result.values())
+
+
+def test_refuses_tensors_whose_names_are_one_without_the_wrapper(tmp_path: Path) -> None:
+    tensors = {"0.weight": torch.zeros(2), "_orig_mod.0.weight": torch.ones(2)}
+    with pytest.raises(UsageError) as refused:
+        atoll.Server(tensors, port=0, state_dir=tmp_path / "state").start()
+    assert "'_orig_mod.0.weight'" in refused.value.message

@@ -106,9 +106,10 @@ def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None)
     """
     from atoll.server.exports import export_header
     from atoll.tensors.chunks import bytes_of
-    from atoll.tensors.modules import Told, named_tensors, schema_of
+    from atoll.tensors.modules import Told, named_tensors, schema_of, unwrapped
     from atoll.tensors.schema import BUFFERS
 
+    model = model if isinstance(model, nn.Module) else unwrapped(model)
     schema, (owners, aliases) = schema_of(model), named_tensors(model)
     if weights is not None:
         given = {name: weights[name] for name in owners if name in weights}  # in the model's order

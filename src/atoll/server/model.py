@@ -19,7 +19,7 @@ from atoll.errors import ConfigError
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, chunks
-from atoll.tensors.modules import Tensors, Told, named_tensors, schema_of
+from atoll.tensors.modules import Tensors, Told, named_tensors, schema_of, unwrapped
 from atoll.tensors.schema import BUFFERS, CONTROL, NOTHING, Schema
 
 NO_MODEL = {NOTHING: torch.zeros(1)}
@@ -36,7 +36,7 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
         ConfigError: none is named, or what is named is not a model; the remedy says how to name one.
     """
     if given is not None:
-        return given
+        return given if isinstance(given, nn.Module | Told) else unwrapped(given)
     if settings.model is None:
         raise ConfigError(
             "The run has no initial model.",
@@ -54,7 +54,7 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
     model: Any = build if isinstance(build, nn.Module) else _call(build, settings)
     if not isinstance(model, (nn.Module, Mapping)):
         raise ConfigError(f"{settings.model!r} returned a {type(model).__name__}.", "Return an nn.Module.")
-    return model
+    return model if isinstance(model, nn.Module) else unwrapped(model)
 
 
 def _call(build: Any, settings: Settings) -> Any:
@@ -105,7 +105,7 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
         return loaded
     schema = schema or _seen(settings, None) or schema_for(settings, initial_model(settings, None))
     who = f"load() of the persistor {settings.persistor!r}"
-    found = dict(loaded)
+    found = dict(unwrapped(loaded, {spec.name for spec in schema.tensors} | {name for name, _ in schema.aliases}))
     for name, owner in schema.aliases:
         one, other = found.pop(name, None), found.get(owner)
         if one is not None and other is not None and not _same(one, other):
@@ -156,7 +156,7 @@ def _as_told(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Ten
             del tensors[name]
             tensors[name] = tensors[owner]  # behind its owner
     if not isinstance(buffers, list) or not all(isinstance(name, str) for name in buffers):
-        return Told(tensors, {})
+        return Told(unwrapped(tensors), {})  # not an export, in which names are those that travel
     whole = all(name in tensors for name in buffers)
     return Told(tensors, {name: name in buffers for name in tensors if whole or name in buffers})
 

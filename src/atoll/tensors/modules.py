@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +102,33 @@ def state_of(model: nn.Module) -> dict[str, object]:
     if not any(_COMPILED in name for name in state) or not any(map(_is_compiled, model.modules())):
         return state
     return {".".join(part for part in name.split(".") if part != _COMPILED): value for name, value in state.items()}
+
+
+_WRAPPERS = (_COMPILED, "_checkpoint_wrapped_module")
+"""Names of what `torch.compile` and activation checkpointing put between a module and its parameters."""
+
+
+def unwrapped(tensors: Tensors, known: Container[str] = ()) -> Tensors:
+    """A mapping under the names that its tensors have where nothing is compiled or checkpointed.
+
+    Args:
+        known: names that stay as they are.
+
+    Raises:
+        UsageError: two names become one.
+    """
+    found: dict[str, str] = {}
+    for name in tensors:
+        *parents, last = name.split(".") if name not in known else [name]
+        plain = ".".join([*(part for part in parents if part not in _WRAPPERS), last])
+        if (other := found.setdefault(plain, name)) != name:
+            raise UsageError(
+                f"{other!r} and {name!r} are both {plain!r} where nothing is compiled or checkpointed.",
+                "Give the tensors of one model, each once.",
+            )
+    if all(plain == name for plain, name in found.items()):
+        return tensors
+    return {plain: tensors[name] for plain, name in found.items()}
 
 
 def named_tensors(

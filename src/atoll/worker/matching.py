@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from atoll.tensors.modules import Tensors, fits, named_tensors, schema_of
+from atoll.tensors.modules import Tensors, fits, named_tensors, schema_of, unwrapped
 from atoll.worker.session import Session
 
 
@@ -16,6 +16,7 @@ def matching(session: Session, model: nn.Module | Tensors) -> dict[str, Tensor]:
         return tensors
     if not isinstance(model, nn.Module):
         # a mapping cannot say which of its tensors are buffers, nor which are tied: what the run knows is taken over
+        model = unwrapped(model, {spec.name for spec in schema.tensors} | {name for name, _ in schema.aliases})
         groups = {spec.name: spec.group for spec in schema.tensors}
         tied = dict(schema.aliases)
         tensors = {name: tensor for name, tensor in named_tensors(model)[0].items() if name not in tied}
