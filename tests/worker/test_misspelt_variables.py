@@ -115,3 +115,40 @@ def test_the_worker_command_refuses_before_it_starts_the_script(nursery: Nursery
     assert "ATOLL_SITENAME" in log.read_text()
     assert "ATOLL_SITE?" in log.read_text()
     assert not begun.exists()
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    "argv",
+    [("status",), ("export", "out.safetensors"), ("evaluate", "--server", "http://127.0.0.1:9")],
+    ids=lambda argv: argv[0],
+)
+def test_commands_that_ask_a_server_refuse_a_misspelt_variable(
+    nursery: Nursery, tmp_path: Path, argv: tuple[str, ...]
+) -> None:
+    log = tmp_path / "log"
+    command = nursery.start("atoll", *argv, cwd=tmp_path, env={"ATOLL_TOKENFILE": "token"}, log=log)
+    assert command.wait() == ConfigError.exit_code
+    assert "ATOLL_TOKENFILE" in log.read_text()
+    assert "ATOLL_TOKEN_FILE?" in log.read_text()
+
+
+@pytest.mark.covers("X3")
+def test_a_trainer_of_transformers_refuses_a_misspelt_variable_before_it_trains(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    from atoll.integrations.transformers import AtollCallback
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            return {"loss": super().forward(x).sum()}
+
+    monkeypatch.setenv("ATOLL_SERVR", "http://127.0.0.1:9")
+    arguments = transformers.TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[])
+    rows = [{"x": torch.zeros(2)}]
+    trainer = transformers.Trainer(Model(2, 1), arguments, train_dataset=rows, callbacks=[AtollCallback()])
+    with pytest.raises(ConfigError) as refused:
+        trainer.train()
+    assert "ATOLL_SERVR" in refused.value.message
+    assert trainer.state.global_step == 0

@@ -69,11 +69,11 @@ def command(
             "atoll evaluate run.toml evaluates what its state directory has; --server shows what a server has found.",
         )
     if server is not None:
-        from atoll.transport.ask import ask
+        from atoll.transport.ask import ask, server_address
         from atoll.wire import routes
         from atoll.wire.evaluations import Evaluation
 
-        found = ask(server, routes.EVALUATION, Evaluation)
+        found = ask(server_address(server), routes.EVALUATION, Evaluation)
     else:
         assert run_file is not None
         settings = Settings.read(run_file, {"port": port, "num_workers": num_workers})

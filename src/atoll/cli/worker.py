@@ -57,11 +57,8 @@ def command(
     ] = 0,
 ) -> None:
     """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from a flag."""
-    from atoll.config import Settings
-    from atoll.config.sources import require_known
     from atoll.transport.ask import server_address
 
-    require_known(os.environ, Settings.model_fields)
     address = server_address(server)
     environment = os.environ | {"ATOLL_SERVER": address}
     if site is not None:

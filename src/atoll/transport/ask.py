@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
-from atoll.config import DEFAULT_PORT
+from atoll.config import DEFAULT_PORT, Settings
+from atoll.config.sources import require_known
 from atoll.errors import BY_CODE, AtollError, PeerError, UsageError, VersionSkew
 from atoll.transport.response import Response
 from atoll.transport.tls import client_context, read_token
@@ -24,7 +25,12 @@ DEFAULT_SERVER = f"http://127.0.0.1:{DEFAULT_PORT}"
 
 
 def server_address(given: str | None) -> str:
-    """The server that a command means: its flag, else ATOLL_SERVER, else the default port on this machine."""
+    """The server that a command means: its flag, else ATOLL_SERVER, else the default port on this machine.
+
+    Raises:
+        ConfigError: the environment has an ATOLL_ variable that is none.
+    """
+    require_known(os.environ, Settings.model_fields)
     return given or os.environ.get("ATOLL_SERVER") or DEFAULT_SERVER
 
 
