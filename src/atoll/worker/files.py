@@ -26,7 +26,7 @@ from torch import Tensor
 
 from atoll.errors import DiskFull, StateLocked, StoreError, VersionSkew
 from atoll.failpoints import failpoint
-from atoll.posix import Held, read_at, take_lock, write_at
+from atoll.posix import Held, read_at, take_folder, write_at
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Layout, Part, Piece, Segment
@@ -351,9 +351,8 @@ def locked(folder: Path, site: str) -> Iterator[None]:
 def _lock(folder: Path, site: str) -> int | None:
     """The lock, held; None where the folder was removed at that moment (`remove_earlier`), to be tried again."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = folder / "lock"
     try:
-        return take_lock(path)
+        return take_folder(folder)
     except FileNotFoundError:
         return None
     except Held as holder:
@@ -363,6 +362,6 @@ def _lock(folder: Path, site: str) -> int | None:
         ) from None
     except OSError as error:
         raise StoreError(
-            f"{path} cannot be opened ({error.strerror}).",
+            f"{folder / 'lock'} cannot be opened ({error.strerror}).",
             "It has to be a plain file that this user may write; remove what is there, or set ATOLL_DIR elsewhere.",
         ) from error
