@@ -61,7 +61,8 @@ class Way:
         slow: whether the last worker has a third of the speed, and every step its least duration.
         rates: inner learning rates to try.
         against: the data-parallel way that this one is compared with, of the same inner optimizer.
-        tuned_as: the way whose best rate this one takes, since both come to the same model; empty: its own search.
+        tuned_as: the way whose best rate this one takes, since both come to the same model, but for the rounding of a
+            codec; empty: its own search.
     """
 
     title: str
@@ -78,8 +79,12 @@ WAYS: dict[str, Way] = {
     "diloco": Way("DiLoCo, H = 20", H20),
     "diloco_50": Way("DiLoCo, H = 50", {**H20, "sync_every": 50}),
     "averaging": Way("plain averaging, H = 20", {**H20, "outer_lr": 1.0, "outer_momentum": 0.0}),
-    "streaming": Way("streaming, K = 4, τ = 1, α = 0.5", STREAMING),
-    "streaming_int8": Way("the same, int8 both ways", {**STREAMING, "codec": "int8", "downlink_codec": "int8"}),
+    "streaming": Way("streaming, K = 4, τ = 1, α = 0.5", STREAMING, tuned_as="streaming_int4"),
+    "streaming_int8": Way(
+        "the same, int8 both ways",
+        {**STREAMING, "codec": "int8", "downlink_codec": "int8"},
+        tuned_as="streaming_int4",
+    ),
     "streaming_int4": Way("the same, int4 both ways", {**STREAMING, "codec": "int4", "downlink_codec": "int4"}),
     "streaming_int4_a0": Way(
         "int4 both ways, α = 0", {**STREAMING, "alpha": 0.0, "codec": "int4", "downlink_codec": "int4"}
