@@ -86,3 +86,14 @@ def test_a_restarted_worker_goes_on_from_the_round_that_its_update_is_in(tmp_pat
     """So the run ends with the bits of one in which no process was killed."""
     undisturbed = digest_of(nursery, tmp_path / "undisturbed", killed=False)
     assert digest_of(nursery, tmp_path / "killed", killed=True) == undisturbed
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.covers("F4")
+def test_a_restarted_worker_waits_for_the_round_of_a_fragment_that_its_update_is_in(
+    tmp_path: Path, nursery: Nursery, alpha: float
+) -> None:
+    """With one fragment under way at a time and no overlap, the run ends with the bits of one without a kill."""
+    streaming = {"num_fragments": 2, "tau": 0, "alpha": alpha}
+    undisturbed = digest_of(nursery, tmp_path / "undisturbed", killed=False, **streaming)
+    assert digest_of(nursery, tmp_path / "killed", killed=True, **streaming) == undisturbed

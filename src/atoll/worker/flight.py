@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from atoll.errors import UpdateRefused
 from atoll.latch import Latch
@@ -95,3 +96,30 @@ def pulled(
     except BaseException:
         moved.close()
         raise
+
+
+def begin_from(fragments: Sequence[Fragment], *, waits: bool) -> list[messages.TicketReply]:
+    """Send what an earlier process left; what each fragment is to begin from.
+
+    A round that such an update is in is waited for: what was trained from the version before it would count as new, and
+    be a round old. It waits for nothing of this worker: all that comes before it in the order that all workers go by is
+    in, too. Where an update before it is not, as one that was refused, other workers may wait for that one.
+
+    Args:
+        waits: whether the run's rounds wait for their workers.
+    """
+    is_in = [each.exchange.resume_outbox() is not None for each in fragments]
+    replies = [each.exchange.next_round(wait_s=0.0) for each in fragments]
+    waited, others = list[tuple[int, int]](), list[tuple[int, int]]()
+    for place, (fragment, reply) in enumerate(zip(fragments, replies, strict=True)):
+        fragment.heard(reply)
+        note = fragment.exchange.outbox.note
+        if waits and is_in[place] and reply.status == "wait" and note is not None:
+            waited.append((note.round, place))
+        elif not fragment.finished:
+            others.append((fragment.number, place))
+    for number, place in sorted(waited):
+        if not others or (number, place) < min(others):
+            replies[place] = fragments[place].exchange.next_round()
+            fragments[place].heard(replies[place])
+    return replies

@@ -28,7 +28,7 @@ from atoll.wire import messages
 from atoll.worker import update
 from atoll.worker.connection import NetworkLost
 from atoll.worker.files import BaseFile
-from atoll.worker.flight import Flight, Fragment, pulled
+from atoll.worker.flight import Flight, Fragment, begin_from, pulled
 from atoll.worker.measuring import Measured, Said
 from atoll.worker.reporting import LOG, why_skipped
 from atoll.worker.session import Session
@@ -101,11 +101,8 @@ class Streaming:
 
     def begin(self) -> None:
         """Send what an earlier process left, and pull every fragment into the model."""
-        for fragment in self._fragments:
-            exchange = fragment.exchange
-            exchange.resume_outbox()
-            reply = exchange.next_round(wait_s=0.0)
-            fragment.heard(reply)
+        replies = begin_from(self._fragments, waits=self._waits)
+        for fragment, reply in zip(self._fragments, replies, strict=True):
             self._reset(fragment, reply, 0, begins=True)
         self._begins_anew()
 
