@@ -181,7 +181,7 @@ class DiLoCo(OverRanks):
             raise
         info = session.info
         LOG.info("%s: joined run %s at %s; %s", site, info.name, session.http.server, in_words(info, self.sync_every))
-        say_evaluation_follows(session.connection)
+        say_evaluation_follows(session)
         return self._now()
 
     def _now(self) -> dict[str, Any]:
