@@ -252,7 +252,7 @@ class Settings(BaseModel):
         5.0,
         gt=0,
         description="While a call of a worker is unanswered, it sends a heartbeat every so many seconds; two in a row "
-        "that stay unanswered end the call.",
+        "that stay unanswered end the call, and so does an unanswered one that an answered one follows.",
     )
     idle_timeout_s: float = Field(
         IDLE_TIMEOUT_S, gt=0, description="A transfer that moves no byte for so long has failed."

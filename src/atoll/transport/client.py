@@ -142,7 +142,8 @@ class Http:
         self._pool.close()
 
     def drop_idle(self) -> None:
-        """The next calls connect anew: a connection that was kept may be half-open."""
+        """Connect anew: a heartbeat was not answered, and a connection that was kept may be half-open."""
+        self.watch.missed()
         self._pool = self._new_pool()  # the old one is not closed: a call may be about to use it
 
     def _new_pool(self) -> urllib3.HTTPConnectionPool:
@@ -202,6 +203,8 @@ class Http:
         except _NETWORK_ERRORS as error:
             if call.is_given_up:
                 raise unanswered(self.server) from error
+            if path in (routes.HEARTBEAT, routes.HEALTH):
+                self.drop_idle()
             raise network_error(self.server, timeout_s, error) from error
         finally:
             _waiting.call = None

@@ -2,10 +2,15 @@
 
 While a call is unanswered, heartbeats are sent. As long as they are answered, the call may wait: the server waits for
 other sites. Two in a row that stay unanswered mean that the network is lost; every call that began before them ends.
+
+One unanswered heartbeat is enough to distrust every older connection: the network may be back and have forgotten it, as
+a firewall does. Heartbeats on new connections are answered then, and the old call never would be. So a call that began
+before an unanswered heartbeat ends with the next answered one, and is tried again on a new connection.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +36,7 @@ class Watch:
 
     Attributes:
         is_lost: two heartbeats in a row stayed unanswered, and nothing was answered since.
-        losses: how often that was. A connection from before a loss may be half-open.
+        losses: how many heartbeats stayed unanswered. A connection from before one may be half-open.
     """
 
     def __init__(self) -> None:
@@ -39,6 +44,7 @@ class Watch:
         self._changed = threading.Condition()
         self._calls: set[Call] = set()
         self._heard_s = time.monotonic()
+        self._missed_s = -math.inf  # when a heartbeat was given up last
         self._answers: Callable[[], bool] = lambda: True
         self._every_s = 0.0
         self._thread: threading.Thread | None = None
@@ -48,7 +54,8 @@ class Watch:
         """Watch from now on.
 
         Args:
-            answers: sends a heartbeat; returns whether it was answered, after `every_s` at the latest.
+            answers: sends a heartbeat; returns whether it was answered, after `every_s` at the latest. Calls `missed`
+                where it was not.
             every_s: how long a call may be unanswered before that.
         """
         if self._thread is None:
@@ -65,6 +72,13 @@ class Watch:
     def answered(self) -> None:
         """The server has answered something."""
         self._heard_s, self.is_lost = time.monotonic(), False
+
+    def missed(self) -> None:
+        """A heartbeat was not answered: no connection that was made before is trusted any more."""
+        with self._changed:
+            self._missed_s = time.monotonic()
+            self.losses += 1
+            self._changed.notify()
 
     def is_back(self) -> bool:
         """Whether the network is not lost; one that was is tried with one heartbeat."""
@@ -89,11 +103,10 @@ class Watch:
         while self._wait_for_quiet():
             begin_s = time.monotonic()
             if self._try(begin_s) or self._try(begin_s):
+                self._give_up(min(self._missed_s, time.monotonic() - self._every_s))
                 continue
-            self.losses += not self.is_lost
             self.is_lost = True
-            for call in self._quiet_since(begin_s):
-                call.give_up()
+            self._give_up(begin_s)
 
     def _wait_for_quiet(self) -> bool:
         """Wait until a call has been unanswered for `every_s`; False once this is closed."""
@@ -102,7 +115,9 @@ class Watch:
                 if not self._calls:
                     self._changed.wait()
                     continue
-                since_s = max(self._heard_s, min(call.moved_s for call in self._calls))
+                since_s = min(call.moved_s for call in self._calls)
+                if since_s > self._missed_s:
+                    since_s = max(self._heard_s, since_s)  # else answers on new connections say nothing of this one
                 left_s = since_s + self._every_s - time.monotonic()
                 if left_s <= 0:
                     return True
@@ -120,6 +135,14 @@ class Watch:
             if self._closed:
                 return True
         return self._heard_s > begin_s or not self._quiet_since(begin_s)
+
+    def _give_up(self, since_s: float) -> None:
+        """End the calls of which nothing has moved since then."""
+        calls = self._quiet_since(since_s)
+        with self._changed:
+            self._calls.difference_update(calls)  # one that still connects ends later, and is waited for no more
+        for call in calls:
+            call.give_up()
 
     def _quiet_since(self, begin_s: float) -> list[Call]:
         with self._changed:

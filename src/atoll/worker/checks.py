@@ -38,11 +38,10 @@ def split_of(message: messages.SchemaMessage, info: messages.RunInfo) -> Split:
 
 
 def is_answered(http: Http, ask: Callable[[], object]) -> bool:
-    """Ask, and return whether the server answered, with whatever; idle connections are left where it did not."""
+    """Send a heartbeat; return whether the server answered, with whatever."""
     try:
         ask()
     except (ServerUnreachable, TransferStalled):
-        http.drop_idle()
         return False
     except AtollError as error:  # a lost lease, say; the calls that wait are told so, too
         LOG.debug("%s: %s", http.server, error)

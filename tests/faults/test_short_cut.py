@@ -1,0 +1,79 @@
+"""A network that is silent for a moment, and is back with its old connections dead: a firewall has forgotten them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import DiLoCoSites, FederatedSites, serve
+
+from atoll.testing.processes import wait_until
+from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
+
+SETTINGS: dict[str, Any] = {
+    "num_workers": 1,
+    "rounds": 3,
+    "codec": "none",
+    "heartbeat_interval_s": 2.0,
+    "heartbeat_timeout_s": 0,
+    "waiting_heartbeat_s": 1.0,
+}
+DILOCO = {"algorithm": "diloco", "sync_every": 4}
+CALLS = {
+    "pull": "GET /v1/fragments/0/versions/[0-9]+/.*",
+    "part": "PUT .*/parts/",
+    "ticket": "POST /v1/tickets ",
+    "complete": "POST .*/complete ",
+}
+
+
+def cut(proxy: Proxy, request: str) -> Fault:
+    """At the next such request, every connection falls silent."""
+    fault = Fault(request, "down", BEFORE_HEADER, "stall", wait=proxy.silence)
+    proxy.faults.append(fault)
+    return fault
+
+
+def heal_after_one_lost_heartbeat(proxy: Proxy, fault: Fault) -> None:
+    assert fault.reached.wait(30)
+    before = proxy.count("POST /v1/heartbeat ")
+    wait_until(lambda: proxy.count("POST /v1/heartbeat ") > before, "a heartbeat into the silence")
+    proxy.heal()
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.covers("F22", "L10")
+def test_a_call_on_a_connection_that_died_in_a_short_cut_does_not_stop_training(tmp_path: Path, call: str) -> None:
+    """Without heartbeats the call would wait for its own timeout, 60 to 90 s."""
+    with serve(tmp_path, **SETTINGS | DILOCO) as server, Proxy(server.port) as proxy:
+
+        def during(site: str, step: int) -> None:
+            if step == 5 and not faults:  # after the first synchronisation
+                faults.append(cut(proxy, CALLS[call]))
+
+        faults: list[Fault] = []
+        sites = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"], during=during)
+        wait_until(lambda: faults, "the first synchronisation")
+        heal_after_one_lost_heartbeat(proxy, faults[0])
+        sites.join(timeout_s=30)
+        server.run()
+        assert sites.loops["a"].finished
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.covers("F22")
+def test_a_federated_round_goes_on_after_a_short_cut(tmp_path: Path, call: str) -> None:
+    with serve(tmp_path, **SETTINGS) as server, Proxy(server.port) as proxy:
+
+        def during(site: str, number: int) -> None:
+            if number == 1 and not faults:
+                faults.append(cut(proxy, CALLS[call]))
+
+        faults: list[Fault] = []
+        sites = FederatedSites(proxy.url, tmp_path, ["a"], during=during)
+        wait_until(lambda: faults, "the first round")
+        heal_after_one_lost_heartbeat(proxy, faults[0])
+        sites.join(timeout_s=30)
+        server.run()
+        assert sites.trained == {("a", 1): 1, ("a", 2): 1, ("a", 3): 1}
