@@ -20,7 +20,7 @@ class Held(Exception):
 class OwnedFile:
     """Has the open file `fd`, and gives it back once: when it is told to, or when nobody has it any more."""
 
-    fd: int
+    fd: int = -1
 
     def close(self) -> None:
         """Give the file back. Idempotent."""

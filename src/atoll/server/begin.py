@@ -19,6 +19,7 @@ from atoll.config import Settings
 from atoll.config.lasting import FROZEN
 from atoll.errors import ConfigError, StateCorrupt
 from atoll.placement.plan import FragmentPlan, Plan, cpu_capability, torch_build
+from atoll.server.best import require_files
 from atoll.server.model import initial_model, is_known, loaded_model, schema_for, write_version
 from atoll.server.persistor import Persistor
 from atoll.server.roster import now_text
@@ -59,6 +60,7 @@ def open_run(
         ConfigError: the model or a setting cannot be used, or is not the one that the run was begun with.
         StateLocked: another server owns the directory.
         StateCorrupt: no version in it is whole.
+        StoreError: a folder lies where the best version is to be.
     """
     store = Store.open(
         settings.state_dir,
@@ -68,6 +70,8 @@ def open_run(
         in_memory=not settings.download_to_disk,
     )
     try:
+        if settings.best_metric:
+            require_files(settings.exports)
         if store.run and store.in_memory:
             raise ConfigError(
                 f"{settings.state_dir} has a run, and with download_to_disk = false a run ends with its server.",

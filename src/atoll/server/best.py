@@ -12,6 +12,7 @@ import math
 import os
 from pathlib import Path
 
+from atoll.errors import StoreError
 from atoll.placement.plan import Plan
 from atoll.rounds.best import Measured, Tracking
 from atoll.server.exports import export_model
@@ -45,10 +46,12 @@ class BestVersion:
             Gone: it is not kept any more.
             DiskFull: what was there before is still there.
             SyncFailed: fsync failed; the server must end.
+            StoreError: a folder is in the place of a file.
         """
         if self.saved == measured:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
+        require_files(self._folder)
         told = {"version": str(measured.version), "round": str(measured.round), self.metric: repr(measured.value)}
         export_model(self._plan, self._store, self.path, (measured.version,), told)
         self._write_note(measured)
@@ -110,6 +113,17 @@ class BestVersion:
             return Measured(int(told["version"]), int(told["round"]), float(told[self.metric]))
         except (OSError, ValueError, KeyError, TypeError, SafetensorError):
             return None
+
+
+def require_files(folder: Path) -> None:
+    """Refuse to replace a folder, which may hold anything.
+
+    Raises:
+        StoreError: one lies where one of the files is to be.
+    """
+    for path in (folder / MODEL, folder / NOTE):
+        if path.is_dir():
+            raise StoreError(f"{path} is a folder.", "Move it away, and start the server again: the file is made.")
 
 
 def measured_of(history: list[HistoryRow], metric: str) -> list[Measured]:

@@ -16,7 +16,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from atoll.errors import StateCorrupt
+from atoll.errors import StateCorrupt, StoreError
 from atoll.posix import OwnedFile, write_at
 from atoll.sealed import NoteDamaged, seal, unseal
 from atoll.store.audit import START, Rows
@@ -54,13 +54,22 @@ class AuditHeadFile(OwnedFile):
 
     Args:
         folder: the state directory, locked by the caller.
+
+    Raises:
+        StoreError: it cannot be opened for writing.
     """
 
     def __init__(self, folder: Path, durability: str, epoch: int) -> None:
         self.path = folder / NAME
         self._durability, self._epoch, self._boot = durability, epoch, boot_id()
         self._failed = False
-        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} cannot be opened for writing ({error.strerror}).",
+                "Make it a plain file that this user may write, or move it away: it is made again.",
+            ) from error
 
     def write(self, entries: int, last_hash: str) -> None:
         """The audit log ends here. A failure leaves the earlier end, which is no error at a start."""
