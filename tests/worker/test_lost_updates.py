@@ -112,6 +112,12 @@ def test_bf16_has_no_room_for_the_smallest(tmp_path: Path, caplog: pytest.LogCap
 
 
 @pytest.mark.covers("L14")
+def test_a_change_too_large_for_its_codec_is_not_told_as_lost(tmp_path: Path) -> None:
+    """Near the end of fp32, bf16 rounds to infinity: the server refuses it, and a larger rate is no remedy."""
+    assert rounds_of(tmp_path, "bf16", {"w": torch.zeros(64)}, [{"w": torch.full((64,), 3.4e38)}]) == [[]]
+
+
+@pytest.mark.covers("L14")
 @pytest.mark.usefixtures("own")
 def test_more_than_a_hundredth_arrives_or_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of a hundred 0.0004 and one 0.0006 the last arrives, as 0.001: √(101·16) of √(100·16 + 36) is lost, 99.4 %."""

@@ -79,7 +79,7 @@ class Losses:
         ours, theirs = (torch.split(values, list(sizes))[::2] for values in (delta, decoded))
         for (name, _, _), sent, came in zip(runs, ours, theirs, strict=True):
             whole, lost = (float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in (sent, sent - came))
-            if whole == 0:
+            if whole == 0 or not math.isfinite(lost):  # infinite is too large, not too small: the server refuses it
                 continue
             if bool(came.any()) if self._codec.feedback else not lost > MOST * whole:
                 self._arrives.add(name)
