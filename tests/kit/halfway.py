@@ -39,6 +39,7 @@ class Halfway:
         with serve(folder, port=self.port, **(self.settings | changed)) as server:
             sites = FederatedSites(server.url, folder)
             sites.join()
+            server.run()  # to its own end: exports are written behind the rounds
         return sites
 
 
