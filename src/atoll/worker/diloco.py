@@ -233,11 +233,10 @@ class DiLoCo(OverRanks):
                 "%s: no optimizer step was seen. Call step() of the optimizer that DiLoCo was given.",
                 session.site,
             )
-        elif self.lost and not self.over:
-            LOG.warning("%s: %s", session.site, session.silence.error())
-            LOG.warning("%s: what was trained since is in this script's model alone", session.site)
-        elif self._since_sync and not self.over:
-            LOG.info("%s: %d steps after the last synchronisation stay local", session.site, self._since_sync)
+        elif not self.over:
+            if self.lost:
+                LOG.warning("%s: %s", session.site, session.silence.error())
+            self._say_what_stays(session, self._streaming.counted_step if self._streaming is not None else None)
         self._spread_the_end(error)
         said = last_words(error)
         session.leave(said)

@@ -10,7 +10,7 @@ from atoll.latch import Latch
 from atoll.wire import messages
 from atoll.worker.exchange import Exchange
 from atoll.worker.files import BaseFile
-from atoll.worker.settling import pull_newest
+from atoll.worker.settling import counted_step, pull_newest
 
 
 class Fragment:
@@ -30,6 +30,11 @@ class Fragment:
         self.local_steps = 0
         self.base_step = self.version = 0
         self.finished = False
+
+    @property
+    def counted_step(self) -> int:
+        """The last step after which an update was taken that the server has."""
+        return counted_step(self.exchange, self.base_step)
 
     def heard(self, reply: messages.TicketReply) -> None:
         """Take over what the server said of the next round."""

@@ -29,6 +29,16 @@ def unsettled(exchange: Exchange) -> OutboxNote | None:
     return note
 
 
+def counted_step(exchange: Exchange, base_step: int) -> int:
+    """The last local step whose progress is in an update that the server has, as far as this worker knows.
+
+    Args:
+        base_step: after which what is local now began.
+    """
+    note = unsettled(exchange)
+    return base_step + note.steps if note is not None and note.sent else base_step
+
+
 def settle(exchange: Exchange, note: OutboxNote, max_retries: int) -> int:
     """Find out what became of an update that is `unsettled`.
 

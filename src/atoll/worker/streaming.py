@@ -26,10 +26,10 @@ from atoll.errors import TicketClosed, UpdateRefused
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
 from atoll.worker import update
-from atoll.worker.connection import NetworkLost
 from atoll.worker.files import BaseFile
 from atoll.worker.flight import Flight, Fragment, begin_from, pulled
 from atoll.worker.measuring import Measured, Said
+from atoll.worker.outage import Outage
 from atoll.worker.reporting import LOG, why_skipped
 from atoll.worker.session import Session
 from atoll.worker.settling import BROKE_OFF, begin_from_base, ended_without_us, pull_newest, settle, unsettled
@@ -71,7 +71,7 @@ class Streaming:
     ) -> None:
         self._session, self._tensors, self._said, self._max_retries = session, tensors, said, max_retries
         self._measured = measured
-        self._lost = False  # the last turn was skipped for the network: the next ones try once, and hold up nothing
+        self._outage = Outage()  # in it a turn tries once, and holds up nothing
         info = session.info
         self._tau, self._alpha, self._max_inflight = info.tau, info.alpha, info.max_inflight
         self._waits = info.mode == "sync"
@@ -88,6 +88,11 @@ class Streaming:
         return len(self._flights)
 
     @property
+    def counted_step(self) -> int:
+        """The last step after which an update was taken that the server has, of any fragment."""
+        return max(each.counted_step for each in self._fragments)
+
+    @property
     def merges_in_words(self) -> str:
         """How many results were late: whether tau is long enough."""
         late = f", {self.merges_late} merged late" if self.merges_late else ""
@@ -95,7 +100,7 @@ class Streaming:
 
     @property
     def _retries(self) -> int:
-        return 0 if self._lost else self._max_retries
+        return 0 if self._outage.is_on else self._max_retries
 
     # -- life
 
@@ -179,11 +184,7 @@ class Streaming:
                 fragment = self._pick()
                 if fragment is None or not self._prepare(fragment):
                     break
-                if self._lost:
-                    LOG.info(
-                        "%s: the server is back; synchronising again from step %d on", self._session.site, self._step
-                    )
-                self._lost = False
+                self._outage.ended(self._session.site, f"synchronising again from step {self._step} on")
                 if fragment is self._pick():
                     self._take(fragment)
                     break
@@ -363,13 +364,8 @@ class Streaming:
             return
         self.skipped += 1
         fragment.ticket, fragment.finished = None, False  # its last version is not here yet
-        self._lost = isinstance(error, NetworkLost)
-        LOG.warning(
-            "%s: synchronisation of fragment %d skipped; training goes on. %s",
-            self._session.site,
-            fragment.index,
-            why_skipped(error, self._session.info),
-        )
+        why = why_skipped(error, self._session.info)
+        self._outage.skipped(error, self._session.site, f"of fragment {fragment.index}", why)
 
     def _begins_anew(self) -> None:
         self._look_whether_finished()

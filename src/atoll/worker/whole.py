@@ -11,17 +11,27 @@ from functools import partial
 from atoll.errors import TicketClosed, UpdateRefused
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
-from atoll.worker.connection import NetworkLost
 from atoll.worker.measuring import Measured
+from atoll.worker.outage import Outage
 from atoll.worker.reporting import LOG, why_skipped
 from atoll.worker.session import Session
-from atoll.worker.settling import BROKE_OFF, begin_from_base, ended_without_us, pull_newest, settle, unsettled
+from atoll.worker.settling import (
+    BROKE_OFF,
+    begin_from_base,
+    counted_step,
+    ended_without_us,
+    pull_newest,
+    settle,
+    unsettled,
+)
 
 
 class WholeModel(ABC):
     """Part of `DiLoCo`."""
 
     step: int
+    sync_every: int
+    lost: bool
     _max_retries: int
     _session: Session | None
     _tensors: Tensors
@@ -34,11 +44,11 @@ class WholeModel(ABC):
         self.over = False
         self._since_sync = self._base_step = self._version = 0
         self._local_steps = self._staleness = 0
-        self._lost = False  # the last synchronisation was skipped for the network: the next ones try once
+        self._outage = Outage()
 
     @property
     def _retries(self) -> int:
-        return 0 if self._lost else self._max_retries
+        return 0 if self._outage.is_on else self._max_retries
 
     @abstractmethod
     def _said(self, digest: str, fragment: int) -> tuple[float, dict[str, float]]:
@@ -60,13 +70,10 @@ class WholeModel(ABC):
             self.skipped += 1
             self._since_sync = 0
             self._ticket = None
-            self._lost = isinstance(error, NetworkLost)
             why = why_skipped(error, session.info)
-            LOG.warning("%s: synchronisation skipped at step %d; training goes on. %s", session.site, self.step, why)
+            self._outage.skipped(error, session.site, f"at step {self.step}", why)
         else:
-            if self._lost:
-                LOG.info("%s: the server is back; synchronised at step %d", session.site, self.step)
-            self._lost = False
+            self._outage.ended(session.site, f"synchronised at step {self.step}")
 
     def _round(self, session: Session) -> None:
         """One synchronisation: settle what is under way, submit, wait, pull."""
@@ -176,6 +183,26 @@ class WholeModel(ABC):
         else:
             self._take(session, reply.head_version, reply.head_digest)
             self._look(session)
+
+    def _say_what_stays(self, session: Session, counted: int | None) -> None:
+        """At the end: log how many local steps have not reached the run.
+
+        Args:
+            counted: the last step whose progress is in an update that counted; None: as this class knows it.
+        """
+        counted = counted_step(session, self._base_step) if counted is None else counted
+        steps, turn = self.step - counted, self.sync_every // session.info.fragments
+        if not steps:
+            return
+        if self.lost or steps > self._since_sync or (self.skipped and steps >= turn):
+            LOG.warning(
+                "%s: %d steps since step %d were not sent: what was trained since is in this script's model alone",
+                session.site,
+                steps,
+                counted,
+            )
+        else:
+            LOG.info("%s: %d steps after the last synchronisation stay local", session.site, steps)
 
     def _finish(self, session: Session, reply: messages.TicketReply) -> None:
         self._take(session, reply.head_version, reply.head_digest)

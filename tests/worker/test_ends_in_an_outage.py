@@ -1,0 +1,99 @@
+"""A DiLoCo loop that ends while its server is away: which steps the run has not, and how often that is logged."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import build_model, local_step, serve
+
+import atoll
+from atoll.worker.connection import NetworkLost
+from atoll.worker.outage import REPEAT_S, Outage
+
+H = 4
+STREAMS = {"num_fragments": 2, "tau": 1}
+
+
+def train(folder: Path, lost_at: int, steps: int, **settings: Any) -> atoll.DiLoCo:
+    """Steps of one worker, whose server goes away for good after step `lost_at`."""
+    settings = {"algorithm": "diloco", "sync_every": H, "num_workers": 1, "rounds": 100} | settings
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with serve(folder, **settings) as server:
+        loop = atoll.DiLoCo(
+            model, optimizer, server=server.url, site="a", folder=folder / "workers", max_sync_retries=0
+        )
+        with loop:
+            for step in range(1, steps + 1):
+                local_step(model, optimizer, "a", step)
+                if step == lost_at:
+                    server.stop()
+    return loop
+
+
+def numbers(record: logging.LogRecord) -> list[object]:
+    return [each for each in record.args or () if isinstance(each, int)]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name == "atoll" and record.levelno == logging.WARNING]
+
+
+@pytest.mark.covers("L7")
+@pytest.mark.parametrize(
+    ("settings", "lost_at", "counted"),
+    [
+        ({}, 9, 8),
+        (STREAMS, 9, 8),  # fragments are taken after 2, 4, 6 and 8 steps; that of step 8 was merged after 9
+    ],
+    ids=["whole", "streaming"],
+)
+def test_warns_of_every_step_since_the_last_synchronisation_that_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], lost_at: int, counted: int
+) -> None:
+    caplog.set_level("INFO", "atoll")
+    loop = train(tmp_path, lost_at, 40, **settings)  # the last step is a turn, too, and is skipped
+    assert loop.step == 40
+    assert loop.skipped > 3
+    assert [40 - counted, counted] in [numbers(record) for record in warnings(caplog)]
+
+
+@pytest.mark.covers("L7")
+@pytest.mark.parametrize("settings", [{}, STREAMS], ids=["whole", "streaming"])
+def test_logs_an_outage_once_however_many_turns_it_takes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
+) -> None:
+    caplog.set_level("INFO", "atoll")
+    loop = train(tmp_path, 9, 40, **settings)
+    assert loop.skipped > 3
+    assert len([record for record in warnings(caplog) if "skipped" in record.getMessage()]) == 1
+
+
+def test_does_not_warn_where_no_turn_was_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "atoll")
+    train(tmp_path, 11, 11)
+    assert warnings(caplog) == []
+    assert [3] in [numbers(record) for record in caplog.records]  # of 11 steps 8 are in two updates
+
+
+def test_logs_an_outage_again_after_some_minutes_with_the_number_of_skipped_turns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "atoll")
+    now_s = [0.0]
+    outage = Outage(lambda: now_s[0])
+    lost = NetworkLost[0]("gone", "")
+    for now_s[0] in (0.0, 100.0, REPEAT_S, REPEAT_S + 100.0, 2 * REPEAT_S):
+        outage.skipped(lost, "a", "at step 1", "Why.")
+    assert [numbers(record) for record in warnings(caplog)] == [[], [3], [5]]
+    assert outage.is_on
+    outage.ended("a", "goes on")
+    outage.ended("a", "goes on")
+    assert not outage.is_on
+    assert len([record for record in caplog.records if record.levelno == logging.INFO]) == 1
+    outage.skipped(lost, "a", "at step 2", "Why.")
+    assert len(warnings(caplog)) == 4
