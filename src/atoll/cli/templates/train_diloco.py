@@ -43,10 +43,10 @@ def main() -> None:
             loss = loss_of(model, *next(data))
             optimizer.zero_grad()
             loss.backward()
-            optimizer.step()
-            if step % 20 == 0:
+            if step % 20 == 0:  # before step(), which synchronises: the report belongs to that round
                 diloco.report(loss=loss.item())
                 print(f"step {step}: loss {loss.item():.3f}", flush=True)
+            optimizer.step()
             if diloco.finished:
                 break
 

@@ -25,10 +25,10 @@ def main() -> None:
             loss = nn.functional.cross_entropy(predicted.flatten(0, 1), window[:, 1:].flatten())
             optimizer.zero_grad()
             loss.backward()
-            optimizer.step()
-            if step % 10 == 0:
+            if step % 10 == 0:  # before step(), which synchronises: the report belongs to that round
                 diloco.report(loss=loss.item())
                 print(f"step {step}: loss {loss.item():.3f}", flush=True)
+            optimizer.step()
             if diloco.finished or (step == STEPS and "ATOLL_SERVER" not in os.environ):
                 break
 
