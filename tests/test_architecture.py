@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "atoll"
 
 LAYERS: list[set[str]] = [
     {"_version", "children", "errors", "failpoints", "latch", "posix", "sealed", "sizes", "visible"},
-    {"registry"},
+    {"border", "registry"},
     {"config"},
     {"tensors"},
     {"codecs", "filters", "outer", "reducers", "algorithms"},

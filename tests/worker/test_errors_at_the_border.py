@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import atoll
+from atoll import border
 from atoll.errors import AtollError, SchemaMismatch, ServerLost, ServerUnreachable, StateLocked, UsageError
-from atoll.worker import border
 
 NOBODY = "http://127.0.0.1:9"
 

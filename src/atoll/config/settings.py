@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from atoll import registry
+from atoll.border import border
 from atoll.config.consistency import require_consistent
 from atoll.config.sources import environment_layer, file_layer
 from atoll.config.workflows import with_components
@@ -301,6 +302,7 @@ class Settings(BaseModel):
         return self
 
     @classmethod
+    @border
     def read(
         cls,
         path: Path | None = None,
@@ -337,6 +339,7 @@ class Settings(BaseModel):
         return self.save_dir or self.state_dir / "exports"
 
     @classmethod
+    @border
     def build(cls, values: Mapping[str, Any], source: Mapping[str, str] | None = None) -> Settings:
         """Settings from a plain mapping.
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atoll.border import border
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
 from atoll.integrations import fitting
-from atoll.worker.border import border
 
 if TYPE_CHECKING:
     from atoll.integrations.lightning_callback import AtollCallback

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from atoll.border import border
 from atoll.errors import UsageError
 from atoll.filters.base import Filter, require_filters
 from atoll.integrations import fitting
 from atoll.tensors.modules import named_tensors
 from atoll.wire import messages
 from atoll.worker.address import server_of
-from atoll.worker.border import border
 from atoll.worker.correction import Correction, following
 from atoll.worker.diloco import DiLoCo
 from atoll.worker.federated import Worker, join, run_here, takes_part

@@ -21,11 +21,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from atoll.border import border
 from atoll.errors import UsageError
 from atoll.filters.base import Filter, require_filters
 from atoll.integrations.fitting import require_alone
 from atoll.worker.address import server_of
-from atoll.worker.border import border
 from atoll.worker.correction import Correction
 from atoll.worker.departure import what_ends
 from atoll.worker.diloco import DiLoCo

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from atoll import registry
+from atoll.border import bordered
 from atoll.errors import UsageError
 from atoll.recipes.base import Recipe
 
@@ -14,6 +15,7 @@ OPTIMIZERS = {"sgd": "fedavgm", "adam": "fedadam", "yogi": "fedyogi", "adagrad":
 """FedOpt's server optimizer → the algorithm of the run file."""
 
 
+@bordered
 @dataclass(eq=False)
 class FedAvgRecipe(Recipe):
     """Federated averaging: the mean of what the clients trained, by weight."""
@@ -21,6 +23,7 @@ class FedAvgRecipe(Recipe):
     algorithm: ClassVar[str] = "fedavg"
 
 
+@bordered
 @dataclass(eq=False)
 class FedProxRecipe(Recipe):
     """FedAvg whose clients are drawn towards the global model.
@@ -37,6 +40,7 @@ class FedProxRecipe(Recipe):
         return {"local_options": {"mu": self.mu}}
 
 
+@bordered
 @dataclass(eq=False)
 class FedOptRecipe(Recipe):
     """FedAvg with an optimizer at the server.
@@ -68,6 +72,7 @@ class FedOptRecipe(Recipe):
         return {} if self.server_lr is None else {"outer_lr": self.server_lr}
 
 
+@bordered
 @dataclass(eq=False)
 class ScaffoldRecipe(Recipe):
     """SCAFFOLD: clients correct their steps by where all of them go; for sites whose data differ much.
@@ -84,6 +89,7 @@ class ScaffoldRecipe(Recipe):
         return {} if self.server_lr is None else {"outer_lr": self.server_lr}
 
 
+@bordered
 @dataclass(eq=False)
 class DiLoCoRecipe(Recipe):
     """Low-communication training: clients synchronise every `sync_every` local steps.
@@ -105,6 +111,7 @@ class DiLoCoRecipe(Recipe):
         return {"sync_every": self.sync_every} | {key: value for key, value in outer.items() if value is not None}
 
 
+@bordered
 @dataclass(eq=False)
 class SwarmRecipe(Recipe):
     """Rounds that clients aggregate, another one each time: no update goes through the server (docs/swarm.md).

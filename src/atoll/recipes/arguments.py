@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from atoll import registry
+from atoll.border import border
 from atoll.config import Settings
 from atoll.errors import UsageError
 
 
 class _Strict(type):
+    @border
     def __call__(cls, *args: Any, **given: Any) -> Any:
         """Refuse what `__init__` does not take, before Python would without saying what is meant."""
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]  # this very class's

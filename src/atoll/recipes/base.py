@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from atoll.algorithms.resolve import resolve
+from atoll.border import bordered, say_interrupt_in_a_line
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.config.text import settings_lines
 from atoll.errors import ConfigError, UsageError
 from atoll.recipes.arguments import Strict, require_number, require_path, script_arguments
 from atoll.recipes.model import InitialModel
-from atoll.worker.border import say_interrupt_in_a_line
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,6 +49,7 @@ class Environment(Protocol):
         ...
 
 
+@bordered
 @dataclass(eq=False)
 class Recipe(Strict):
     """A run of one algorithm.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.algorithms.resolve import resolve
+from atoll.border import bordered
 from atoll.children import Children
 from atoll.config import NOT_SETTINGS, Settings
 from atoll.errors import (
@@ -64,6 +65,7 @@ OF_THE_CALL = ("ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR")
 """What each client is given anew."""
 
 
+@bordered
 @dataclass(frozen=True)
 class LocalEnv(Strict):
     """Real processes on this machine: a server, and a client for each name.

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from atoll.border import bordered
 from atoll.wire.status_messages import RoundSummary, Status
 
 
+@bordered
 @dataclass(frozen=True)
 class RunResult:
     """What an execution leaves.

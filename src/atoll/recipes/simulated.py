@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atoll.border import bordered
 from atoll.config import Settings
 from atoll.recipes.arguments import Strict, require_number, require_path
 from atoll.recipes.folder import RUN_FILE, ended_by_sigterm, prepared, require_clients, result_of, sites_of, told
@@ -23,6 +24,7 @@ STATE_DIR = "atoll-simulation"
 """Beside the run file, as `atoll simulate` has it: not where the run itself would be."""
 
 
+@bordered
 @dataclass(frozen=True)
 class SimEnv(Strict):
     """Virtual clients on this machine, or on Ray: the same rounds, algorithms and script, and the same bits.

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from atoll._version import VERSION
+from atoll.border import bordered
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.errors import AtollError, ConfigError, PortInUse, UsageError
 from atoll.latch import Latch
@@ -34,6 +35,7 @@ from atoll.server.status import keep_status, status_of
 from atoll.server.task_filters import TaskFilters
 from atoll.server.workflow import Function
 from atoll.tensors.modules import Tensors
+from atoll.tensors.reference import address_of
 from atoll.transport.door import Door, open_door, raise_files_limit, runner_of
 from atoll.transport.tls import server_context
 from atoll.wire import status_messages
@@ -54,6 +56,7 @@ READ_BYTES = 2**16
 costs no more than this."""
 
 
+@bordered
 class Server:
     """Serves one run.
 
@@ -179,11 +182,8 @@ class Server:
     @property
     def url(self) -> str:
         """Where workers find it."""
-        scheme = "https" if self.settings.tls_cert else "http"
-        host = self.settings.host
-        if host in ("0.0.0.0", "::"):
-            host = socket.gethostname()
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+        host = socket.gethostname() if self.settings.host in ("0.0.0.0", "::") else self.settings.host
+        return address_of(host, self.port, secure=bool(self.settings.tls_cert))
 
     @property
     def exports(self) -> Path:

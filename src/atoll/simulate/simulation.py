@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from atoll.border import bordered, say_interrupt_in_a_line
 from atoll.config import Settings
 from atoll.errors import ConfigError, UsageError
 from atoll.latch import Latch
@@ -34,7 +35,6 @@ from atoll.simulate.local import LocalEngine
 from atoll.simulate.session import lasts
 from atoll.tensors.modules import Tensors
 from atoll.wire import status_messages
-from atoll.worker.border import say_interrupt_in_a_line
 from atoll.worker.site import require_site
 
 LOG = logging.getLogger("atoll.simulate")
@@ -80,6 +80,7 @@ class Simulated:
         return self.worker_rounds / self.seconds if self.seconds else 0.0
 
 
+@bordered
 class Simulation:
     """A run whose workers are virtual: trained in turn by a few processes, with no network in between.
 

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from atoll.border import bordered
 from atoll.errors import UsageError
 
 _TEXT = re.compile(
@@ -21,6 +22,7 @@ _TEXT = re.compile(
 )
 
 
+@bordered
 @dataclass(frozen=True, slots=True)
 class TensorRef:
     """A handle from which an object can be pulled: `atoll.fetch(ref)`. Travels inside payloads, and as text in JSON.

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from atoll.border import border, bordered
 from atoll.errors import BadRequest, Gone, PartCorrupt, StoreError, TransferError, TransferStalled, UsageError
 from atoll.filters.payloads import ByTask, said
 from atoll.tensors.objects import Stored
@@ -19,7 +20,6 @@ from atoll.wire import routes
 from atoll.wire import task_messages as tm
 from atoll.wire.tasks import read_plain
 from atoll.worker.ahead import Ahead
-from atoll.worker.border import border
 from atoll.worker.connection import Connection, NetworkLost
 from atoll.worker.evaluating import Evaluate, Models
 from atoll.worker.fetch import fetch, fetch_stored
@@ -258,6 +258,7 @@ class Answering:
         self._models.close()
 
 
+@bordered
 class Answers:
     """What a worker offers to register, whichever way it takes part."""
 

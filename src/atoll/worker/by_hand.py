@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from atoll.border import border, bordered
 from atoll.errors import UsageError
 from atoll.tensors.arrays import Arrays, as_tensor
 from atoll.tensors.chunks import run_of
 from atoll.tensors.modules import named_parameters
 from atoll.tensors.schema import CONTROL_PREFIX
-from atoll.worker.border import border
 from atoll.worker.correction import Correction, Proximal
 from atoll.worker.scaffold import ScaffoldCorrection
 from atoll.worker.update import Runs
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+@bordered
 class FedProx:
     """FedProx (arXiv 1812.06127) for one round of a hand-written loop: g ← g + μ·(w − w_t).
 
@@ -67,6 +68,7 @@ class FedProx:
         self._correction.close()
 
 
+@bordered
 class Scaffold:
     """SCAFFOLD (arXiv 1910.06378, option II) for one round of a hand-written loop: y ← y − η·(c − c_i) after each step.
 

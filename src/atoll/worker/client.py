@@ -16,13 +16,13 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays
 from atoll.tensors.modules import named_tensors
 from atoll.wire import routes, status_messages
 from atoll.worker.address import http_to, server_of
-from atoll.worker.border import border, say_interrupt_in_a_line
 from atoll.worker.correction import Correction
 from atoll.worker.departure import last_words
 from atoll.worker.federated_round import FederatedRound
@@ -30,6 +30,7 @@ from atoll.worker.session import Session
 from atoll.worker.site import default_site, require_site
 
 
+@bordered
 class Client:
     """A worker's requests, one by one.
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
 from atoll.tensors.modules import named_parameters, without_ddp
 from atoll.worker.address import server_of
 from atoll.worker.answering import say_evaluation_follows
-from atoll.worker.border import border, say_interrupt_in_a_line
 from atoll.worker.departure import last_words
 from atoll.worker.given import finite_metrics, positive, sync_retries
 from atoll.worker.local import ALONE, ALONE_ENDED
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from atoll.worker.streaming import Streaming
 
 
+@bordered
 class DiLoCo(OverRanks):
     """Low-communication training around any loop; `optimizer.step()` is all that it needs to see.
 

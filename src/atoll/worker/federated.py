@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import Gone, UsageError
 from atoll.filters.base import Filter
 from atoll.wire import messages
 from atoll.worker.address import server_of
 from atoll.worker.answering import Answering, Answers
-from atoll.worker.border import border, say_interrupt_in_a_line
 from atoll.worker.connection import Connection
 from atoll.worker.departure import last_words
 from atoll.worker.federated_round import FederatedRound
@@ -29,6 +29,7 @@ from atoll.worker.session import Session
 from atoll.worker.site import default_site, require_site
 
 
+@bordered
 class Worker(Answers):
     """One site's part in a federated run: iterate over its rounds. Made by `atoll.join`.
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from atoll.border import border, bordered
 from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
 from atoll.tensors.arrays import Arrays, as_tensors, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.schema import CONTROL, CONTROL_PREFIX
 from atoll.wire import messages
-from atoll.worker.border import border
 from atoll.worker.correction import Correction, correction_for
 from atoll.worker.given import counted, finite_metrics, positive
 from atoll.worker.local import Model
@@ -27,6 +27,7 @@ from atoll.worker.session import Session
 from atoll.worker.update import Runs
 
 
+@bordered
 class FederatedRound:
     """One round of a federated run: the version to train from, and the ticket to submit under."""
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from atoll.border import border
 from atoll.errors import (
     AtollError,
     AuthError,
@@ -48,7 +49,6 @@ from atoll.transport.drafts import disk_error, nameless
 from atoll.transport.parts import Memory, Parts, Sink
 from atoll.wire import routes
 from atoll.wire.objects import Manifest
-from atoll.worker.border import border
 from atoll.worker.publish import CONNECTIONS
 from atoll.worker.transfer import LOOK_S, Abort, idle_timeout, object_http, watched
 

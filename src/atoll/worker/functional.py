@@ -19,16 +19,17 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from atoll.border import border, bordered
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays
-from atoll.worker.border import border
 from atoll.worker.correction import Correction
 from atoll.worker.departure import what_ends
 from atoll.worker.federated import Worker, join
 from atoll.worker.local import LocalWorker, Model, Round
 
 
+@bordered
 class Received:
     """The global model of one round.
 

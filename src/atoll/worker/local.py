@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from atoll.border import border, bordered
 from atoll.errors import UsageError
 from atoll.tensors.arrays import Arrays, require_framework, to_numpy
 from atoll.tensors.modules import Tensors, named_parameters, named_tensors
-from atoll.worker.border import border
 from atoll.worker.correction import Correction
 from atoll.worker.given import finite_metrics, positive
 from atoll.worker.reporting import LOG
@@ -73,6 +73,7 @@ class Round(Protocol):
         ...
 
 
+@bordered
 class LocalWorker:
     """What `atoll.join` gives without a server: the same loop, one round, nothing sent."""
 
@@ -124,6 +125,7 @@ class LocalWorker:
         """Nothing is to be answered without a server."""
 
 
+@bordered
 class LocalRound:
     """The one round of a script that runs without a server."""
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from atoll.border import border, bordered
 from atoll.errors import AtollError, UsageError
 from atoll.sizes import CHUNK_BYTES, CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
 from atoll.tensors.cuts import Cut, cut_of
@@ -31,7 +32,6 @@ from atoll.transport.parts import Parts
 from atoll.transport.publisher import LONGEST_S, ObjectHost
 from atoll.wire import messages, routes
 from atoll.worker.address import http_to
-from atoll.worker.border import border
 from atoll.worker.reporting import LOG
 from atoll.worker.transfer import Abort, chunk_sizes, idle_timeout, object_http, watched
 
@@ -39,6 +39,7 @@ EXPIRES_S = 3600.0
 CONNECTIONS = 2
 
 
+@bordered
 class Publisher:
     """Serves what it publishes to whoever can reach this process and has the reference. Use it as a context manager.
 

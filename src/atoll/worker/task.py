@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from atoll.border import border, bordered
 from atoll.errors import AtollError, Conflict, Gone, TicketClosed, TransferError, TransferStalled
 from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.payload import Packed, pack
@@ -13,7 +14,6 @@ from atoll.transport.drafts import Draft, written
 from atoll.wire import routes
 from atoll.wire import task_messages as tm
 from atoll.wire.tasks import way_of
-from atoll.worker.border import border
 from atoll.worker.connection import Connection
 from atoll.worker.filtering import AnswerFilters
 from atoll.worker.publish import EXPIRES_S, send, withdraw
@@ -24,6 +24,7 @@ STALLS = 2
 """Times that the tensors of a task may stand still before they are given up; the first one may pass by itself."""
 
 
+@bordered
 class Task:
     """One task of this site. It is given again until it is answered.
 

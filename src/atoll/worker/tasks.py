@@ -20,17 +20,18 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import UsageError
 from atoll.filters.payloads import ByTask, for_tasks
 from atoll.worker.address import server_of
 from atoll.worker.answering import Answering, Answers
-from atoll.worker.border import border, say_interrupt_in_a_line
 from atoll.worker.connection import Connection
 from atoll.worker.departure import last_words
 from atoll.worker.reporting import LOG, ensure_lines
 from atoll.worker.site import default_site, require_site
 
 
+@bordered
 class TaskWorker(Answers):
     """A site that answers tasks; made by `atoll.tasks`. Use it as a context manager."""
 

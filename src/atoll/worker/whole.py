@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from functools import partial
 
+from atoll.border import bordered
 from atoll.errors import TicketClosed, UpdateRefused
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
@@ -26,6 +27,7 @@ from atoll.worker.settling import (
 )
 
 
+@bordered
 class WholeModel(ABC):
     """Part of `DiLoCo`."""
 

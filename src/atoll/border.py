@@ -1,22 +1,26 @@
-"""Where an error leaves Atoll for the program that called it: short, and with an exit code that tells its kind.
+"""Decorators of public functions and classes: they hide internal frames, and set the exit code of a script.
 
-A user needs the line of his own script and what the error says; which of our functions passed it on is for us, and goes
-to the logger `atoll` at DEBUG.
+A user needs the line of the script and what the error says. The functions of Atoll that passed it on go to the logger
+`atoll` at DEBUG.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from atoll.errors import AtollError
-from atoll.worker.reporting import LOG
+
+LOG = logging.getLogger("atoll")
 
 P = ParamSpec("P")
 R = TypeVar("R")
+C = TypeVar("C", bound=type)
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -36,8 +40,34 @@ def border(function: Callable[P, R]) -> Callable[P, R]:
             say_interrupt_in_a_line()
             raise
 
+    vars(call)[_MARK] = True
     return call
 
+
+def bordered(cls: C) -> C:
+    """A public class: `border` around its constructor, its public methods and its properties.
+
+    Not around generators: what they raise comes when they are iterated.
+    """
+    for name, member in list(vars(cls).items()):
+        if name.startswith("_") and name not in _ENTRIES:
+            continue
+        if inspect.isfunction(member) and not inspect.isgeneratorfunction(member) and not is_border(member):
+            setattr(cls, name, border(member))
+        elif isinstance(member, classmethod) and not is_border(member.__func__):
+            setattr(cls, name, classmethod(border(member.__func__)))
+        elif isinstance(member, property) and member.fget is not None and not is_border(member.fget):
+            setattr(cls, name, member.getter(border(member.fget)))
+    return cls
+
+
+def is_border(function: Callable[..., Any]) -> bool:
+    """Whether an error that leaves this function has an exit code."""
+    return _MARK in vars(function)
+
+
+_MARK = "_is_border"
+_ENTRIES = ("__init__", "__call__", "__enter__", "__getitem__")
 
 _hook_before: Hook | None = None
 
