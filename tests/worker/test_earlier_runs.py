@@ -118,8 +118,8 @@ def test_a_run_whose_id_leads_out_of_the_sites_folder_is_refused(run: str) -> No
 
 
 @pytest.mark.covers("D4")
-def test_the_lock_is_the_last_that_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a process that takes a new lock, and begins to write, among files that are still being removed."""
+def test_no_process_begins_in_a_folder_that_is_being_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder itself is locked until it is gone, and the file that names the lock goes last."""
     first = one_run(tmp_path, "first")
     unlink, removed = os.unlink, []
 
@@ -127,15 +127,16 @@ def test_the_lock_is_the_last_that_is_removed(tmp_path: Path, monkeypatch: pytes
         unlink(path, dir_fd=dir_fd)
         if dir_fd is not None:
             removed.append(path)
-        if path == "lock":
-            with locked(first, "a"):
-                (first / "base.json").touch()
+            with pytest.raises(StateLocked), locked(first, "a"):
+                pass
 
     monkeypatch.setattr(os, "unlink", begun_anew)
     one_run(tmp_path, "second")
     assert removed[-1] == "lock"
     assert set(removed) > {"lock", "base.safetensors", "outbox.bin"}
-    assert (first / "base.json").exists(), "what was begun there meanwhile stays"
+    assert not first.exists()
+    with locked(first, "a"):  # anew, in a folder of its own
+        assert first.exists()
 
 
 @pytest.mark.covers("D4")

@@ -99,7 +99,7 @@ def _remove(folder: Path) -> int | None:
             found = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
         if not all(map(_OURS.fullmatch, found)) or not all(stat.S_ISREG(each.st_mode) for each in found.values()):
             return None
-        for name in sorted(found, key="lock".__eq__):  # last: without it, another process may begin anew in here
+        for name in sorted(found, key="lock".__eq__):  # last: it is the lock where folders cannot be locked
             os.unlink(name, dir_fd=fd)
     finally:
         os.close(fd)
