@@ -20,6 +20,7 @@ from atoll.wire import routes
 from atoll.wire import task_messages as tm
 from atoll.wire.tasks import read_plain
 from atoll.worker.ahead import Ahead
+from atoll.worker.checks import require_joined
 from atoll.worker.connection import Connection, NetworkLost
 from atoll.worker.evaluating import Evaluate, Models
 from atoll.worker.fetch import fetch, fetch_stored
@@ -64,6 +65,7 @@ class Answering:
         pulls_ahead: whether the tensors of a next task are pulled while one is worked on.
         local: gives the model that the site has trained last, from its file.
         folder: where models lie that are evaluated; by default that of temporary files.
+        join: the call that takes part again once this is closed.
     """
 
     def __init__(
@@ -74,14 +76,16 @@ class Answering:
         pulls_ahead: bool = False,
         local: Callable[[], Packed] | None = None,
         folder: Path | None = None,
+        join: str = "atoll.join",
     ) -> None:
+        self._join = join
         self._connection, self._filters = connection, AnswerFilters(filters, connection.site)
         self._ahead = Ahead(connection, self._stored) if pulls_ahead else None
         self._models = Models(connection, self._filters, local, folder, self._ref_to)
         self._handlers: dict[str, Handler] = {}
         self._builtin: dict[str, Handler] = {}
         self._warned: set[str] = set()
-        self._rounds_begin = False
+        self._rounds_begin = self._closed = False
 
     @property
     def site(self) -> str:
@@ -119,6 +123,14 @@ class Answering:
     def note(self, text: str) -> None:
         """As `Answers.note`."""
         self._doing(text[:64])
+
+    def require_joined(self) -> None:
+        """Refuse to go on once this is closed.
+
+        Raises:
+            UsageError: it is.
+        """
+        require_joined(self._closed, self.site, self._join)
 
     def require_evaluator(self) -> None:
         """Refuse to begin where a cross-site evaluation will ask for a function that is not there.
@@ -176,6 +188,7 @@ class Answering:
 
     def tasks(self, *, rounds: bool = False) -> Iterator[Task]:
         """The tasks of this site as they come, each with its payload; ends with the last workflow, or as `serve`."""
+        self.require_joined()
         connection, lost, stalled = self._connection, "", ""
         self._rounds_begin = False
         request = tm.TaskRequest(wait_s=routes.LONG_POLL_S, rounds=rounds)
@@ -253,6 +266,7 @@ class Answering:
 
     def close(self) -> None:
         """Serve no model any more. Idempotent."""
+        self._closed = True
         if self._ahead is not None:
             self._ahead.close()
         self._models.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from atoll.errors import AtollError, ServerUnreachable, TransferStalled, VersionSkew
+from atoll.errors import AtollError, ServerUnreachable, TransferStalled, UsageError, VersionSkew
 from atoll.tensors.fragments import Split
 from atoll.transport.client import Http
 from atoll.wire import messages, routes
@@ -23,6 +23,19 @@ def require_protocol(info: messages.RunInfo, server: str) -> None:
             f"This worker speaks protocol {routes.PROTOCOL}, {server} speaks {info.protocol}.",
             f"Upgrade Atoll at {older}.",
         )
+
+
+def require_joined(has_left: bool, site: str, again: str) -> None:
+    """Refuse to go on with what has left its run.
+
+    Args:
+        again: the call that takes part again.
+
+    Raises:
+        UsageError: it has left.
+    """
+    if has_left:
+        raise UsageError(f"Worker {site} has left its run.", f"Call {again} again, and use the new worker.")
 
 
 def split_of(message: messages.SchemaMessage, info: messages.RunInfo) -> Split:

@@ -144,7 +144,7 @@ class Client:
 
     def close(self, error: BaseException | None = None) -> None:
         """Deregister. Idempotent."""
-        session, self._session = self._session, None
+        session, self._session, self._round = self._session, None, None
         if session is not None:
             session.leave(last_words(error))
 

@@ -16,6 +16,7 @@ from atoll.tensors.arrays import Arrays, as_tensors, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.schema import CONTROL, CONTROL_PREFIX
 from atoll.wire import messages
+from atoll.worker.checks import require_joined
 from atoll.worker.correction import Correction, correction_for
 from atoll.worker.given import counted, finite_metrics, positive
 from atoll.worker.local import Model
@@ -46,6 +47,11 @@ class FederatedRound:
         """The version to train from."""
         return self._ticket.base_version
 
+    @property
+    def base_digest(self) -> str:
+        """Of the version to train from."""
+        return self._ticket.base_digest
+
     @border
     def load_into(self, model: Model) -> Model:
         """Pull the global model into `model`, in place, and return it; the round begins anew where it had begun.
@@ -66,6 +72,7 @@ class FederatedRound:
 
         Nothing was trained from the old one: a deadline has passed meanwhile, or the server was restored from a backup.
         """
+        self._require_joined()
         while True:
             try:
                 self._session.pull(self._ticket.base_version, self._ticket.base_digest, into)
@@ -176,6 +183,7 @@ class FederatedRound:
             raise UsageError(
                 f"Round {self.number} was submitted already.", "Submit once, then go on to the next round."
             )
+        self._require_joined()
         schema = self._session.schema.model
         tensors = matching(self._session, model if isinstance(model, nn.Module) else as_tensors(model, schema))
         self._require_base()
@@ -256,7 +264,11 @@ class FederatedRound:
         specs = self._session.schema.tensors
         return {spec.name.removeprefix(CONTROL_PREFIX): spec.shape for spec in specs if spec.group == CONTROL}
 
+    def _require_joined(self) -> None:
+        require_joined(self._session.has_left, self._session.site, "atoll.join")
+
     def _require_base(self) -> None:
+        self._require_joined()
         if not self._session.base.holds(self._session.info.run, self._ticket.base_digest):
             raise UsageError(
                 f"Round {self.number} has no base: the global model was not pulled.",

@@ -1,4 +1,4 @@
-"""A look at the newest model in the middle of an asynchronous round, which keeps its base and its ticket."""
+"""A look at the newest model in the middle of a round, which keeps its base and its ticket."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from atoll.worker import update
 from atoll.worker.session import Session
 
 
-def load_beside(session: Session, into: Tensors) -> None:
+def load_beside(session: Session, into: Tensors, base_digest: str) -> None:
     """Pull the head into a file beside the base, and from there into the tensors.
+
+    A head that is the base itself, the version with `base_digest`, needs no second file.
 
     No ticket is asked for: one of the head would take the place of the one under which the round is to be submitted.
     """
@@ -27,6 +29,9 @@ def load_beside(session: Session, into: Tensors) -> None:
                 head = session.patiently(
                     partial(session.http.get, path, messages.Manifest), None, "look at the newest version"
                 )
+                if head.digest == base_digest:
+                    session.pull(head.version, head.digest, into)
+                    return
                 session.pull(head.version, head.digest, None, moved)
                 break
             except Gone:  # the head moved on while it was pulled
@@ -34,4 +39,4 @@ def load_beside(session: Session, into: Tensors) -> None:
         update.load_(into, moved)
     finally:
         moved.close()
-    session.tell(state="training")
+        session.tell(state="training")

@@ -47,12 +47,13 @@ class Session(Connection, Exchange):
     Attributes:
         fragments: what it has of each of the run's fragments.
         corrects: whether it has corrected a round.
+        has_left: whether its files are closed: nothing can be asked of it any more.
 
     Raises:
         ConfigError: the run streams, and this worker cannot; or it is for another number of ranks.
     """
 
-    corrects = False
+    corrects = has_left = False
 
     def __init__(
         self,
@@ -146,6 +147,7 @@ class Session(Connection, Exchange):
 
     def leave(self, error: str | None = None) -> None:
         """Deregister and close the files; an outbox stays where its update was not counted. Idempotent."""
+        self.has_left = True
         try:
             if self._swarm is not None:
                 self._swarm.leave()

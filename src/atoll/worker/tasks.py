@@ -47,7 +47,8 @@ class TaskWorker(Answers):
         self._connection = Connection(server, site, labels=labels)
         folder = Path(os.environ.get("ATOLL_DIR", ""))
         kept_in = folder if os.environ.get("ATOLL_DIR") and folder.is_dir() else None
-        super().__init__(Answering(self._connection, filters, pulls_ahead=not request_task_tensors, folder=kept_in))
+        ahead = not request_task_tensors
+        super().__init__(Answering(self._connection, filters, pulls_ahead=ahead, folder=kept_in, join="atoll.tasks"))
         self._connection.join()
         LOG.info("%s: takes part in %s at %s", site, self._connection.info.name, self._connection.http.server)
 
@@ -56,7 +57,9 @@ class TaskWorker(Answers):
         """Its name."""
         return self._connection.site
 
+    @border
     def __enter__(self) -> TaskWorker:
+        self._answering.require_joined()
         return self
 
     def __exit__(
