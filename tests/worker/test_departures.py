@@ -78,16 +78,34 @@ def wrapped(folder: Path, url: str, script: str) -> Iterator[subprocess.Popen[st
 
 
 @pytest.mark.covers("L9")
-def test_a_site_that_gets_sigterm_leaves_at_once(tmp_path: Path, nursery: Nursery) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_site_that_is_told_to_end_leaves_at_once(tmp_path: Path, nursery: Nursery, number: signal.Signals) -> None:
     with serve(tmp_path, **AT_ONCE) as server:
-        site = ForkedSite(nursery, tmp_path, server.url, "a", JOINS.format(then=WAITS)).start()
+        script = f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n{JOINS.format(then=WAITS)}"
+        site = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
         other = FederatedSites(server.url, tmp_path, ["b"])
         wait_until(lambda: "trains" in site.output(), "round 2 at a")
-        site.send(signal.SIGTERM)
-        assert site.wait() == 128 + signal.SIGTERM
+        site.send(number)
+        assert site.wait() == 128 + number
         assert state_of(server, "a") == "failed"
         other.join()
     assert other.trained["b", 3] == 1
+
+
+IGNORES = """
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+"""
+
+
+def test_a_site_under_nohup_trains_on_after_sighup(tmp_path: Path, nursery: Nursery) -> None:
+    with serve(tmp_path, **AT_ONCE) as server:
+        hangs_up = "signal.raise_signal(signal.SIGHUP)"
+        site = ForkedSite(nursery, tmp_path, server.url, "a", IGNORES + JOINS.format(then=hangs_up)).start()
+        other = FederatedSites(server.url, tmp_path, ["b"])
+        assert site.wait() == 0
+        other.join()
+        assert state_of(server, "a") == "left"
 
 
 @pytest.mark.covers("L9", "P6")

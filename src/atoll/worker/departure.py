@@ -1,6 +1,6 @@
 """A process that ends without leaving its run: the server is told all the same, so that no round waits for it.
 
-SIGTERM unwinds the script, as Ctrl-C does; what is still joined when Python exits leaves then, and says by which error.
+SIGTERM unwinds the script, as Ctrl-C does, and so does SIGHUP, which the end of an ssh session sends. What is still joined when Python exits leaves then, and says by which error.
 Python tells its exit handlers no exit code, so that of `sys.exit` is remembered while anything is joined. For an end
 that runs no Python (SIGKILL, a crash of a library), `atoll worker` leaves in the script's name: it finds the lease in a
 folder.
@@ -25,20 +25,22 @@ LEASES = "ATOLL_LEASES"
 GOODBYE_S = 5.0
 """A server that does not answer for so long is left without a word: it learns of it by the silence."""
 
-BY_SIGTERM = 128 + signal.SIGTERM
+WATCHED = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a process by default. SIGHUP is ignored under nohup, and stays so."""
 
-ENDED_WELL = (None, 0, 128 + signal.SIGINT, BY_SIGTERM)
+ENDED_WELL = (None, 0, *(128 + number for number in (signal.SIGINT, *WATCHED)))
 """Exit codes of a script that has not failed: it is done, or was told to end."""
 
 
 class Terminated(SystemExit):
-    """SIGTERM came: the program ends with exit code 143, and what it has opened is closed on the way."""
+    """A signal ends the program, with exit code 128 + its number; what it has opened is closed on the way."""
 
-    def __init__(self) -> None:
-        super().__init__(BY_SIGTERM)
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self._number = number
 
     def __str__(self) -> str:
-        return "ended by SIGTERM"
+        return f"ended by {signal.Signals(self._number).name}"
 
 
 def last_words(error: BaseException | None) -> str | None:
@@ -62,12 +64,12 @@ class Joined(Protocol):
 _joined: weakref.WeakSet[Joined] = weakref.WeakSet()
 _pid = 0  # of the process that watches: a fork of it has joined nothing
 _exit: SystemExit | None = None
-"""What the main thread's last `sys.exit`, or SIGTERM, raised while anything was joined."""
+"""What the main thread's last `sys.exit`, or a signal, raised while anything was joined."""
 _python_exit = sys.exit
 
 
 def watch_exit(joined: Joined) -> None:
-    """Let it leave when this process ends, by SIGTERM, too; a script's own handler of SIGTERM stays as it is."""
+    """Let it leave when this process ends, by SIGTERM or SIGHUP, too; a script's own handler of these stays."""
     global _pid, _exit, _python_exit
     if _pid != os.getpid():
         _pid = os.getpid()
@@ -77,8 +79,10 @@ def watch_exit(joined: Joined) -> None:
     _exit = None
     if sys.exit is not _remembered_exit:
         _python_exit, sys.exit = sys.exit, _remembered_exit
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _unwind)
+    if threading.current_thread() is threading.main_thread():
+        for number in WATCHED:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _unwind)
 
 
 def has_left(joined: Joined) -> None:
@@ -102,10 +106,10 @@ def _remembered_exit(status: sys._ExitCode | None = None, /) -> NoReturn:
 
 def _unwind(number: int, frame: FrameType | None) -> None:
     global _exit
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends a program that does not unwind
+    signal.signal(number, signal.SIG_DFL)  # a second one ends a program that does not unwind
     if _pid != os.getpid():
-        signal.raise_signal(signal.SIGTERM)
-    _exit = Terminated()
+        signal.raise_signal(number)
+    _exit = Terminated(number)
     raise _exit
 
 
