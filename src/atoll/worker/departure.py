@@ -1,9 +1,9 @@
 """A process that ends without leaving its run: the server is told all the same, so that no round waits for it.
 
-SIGTERM unwinds the script, as Ctrl-C does, and so does SIGHUP, which the end of an ssh session sends. What is still joined when Python exits leaves then, and says by which error.
-Python tells its exit handlers no exit code, so that of `sys.exit` is remembered while anything is joined. For an end
-that runs no Python (SIGKILL, a crash of a library), `atoll worker` leaves in the script's name: it finds the lease in a
-folder.
+SIGTERM unwinds the script, as Ctrl-C does, and so does SIGHUP, which the end of an ssh session sends. What is still
+joined when Python exits leaves then, and says by which error. Python tells its exit handlers no exit code, so that of
+`sys.exit` is remembered while anything is joined. For an end that runs no Python (SIGKILL, a crash of a library),
+`atoll worker` leaves in the script's name: it finds the lease in a folder.
 """
 
 from __future__ import annotations
