@@ -30,6 +30,8 @@ RESTART_PAUSE_S = 1.0
 LONGEST_RESTART_PAUSE_S = 60.0
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SERVER_PAUSE_S = 1.0
+REPEAT_S = 30.0
+"""While the server does not answer, how long after the last line the same one is printed again."""
 
 
 def command(
@@ -75,6 +77,8 @@ def command(
 def _require_server(address: str, told: list[int]) -> str:
     """Wait for the server as ATOLL_GIVE_UP_S says; a signal ends the wait. Returns the name of its run.
 
+    Print why it does not answer and what to do: at first, when that changes, and every `REPEAT_S`.
+
     Raises:
         ServerUnreachable: it did not answer in that time, or something else answers.
         VersionSkew: it speaks another protocol.
@@ -86,7 +90,7 @@ def _require_server(address: str, told: list[int]) -> str:
 
     most_s = give_up_s()
     end = time.monotonic() + most_s
-    said = False
+    said, said_s = "", 0.0
     while True:
         try:
             timeout_s = min(10.0, max(1.0, end - time.monotonic()))
@@ -96,10 +100,11 @@ def _require_server(address: str, told: list[int]) -> str:
             # a certificate does not become right by waiting
             if told or time.monotonic() >= end or error.is_other:
                 raise
-        if not said:
+            why = str(error)
+        if why != said or time.monotonic() - said_s >= REPEAT_S:
             upto = "" if math.isinf(most_s) else f" for up to {duration(most_s)}"
-            print(f"atoll: waiting for {address}{upto} (ATOLL_GIVE_UP_S)", file=sys.stderr, flush=True)
-            said = True
+            print(f"atoll: waiting for {address}{upto} (ATOLL_GIVE_UP_S): {why}", file=sys.stderr, flush=True)
+            said, said_s = why, time.monotonic()
         _pause(told, SERVER_PAUSE_S)
     if info.protocol != routes.PROTOCOL:
         older = "this worker" if info.protocol > routes.PROTOCOL else "the server"
