@@ -16,7 +16,6 @@ from atoll.filters.base import Filter
 from atoll.wire import messages
 from atoll.worker.address import server_of
 from atoll.worker.answering import Answering, Answers
-from atoll.worker.checks import require_joined
 from atoll.worker.connection import Connection
 from atoll.worker.departure import last_words
 from atoll.worker.federated_round import FederatedRound
@@ -59,9 +58,7 @@ class Worker(Answers):
         """Bytes of tensors received so far."""
         return self._session.counters.bytes_down
 
-    @border
     def __enter__(self) -> Worker:
-        require_joined(self._session.has_left, self.site, "atoll.join")
         return self
 
     def __exit__(
@@ -89,16 +86,12 @@ class Worker(Answers):
     def load_into(self, model: Model) -> Model:
         """Pull the newest global model into `model`, in place; after the last round, that is the result.
 
-        A round that is open keeps the version that it started from, and can still be submitted.
-
         Raises:
             SchemaMismatch: it is not the model of the run.
-            UsageError: this worker has left its run.
         """
-        require_joined(self._session.has_left, self.site, "atoll.join")
         tensors = matching(self._session, model)
-        if self._round is not None and not self._round.done:
-            load_beside(self._session, tensors, self._round.base_digest)
+        if self._session.info.mode == "async" and self._round is not None and not self._round.done:
+            load_beside(self._session, tensors)
             return model
         while True:
             reply = self._session.next_ticket(wait_s=0.0)
@@ -115,7 +108,6 @@ class Worker(Answers):
 
     @border
     def _following(self, rounds: Iterator[Round]) -> Round | None:
-        require_joined(self._session.has_left, self.site, "atoll.join")
         return next(rounds, None)
 
     def _rounds(self) -> Iterator[Round]:
@@ -153,10 +145,11 @@ class Worker(Answers):
                 )
 
     def _tell(self, previous: messages.Outcome | None) -> None:
-        if previous is not None and previous.state == "expired":
-            LOG.warning(
-                "%s: the update from version %d did not count: %s", self.site, previous.base_version, previous.reason
-            )
+        """Warn about an update that was formed and did not count; without one, a ticket that is over is no news."""
+        note = self._session.outbox.note
+        if previous is None or previous.state != "expired" or note is None or note.ticket != previous.ticket:
+            return
+        LOG.warning("%s: the update of round %d did not count: %s", self.site, note.round, previous.reason)
 
 
 @border
