@@ -16,6 +16,7 @@ from atoll.filters.base import Filter
 from atoll.wire import messages
 from atoll.worker.address import server_of
 from atoll.worker.answering import Answering, Answers
+from atoll.worker.checks import require_joined
 from atoll.worker.connection import Connection
 from atoll.worker.departure import last_words
 from atoll.worker.federated_round import FederatedRound
@@ -58,7 +59,9 @@ class Worker(Answers):
         """Bytes of tensors received so far."""
         return self._session.counters.bytes_down
 
+    @border
     def __enter__(self) -> Worker:
+        require_joined(self._session.has_left, self.site, "atoll.join")
         return self
 
     def __exit__(
@@ -86,12 +89,16 @@ class Worker(Answers):
     def load_into(self, model: Model) -> Model:
         """Pull the newest global model into `model`, in place; after the last round, that is the result.
 
+        A round that is open keeps the version that it started from, and can still be submitted.
+
         Raises:
             SchemaMismatch: it is not the model of the run.
+            UsageError: this worker has left its run.
         """
+        require_joined(self._session.has_left, self.site, "atoll.join")
         tensors = matching(self._session, model)
-        if self._session.info.mode == "async" and self._round is not None and not self._round.done:
-            load_beside(self._session, tensors)
+        if self._round is not None and not self._round.done:
+            load_beside(self._session, tensors, self._round.base_digest)
             return model
         while True:
             reply = self._session.next_ticket(wait_s=0.0)
@@ -108,6 +115,7 @@ class Worker(Answers):
 
     @border
     def _following(self, rounds: Iterator[Round]) -> Round | None:
+        require_joined(self._session.has_left, self.site, "atoll.join")
         return next(rounds, None)
 
     def _rounds(self) -> Iterator[Round]:
