@@ -28,7 +28,7 @@ from atoll.tensors.cuts import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
 from atoll.tensors.lazy import LazyState, resolve
 from atoll.tensors.objects import Extent, pack_object, write_object
 from atoll.transport.drafts import nameless
-from atoll.wire import messages, routes
+from atoll.wire import object_messages, routes
 from atoll.wire import task_messages as tm
 
 EIGHT = 8 * 2**20
@@ -92,7 +92,7 @@ def both_ways(folder: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch)
             assert task.body.object is not None
             connection.http.secret = task.body.object.secret
             path = routes.OBJECT.format(object=task.body.object.object)
-            manifest = connection.http.get(path, messages.ObjectManifest)
+            manifest = connection.http.get(path, object_messages.ObjectManifest)
             connection.http.secret = ""
             extent = Extent(manifest.head_bytes, manifest.nbytes, manifest.part_bytes)
             found.append(told(extent, manifest.inline is not None))

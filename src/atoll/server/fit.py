@@ -8,6 +8,7 @@ from atoll.errors import ConfigError, SchemaMismatch, VersionSkew
 from atoll.placement.plan import Plan
 from atoll.server.auth import Identity
 from atoll.server.course import EVALUATES, Course
+from atoll.store.rows import TicketRow
 from atoll.store.store import Store
 from atoll.wire import messages, routes
 from atoll.wire.units import size
@@ -20,7 +21,7 @@ def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: S
 
     Raises:
         VersionSkew: it speaks another protocol. AuthError: the site is not its own. SchemaMismatch: another model.
-        ConfigError: another H, or another number of fragments; or it has lost the control that the run counts on.
+        ConfigError: another H, or another number of fragments; or it has not the control that the run counts on.
     """
     if message.protocol != routes.PROTOCOL:
         older = f"worker {message.site}" if message.protocol < routes.PROTOCOL else "the server"
@@ -50,7 +51,7 @@ def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: S
             f"Worker {message.site} has {message.num_fragments} fragments, the run has {fragments}.",
             f"Set num_fragments={fragments} at the worker, or leave it out.",
         )
-    if message.controls in ("missing", "new"):
+    if message.controls:
         _require_controls(message, store)
 
 
@@ -66,15 +67,20 @@ def _require_controls(message: messages.Join, store: Store) -> None:
     """Refuse a site without the c_i that the run's c has counted, unless it begins at zero on purpose."""
     site, count = message.site, _updates(message.site, store)
     if not count:
-        return  # it comes for the first time: zero is what it has
+        return  # it comes for the first time, or is to begin again: zero is what it has
+    if message.controls == "kept" and _stands(message, store):
+        return
     told = f"1 update of {site} is" if count == 1 else f"{count} updates of {site} are"
     told += " in this run's controls"
-    if message.controls == "new":
+    if message.controls == "new" or message.new_controls:
         LOG.warning("%s, and the site has lost its own: it begins at zero again", told)
         return
+    host = message.host or "its machine"
     raise ConfigError(
-        f"{told}, and on {message.host or 'its machine'} the site has none of its own: "
-        "another folder or machine, or its files were removed.",
+        f"{told}, and on {host} the site has none of its own: another folder or machine, or its files were removed."
+        if message.controls == "missing"
+        else f"{told}, and what the site has of its own on {host} is of another moment or site: a folder was restored "
+        "from an older copy, at the site or at the server, or folders were swapped.",
         f"Set ATOLL_DIR to where it took part before, or bring {site}/{store.run.run_id if store.run else ''} "
         "from there; without it, begin a new run from the export, or set ATOLL_NEW_CONTROLS=1 to begin at zero.",
     )
@@ -85,3 +91,24 @@ def _updates(site: str, store: Store) -> int:
     counted = next((member.rounds_counted for member in store.members() if member.site == site), 0)
     last = store.last_ticket(site)
     return counted + (last is not None and last.state == "accepted")
+
+
+def counted_of(site: str, store: Store) -> messages.Counted:
+    """The update of a site that its control has to stand for."""
+    row = store.last_counted(site)
+    return messages.Counted() if row is None else _named(row)
+
+
+def _named(row: TicketRow) -> messages.Counted:
+    return messages.Counted(base_version=row.base_version, digest=row.digest or "")
+
+
+def _stands(message: messages.Join, store: Store) -> bool:
+    """Whether the site has c_i as it is behind its last update that counts, and behind one that is going to."""
+    if not message.controls_of:
+        return True  # an earlier worker does not tell
+    last = store.last_ticket(message.site)
+    wanted = [counted_of(message.site, store)]
+    if last is not None and last.state == "accepted":
+        wanted.append(_named(last))
+    return all(any(each.names(other) for each in message.controls_of) for other in wanted)

@@ -24,7 +24,7 @@ from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
 from atoll.rounds import machine
 from atoll.server.auth import IDENTITY
-from atoll.server.fit import require_fit, will_evaluate
+from atoll.server.fit import counted_of, require_fit, will_evaluate
 from atoll.server.info import run_info
 from atoll.server.metrics import prometheus
 from atoll.server.objects import ObjectHandlers
@@ -186,6 +186,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             status="ticket",
             ticket=self.given(lease.site, ticket, fragment, base_version, head.digest),
             previous=self._previous(previous, ticket),
+            counted=counted_of(lease.site, self.store) if self.run.has_controls else None,
             head_version=head.version,
             head_digest=head.digest,
             durable_version=self.store.durable_version(fragment),

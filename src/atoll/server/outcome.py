@@ -25,6 +25,7 @@ def outcome_of(store: Store, row: TicketRow) -> messages.Outcome:
             "state": row.state,
             "base_version": row.base_version,
             "version": row.version,
+            "digest": row.digest or "",
             "staleness": behind,
             "reason": row.reason or "",
         }

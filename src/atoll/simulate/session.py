@@ -38,7 +38,7 @@ from atoll.worker.matching import matching
 from atoll.worker.residuals import Residuals
 from atoll.worker.session import Session
 from atoll.worker.stretches import Stretches
-from atoll.worker.turns import Together
+from atoll.worker.turns import Owner, Together
 
 
 @dataclass(frozen=True)
@@ -213,13 +213,14 @@ class VirtualSession(Session):
     def _open_what_lasts(self, outcomes: Mapping[int, messages.Outcome], counts: bool) -> None:
         self._turns = Together(lambda ticket: outcomes.get(ticket) or _expired(ticket))
         self._cleanup.callback(self._turns.close)
+        owner = Owner(self.site, self.info.run)
         try:
             if lasts(self.info, self.split, self.codecs):
                 self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self.codecs[self.info.codec].feedback:
-                self.residuals = self._turns.add(Residuals(self.folder, self.schema))
+                self.residuals = self._turns.add(Residuals(self.folder, self.schema, owner=owner))
             if self.schema.model != self.schema:
-                self.controls = self._turns.add(Controls(self.folder, self.schema))
+                self.controls = self._turns.add(Controls(self.folder, self.schema, owner))
                 if counts:
                     self.controls.require_kept()
                 self.controls.begin_at_zero()

@@ -93,6 +93,15 @@ class Tickets(Members):
         )
         return to_ticket(row) if row else None
 
+    def last_counted(self, site: str) -> TicketRow | None:
+        """The newest ticket of a site whose update counts; of a run of one fragment."""
+        row = self.journal.row(
+            f"SELECT {COLUMNS} FROM tickets WHERE site = ? AND fragment = 0 AND state = 'counted' "
+            "ORDER BY ticket DESC LIMIT 1",
+            site,
+        )
+        return to_ticket(row) if row else None
+
     def tickets(self, fragment: int, base_version: int) -> tuple[TicketRow, ...]:
         """Every ticket of a round, by number."""
         found = self.journal.rows(

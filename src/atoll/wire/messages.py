@@ -173,6 +173,17 @@ class SchemaMessage(Message):
         return Split(schema, tuple(self.fragments))
 
 
+class Counted(Message):
+    """Which update of a site its control stands for; without a base version: none, the control is zero."""
+
+    base_version: Count | None = None
+    digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Of the update; empty where it is not known.")
+
+    def names(self, other: Counted) -> bool:
+        """Whether both are one update."""
+        return self.base_version == other.base_version and (self.digest in ("", other.digest) or not other.digest)
+
+
 class Join(Message):
     """A worker asks to take part."""
 
@@ -192,6 +203,12 @@ class Join(Message):
     controls: Literal["", "kept", "missing", "new"] = Field(
         "", description="What it has of its own control, where the run has controls; new: it begins at zero on purpose."
     )
+    controls_of: list[Counted] = Field(
+        default_factory=list,
+        max_length=2,
+        description="The updates behind which that is its control; empty: it does not tell.",
+    )
+    new_controls: bool = Field(False, description="It begins at zero where what it has is not what the run counts on.")
 
 
 class Joined(Message):
@@ -248,6 +265,7 @@ class Outcome(Message):
     state: Literal["open", "accepted", "counted", "refused", "expired"]
     base_version: Count
     version: Count | None = Field(None, description="The version it went into, once it counts.")
+    digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Of its update, once it was acknowledged.")
     staleness: Count = Field(0, description="Versions between the base of an update that counts and its version.")
     reason: Shown = ""
 
@@ -275,6 +293,9 @@ class TicketReply(Message):
     status: Literal["ticket", "wait", "finished", "ended"]
     ticket: Ticket | None = None
     previous: Outcome | None = Field(None, description="What became of this worker's ticket before.")
+    counted: Counted | None = Field(
+        None, description="With a ticket, in runs with controls: the update of this site that was counted last."
+    )
     head_version: Count
     head_digest: Hex32
     durable_version: Count | None = Field(
@@ -349,42 +370,3 @@ class Manifest(Message):
     sources: list[Reference] = Field(
         default_factory=list, description="In a swarm: the workers that have it; empty: the server has."
     )
-
-
-class ObjectOpen(Message):
-    """Ask the server to keep an object. Its parts come next, then `ObjectComplete`."""
-
-    head_bytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Of its head; a multiple of 64.")
-    nbytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Of the whole, head included.")
-    part_bytes: int = Field(gt=0, lt=NUMBER_BELOW, description="The most bytes of one part; a multiple of 64.")
-    inline: bool = Field(False, description="Whether its manifest is to hold its bytes.")
-    expires_s: float = Field(gt=0, description="Seconds that it should be kept; the server may keep it shorter.")
-
-
-class ObjectOpened(Message):
-    object: Hex16
-    secret: Hex16 = Field(description="To be shown with every request for the object.")
-    expires_s: float = Field(description="Seconds that the server keeps it.")
-
-
-class ObjectPartReceipt(Message):
-    object: Hex16
-    part: Count
-    digest: Hex32
-
-
-class ObjectComplete(Message):
-    """All parts are there: from now on it can be pulled, and never changes."""
-
-    digest: Hex32 = Field(description="BLAKE3 over the sizes and the part digests in order.")
-
-
-class ObjectManifest(Message):
-    """An object's parts; names, dtypes and shapes are in its head, which is the first of them."""
-
-    head_bytes: Count
-    nbytes: Count
-    part_bytes: Count
-    digest: Hex32
-    part_digests: list[Hex32]
-    inline: str | None = Field(None, description="All of its bytes in base64, where it is small and asked for.")

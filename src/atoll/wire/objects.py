@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from atoll.errors import AuthError, BadRequest, PartCorrupt
 from atoll.tensors.objects import Extent
-from atoll.wire import messages
+from atoll.wire import object_messages
 
 
 def new_id() -> str:
@@ -63,9 +63,9 @@ class Manifest:
     def digest(self) -> str:
         return self.extent.digest(self.digests)
 
-    def message(self) -> messages.ObjectManifest:
+    def message(self) -> object_messages.ObjectManifest:
         """As it travels."""
-        return messages.ObjectManifest(
+        return object_messages.ObjectManifest(
             head_bytes=self.extent.head_bytes,
             nbytes=self.extent.nbytes,
             part_bytes=self.extent.part_bytes,
@@ -111,9 +111,9 @@ class FileManifest:
     digest: str
     digests: tuple[bytes, ...]
 
-    def message(self) -> messages.ObjectManifest:
+    def message(self) -> object_messages.ObjectManifest:
         """As it travels."""
-        return messages.ObjectManifest(
+        return object_messages.ObjectManifest(
             head_bytes=0,
             nbytes=self.nbytes,
             part_bytes=0,
@@ -145,10 +145,10 @@ def _inline(text: str, extent: Extent, digests: Sequence[bytes], what: str) -> b
     return data
 
 
-def _told_in(body: bytes | bytearray, what: str) -> messages.ObjectManifest:
+def _told_in(body: bytes | bytearray, what: str) -> object_messages.ObjectManifest:
     """A manifest as it travels; `BadRequest` where it is none."""
     try:
-        return messages.ObjectManifest.model_validate_json(bytes(body))
+        return object_messages.ObjectManifest.model_validate_json(bytes(body))
     except ValidationError as error:
         raise BadRequest(
             f"The manifest of {what} is none: {error.errors()[0]['msg']}.",

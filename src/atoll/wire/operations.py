@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from atoll.wire import evaluations, messages, routes, status_messages, swarm_messages, task_messages
+from atoll.wire import evaluations, messages, object_messages, routes, status_messages, swarm_messages, task_messages
 
 STATUS_OF: dict[str, int] = {
     "bad_request": 400,
@@ -178,8 +178,8 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         routes.OBJECTS,
         "Keep an object for those who have its secret: its parts come next.",
-        request=messages.ObjectOpen,
-        reply=messages.ObjectOpened,
+        request=object_messages.ObjectOpen,
+        reply=object_messages.ObjectOpened,
         problems=("busy", "disk_full"),
     ),
     Operation(
@@ -188,7 +188,7 @@ OPERATIONS: tuple[Operation, ...] = (
         routes.OBJECT_PART,
         "One part of an object: its bytes, then their BLAKE3 (32 bytes). Content-Length is exact.",
         request=bytes,
-        reply=messages.ObjectPartReceipt,
+        reply=object_messages.ObjectPartReceipt,
         secret=True,
         problems=("gone", "conflict", "part_corrupt", "busy", "disk_full", "too_large"),
     ),
@@ -197,7 +197,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         routes.OBJECT_COMPLETE,
         "All parts are there: the object can be pulled. The same request may be repeated.",
-        request=messages.ObjectComplete,
+        request=object_messages.ObjectComplete,
         secret=True,
         problems=("gone", "conflict", "disk_full"),
     ),
@@ -206,7 +206,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         routes.OBJECT,
         "The manifest of an object: its sizes and the digests of its parts.",
-        reply=messages.ObjectManifest,
+        reply=object_messages.ObjectManifest,
         open=True,
         secret=True,
         problems=("gone", "conflict"),

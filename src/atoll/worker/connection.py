@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from atoll.errors import (
     AtollError,
@@ -178,16 +178,15 @@ class Connection:
             num_fragments=self._num_fragments,
             labels=self._labels,
             peer=self.outlet.address if self.outlet else "",
-            controls=self.controls_state,
+            **self.told_of_controls(),
         )
         joined = self.patiently(lambda: self.http.post(routes.WORKERS, message, messages.Joined), max_retries, "join")
         self.http.lease, self.due, self.evaluates = joined.lease, joined.due, joined.evaluates
         note_lease(self.site, self.http.server, joined.lease)
 
-    @property
-    def controls_state(self) -> Literal["", "kept", "missing", "new"]:
-        """What the site has of its own control; nothing in runs without."""
-        return ""
+    def told_of_controls(self) -> dict[str, Any]:
+        """What a join says of the site's own control; nothing in runs without."""
+        return {}
 
     def rejoin(self, lost: str) -> None:
         """Join again, once, however many threads find that `lost` is no longer valid; the network is tried once."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from atoll.errors import ConfigError
 from atoll.tensors.schema import CONTROL, Schema
+from atoll.wire.messages import Counted
 from atoll.worker.reporting import LOG
-from atoll.worker.turns import Turns
+from atoll.worker.turns import NOTHING, UNTOLD, Owner, TurnNote, Turns
 
 NEW = "ATOLL_NEW_CONTROLS"
 
@@ -45,6 +46,8 @@ class OwnControls(Protocol):
 class Controls(Turns):
     """c_i of one site in one run; zeros in the beginning.
 
+    Its note says behind which update of the site it is c_i; the server compares that with its journal.
+
     Attributes:
         state: "kept" where the files hold c_i; "missing" where there are none, which is as it should be in a site's
             first round alone; "new" where it is to begin at zero all the same.
@@ -52,10 +55,11 @@ class Controls(Turns):
     Args:
         folder: of the site in the run; locked by the caller.
         schema: of the run, with its controls.
+        owner: as `Turns` has it.
     """
 
-    def __init__(self, folder: Path, schema: Schema) -> None:
-        super().__init__(folder, "control", (spec for spec in schema.tensors if spec.group == CONTROL))
+    def __init__(self, folder: Path, schema: Schema, owner: Owner = UNTOLD) -> None:
+        super().__init__(folder, "control", (spec for spec in schema.tensors if spec.group == CONTROL), owner=owner)
         self.state: Literal["kept", "missing", "new"] = "kept" if self.found else "missing"
 
     def begin_anew_where_told(self, site: str) -> None:
@@ -68,6 +72,65 @@ class Controls(Turns):
         if wanted_anew() and self.state == "missing":
             LOG.warning("%s: its control begins at zero, as ATOLL_NEW_CONTROLS says", site)
             self.state = "new"
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What a join says of it."""
+        return {"controls": self.state, "controls_of": self.stands_for, "new_controls": wanted_anew()}
+
+    @property
+    def stands_for(self) -> list[Counted]:
+        """The updates behind which c_i is what one of the two files holds; the one that counts first."""
+        note = self.note
+        if self.state != "kept":
+            return []
+        found = [_counted(note.version, note.update)]
+        if note.pending:
+            found.append(_counted(note.pending_version, note.pending_update))
+        elif note.before_version != NOTHING:
+            found.append(_counted(note.before_version, note.before_update))
+        return found
+
+    def follow(self, counted: Counted) -> None:
+        """Have c_i be what it was behind the update of this site that the run has counted last.
+
+        Mostly it is, or becomes it as soon as what is pending is settled. A server that fell back by one update gets
+        the c_i before that one; what is pending then is the update that it has lost, which is sent again.
+
+        Raises:
+            ConfigError: it is of another moment. Or the variable is neither true nor false.
+        """
+        note, offered = self.note, self.stands_for
+        if self.state == "kept" and any(each.names(counted) for each in offered[: 2 if note.pending else 1]):
+            return
+        if self.state == "kept" and len(offered) > 1 and not note.pending and offered[1].names(counted):
+            if self._holds(note, 1 - note.current):
+                self._go_back()
+                return
+        elif counted.base_version is None:
+            if self.state == "kept":
+                LOG.warning("%s: the server has no update of this site: its control begins at zero", self._note_path)
+                self.zero()
+            return
+        if self.state != "new":
+            self.lose()
+        self._write(TurnNote(version=_version(counted), update=counted.digest))  # zero stands for c_i from here on
+
+    def _go_back(self) -> None:
+        """The update that counted last is pending again."""
+        note = self.note
+        LOG.warning("%s: the server went back behind the last update: so does the control", self._note_path)
+        self._write(
+            TurnNote(
+                1 - note.current,
+                pending=note.counted,
+                pending_version=note.version,
+                pending_update=note.update,
+                version=note.before_version,
+                update=note.before_update,
+                digests=note.digests,
+            )
+        )
 
     def begin_at_zero(self) -> None:
         """The site takes part: where nothing was kept, c_i is zero."""
@@ -87,7 +150,8 @@ class Controls(Turns):
         if not wanted_anew():
             raise ConfigError(
                 "This site's updates are in the run's controls, and what it has kept of its own is lost: "
-                f"{self._note_path} and the files beside it are not there, or not what was written.",
+                f"{self._note_path} and the files beside it are not there, not what was written, or of another moment "
+                "or site.",
                 f"Look at the disk, or bring them from a backup; without them, begin a new run from the export, or set "
                 f"{NEW}=1 to begin at zero.",
             )
@@ -95,7 +159,15 @@ class Controls(Turns):
         self.zero()
         self.state = "new"
 
-    def belongs_to(self, ticket: int, version: int) -> None:
+    def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
         """As `Turns` has it; from here on c_i⁺, and so c_i, is kept."""
-        super().belongs_to(ticket, version)
+        super().belongs_to(ticket, version, update)
         self.state = "kept"
+
+
+def _counted(version: int, update: str) -> Counted:
+    return Counted(base_version=version if version >= 0 else None, digest=update)
+
+
+def _version(counted: Counted) -> int:
+    return -1 if counted.base_version is None else counted.base_version

@@ -25,7 +25,7 @@ from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.again import sent_again
 from atoll.worker.connection import Connection
-from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote
+from atoll.worker.files import BaseFile, BaseNote, Outbox
 from atoll.worker.filtering import Filtered
 from atoll.worker.losses import Losses
 from atoll.worker.moments import say_refused
@@ -33,9 +33,9 @@ from atoll.worker.notes import name_of, read_note
 from atoll.worker.pulling import Puller
 from atoll.worker.reporting import LOG, Progress, progress, size
 from atoll.worker.residuals import Residuals
-from atoll.worker.sending import Sending, completed, offered
+from atoll.worker.sending import Sending, completed, note_of, offered
 from atoll.worker.stretches import Stretches
-from atoll.worker.turns import Together
+from atoll.worker.turns import Owner, Together
 
 if TYPE_CHECKING:
     from atoll.worker.controls import Controls
@@ -91,7 +91,8 @@ class Exchange:
         cleanup.callback(self.base.close)
         self._following = name_of("base-next", fragment)
         self._puller = Puller(connection, parts, folder, self.layout, fragment)
-        self.outbox = Outbox(folder, layout, name_of("outbox", fragment))
+        self.owner = Owner(self.site, info.run)
+        self.outbox = Outbox(folder, layout, name_of("outbox", fragment), self.site)
         cleanup.callback(self.outbox.close)
         self._stretches = Stretches(self.outbox.layout, self.layout, self.codecs)
         self._losses = Losses(self.site, self.codecs[info.codec], schema)
@@ -100,7 +101,8 @@ class Exchange:
         self.residuals: Residuals | None = None
         if self.codecs[info.codec].feedback:
             sparse = rank is not None
-            self.residuals = self._turns.add(Residuals(folder, schema, name_of("residual", fragment), sparse=sparse))
+            residuals = Residuals(folder, schema, name_of("residual", fragment), owner=self.owner, sparse=sparse)
+            self.residuals = self._turns.add(residuals)
         self.controls: Controls | None = None
         self.filters = require_filters(filters)
 
@@ -195,7 +197,7 @@ class Exchange:
         formed = self._write(ticket, tensors, on_part, control_difference, filtered)
         digests = [digest.hex() for digest in formed.part_digests]
         self._formed(formed.is_zero, steps)
-        self.outbox.seal(self._note(ticket, formed.digest, digests, weight, steps, metrics))
+        self.outbox.seal(note_of(self.connection, ticket, formed.digest, digests, weight, steps, metrics))
         return formed
 
     def _write(
@@ -225,36 +227,13 @@ class Exchange:
             self.residuals,
             self._losses,
         )
-        self._turns.belongs_to(ticket.ticket, ticket.base_version)
+        whole = self.outbox.layout.rank is None
+        self._turns.belongs_to(ticket.ticket, ticket.base_version, formed.digest if whole else "")
         return formed
 
     def _formed(self, is_zero: bool, steps: int) -> None:
         self._losses.end(is_zero, steps, bool(self.filters))
         self.connection.warn(self.fragment, self._losses.warnings)
-
-    def _note(
-        self,
-        ticket: messages.Ticket,
-        digest: str,
-        part_digests: list[str],
-        weight: float,
-        steps: int,
-        metrics: dict[str, float],
-    ) -> OutboxNote:
-        return OutboxNote(
-            run=self.connection.info.run,
-            ticket=ticket.ticket,
-            fragment=ticket.fragment,
-            base_version=ticket.base_version,
-            base_digest=ticket.base_digest,
-            layout_digest=ticket.layout_digest,
-            digest=digest,
-            part_digests=part_digests,
-            weight=weight,
-            steps=steps,
-            metrics=metrics,
-            round=ticket.round,
-        )
 
     def send(self, max_retries: int | None = None) -> messages.Receipt:
         """Send what is in the outbox: the parts that the server lacks, then the word that it is complete.

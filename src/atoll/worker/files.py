@@ -49,7 +49,10 @@ class BaseNote:
 
 @dataclass(frozen=True)
 class OutboxNote:
-    """The update in the outbox: complete when the note exists. `sent` when the server has it in its journal."""
+    """The update in the outbox: complete when the note exists. `sent` when the server has it in its journal.
+
+    `site` is the one that formed it; empty in a note of an earlier Atoll.
+    """
 
     run: str
     ticket: int
@@ -64,6 +67,7 @@ class OutboxNote:
     metrics: dict[str, float] = field(default_factory=dict)
     round: int = 0
     sent: bool = False
+    site: str = ""
 
 
 class ScratchFile:
@@ -288,13 +292,16 @@ class BaseFile(PartsFile):
 class Outbox(PartsFile):
     """The update that a worker has formed and must be able to send until what it counts in is durable."""
 
-    def __init__(self, folder: Path, layout: Layout, name: str = "outbox") -> None:
+    def __init__(self, folder: Path, layout: Layout, name: str = "outbox", site: str = "") -> None:
         super().__init__(folder / f"{name}.bin", layout.nbytes, layout.parts, len(layout.all_parts))
         self.layout = layout
         self._note_path = folder / f"{name}.json"
         self.note = read_note(self._note_path, OutboxNote)
         if self.note is not None and self.note.layout_digest != layout.digest:
             self.clear()
+        elif self.note is not None and site and self.note.site not in ("", site):
+            LOG.warning("%s is of site %s: it is not sent. Bring each site its own folder.", self.path, self.note.site)
+            self.note = None
 
     def is_damaged(self) -> bool:
         """Whether it is not what its note says. The note survives what the bytes may not: they are written behind."""

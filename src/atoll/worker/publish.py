@@ -30,7 +30,7 @@ from atoll.transport.client import Http
 from atoll.transport.drafts import Draft, written
 from atoll.transport.parts import Parts
 from atoll.transport.publisher import LONGEST_S, ObjectHost
-from atoll.wire import messages, routes
+from atoll.wire import object_messages, routes
 from atoll.worker.address import http_to
 from atoll.worker.reporting import LOG
 from atoll.worker.transfer import Abort, chunk_sizes, idle_timeout, object_http, watched
@@ -171,21 +171,21 @@ def send(
     http = http_to(server)
     parts, extent = Parts(http, CONNECTIONS, idle_timeout_s), draft.extent
     try:
-        opening = messages.ObjectOpen(
+        opening = object_messages.ObjectOpen(
             head_bytes=extent.head_bytes,
             nbytes=extent.nbytes,
             part_bytes=extent.part_bytes,
             inline=draft.inline,
             expires_s=expires_s,
         )
-        opened = http.post(routes.OBJECTS, opening, messages.ObjectOpened, timeout_s=idle_timeout_s)
+        opened = http.post(routes.OBJECTS, opening, object_messages.ObjectOpened, timeout_s=idle_timeout_s)
         http.secret, path = opened.secret, routes.OBJECT.format(object=opened.object)
         digest = draft.digest
         try:
             with watched(parts, abort):
                 parts.push(routes.parts_of_object(opened.object), draft.fd, extent.parts(), draft.digests)
             complete = routes.OBJECT_COMPLETE.format(object=opened.object)
-            http.send(complete, messages.ObjectComplete(digest=digest), timeout_s=idle_timeout_s)
+            http.send(complete, object_messages.ObjectComplete(digest=digest), timeout_s=idle_timeout_s)
         except BaseException:
             _forget(http, path)
             raise

@@ -13,7 +13,7 @@ from pathlib import Path
 from atoll.tensors.dtypes import accumulate_dtype, dtype_name
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 from atoll.worker.reporting import LOG
-from atoll.worker.turns import Turns
+from atoll.worker.turns import UNTOLD, Owner, Turns
 
 
 class Residuals(Turns):
@@ -23,10 +23,19 @@ class Residuals(Turns):
         folder: of the site in the run; locked by the caller.
         schema: of what is trained together.
         name: of the files.
+        owner: as `Turns` has it.
         sparse: whether only one rank's share is kept here.
     """
 
-    def __init__(self, folder: Path, schema: Schema, name: str = "residual", *, sparse: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        schema: Schema,
+        name: str = "residual",
+        *,
+        owner: Owner = UNTOLD,
+        sparse: bool = False,
+    ) -> None:
         super().__init__(
             folder,
             name,
@@ -35,6 +44,7 @@ class Residuals(Turns):
                 for spec in schema.tensors
                 if spec.group == PARAMS
             ),
+            owner=owner,
             sparse=sparse,
         )
         if not self.found:

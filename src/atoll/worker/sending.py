@@ -115,6 +115,33 @@ def offered(
     return receipt
 
 
+def note_of(
+    connection: Connection,
+    ticket: messages.Ticket,
+    digest: str,
+    part_digests: list[str],
+    weight: float,
+    steps: int,
+    metrics: dict[str, float],
+) -> OutboxNote:
+    """What the outbox says of an update that was formed for a ticket."""
+    return OutboxNote(
+        run=connection.info.run,
+        ticket=ticket.ticket,
+        fragment=ticket.fragment,
+        base_version=ticket.base_version,
+        base_digest=ticket.base_digest,
+        layout_digest=ticket.layout_digest,
+        digest=digest,
+        part_digests=part_digests,
+        weight=weight,
+        steps=steps,
+        metrics=metrics,
+        round=ticket.round,
+        site=connection.site,
+    )
+
+
 def _complete(note: OutboxNote) -> messages.Complete:
     return messages.Complete(
         digest=note.digest,

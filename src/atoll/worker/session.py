@@ -9,13 +9,13 @@ import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 from atoll.errors import ConfigError
 from atoll.filters.base import Filter
 from atoll.tensors.schema import Schema
 from atoll.transport.parts import Parts
-from atoll.wire import routes
+from atoll.wire import messages, routes
 from atoll.wire.swarm_messages import SwarmPlan
 from atoll.worker.connection import Connection
 from atoll.worker.departure import last_words
@@ -107,7 +107,7 @@ class Session(Connection, Exchange):
             if self.schema.model != self.schema:
                 from atoll.worker.controls import Controls
 
-                self.controls = self._turns.add(Controls(self.folder, self.schema))
+                self.controls = self._turns.add(Controls(self.folder, self.schema, self.owner))
                 self.controls.begin_anew_where_told(site)
             peer = self._peer(where) if self.info.placement == "swarm" else None
             self.join(max_retries, sync_every=sync_every, num_fragments=num_fragments)
@@ -141,9 +141,19 @@ class Session(Connection, Exchange):
         self._cleanup.callback(self._swarm.close)
         return self._swarm
 
-    @property
-    def controls_state(self) -> Literal["", "kept", "missing", "new"]:
-        return self.controls.state if self.split.count == 1 and self.controls is not None else ""
+    def told_of_controls(self) -> dict[str, Any]:
+        if self.split.count > 1 or self.controls is None:
+            return {}
+        return self.controls.told
+
+    def next_ticket(
+        self, fragment: int = 0, *, wait_s: float | None = None, max_retries: int | None = None
+    ) -> messages.TicketReply:
+        """As `Connection.next_ticket`; a site's control is what it was behind its last update that the run counts."""
+        reply = super().next_ticket(fragment, wait_s=wait_s, max_retries=max_retries)
+        if reply.counted is not None and self.split.count == 1 and self.controls is not None:
+            self.controls.follow(reply.counted)
+        return reply
 
     def leave(self, error: str | None = None) -> None:
         """Deregister and close the files; an outbox stays where its update was not counted. Idempotent."""

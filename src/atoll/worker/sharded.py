@@ -33,7 +33,7 @@ from atoll.worker.exchange import Exchange
 from atoll.worker.files import BaseFile, OutboxNote
 from atoll.worker.ranks import Ranks, Said
 from atoll.worker.reporting import progress
-from atoll.worker.sending import Sending, completed
+from atoll.worker.sending import Sending, completed, note_of
 from atoll.worker.session import Session
 
 
@@ -173,7 +173,7 @@ class Lead(Share):
         whole = update.Formed(every, self.outbox.layout.update_digest(every), all(each["is_zero"] for each in formed))
         self._formed(whole.is_zero, steps)
         texts = [digest.hex() for digest in every]
-        self.outbox.seal(self._note(ticket, whole.digest, texts, weight, steps, metrics))
+        self.outbox.seal(note_of(self, ticket, whole.digest, texts, weight, steps, metrics))
         self.send(max_retries)
         return whole
 

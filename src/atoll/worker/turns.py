@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -23,6 +23,18 @@ from atoll.worker.notes import read_note, write_note
 from atoll.worker.reporting import LOG
 
 T = TypeVar("T", bound="Turns")
+NOTHING = -2
+"""In place of a version: the file that does not count holds nothing of value."""
+
+
+class Owner(NamedTuple):
+    """The site and the run that files belong to; empty where a note of an earlier Atoll does not tell."""
+
+    site: str = ""
+    run: str = ""
+
+
+UNTOLD = Owner()
 
 
 @dataclass(frozen=True)
@@ -34,8 +46,13 @@ class TurnNote:
         pending: the ticket whose update the other one belongs to; 0: it holds nothing of value.
         pending_version: that this update was formed against.
         counted: the ticket whose update counted last; 0: none has.
-        version: that it was formed against.
+        version: that it was formed against; -1: none has.
         digests: of what each file holds, in hex; empty where nobody has looked.
+        site, run: whose files they are; a folder may be swapped or copied.
+        update: digest of the update that counted last; empty where it is not known.
+        pending_update: of the one that is pending.
+        before_version, before_update: of the update behind which the other file counted; `NOTHING`: it does not hold
+            that any more. A server that falls back may need it.
     """
 
     current: int = 0
@@ -44,6 +61,12 @@ class TurnNote:
     counted: int = 0
     version: int = -1
     digests: Sequence[str] = ("", "")
+    site: str = ""
+    run: str = ""
+    update: str = ""
+    pending_update: str = ""
+    before_version: int = NOTHING
+    before_update: str = ""
 
 
 class Turns:
@@ -56,23 +79,45 @@ class Turns:
         folder: of the site in the run; locked by the caller.
         name: of the files.
         specs: the tensors, as they are kept.
+        owner: the site and the run; files of others count as lost.
         sparse: whether little of them is going to be written.
     """
 
-    def __init__(self, folder: Path, name: str, specs: Iterable[TensorSpec], *, sparse: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        specs: Iterable[TensorSpec],
+        *,
+        owner: Owner = UNTOLD,
+        sparse: bool = False,
+    ) -> None:
         layout = file_layout(list(specs), b"")
         self._segments = layout.by_name
-        self._note_path = folder / f"{name}.json"
+        self._note_path, self._owner = folder / f"{name}.json", owner
         self._sparse, used = sparse, () if sparse else None
         self._files = [ScratchFile(folder / f"{name}-{index}.bin", layout.nbytes, used) for index in (0, 1)]
         note: TurnNote | None = read_note(self._note_path, TurnNote)
         if note is not None and not _is_sound(note):
             note = None
-        self.found = note is not None and self._holds(note, note.current)
-        if not self.found and (note is None or not note.digests[note.current]):
+        foreign = note is not None and self._is_foreign(note)
+        self.found = note is not None and not foreign and self._holds(note, note.current)
+        if not self.found and not foreign and (note is None or not note.digests[note.current]):
             self._note_path.unlink(missing_ok=True)  # the files are there from now on, and would be believed
         self.note = note if note is not None and self.found else TurnNote()
         self._is_pending_lost = bool(self.note.pending) and not self._holds(self.note, 1 - self.note.current)
+
+    def _is_foreign(self, note: TurnNote) -> bool:
+        """Whether the files are of another site or run. They stay until they are written: the folder may go back."""
+        if all(theirs in ("", ours) for theirs, ours in zip((note.site, note.run), self._owner, strict=True)):
+            return False
+        LOG.warning(
+            "%s is of site %s in run %s: here it counts as lost. Bring each site its own folder.",
+            self._note_path,
+            note.site,
+            note.run,
+        )
+        return True
 
     def _holds(self, note: TurnNote, index: int) -> bool:
         """Whether a file is there, and holds what was written."""
@@ -106,35 +151,54 @@ class Turns:
     def begin(self) -> None:
         """What follows is written for an update that is being formed; an earlier one is forgotten."""
         self._is_pending_lost = False
-        if self.note.pending:
-            self._write(replace(self.note, pending=0))
+        if self.note.pending or self.note.before_version != NOTHING:
+            self._write(replace(self.note, pending=0, before_version=NOTHING))
 
     def write(self, name: str, start: int, values: Tensor) -> None:
         """What the tensor may become, from element `start` on."""
         segment = self._segments[name]
         self._files[1 - self.note.current].write(segment.offset + start * segment.spec.item_bytes, bytes_of(values))
 
-    def belongs_to(self, ticket: int, version: int) -> None:
-        """All is written, and counts if the update of this ticket, formed against this version, is counted."""
+    def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
+        """All is written, and counts if the update of this ticket, formed against this version, is counted.
+
+        Args:
+            update: its digest, where all of it was formed here.
+        """
         current, digests = self.note.current, list(self.note.digests)
         digests[1 - current] = self._files[1 - current].content_digest()
         digests[current] = digests[current] or self._files[current].content_digest()
-        self._write(replace(self.note, pending=ticket, pending_version=version, digests=digests))
+        note = replace(self.note, pending=ticket, pending_version=version, pending_update=update, digests=digests)
+        self._write(note)
 
     def passes_to(self, ticket: int, version: int) -> None:
         """What was pending is the same update under another ticket."""
         self._write(replace(self.note, pending=ticket, pending_version=version))
 
     def settle(self, outcome_of: Callable[[int], messages.Outcome]) -> None:
-        """Ask what became of the update that is pending, and let what was written count where it was counted."""
-        if self.note.pending and outcome_of(self.note.pending).state == "counted":
-            if self._is_pending_lost:
-                self.lose()
-                return
-            note = self.note
-            self._write(
-                TurnNote(1 - note.current, counted=note.pending, version=note.pending_version, digests=note.digests)
+        """Ask what became of the update that is pending, and let what was written count where it was counted.
+
+        A server that was restored gives the numbers of tickets again, so the number alone does not tell.
+        """
+        note = self.note
+        if not note.pending or (outcome := outcome_of(note.pending)).state != "counted":
+            return
+        if outcome.digest and note.pending_update and outcome.digest != note.pending_update:
+            return
+        if self._is_pending_lost:
+            self.lose()
+            return
+        self._write(
+            TurnNote(
+                1 - note.current,
+                counted=note.pending,
+                version=note.pending_version,
+                update=note.pending_update,
+                digests=note.digests,
+                before_version=note.version,
+                before_update=note.update,
             )
+        )
 
     def lose(self) -> None:
         """What belongs to an update that counted is not there any more, and what was before it counts no longer."""
@@ -145,11 +209,11 @@ class Turns:
         if self.note.pending == ticket:
             self._write(replace(self.note, pending=0))
         elif self.note.counted == ticket:
-            self._write(replace(self.note, current=1 - self.note.current, counted=0))
+            self._write(replace(self.note, current=1 - self.note.current, counted=0, before_version=NOTHING))
 
     def _write(self, note: TurnNote) -> None:
-        self.note = note
-        write_note(self._note_path, note)
+        self.note = replace(note, site=self._owner.site, run=self._owner.run)
+        write_note(self._note_path, self.note)
 
 
 def _is_sound(note: TurnNote) -> bool:
@@ -183,10 +247,10 @@ class Together:
                 turns.settle(self._outcome_of)
             turns.begin()
 
-    def belongs_to(self, ticket: int, version: int) -> None:
+    def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
         """As `Turns.belongs_to`."""
         for turns in self._all:
-            turns.belongs_to(ticket, version)
+            turns.belongs_to(ticket, version, update)
 
     def moves_to(self, ticket: int, version: int, before: int) -> None:
         """What was pending for the ticket `before` is the same update under another one."""

@@ -1,0 +1,238 @@
+"""SCAFFOLD's c_i is that of its site, its run and its last update that counts; one of another moment counts as lost."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kit import SITES, build_model, copy_folder, exported, serve, tensors_digest, together, train_
+from torch import Tensor
+
+import atoll
+from atoll.errors import ConfigError
+from atoll.testing.processes import wait_until
+
+SCAFFOLD = {"algorithm": "scaffold", "outer_lr": 1.0, "outer_momentum": 0.0, "rounds": 9}
+
+
+class Run:
+    """SCAFFOLD with the sites a and b of weight 1: c has to be the mean of their c_i."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.workers = folder, folder / "workers"
+        self.seen: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+
+    def part(self, url: str, site: str, until: int) -> None:
+        """Rounds up to this one; each Δc_i depends on site and round."""
+        with atoll.Client(url, site=site, folder=self.workers) as client:
+            while (number := client.next_round()) is not None:
+                model = client.pull()
+                self.seen[site, number] = client.global_controls()["w"], client.own_controls()["w"]
+                difference = torch.tensor([ord(site[0]) - 96.0, 1.0]) * number
+                client.submit({"w": model["w"] - difference}, steps=1, control_difference={"w": difference})
+                if number == until:
+                    return
+
+    def both(self, server: atoll.Server, until: int) -> None:
+        together(*(lambda site=site: self.part(server.url, site, until) for site in SITES))
+        wait_until(lambda: server.status().fragments[0].version >= until, f"version {until}")
+
+    def require_the_mean(self, number: int) -> None:
+        """c of this round, as both pulled it, is the mean of what they had."""
+        (c, own_a), (other, own_b) = self.seen["a", number], self.seen["b", number]
+        assert torch.equal(c, other)
+        torch.testing.assert_close(c, (own_a + own_b) / 2)
+        assert c.norm() > 0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    with served(tmp_path) as server:
+        yield server
+
+
+def served(folder: Path):
+    return serve(folder, {"w": torch.zeros(2)}, **SCAFFOLD)
+
+
+def refused(run: Run, server: atoll.Server, site: str) -> None:
+    """Twice: what the first attempt leaves does not pass for a control. It did not join."""
+    before = {worker.site: worker.state for worker in server.status().workers}
+    for _ in range(2):
+        with pytest.raises(ConfigError) as error:
+            run.part(server.url, site, 9)
+        assert "ATOLL_NEW_CONTROLS" in error.value.remedy
+    assert {worker.site: worker.state for worker in server.status().workers} == before
+
+
+@pytest.mark.covers("S2")
+def test_refuses_the_control_of_an_older_copy_of_the_sites_folder(run: Run, server: atoll.Server) -> None:
+    run.both(server, 1)
+    copy_folder(run.workers / "a", run.folder / "older")
+    run.both(server, 3)
+    newer = (run.workers / "a").rename(run.folder / "newer")
+    copy_folder(run.folder / "older", run.workers / "a")
+    refused(run, server, "a")
+    shutil.rmtree(run.workers / "a")
+    newer.rename(run.workers / "a")
+    run.both(server, 5)
+    run.require_the_mean(5)
+
+
+@pytest.mark.covers("S2")
+def test_an_older_copy_begins_at_zero_where_it_is_told_to(
+    run: Run, server: atoll.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From there on it has a control again, which needs no variable."""
+    run.both(server, 1)
+    copy_folder(run.workers / "a", run.folder / "older")
+    run.both(server, 3)
+    shutil.rmtree(run.workers / "a")
+    copy_folder(run.folder / "older", run.workers / "a")
+    monkeypatch.setenv("ATOLL_NEW_CONTROLS", "1")
+    run.part(server.url, "a", 4)
+    assert run.seen["a", 4][1].tolist() == [0.0, 0.0]
+    monkeypatch.delenv("ATOLL_NEW_CONTROLS")
+    run.part(server.url, "b", 4)
+    run.both(server, 5)
+    assert run.seen["a", 5][1].tolist() == [4.0, 4.0]
+
+
+@pytest.mark.covers("S2")
+def test_refuses_the_control_of_another_site(run: Run, server: atoll.Server) -> None:
+    run.both(server, 2)
+    a, b = run.workers / "a", run.workers / "b"
+    for folders in ((a, run.folder / "x"), (b, a), (run.folder / "x", b)):
+        folders[0].rename(folders[1])
+    refused(run, server, "a")
+    refused(run, server, "b")
+    for folders in ((a, run.folder / "x"), (b, a), (run.folder / "x", b)):
+        folders[0].rename(folders[1])
+    run.both(server, 4)
+    run.require_the_mean(4)
+
+
+@pytest.mark.covers("S2")
+def test_refuses_controls_that_are_newer_than_those_of_a_restored_server(run: Run) -> None:
+    with served(run.folder) as server:
+        run.both(server, 2)
+    copy_folder(run.folder / "state", run.folder / "backup")
+    with served(run.folder) as server:
+        run.both(server, 5)
+    shutil.rmtree(run.folder / "state")
+    copy_folder(run.folder / "backup", run.folder / "state")
+    with served(run.folder) as server:
+        refused(run, server, "a")
+        refused(run, server, "b")
+
+
+@pytest.mark.covers("S2")
+def test_a_server_restored_to_before_the_last_round_finds_the_control_before_it(run: Run) -> None:
+    """A site keeps the control that it had before its last update."""
+    with served(run.folder) as server:
+        run.both(server, 2)
+    copy_folder(run.folder / "state", run.folder / "backup")
+    with served(run.folder) as server:
+        run.both(server, 3)
+    shutil.rmtree(run.folder / "state")
+    copy_folder(run.folder / "backup", run.folder / "state")
+    with served(run.folder) as server:
+        run.both(server, 6)
+    for number in (4, 5, 6):
+        run.require_the_mean(number)
+
+
+@pytest.mark.covers("S2")
+def test_a_server_restored_to_its_begin_begins_with_controls_of_zero(run: Run) -> None:
+    with served(run.folder):
+        pass
+    copy_folder(run.folder / "state", run.folder / "backup")
+    with served(run.folder) as server:
+        run.both(server, 4)
+    shutil.rmtree(run.folder / "state")
+    copy_folder(run.folder / "backup", run.folder / "state")
+    with served(run.folder) as server:
+        run.both(server, 3)
+    assert run.seen["a", 1][1].tolist() == run.seen["b", 1][1].tolist() == [0.0, 0.0]
+    run.require_the_mean(3)
+
+
+@pytest.mark.covers("S2")
+def test_an_update_that_is_in_and_not_counted_yet_is_asked_for_too(run: Run, server: atoll.Server) -> None:
+    """The copy has the control of the last update that counts, and nothing of the one that is going to."""
+    run.both(server, 2)
+    with atoll.Client(server.url, site="a", folder=run.workers) as client:
+        assert client.next_round() == 3  # settles what was pending
+    copy_folder(run.workers / "a", run.folder / "older")
+    run.part(server.url, "a", 3)  # b's is still awaited
+    newer = (run.workers / "a").rename(run.folder / "newer")
+    copy_folder(run.folder / "older", run.workers / "a")
+    refused(run, server, "a")
+    shutil.rmtree(run.workers / "a")
+    newer.rename(run.workers / "a")
+    together(lambda: run.part(server.url, "a", 4), lambda: run.part(server.url, "b", 4))
+    run.require_the_mean(4)
+
+
+def test_an_outbox_of_another_site_is_not_sent(run: Run) -> None:
+    """a's folder is a copy of b's: b's update must not count once more as a's."""
+    with serve(run.folder, {"w": torch.zeros(1)}, rounds=2, outer_lr=1.0, outer_momentum=0.0) as server:
+        known = {site: atoll.Client(server.url, site=site, folder=run.workers).register() for site in SITES}
+        for client in known.values():
+            assert client.next_round() == 1
+            client.pull()
+        known["b"].submit({"w": torch.tensor([2.0])})
+        known["a"].close()
+        shutil.rmtree(run.workers / "a")
+        copy_folder(run.workers / "b", run.workers / "a")
+        with atoll.Client(server.url, site="a", folder=run.workers) as again:
+            assert again.next_round() == 1  # it is not served from b's outbox
+            again.pull()
+            again.submit({"w": torch.tensor([4.0])})
+            wait_until(lambda: server.status().fragments[0].version == 1, "the first round is over")
+            assert again.next_round() == 2
+            assert again.pull()["w"].tolist() == [3.0]
+        known["b"].close()
+
+
+def with_error_feedback(folder: Path, change: Callable[[Path], None]) -> str:
+    """The result of a run of four rounds, before whose third the folders of the sites are changed."""
+    settings = {"codec": "topk", "codec_options": {"density": 0.05}, "rounds": 4}
+
+    def part(site: str, until: int) -> None:
+        model = build_model()
+        with atoll.join(server.url, site=site, folder=folder / "workers") as worker:
+            for round_ in worker:
+                round_.load_into(model)
+                train_(model, site, round_.number)
+                round_.submit(model, weight=SITES[site])
+                if round_.number == until:
+                    return
+
+    with serve(folder, **settings) as server:
+        together(lambda: part("a", 2), lambda: part("b", 2))
+        wait_until(lambda: server.status().fragments[0].version == 2, "the second round is over")
+        change(folder / "workers")
+        together(lambda: part("a", 4), lambda: part("b", 4))
+        server.run()
+    return tensors_digest(exported(folder))
+
+
+def test_what_another_site_has_left_over_is_dropped(tmp_path: Path) -> None:
+    """b's folder in a's place is as good as none."""
+
+    def copied(workers: Path) -> None:
+        shutil.rmtree(workers / "a")
+        copy_folder(workers / "b", workers / "a")
+
+    without = with_error_feedback(tmp_path / "without", lambda workers: shutil.rmtree(workers / "a"))
+    assert with_error_feedback(tmp_path / "copied", copied) == without
+    assert with_error_feedback(tmp_path / "kept", lambda workers: None) != without
