@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from kit import DiLoCoSites, build_model, local_step, serve
+from torch import nn
 from torch.optim import SGD
 
 import atoll
@@ -83,3 +84,35 @@ def test_a_metric_that_fails_at_the_start_leaves_the_run(tmp_path: Path) -> None
         with pytest.raises(ZeroDivisionError):
             loop.start()
         assert alive(server) == set()
+
+
+@pytest.mark.covers("L2")
+@pytest.mark.parametrize("same", ["optimizer", "model"])
+def test_refuses_a_second_loop_over_what_an_active_one_trains(tmp_path: Path, same: str) -> None:
+    model = build_model()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    another = optimizer if same == "optimizer" else SGD(model.parameters(), lr=0.05)
+    with serve(tmp_path, **(DILOCO | {"num_workers": 1})) as server:
+
+        def loop(site: str, given: SGD) -> atoll.DiLoCo:
+            return atoll.DiLoCo(model, given, server=server.url, site=site, folder=tmp_path / "workers")
+
+        with loop("a", optimizer):
+            with pytest.raises(UsageError):
+                loop("b", another).start()
+            assert alive(server) == {"a"}
+        with loop("b", another):  # the first one has ended
+            assert alive(server) == {"b"}
+
+
+def test_loops_over_different_models_with_a_frozen_part_in_common_run_at_once(tmp_path: Path) -> None:
+    shared = nn.Linear(4, 4).requires_grad_(False)
+    with serve(tmp_path, nn.Sequential(shared, nn.Linear(4, 4)), **DILOCO) as server:
+
+        def loop(site: str) -> atoll.DiLoCo:
+            model = nn.Sequential(shared, nn.Linear(4, 4))
+            given = SGD(model[1].parameters(), lr=0.05)
+            return atoll.DiLoCo(model, given, server=server.url, site=site, folder=tmp_path / "workers")
+
+        with loop("a"), loop("b"):
+            assert alive(server) == {"a", "b"}

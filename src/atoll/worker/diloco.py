@@ -132,7 +132,7 @@ class DiLoCo(OverRanks):
             ServerLost: the server did not answer for as long as ATOLL_GIVE_UP_S says; a day by default.
             ServerUnreachable: something else answers at its address.
             SchemaMismatch: the run trains another model.
-            UsageError: this is a simulation, whose workers have rounds; or this object was started before.
+            UsageError: it is a simulation, was started before, or another DiLoCo trains the same parameters.
         """
         ensure_lines()
         require_real("atoll.DiLoCo")
@@ -335,6 +335,7 @@ class DiLoCo(OverRanks):
         self._steps = Steps(self._optimizers, self._after_step, self._named)
 
     def _unhook(self) -> None:
+        self._let_go()
         if self._steps is not None:
             self._steps.close()
             self._steps = None
@@ -350,6 +351,7 @@ class DiLoCo(OverRanks):
         if self.over or not self._may_act():
             return
         begin = time.monotonic()
+        self._find_replaced_tensors()
         told = self._ranks.agree(self._act, self._obey)
         if told is None:
             return

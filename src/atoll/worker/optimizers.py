@@ -68,7 +68,7 @@ def require_trains(optimizers: Sequence[Optimizer], parameters: Mapping[str, Ten
     """
     ids = set(map(id, parameters.values()))
     for optimizer in optimizers:
-        if ids.isdisjoint(_held(optimizer)):
+        if ids.isdisjoint(held_by([optimizer])):
             raise UsageError(
                 f"The optimizer {type(optimizer).__name__} holds none of the model's parameters.",
                 "Build it with optimizer(model.parameters(), ...), of the model that is trained.",
@@ -87,7 +87,7 @@ def warn_of_what_none_trains(
     Args:
         told: what that leads to, and the remedy.
     """
-    held = set[int]().union(*map(_held, optimizers))
+    held = held_by(optimizers)
     trainable = {name: id(value) for name, value in parameters.items() if value.requires_grad}
     missing = [name for name, each in trainable.items() if each not in held]
     if missing:
@@ -102,8 +102,9 @@ def warn_of_what_none_trains(
         )
 
 
-def _held(optimizer: Optimizer) -> set[int]:
-    return {id(value) for group in optimizer.param_groups for value in group["params"]}
+def held_by(optimizers: Sequence[Optimizer]) -> set[int]:
+    """The ids of the parameters that they train."""
+    return {id(value) for each in optimizers for group in each.param_groups for value in group["params"]}
 
 
 class Steps:

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
-from atoll.tensors.modules import is_sharded, named_tensors, schema_of
+from atoll.tensors.modules import is_sharded, named_parameters, named_tensors, schema_of
 from atoll.tensors.schema import Schema
 from atoll.tensors.shards import Shards
+from atoll.worker.claims import claim, release
 from atoll.worker.ranks import Ranks
+from atoll.worker.replaced import replaced
 from atoll.worker.session import Session
 from atoll.worker.sharded import Follow, Lead
 from atoll.worker.whole import WholeModel
@@ -25,6 +28,7 @@ class OverRanks(WholeModel):
     model: nn.Module
     sync_every: int
     _ranks: Ranks
+    _optimizers: tuple[Optimizer, ...]
     _server: str | None
     _folder: Path | None
     _labels: dict[str, str] | None
@@ -40,7 +44,12 @@ class OverRanks(WholeModel):
         self._share: Follow | None = None
 
     def _find_tensors(self) -> None:
-        """What there is of the model in this process."""
+        """What there is of the model in this process; no other loop may have it.
+
+        Raises:
+            UsageError: another one has.
+        """
+        claim(self, self._optimizers, named_parameters(self.model))
         self._shards = None
         if not any(map(is_sharded, self.model.parameters())):
             self._schema, self._tensors = schema_of(self.model), named_tensors(self.model)[0]
@@ -53,6 +62,21 @@ class OverRanks(WholeModel):
         self._schema, shards = Shards.of(self.model, self._ranks.rank, self._ranks.count)
         self._tensors = shards.locals
         self._shards = shards if self._ranks.together else None
+
+    def _let_go(self) -> None:
+        release(self)
+
+    def _find_replaced_tensors(self) -> None:
+        """Go on with the tensors that the model has now: scripts replace buffers, and move parameters.
+
+        Raises:
+            UsageError: the model, or what the optimizers train, is another one than that of the run.
+        """
+        acts = self._told["acts"]
+        if acts is not None and self.step % acts["every"] and (self.step - acts["tau"]) % acts["every"]:
+            return  # no fragment is due; to look costs as much as a state_dict()
+        if not any(map(is_sharded, self.model.parameters())):
+            self._tensors = replaced(self.model, self._tensors, self._optimizers)
 
     def _open(self, site: str) -> Session:
         assert self._server
