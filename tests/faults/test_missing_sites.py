@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,6 +133,35 @@ def test_a_dead_site_is_reported_although_another_has_taken_its_place(
     assert "without c" in told
     reports = [record for record in caplog.records if "without c" in record.message]
     assert [record.levelname for record in reports] == ["WARNING"]
+
+
+@pytest.mark.covers("L9")
+def test_a_site_that_was_not_drawn_is_not_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Three of six sites are drawn; the first that is begins to train, and comes no further."""
+    caplog.set_level(logging.WARNING, "atoll.server")
+    held: list[str] = []
+    lock, over = threading.Lock(), threading.Event()
+
+    def during(site: str, number: int) -> None:
+        with lock:
+            if not held:
+                held.append(site)
+        if site in held:
+            over.wait()
+
+    settings = {"num_workers": 6, "sample_fraction": 0.5, "quorum": 2, "round_deadline_s": 0.5, "rounds": 4}
+    with serve(tmp_path, **{**QUICK, **settings}) as server:
+        FederatedSites(server.url, tmp_path, "abcdef", during=during)
+        server.run()
+        status = server.status()
+        over.set()
+    assert [len(each.workers) for each in status.history][0] == 2
+    (site,) = held
+    (told,) = status.warnings
+    reports = [record.message for record in caplog.records if "without " in record.message]
+    assert len(reports) == 1
+    for text in (told, *reports):
+        assert f"without {site}:" in text
 
 
 @pytest.mark.covers("L9")

@@ -80,7 +80,8 @@ class Run:
         self.ended, self.address = asyncio.Event(), ""
         self.trouble: dict[int, str] = {}
         totals = store.totals()
-        self.attendance, self.refused = Attendance(self.roster, totals.deaths), totals.refused
+        asked = {row.fragment: row.expected for row in store.rounds()}
+        self.attendance, self.refused = Attendance(self.roster, totals.deaths, asked), totals.refused
         self.bytes_up = self.bytes_down = 0
         self.started_s = time.monotonic()
         self.watched_s: float | None = None  # when its status was asked for last, over the network
@@ -233,9 +234,8 @@ class Run:
         match effect:
             case fx.LeaseEnded():
                 self.attendance.ended(effect, self.state)
-            case fx.RoundOpened(fragment, _, expected):
-                number = self.state.rounds[fragment].number
-                LOG.debug("round %d of fragment %d is open for %s", number, fragment, ", ".join(expected))
+            case fx.RoundOpened() | fx.ExpectedChanged():
+                self.attendance.asks(effect, self.state)
             case fx.RoundClosed(fragment, base_version, tickets):
                 self._spawn(self._close(fragment, base_version, tickets))
             case fx.BestFound(measured):
