@@ -65,7 +65,7 @@ SCENARIOS = {
         files={"flow.py": AFTER},
     ),
 }
-RESTART = Scenario(server=twice("recover.midway"))
+RESTART = Scenario(server={"epoch.raised": (1,)} | twice("recover.midway"))
 SEALED = ("outbox.sealed", "worker.acknowledged", "accept.before", "accept.after")
 """Failpoints whose n-th hit comes when at least n updates lie in an outbox, whole."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from kit import (
     FederatedSites,
+    ForkedServer,
     Halfway,
     ask_journal,
     columns,
@@ -229,6 +230,25 @@ def test_says_that_a_power_loss_took_the_journals_end_and_goes_on_in_a_later_epo
         assert server.status().epoch == 8
         FederatedSites(server.url, folder).join()
     assert digest_of(exported(folder)) == halfway.digest, "a submits again from its outbox"
+    assert ask_journal(folder, "SELECT count(*) FROM audit WHERE what = 'lost'") == [(1,)]
+    assert audited(folder) == ""
+
+
+@pytest.mark.covers("F41", "F42")
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_start_after_a_power_loss_may_be_killed_and_made_again(
+    halfway: Halfway, tmp_path: Path, nursery: Nursery, lost: int
+) -> None:
+    """The entry that notes the loss takes the number of one that was lost, and `audit.head` still tells of that."""
+    folder = without_end(halfway, tmp_path / "run")
+    head = folder / "state" / HEAD
+    entries = json.loads(head.read_text())["entries"]
+    rewrite_note(head, boot="of the start before the power loss", entries=entries + lost - 1)
+    with ForkedServer(nursery, folder, ("epoch.raised=kill",) * 2, port=halfway.port) as server:
+        FederatedSites(server.url, folder).join()
+        assert server.kept.wait() == 0
+    assert server.kept.deaths == 2
+    assert digest_of(exported(folder)) == halfway.digest
     assert ask_journal(folder, "SELECT count(*) FROM audit WHERE what = 'lost'") == [(1,)]
     assert audited(folder) == ""
 

@@ -7,10 +7,14 @@ a kill, and is ahead of it only where the journal has lost its end:
     entry and hash are in the log       nothing is lost; what follows them was committed just before a kill
     the log ends before                 the end is lost: a power loss may do that under `process` durability
     the log has another hash there      journal and file are of different runs, or of different moments
+
+Unless an entry `lost` of the log names the file's hash: a start has found and noted that loss, and was itself killed
+before it rewrote the file. Its entry may have the very number of one that was lost.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from dataclasses import asdict, dataclass
@@ -122,9 +126,11 @@ def require_same_log(head: AuditHead, journal: Rows, where: Path) -> tuple[int, 
         Entries of the log, and how many the file knows of that the log lacks.
 
     Raises:
-        StateCorrupt: the log has another entry at its place.
+        StateCorrupt: the log has another entry at its place, and does not tell that it was lost.
     """
     entries, _ = tip(journal)
+    if _is_noted_as_lost(head, journal):
+        return entries, 0
     if head.entries > entries:
         return entries, head.entries - entries
     found = journal.rows("SELECT hash FROM audit WHERE seq = ?", head.entries) if head.entries else [(START,)]
@@ -134,6 +140,11 @@ def require_same_log(head: AuditHead, journal: Rows, where: Path) -> tuple[int, 
             "Restore the whole directory, with all of its files, from one backup.",
         )
     return entries, 0
+
+
+def _is_noted_as_lost(head: AuditHead, journal: Rows) -> bool:
+    noted = journal.rows("SELECT detail_json FROM audit WHERE what = 'lost' AND seq <= ?", head.entries)
+    return any(json.loads(detail)["last_hash"] == head.last_hash for (detail,) in noted)
 
 
 def tip(journal: Rows) -> tuple[int, str]:

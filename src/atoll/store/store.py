@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from atoll.errors import StateLocked, StoreError
+from atoll.failpoints import failpoint
 from atoll.posix import Held, take_folder
 from atoll.sealed import NoteDamaged
 from atoll.store import audit, recovery, soundness
@@ -95,6 +96,7 @@ class Store(Reading):
             )
             if start.lost is not None:
                 audit.append(self.journal, "lost", entries=start.lost_entries, last_hash=start.lost.last_hash)
+        failpoint("epoch.raised")
         head = AuditHeadFile(self.directory, self.durability, self.epoch)
         head.write(*tip(self.journal))
         self.journal.audit_moved = head.write
