@@ -155,7 +155,7 @@ def test_a_site_that_was_not_drawn_is_not_missed(tmp_path: Path, caplog: pytest.
         server.run()
         status = server.status()
         over.set()
-    assert [len(each.workers) for each in status.history][0] == 2
+    assert len(status.history[0].workers) == 2
     (site,) = held
     (told,) = status.warnings
     reports = [record.message for record in caplog.records if "without " in record.message]
