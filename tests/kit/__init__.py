@@ -17,7 +17,7 @@ from kit.digests import exported, tensors_digest
 from kit.folders import copy_folder, stop_group
 from kit.halfway import Halfway, ask_journal, halfway_run, ticket_states
 from kit.models import SITES, build_model, local_step, train_
-from kit.processes import ForkedServer, ForkedSite, write_run_file
+from kit.processes import ForkedServer, ForkedSite, atoll_worker, write_run_file
 from kit.requests import joined, post
 from kit.servers import SETTINGS, serve
 from kit.sites import DiLoCoSites, FederatedSites, Threads, together
@@ -32,6 +32,7 @@ __all__ = [
     "Halfway",
     "Threads",
     "ask_journal",
+    "atoll_worker",
     "build_model",
     "columns",
     "copy_folder",

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +86,25 @@ class ForkedSite:
         return self._nursery.start(
             str(self._script), cwd=self._folder, env=self._env | env, failpoints=failpoints, log=log
         )
+
+
+@contextmanager
+def atoll_worker(
+    folder: Path, url: str, script: str, *options: str, site: str = "a", env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """`atoll worker OPTIONS -- python SCRIPT`, killed at the end of the block; both its outputs are pipes."""
+    path = folder / f"worker-{site}.py"
+    path.write_text(_KIT_ON_PATH + script)
+    command = [sys.executable, "-m", "atoll.cli.main", "worker", "--server", url, "--site", site, *options]
+    process = subprocess.Popen(
+        [*command, "--dir", str(folder / "workers"), "--", sys.executable, str(path)],
+        env=None if env is None else os.environ | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()

@@ -129,6 +129,7 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
     """Run the command until it ends well, is told to end, or has failed too often; returns its exit code."""
     told: list[int] = []
     child: subprocess.Popen[bytes] | None = None
+    ended, killed = "", False  # how the last command ended
     leases = Path(tempfile.mkdtemp(prefix="atoll-"))
     environment = environment | {LEASES: str(leases)}
 
@@ -162,8 +163,8 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
                 failure, killed = f"the command ended with {code}", code < 0
                 if killed:
                     failure, code = f"{signal.Signals(-code).name} ended the command", 128 - code
+                ended = failure
                 if code == 0 or told or attempt == restarts:
-                    _leave(leases, failure, killed=killed and not told)
                     return code
             if told:
                 return 128 + told[-1]
@@ -173,6 +174,8 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
                 return 128 + told[-1]
         raise AssertionError("unreachable")
     finally:
+        if ended:
+            _leave(leases, ended, killed=killed and not told)
         shutil.rmtree(leases, ignore_errors=True)
         for number, handler in before.items():
             signal.signal(number, handler)

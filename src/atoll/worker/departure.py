@@ -9,6 +9,7 @@ joined when Python exits leaves then, and says by which error. Python tells its 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -21,6 +22,8 @@ from typing import NoReturn, Protocol
 
 LEASES = "ATOLL_LEASES"
 """The folder where a process notes its lease for `atoll worker`, which set this variable."""
+
+UNNOTED = "the server learns of it only when heartbeat_timeout_s is over."
 
 GOODBYE_S = 5.0
 """A server that does not answer for so long is left without a word: it learns of it by the silence."""
@@ -66,6 +69,7 @@ _pid = 0  # of the process that watches: a fork of it has joined nothing
 _exit: SystemExit | None = None
 """What the main thread's last `sys.exit`, or a signal, raised while anything was joined."""
 _python_exit = sys.exit
+_said = False  # that a lease cannot be noted
 
 
 def watch_exit(joined: Joined) -> None:
@@ -120,12 +124,21 @@ def _leave_all() -> None:
 
 
 def note_lease(site: str, server: str, lease: str) -> None:
-    """Note a lease where `atoll worker` finds it."""
-    if folder := os.environ.get(LEASES):
-        beside = Path(folder, f".{site}.{os.getpid()}")
+    """Note a lease where `atoll worker` finds it. Training goes on without the note where it cannot be written."""
+    from atoll.worker.reporting import LOG
+
+    global _said
+    if not (folder := os.environ.get(LEASES)):
+        return
+    beside = Path(folder, f".{site}.{os.getpid()}")
+    try:
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(f"{server}\n{lease}\n")
         beside.replace(Path(folder, site))
+    except OSError as error:
+        if not _said:
+            LOG.warning("%s: cannot note the lease: %s. If this process is killed, %s", site, error, UNNOTED)
+        _said = True
 
 
 def forget_lease(site: str, lease: str) -> None:
@@ -145,19 +158,17 @@ def leave_for(folder: Path, why: str) -> list[str]:
     from atoll.errors import AtollError
     from atoll.wire import messages, routes
     from atoll.worker.address import http_to
+    from atoll.worker.reporting import LOG
 
     left = []
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith("."):
-            continue
-        server, lease = path.read_text().splitlines()
-        http = http_to(server)
-        http.lease = lease
+    for path in sorted(folder.glob("[!.]*")):
         try:
-            http.send(routes.LEAVE, messages.Leave(error=why), timeout_s=GOODBYE_S)
+            server, lease = path.read_text().splitlines()
+            with contextlib.closing(http_to(server)) as http:
+                http.lease = lease
+                http.send(routes.LEAVE, messages.Leave(error=why), timeout_s=GOODBYE_S)
             left.append(path.name)
-        except AtollError:
-            pass  # the server is away, or has declared the site dead already: it learns of the end by the silence
-        finally:
-            http.close()
+        except (AtollError, OSError, ValueError) as error:
+            # the server is away, or has declared the site dead already; or the token's file is gone meanwhile
+            LOG.debug("%s: could not be taken out of its run: %s", path.name, error)
     return left
