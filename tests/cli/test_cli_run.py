@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import re
@@ -113,7 +114,8 @@ def test_what_init_writes_runs_as_it_is(atoll_command, serve, tmp_path, algorith
     exports = tmp_path / "mine" / "atoll-run" / "exports"
     with safe_open(exports / "model.safetensors", framework="pt") as file:
         assert "1.weight" in file.keys()  # noqa: SIM118
-    assert len((exports / "metrics.jsonl").read_text().splitlines()) == 3
+    rounds = [json.loads(line) for line in (exports / "metrics.jsonl").read_text().splitlines()]
+    assert [(each["version"], "loss" in each["metrics"]) for each in rounds] == [(1, True), (2, True), (3, True)]
     exported = atoll_command("export", "again.safetensors", "--state-dir", "mine/atoll-run")
     assert exported.stdout.startswith("version 3"), exported.stderr
     assert (tmp_path / "again.safetensors").read_bytes() == (exports / "model.safetensors").read_bytes()

@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import UsageError
@@ -26,6 +25,7 @@ from atoll.worker.address import http_to, server_of
 from atoll.worker.correction import Correction
 from atoll.worker.departure import last_words
 from atoll.worker.federated_round import FederatedRound
+from atoll.worker.optimizers import Given
 from atoll.worker.session import Session
 from atoll.worker.site import default_site, require_site
 
@@ -108,7 +108,7 @@ class Client:
         return owners | {alias: owners[owner] for alias, owner in aliases.items()}
 
     @border
-    def correct(self, model: nn.Module, optimizer: Optimizer) -> Correction:
+    def correct(self, model: nn.Module, optimizer: Given) -> Correction:
         """Have the run's algorithm correct local training; a context manager that lets go of the optimizer."""
         return self._current().correct(model, optimizer)
 

@@ -4,6 +4,8 @@
         train()                               # plain training, whatever the algorithm
     round.submit(model)
 
+Of several optimizers FedProx corrects each one's own parameters; SCAFFOLD takes one.
+
 FedProx changes the gradient before a step, SCAFFOLD the parameters behind it. FedAvg changes nothing. Steps are counted
 and learning rates read where they happen: under gradient accumulation, with a schedule, or in a framework's loop. Where
 the gradient is formed inside the step, by a closure, "before" is behind the closure, each time that it is called; and
@@ -12,6 +14,7 @@ the loss that it returns is that of the gradient, since a line search goes by bo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -23,7 +26,7 @@ from torch.optim import Optimizer
 
 from atoll.errors import UsageError
 from atoll.tensors.modules import named_parameters
-from atoll.worker.optimizers import innermost, outside_compiled, require_trains
+from atoll.worker.optimizers import Given, held_by, optimizers_in, outside_compiled, require_trains
 from atoll.worker.update import Runs
 
 if TYPE_CHECKING:
@@ -53,23 +56,34 @@ class Correction:
         self.steps, self.rates = 0, 0.0
         self.offsets: dict[str, Tensor] = {}
         self._optimizer: Optimizer | None = None
+        self._others: list[Correction] = []
         self._handles: list[Any] = []
         self._rate = 0.0
         self._under_way = self._formed = False  # a step; a gradient in it
         self._depth = 0  # 2 where step() of a class calls that of its parent: torch calls the hooks of both
 
-    def attach(self, optimizer: Optimizer) -> Correction:
-        """Follow the steps of `optimizer`, until `close`.
+    def attach(self, optimizer: Given) -> Correction:
+        """Follow the steps of an optimizer, or of several in the order in which they step, until `close`.
+
+        Those of the last one are counted.
 
         Raises:
-            UsageError: it follows another one already, or this one trains another model.
+            UsageError: it follows another one already, or one of these trains another model.
         """
         if self._optimizer is not None:
             raise UsageError(
-                "A round has one optimizer, and this is the second.", "Put all parameters into one optimizer."
+                "The round is corrected already, by another call.", "Call it once, with all optimizers as a list."
             )
-        optimizer = innermost(optimizer)
-        require_trains([optimizer], self.parameters)
+        *others, last = optimizers_in(optimizer)
+        require_trains([*others, last], self.parameters)
+        self._others = [part for each in others if (part := self._part_for(each)) is not None]
+        return self._follow(last)
+
+    def _part_for(self, optimizer: Optimizer) -> Correction | None:
+        """What corrects the steps of an optimizer before the last one; None: nothing does."""
+        return None
+
+    def _follow(self, optimizer: Optimizer) -> Correction:
         self._optimizer = optimizer
         self._handles = [
             optimizer.register_step_pre_hook(outside_compiled(self._begin)),
@@ -78,7 +92,9 @@ class Correction:
         return self
 
     def close(self) -> None:
-        """Let go of the optimizer. Idempotent."""
+        """Let go of the optimizers. Idempotent."""
+        for other in self._others:
+            other.close()
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
@@ -198,6 +214,13 @@ class Proximal(Correction):
         super().__init__(model)
         self._mu = mu
         self._start = {name: value.detach().clone() for name, value in self.parameters.items() if value.requires_grad}
+
+    def _part_for(self, optimizer: Optimizer) -> Correction:
+        part, held = copy.copy(self), held_by([optimizer])
+        part._handles = []
+        part._start = {name: start for name, start in self._start.items() if id(self.parameters[name]) in held}
+        self._start = {name: start for name, start in self._start.items() if name not in part._start}
+        return part._follow(optimizer)
 
     def correct_gradients_(self) -> None:
         for name, start in self._start.items():

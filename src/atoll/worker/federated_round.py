@@ -8,7 +8,6 @@ from typing import Any, Literal, overload
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from atoll.border import border, bordered
 from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
@@ -22,7 +21,7 @@ from atoll.worker.given import counted, finite_metrics, positive
 from atoll.worker.local import Model
 from atoll.worker.local_model import keep_local
 from atoll.worker.matching import matching
-from atoll.worker.optimizers import ALL_IN_ONE, innermost, warn_of_what_none_trains
+from atoll.worker.optimizers import ALL_IN_ONE, Given, optimizers_in, warn_of_what_none_trains
 from atoll.worker.reporting import LOG
 from atoll.worker.session import Session
 from atoll.worker.update import Runs
@@ -85,12 +84,13 @@ class FederatedRound:
                 self._ticket = reply.ticket or self._ticket.model_copy(update=result)
 
     @border
-    def correct(self, model: nn.Module, optimizer: Optimizer) -> Correction:
+    def correct(self, model: nn.Module, optimizer: Given) -> Correction:
         """Have the run's algorithm correct local training: for FedProx and SCAFFOLD; for others nothing changes.
 
         Args:
             model: that `load_into` filled, before it is trained.
-            optimizer: all of its trainable parameters are in; its steps are followed until the round is submitted.
+            optimizer: all of its trainable parameters are in; or a list of several, in the order in which they step
+                (not with SCAFFOLD). Their steps are followed until the round is submitted.
 
         Returns:
             What counts the steps; a context manager, too, that lets go of the optimizer at its end.
@@ -102,10 +102,10 @@ class FederatedRound:
         session = self._session
         if self._correction is None:
             self._correction = correction_for(session.info.local, model, session.base.values_of, session.controls)
-        session.optimizers = [optimizer]
+        session.optimizers = list(optimizers_in(optimizer))
         attached = self._correction.attach(optimizer)
         if attached.changes_training and not session.corrects:  # once, not in every round
-            warn_of_what_none_trains([innermost(optimizer)], attached.parameters, session.site, ALL_IN_ONE)
+            warn_of_what_none_trains(session.optimizers, attached.parameters, session.site, ALL_IN_ONE)
             session.corrects = True
         return attached
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
-from torch.optim import Optimizer
 
 from atoll.border import border, bordered
 from atoll.errors import UsageError
@@ -27,6 +26,7 @@ from atoll.worker.correction import Correction
 from atoll.worker.departure import what_ends
 from atoll.worker.federated import Worker, join
 from atoll.worker.local import LocalWorker, Model, Round
+from atoll.worker.optimizers import Given
 
 
 @bordered
@@ -47,7 +47,7 @@ class Received:
         self.sent: nn.Module | Arrays | None = None
 
     @border
-    def correct(self, model: nn.Module, optimizer: Optimizer) -> Correction:
+    def correct(self, model: nn.Module, optimizer: Given) -> Correction:
         """Have the run's algorithm correct local training, as `round.correct` does."""
         return self._round.correct(model, optimizer)
 

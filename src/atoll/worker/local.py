@@ -9,7 +9,6 @@ from typing import Any, Literal, Protocol, TypeVar, overload
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from atoll.border import border, bordered
 from atoll.errors import UsageError
@@ -17,6 +16,7 @@ from atoll.tensors.arrays import Arrays, require_framework, to_numpy
 from atoll.tensors.modules import Tensors, named_parameters, named_tensors
 from atoll.worker.correction import Correction
 from atoll.worker.given import finite_metrics, positive
+from atoll.worker.optimizers import Given
 from atoll.worker.reporting import LOG
 
 ALONE = "no server is configured (ATOLL_SERVER): training alone"
@@ -38,7 +38,7 @@ class Round(Protocol):
         """Pull the global model into `model`, in place, and return it."""
         ...
 
-    def correct(self, model: nn.Module, optimizer: Optimizer) -> Correction:
+    def correct(self, model: nn.Module, optimizer: Given) -> Correction:
         """Have the run's algorithm correct local training."""
         ...
 
@@ -140,7 +140,7 @@ class LocalRound:
         self._model = model
         return model
 
-    def correct(self, model: nn.Module, optimizer: Optimizer) -> Correction:
+    def correct(self, model: nn.Module, optimizer: Given) -> Correction:
         """Without a server nothing is corrected; steps are counted."""
         return Correction(model).attach(optimizer)
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from atoll.errors import UsageError
 from atoll.tensors.chunks import run_of
 from atoll.tensors.schema import CONTROL_PREFIX
 from atoll.worker.correction import Correction
+from atoll.worker.optimizers import Given, optimizers_in
 from atoll.worker.update import Runs
 
 if TYPE_CHECKING:
@@ -27,13 +27,21 @@ class Shifted(Correction):
     `offsets` are c − c_i of the trainable parameters, by name: one copy of them, beside them.
     """
 
-    def attach(self, optimizer: Optimizer) -> Correction:
+    def attach(self, optimizer: Given) -> Correction:
         """As every correction.
 
         Raises:
-            UsageError: also for L-BFGS: Δc_i divides what a step moved by the learning rate, and L-BFGS moves as far
+            UsageError: also for several optimizers: what a round moved is divided by the learning rates of one. And
+                for L-BFGS: Δc_i divides what a step moved by the learning rate, and L-BFGS moves as far
                 as its line search says, along curvature that a shift between two steps would spoil.
         """
+        *others, optimizer = optimizers_in(optimizer)
+        if others:
+            raise UsageError(
+                f"SCAFFOLD follows one optimizer, and these are {len(others) + 1}: a control is what the round moved, "
+                "divided by the sum of one optimizer's learning rates.",
+                "Put all parameters into one optimizer, with one learning rate; or run fedprox or fedavg.",
+            )
         if any("LBFGS" in kind.__name__ for kind in type(optimizer).__mro__):
             raise UsageError(
                 f"{type(optimizer).__name__} chooses the length of its steps by itself, and SCAFFOLD's controls are "
