@@ -58,6 +58,38 @@ def test_names_the_moments_at_the_first_refusal(
     assert warned, "status showed no warning"
 
 
+@pytest.mark.covers("X3")
+def test_takes_the_warning_back_when_the_state_is_cleared_and_an_update_counts(tmp_path: Path) -> None:
+    warned: list[list[str]] = []
+
+    def warnings() -> list[str]:
+        return [text for text in server.status().warnings if "exp_avg" in text]
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, number: int) -> None:
+        if server.status().refused and not warned:
+            warned.append(wait_until(warnings, "the warning"))
+            optimizer.state.clear()
+        local_step(model, optimizer, site, number)
+        if number == 2:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, math.nan)
+            optimizer.step()
+        if number == 80:
+            wait_until(lambda: not warnings(), "no warning")
+
+    options = {"algorithm": "diloco", "sync_every": 4, "num_workers": 1, "rounds": 30}
+    with serve(tmp_path, **options) as server:
+        DiLoCoSites(
+            server.url,
+            tmp_path,
+            81,
+            ["a"],
+            inner=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+            step=step,
+        ).join()
+    assert warned
+
+
 def test_says_nothing_of_moments_that_are_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Only the parameters broke: the site goes on from the global model."""
     caplog.set_level(logging.INFO, "atoll")

@@ -11,7 +11,7 @@ import torch
 from kit import build_model, local_step, serve
 
 import atoll
-from atoll.worker.connection import NetworkLost
+from atoll.worker.broken_off import NetworkLost
 from atoll.worker.outage import REPEAT_S, Outage
 
 H = 4

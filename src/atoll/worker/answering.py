@@ -20,8 +20,9 @@ from atoll.wire import routes
 from atoll.wire import task_messages as tm
 from atoll.wire.tasks import read_plain
 from atoll.worker.ahead import Ahead
+from atoll.worker.broken_off import NetworkLost
 from atoll.worker.checks import require_joined
-from atoll.worker.connection import Connection, NetworkLost
+from atoll.worker.connection import Connection
 from atoll.worker.evaluating import Evaluate, Models
 from atoll.worker.fetch import fetch, fetch_stored
 from atoll.worker.filtering import AnswerFilters

@@ -18,12 +18,8 @@ from typing import Any, TypeVar
 
 from atoll.errors import (
     AtollError,
-    BadRequest,
-    Busy,
-    DiskFull,
     Gone,
     LeaseLost,
-    PartCorrupt,
     ServerUnreachable,
     Superseded,
     TicketClosed,
@@ -35,7 +31,8 @@ from atoll.transport.client import Counters, unanswered
 from atoll.wire import messages, routes
 from atoll.worker import last_status
 from atoll.worker.address import http_to
-from atoll.worker.checks import is_answered, require_protocol, split_of
+from atoll.worker.broken_off import NetworkLost
+from atoll.worker.checks import another_run, is_answered, require_protocol, split_of
 from atoll.worker.departure import GOODBYE_S, forget_lease, has_left, note_lease, watch_exit
 from atoll.worker.outlet import Outlet
 from atoll.worker.reporting import LOG, in_wait, told
@@ -48,12 +45,6 @@ LONGEST_BACKOFF_S = 8.0
 HEARTBEAT_RETRY_S = 2.0
 HEARTBEAT_GAP_S = 1.0
 """Between two heartbeats at least, however often the worker's state changes."""
-
-NetworkLost = (ServerUnreachable, TransferStalled, Busy, DiskFull)
-"""What may pass by itself: asked again, after a pause."""
-
-UNPULLED = (*NetworkLost, Gone, PartCorrupt, BadRequest)
-"""What a pull from a worker of a swarm may end with; another one may have the same."""
 
 
 class Connection:
@@ -189,9 +180,17 @@ class Connection:
         return {}
 
     def rejoin(self, lost: str) -> None:
-        """Join again, once, however many threads find that `lost` is no longer valid; the network is tried once."""
+        """Join again, once, however many threads find that `lost` is no longer valid; the network is tried once.
+
+        Raises:
+            ServerLost: another run is at the address now; the progress of this worker is none of it.
+        """
         with self._join_lock:
-            if self.http.lease == lost:
+            if self._fatal is None and self.http.lease == lost:
+                if (another := another_run(self.http, self.info)) is not None:
+                    self._fatal = another
+                    self._closing.set()
+                    raise another
                 self.reconnections += 1
                 LOG.info("%s: the server no longer knows this worker; joining again", self.site)
                 self._join(0)

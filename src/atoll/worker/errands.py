@@ -21,7 +21,7 @@ from atoll.transport.own_file import Ranges
 from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.wire.swarm_messages import Collect, Hold, Source
-from atoll.worker.connection import UNPULLED
+from atoll.worker.broken_off import UNPULLED
 from atoll.worker.holding import Spool, Version
 from atoll.worker.outlet import Outlet
 from atoll.worker.peering import CONNECTIONS, Pull, Writing, spans

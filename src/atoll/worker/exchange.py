@@ -28,7 +28,7 @@ from atoll.worker.connection import Connection
 from atoll.worker.files import BaseFile, BaseNote, Outbox
 from atoll.worker.filtering import Filtered
 from atoll.worker.losses import Losses
-from atoll.worker.moments import say_refused
+from atoll.worker.moments import say_accepted, say_refused
 from atoll.worker.notes import name_of, read_note
 from atoll.worker.pulling import Puller
 from atoll.worker.reporting import LOG, Progress, progress, size
@@ -266,6 +266,7 @@ class Exchange:
         assert note is not None
         self.outbox.mark_sent()
         self.resuming = False
+        say_accepted(self.connection)
         failpoint("worker.acknowledged")
         LOG.debug(
             "%s: submitted%s, %s for version %d",

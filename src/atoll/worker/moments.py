@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ NAMED = 3
 OF_THE_OPTIMIZER = -1
 """Under this number, in place of a fragment's, a worker warns of its optimizer."""
 
+_warned: WeakSet[Connection] = WeakSet()
+
 
 def say_refused(connection: Connection, error: UpdateRefused, *, first: bool) -> None:
     """Say that an update was refused, and at the first one in a row whether the optimizer can recover from it."""
@@ -23,6 +26,14 @@ def say_refused(connection: Connection, error: UpdateRefused, *, first: bool) ->
     if first and (told := broken_moments(connection.optimizers)):
         LOG.warning("%s: %s", connection.site, told)
         connection.warn(OF_THE_OPTIMIZER, [told])
+        _warned.add(connection)
+
+
+def say_accepted(connection: Connection) -> None:
+    """An update counts: what was warned of the optimizer is taken back, once its state is finite again."""
+    if connection in _warned and not broken_moments(connection.optimizers):
+        _warned.discard(connection)
+        connection.warn(OF_THE_OPTIMIZER, [])
 
 
 def broken_moments(optimizers: Iterable[Optimizer]) -> str:

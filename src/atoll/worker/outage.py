@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from atoll.worker.connection import NetworkLost
+from atoll.worker.broken_off import NetworkLost
 from atoll.worker.reporting import LOG
 
 REPEAT_S = 300.0

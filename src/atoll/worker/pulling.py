@@ -19,7 +19,8 @@ from atoll.transport.own_file import Ranges
 from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.worker import update
-from atoll.worker.connection import UNPULLED, Connection
+from atoll.worker.broken_off import UNPULLED
+from atoll.worker.connection import Connection
 from atoll.worker.deltas import DeltaFile, apply_
 from atoll.worker.files import BaseFile, BaseNote, PartsFile
 from atoll.worker.notes import name_of

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from atoll.errors import Gone, TicketClosed
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
-from atoll.worker.connection import NetworkLost
+from atoll.worker.broken_off import NetworkLost
 from atoll.worker.exchange import Exchange
 from atoll.worker.files import BaseFile, OutboxNote
 from atoll.worker.reporting import LOG

@@ -38,7 +38,7 @@ from atoll.wire.swarm_messages import (
     Share,
     Unreached,
 )
-from atoll.worker.connection import UNPULLED, NetworkLost
+from atoll.worker.broken_off import UNPULLED, NetworkLost
 from atoll.worker.errands import Errands
 from atoll.worker.holding import Shelf, Spool, Version
 from atoll.worker.outlet import Outlet, ServedVersions
