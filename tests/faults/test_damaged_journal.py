@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import sqlite3
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -32,7 +33,7 @@ from typer.testing import CliRunner
 
 from atoll.cli.main import app
 from atoll.errors import ConfigError, StateCorrupt
-from atoll.testing.processes import Nursery
+from atoll.testing.processes import Nursery, wait_until
 
 JOURNAL, WAL, HEAD = "journal.sqlite", "journal.sqlite-wal", "audit.head"
 
@@ -79,6 +80,15 @@ def audited(folder: Path) -> str:
     return ""
 
 
+def forge(folder: Path, sql: str, *values: object) -> None:
+    """Change the journal, and make the checksums of its rows right again."""
+    from atoll.store.checks import keep
+
+    with closing(sqlite3.connect(folder / "state" / JOURNAL, isolation_level=None)) as journal:
+        keep(journal)
+        assert journal.execute(sql, values).rowcount == 1
+
+
 def test_a_run_goes_on_from_its_journal_to_the_same_bits(halfway: Halfway, later: Path) -> None:
     assert audited(later) == ""
     halfway.go_on(later)
@@ -100,14 +110,41 @@ def test_refuses_a_changed_bit_of_an_accepted_weight(halfway: Halfway, settled: 
         pass
     assert audited(folder) != ""
 
-    from atoll.store.checks import keep
-
-    with closing(sqlite3.connect(path, isolation_level=None)) as journal:
-        keep(journal)
-        journal.execute("UPDATE tickets SET weight = 2.5 WHERE ticket = ?", (ticket,))
+    forge(folder, "UPDATE tickets SET weight = 2.5 WHERE ticket = ?", ticket)
     with pytest.raises(StateCorrupt, match=rf"ticket {ticket} has the weight 2\.5.*1\.0"), serve(folder):
         pass
     assert "weight" in audited(folder)
+
+
+@pytest.mark.covers("F41")
+def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path) -> None:
+    """Not of the newest alone: a start compares all that it is going to use."""
+    over, settings = threading.Event(), {"num_workers": 4, "rounds": 1}
+
+    def during(site: str, number: int) -> None:
+        if site == "d":
+            over.wait()
+
+    with serve(tmp_path / "run", **settings) as server:
+        sites = FederatedSites(server.url, tmp_path / "run", "abcd", during=during)
+        accepted = "SELECT ticket FROM tickets WHERE state = 'accepted' ORDER BY ticket"
+        wait_until(lambda: len(ask_journal(tmp_path / "run", accepted)) == 3, "three accepted updates")
+        copy = copy_folder(tmp_path / "run", tmp_path / "copy")
+        over.set()
+        sites.join()
+    for (ticket,) in ask_journal(copy, accepted):
+        folder = copy_folder(copy, tmp_path / str(ticket))
+        forge(folder, "UPDATE tickets SET weight = 99.0 WHERE ticket = ?", ticket)
+        with pytest.raises(StateCorrupt, match=f"ticket {ticket} .*weight"), serve(folder, **settings):
+            pass
+
+
+@pytest.mark.covers("F41")
+def test_refuses_a_journal_of_an_earlier_epoch(later: Path) -> None:
+    """A start adds no entry to the audit log: the epoch alone tells that the journal is older than `audit.head`."""
+    forge(later, "UPDATE meta SET epoch = epoch - 1")
+    with pytest.raises(StateCorrupt, match=r"lost its end.*epoch"), serve(later):
+        pass
 
 
 @pytest.mark.covers("F41")

@@ -57,6 +57,10 @@ class Int8(Thousandths):
     name = "int8"
 
 
+class Wide(Thousandths):
+    name = "wide"  # what carries dtypes of a short range beside every codec
+
+
 def a_function(): ...
 '''
 
@@ -119,6 +123,7 @@ def test_a_server_cannot_have_a_site_import_or_call_what_it_names(own: str, tmp_
     [
         ("own_codec:Bare", {}, "lacks a name, or does not say"),
         ("own_codec:Int8", {}, "calls itself 'int8', as another one does"),
+        ("own_codec:Wide", {}, "calls itself 'wide', as another one does"),
         ("own_codec:a_function", {}, "is no codec"),
         ("own_codec:Thousandth", {}, "Did you mean 'Thousandths'"),
         ("own_codec:Thousandths", {"per": 0}, r"codec_options = .*per is not above zero"),

@@ -97,6 +97,32 @@ def test_a_third_site_that_joins_rescales_c(server: atoll.Server, tmp_path: Path
     late.leave()
 
 
+def test_a_site_that_sits_out_a_round_keeps_its_weight_in_the_total(tmp_path: Path) -> None:
+    """Weights 1, 2 and 4, Σ = 7. Round 2 is without c: W stays (1 + 2 + 4)·3/3, whatever a and b say anew; not 3·3/2.
+
+    A site d joins later and is never heard: from round 3 on, N is 4, and W = 7·4/3.
+    """
+    options = {"algorithm": "scaffold", "num_workers": 3, "min_workers": 2, "rounds": 3, "min_free_bytes": 0}
+    with atoll.Server(One(), port=0, state_dir=tmp_path / "state", **options) as server:
+        workers = {site: atoll.join(server.url, site=site, folder=tmp_path / site) for site in "abc"}
+        loops = {site: iter(worker) for site, worker in workers.items()}
+        for site, weight in {"a": 1.0, "b": 2.0, "c": 4.0}.items():
+            take_part(next(loops[site]), 1.0, weight)
+        workers["c"].leave()
+        for site in "ab":
+            take_part(next(loops[site]), 1.0, weight=8.0)
+        third = next(loops["a"])
+        atoll.join(server.url, site="d", folder=tmp_path / "d").leave()
+        take_part(third, 1.0)
+        take_part(next(loops["b"]), 1.0)
+        assert all(next(loops[site], None) is None for site in "ab")
+        workers["a"].leave()
+        workers["b"].leave()
+        history = server.status().history
+    assert [(len(each.workers), each.population) for each in history] == [(3, 3), (2, 3), (2, 4)]
+    assert [each.total_weight for each in history] == pytest.approx([7.0, 7.0, 28 / 3])
+
+
 def step(loop: Any, target: float) -> Any:
     """One round of one site."""
     round_ = next(loop)
@@ -104,12 +130,12 @@ def step(loop: Any, target: float) -> Any:
     return round_
 
 
-def take_part(round_: Any, target: float) -> None:
+def take_part(round_: Any, target: float, weight: float = 1.0) -> None:
     model = round_.load_into(One())
     optimizer = torch.optim.SGD([model.w], lr=ETA)
     round_.correct(model, optimizer)
     train(model, optimizer, target)
-    round_.submit(model)
+    round_.submit(model, weight=weight)
 
 
 @pytest.mark.covers("S2")

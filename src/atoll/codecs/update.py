@@ -54,7 +54,8 @@ def codecs_of(
             f"{setting} = {codec!r} lacks a name, or does not say whether it is elementwise or raw, or has feedback.",
             "They are properties of atoll.codecs.base.Codec; atoll.testing.codecs has tests of it.",
         )
-    if made.name != codec and made.name in registry.names("codecs"):
+    is_ours = WideCodec.name in (codec, made.name)  # it is no setting, and travels beside every codec
+    if is_ours or (made.name != codec and made.name in registry.names("codecs")):
         raise ConfigError(
             f"{setting} = {codec!r} calls itself {made.name!r}, as another one does.", "Give it another name."
         )
