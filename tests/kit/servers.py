@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 import atoll
+from atoll.testing.processes import free_port
 from kit.models import SITES, build_model
 
 SETTINGS: dict[str, Any] = {
@@ -32,11 +33,13 @@ SETTINGS: dict[str, Any] = {
 def serve(folder: Path, model: nn.Module | None = None, **settings: Any) -> Iterator[atoll.Server]:
     """A started server with its state in `folder`/state; stopped at the end of the block.
 
+    Its port was of no server before: a site that another test has left may still ask for that one, and join this run.
+
     Args:
         model: the initial model, by default `build_model()`.
         settings: any settings of a run; they replace those of SETTINGS. None takes a key out.
     """
-    merged = SETTINGS | {"port": 0, "state_dir": folder / "state"} | settings
+    merged = SETTINGS | {"port": free_port(), "state_dir": folder / "state"} | settings
     given = {key: value for key, value in merged.items() if value is not None}
     server = atoll.Server(model or build_model(), **given).start()
     try:

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from kit import FederatedSites, serve
 
+from atoll.errors import AuthError
+from atoll.server.auth import Gate
+
 LOCAL = [
     "127.0.0.1",
     "127.0.0.1:8512",
@@ -61,6 +64,24 @@ def asked(
     connection.close()
     is_problem = reply.status != 200 and reply.headers.get_content_type() == "application/json"
     return reply.status, json.loads(body)["code"] if is_problem else ""
+
+
+@pytest.mark.parametrize("host", LOCAL)
+def test_takes_a_request_for_a_loopback_name(host: str) -> None:
+    gate = Gate(None, local=True)
+    gate.require_host([host])
+    gate.require_host([host, host])
+
+
+@pytest.mark.parametrize("host", FOREIGN)
+def test_refuses_a_request_for_another_name(host: str | None) -> None:
+    """Also what no HTTP library passes on: the gate alone decides."""
+    gate = Gate(None, local=True)
+    for hosts in ([], ["localhost"]):
+        with pytest.raises(AuthError):
+            gate.require_host([*hosts, host] if host is not None else [])
+    Gate(None, local=False).require_host([host or ""])
+    Gate("t0ken", local=True).require_host([host or ""])
 
 
 def test_answers_requests_for_a_loopback_name_and_refuses_all_others(tmp_path: Path) -> None:
