@@ -156,6 +156,7 @@ def test_a_site_that_was_not_drawn_is_not_missed(tmp_path: Path, caplog: pytest.
         status = server.status()
         over.set()
     assert len(status.history[0].workers) == 2
+    assert [each.expected for each in status.history] == [3] * 4
     (site,) = held
     (told,) = status.warnings
     reports = [record.message for record in caplog.records if "without " in record.message]

@@ -1,0 +1,26 @@
+"""Which sites a cross-site evaluation that is still to come asks for measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from atoll.config import Settings
+from atoll.server.course import EVALUATES, Course
+from atoll.server.fit import will_evaluate
+from atoll.server.task_filters import TaskFilters
+
+
+def test_a_site_is_asked_by_an_evaluation_that_is_still_to_come(tmp_path: Path) -> None:
+    settings = Settings(
+        state_dir=tmp_path,
+        num_workers=2,
+        rounds=1,
+        workflows=[{"kind": "train"}, {"kind": EVALUATES, "args": {"sites": ["a"]}}],
+    )
+    course = Course(settings, None, TaskFilters(settings))
+    assert [will_evaluate(course, site) for site in "ab"] == [True, False]
+    course.steps[1].state = "running"
+    assert will_evaluate(course, "a")
+    course.steps[1].state = "done"
+    assert not will_evaluate(course, "a")
+    assert not will_evaluate(None, "a")
