@@ -47,7 +47,7 @@ ENDS = [
     ("SystemExit(0)", 0, "left", ""),
     ("SystemExit()", 0, "left", ""),
     ("SystemExit(130)", 130, "left", ""),
-    ("SystemExit(143)", 143, "left", ""),
+    ("SystemExit(143)", 143, "failed", "SIGTERM"),
     ("KeyboardInterrupt", 1, "left", ""),
 ]
 

@@ -4,16 +4,21 @@ SIGTERM unwinds the script, as Ctrl-C does, and so does SIGHUP, which the end of
 joined when Python exits leaves then, and says by which error. Python tells its exit handlers no exit code, so that of
 `sys.exit` is remembered while anything is joined. For an end that runs no Python (SIGKILL, a crash of a library),
 `atoll worker` leaves in the script's name: it finds the lease in a folder.
+
+Python handles a signal only between two of its own instructions. A thread watches for one that it does not get to
+handle, as native code hangs; a second signal ends the process in any case.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import weakref
 from pathlib import Path
@@ -31,11 +36,14 @@ GOODBYE_S = 5.0
 WATCHED = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a process by default. SIGHUP is ignored under nohup, and stays so."""
 
-ENDED_WELL = (None, 0, *(128 + number for number in (signal.SIGINT, *WATCHED)))
-"""Exit codes of a script that has not failed: it is done, or was told to end."""
+HANG_S = 5.0
+"""Python has so long to handle a signal before the process ends without it."""
+
+ENDED_WELL = (None, 0, 128 + signal.SIGINT)
+"""Exit codes of a script that has not failed: it is done, or its user ended it."""
 
 
-class Terminated(SystemExit):
+class EndedBySignal(SystemExit):
     """A signal ends the program, with exit code 128 + its number; what it has opened is closed on the way."""
 
     def __init__(self, number: int) -> None:
@@ -48,12 +56,16 @@ class Terminated(SystemExit):
 
 def last_words(error: BaseException | None) -> str | None:
     """What the server is told of the error that ended training; None where it ended well, or its user ended it."""
-    if isinstance(error, Terminated):
+    if isinstance(error, EndedBySignal):
         return str(error)
     if error is None or isinstance(error, KeyboardInterrupt | GeneratorExit):
         return None
-    if isinstance(error, SystemExit) and error.code in ENDED_WELL:
-        return None
+    if isinstance(error, SystemExit):
+        if error.code in ENDED_WELL:
+            return None
+        for number in WATCHED:  # a handler of the script's own, that exits as shells have it
+            if error.code == 128 + number:
+                return str(EndedBySignal(number))
     return "".join(traceback.format_exception_only(error)).strip()
 
 
@@ -69,6 +81,7 @@ _pid = 0  # of the process that watches: a fork of it has joined nothing
 _exit: SystemExit | None = None
 """What the main thread's last `sys.exit`, or a signal, raised while anything was joined."""
 _python_exit = sys.exit
+_handled = 0  # signals, by `_unwind`
 _said = False  # that a lease cannot be noted
 
 
@@ -87,13 +100,21 @@ def watch_exit(joined: Joined) -> None:
         for number in WATCHED:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, _unwind)
+                _let_a_second_one_end(number)
+        _watch_signals()
 
 
 def has_left(joined: Joined) -> None:
-    """It need not leave any more; behind the last one `sys.exit` is Python's own again."""
+    """It need not leave any more; behind the last one `sys.exit` and what signals do are Python's own again."""
     _joined.discard(joined)
-    if not _joined and sys.exit is _remembered_exit:
+    if _joined:
+        return
+    if sys.exit is _remembered_exit:
         sys.exit = _python_exit
+    if threading.current_thread() is threading.main_thread():
+        for number in WATCHED:
+            if signal.getsignal(number) is _unwind:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def what_ends() -> BaseException | None:
@@ -109,12 +130,57 @@ def _remembered_exit(status: sys._ExitCode | None = None, /) -> NoReturn:
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:
-    global _exit
+    global _exit, _handled
+    _handled += 1
     signal.signal(number, signal.SIG_DFL)  # a second one ends a program that does not unwind
-    if _pid != os.getpid():
+    if _pid != os.getpid() or not _joined:  # a fork, or the last one left in another thread
         signal.raise_signal(number)
-    _exit = Terminated(number)
+    _exit = EndedBySignal(number)
     raise _exit
+
+
+def _let_a_second_one_end(number: int) -> None:
+    """Have the kernel forget the handler once it is called: Python may never get to do so. Only glibc can say it."""
+    with contextlib.suppress(AttributeError, OSError):
+        sysv_signal = ctypes.CDLL(None).sysv_signal
+        sysv_signal.restype, sysv_signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+        handler = sysv_signal(number, None)  # Python's; the default for a moment
+        sysv_signal(number, handler)
+
+
+def _watch_signals() -> None:
+    """Watch, in a thread, for a signal that is not handled. A program that has a wakeup descriptor keeps it."""
+    before = signal.set_wakeup_fd(-1)
+    if before != -1:
+        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # else a signal to a fork would be taken for one to this process
+    os.register_at_fork(after_in_child=lambda: _stop_watching(writer))
+    threading.Thread(target=_end_a_hang, args=(reader,), name="atoll-signals", daemon=True).start()
+
+
+def _stop_watching(writer: int) -> None:
+    found = signal.set_wakeup_fd(-1)
+    if found != writer:
+        signal.set_wakeup_fd(found)
+
+
+def _end_a_hang(reader: int) -> None:
+    while number := os.read(reader, 1):
+        before = _handled
+        if number[0] not in WATCHED or signal.getsignal(number[0]) is not _unwind:
+            continue
+        time.sleep(HANG_S)
+        if _handled == before and _joined:
+            words = f"{EndedBySignal(number[0])}, which Python did not get to handle"
+            for joined in list(_joined):
+                leaving = threading.Thread(target=joined.leave, args=(words,), daemon=True)
+                leaving.start()
+                leaving.join(2 * GOODBYE_S)
+            os._exit(128 + number[0])
 
 
 def _leave_all() -> None:

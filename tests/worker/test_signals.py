@@ -1,0 +1,113 @@
+"""What signals do to a process while it takes part in a run, and before and after."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from kit import ForkedSite, atoll_worker, serve
+
+import atoll
+from atoll.testing.processes import Nursery, wait_until
+
+AT_ONCE = {"num_workers": 1, "heartbeat_timeout_s": 600.0}
+
+HANGS = """
+import ctypes
+import atoll
+with atoll.join():
+    lock = {library}(None).pthread_mutex_lock
+    mutex = ctypes.create_string_buffer(64)
+    lock(mutex)
+    print("hangs", flush=True)
+    lock(mutex)
+"""
+
+FORKS = """
+import os, signal, threading
+import atoll
+with atoll.join():
+    if child := os.fork():
+        print("forked", flush=True)
+        {kill}
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        threading.Event().wait(100)
+    {child}
+"""
+
+
+def state_of_a(server: atoll.Server) -> str:
+    return "".join(worker.state for worker in server.status().workers)
+
+
+@pytest.mark.covers("L9")
+def test_a_process_that_hangs_in_native_code_leaves_after_one_sigterm(tmp_path: Path, nursery: Nursery) -> None:
+    with serve(tmp_path, **AT_ONCE) as server:
+        script = HANGS.format(library="ctypes.CDLL")
+        site = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
+        wait_until(lambda: "hangs" in site.output(), "the hang")
+        site.send(signal.SIGTERM)
+        assert site.wait() == 128 + signal.SIGTERM
+        assert state_of_a(server) == "failed"
+
+
+@pytest.mark.covers("L9")
+def test_a_second_sigterm_ends_native_code_that_lets_no_thread_run(tmp_path: Path) -> None:
+    with serve(tmp_path, **AT_ONCE) as server:
+        with atoll_worker(tmp_path, server.url, HANGS.format(library="ctypes.PyDLL")) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "hangs\n"
+            for _ in range(2):
+                process.send_signal(signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(2)
+            process.communicate(timeout=30)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert state_of_a(server) == "failed"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_do_what_they_did_before_once_the_last_worker_has_left(tmp_path: Path, number: signal.Signals) -> None:
+    assert signal.getsignal(number) is signal.SIG_DFL
+    with serve(tmp_path, num_workers=2) as server:
+        a = atoll.join(server.url, site="a", folder=tmp_path / "workers")
+        b = atoll.join(server.url, site="b", folder=tmp_path / "workers")
+        a.leave()
+        assert signal.getsignal(number) is not signal.SIG_DFL
+        b.leave()
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_scripts_own_handler_stays(tmp_path: Path, number: signal.Signals) -> None:
+    def own(*_: object) -> None: ...
+
+    before = signal.signal(number, own)
+    try:
+        with serve(tmp_path, num_workers=1) as server:
+            with atoll.join(server.url, site="a", folder=tmp_path / "workers"):
+                assert signal.getsignal(number) is own
+            assert signal.getsignal(number) is own
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_forked_child_dies_by_sigterm_and_its_parent_goes_on(tmp_path: Path, nursery: Nursery) -> None:
+    with serve(tmp_path, **AT_ONCE) as server:
+        script = FORKS.format(kill="os.kill(child, signal.SIGTERM)", child="threading.Event().wait(100)")
+        site = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
+        wait_until(lambda: f"\n{-signal.SIGTERM}\n" in site.output(), "the child's end")
+        assert state_of_a(server) == "alive"
+        site.kill()
+
+
+def test_a_forked_child_that_ends_does_not_leave_in_its_parents_name(tmp_path: Path, nursery: Nursery) -> None:
+    with serve(tmp_path, **AT_ONCE) as server:
+        script = FORKS.format(kill="", child="import atexit; atexit._run_exitfuncs(); os._exit(0)")
+        site = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
+        wait_until(lambda: "\n0\n" in site.output(), "the child's end")
+        assert state_of_a(server) == "alive"
+        site.kill()
