@@ -107,4 +107,5 @@ def atoll_worker(
         yield process
     finally:
         process.kill()
-        process.communicate()
+        with process:  # closes the pipes: a script that outlives it may hold their other ends
+            pass

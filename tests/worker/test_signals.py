@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from contextlib import suppress
@@ -16,13 +17,13 @@ from atoll.testing.processes import Nursery, wait_until
 AT_ONCE = {"num_workers": 1, "heartbeat_timeout_s": 600.0}
 
 HANGS = """
-import ctypes
+import ctypes, os
 import atoll
 with atoll.join():
     lock = {library}(None).pthread_mutex_lock
     mutex = ctypes.create_string_buffer(64)
     lock(mutex)
-    print("hangs", flush=True)
+    print("hangs", os.getpid(), flush=True)
     lock(mutex)
 """
 
@@ -59,13 +60,17 @@ def test_a_second_sigterm_ends_native_code_that_lets_no_thread_run(tmp_path: Pat
     with serve(tmp_path, **AT_ONCE) as server:
         with atoll_worker(tmp_path, server.url, HANGS.format(library="ctypes.PyDLL")) as process:
             assert process.stdout is not None
-            assert process.stdout.readline() == "hangs\n"
+            word, pid = process.stdout.readline().split()
+            assert word == "hangs"
             for _ in range(2):
                 process.send_signal(signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(2)
-            process.communicate(timeout=30)
-        assert process.returncode == 128 + signal.SIGTERM
+            try:
+                assert process.wait(15) == 128 + signal.SIGTERM
+            finally:
+                if process.poll() is None:  # it waits for its script
+                    os.kill(int(pid), signal.SIGKILL)
         assert state_of_a(server) == "failed"
 
 
