@@ -235,7 +235,7 @@ def test_an_update_whose_acknowledgement_was_lost_counts_once(nursery: Nursery, 
         wait_until(lambda: is_at(world.url, 1), "the server's return", 60)
         back.touch()
         world.ended(ranks)
-    assert "synchronisation skipped at step 2" in ranks[0].output()
+    assert "synchronisation at step 2 skipped" in ranks[0].output()
     assert "the update of round 1 is in after all" in ranks[0].output()
     assert counted(tmp_path) == [("a", 0, 1), ("a", 1, 1)]
     right = trained("a", 4)

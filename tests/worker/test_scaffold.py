@@ -257,7 +257,7 @@ def test_a_round_is_corrected_once(server: atoll.Server, tmp_path: Path) -> None
     model = round_.load_into(One())
     optimizer = torch.optim.SGD([model.w], lr=ETA)
     round_.correct(model, optimizer)
-    with pytest.raises(UsageError, match="the second"):
+    with pytest.raises(UsageError, match="corrected already"):
         round_.correct(model, optimizer)
     for worker in workers:
         worker.leave()
@@ -283,7 +283,7 @@ def test_what_is_pending_is_forgotten_only_when_the_next_update_is_formed(server
 def test_one_optimizer_a_round() -> None:
     model = One()
     correction = Correction(model).attach(torch.optim.SGD([model.w], lr=0.1))
-    with pytest.raises(UsageError, match="the second"):
+    with pytest.raises(UsageError, match="corrected already"):
         correction.attach(torch.optim.SGD([model.w], lr=0.1))
 
 

@@ -104,6 +104,8 @@ def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None)
     Raises:
         ConfigError: they are not those of the model.
     """
+    from torch import nn
+
     from atoll.server.exports import export_header
     from atoll.tensors.chunks import bytes_of
     from atoll.tensors.modules import Told, named_tensors, schema_of, unwrapped

@@ -12,6 +12,9 @@ from atoll.worker.exchange import Exchange
 from atoll.worker.files import BaseFile
 from atoll.worker.settling import counted_step, pull_newest
 
+LOOK_S = 1.0
+"""While others are waited for, how often it is looked whether that is still right."""
+
 
 class Fragment:
     """Where a worker is with one fragment.
@@ -108,7 +111,7 @@ def begin_from(fragments: Sequence[Fragment], *, waits: bool) -> list[messages.T
 
     A round that such an update is in is waited for: what was trained from the version before it would count as new, and
     be a round old. It waits for nothing of this worker: all that comes before it in the order that all workers go by is
-    in, too. Where an update before it is not, as one that was refused, other workers may wait for that one.
+    in, too. Where an update before it is not, or may be asked for yet, other workers may wait for that one.
 
     Args:
         waits: whether the run's rounds wait for their workers.
@@ -119,12 +122,14 @@ def begin_from(fragments: Sequence[Fragment], *, waits: bool) -> list[messages.T
     for place, (fragment, reply) in enumerate(zip(fragments, replies, strict=True)):
         fragment.heard(reply)
         note = fragment.exchange.outbox.note
-        if waits and is_in[place] and reply.status == "wait" and note is not None:
+        if waits and is_in[place] and reply.status == "wait" and note is not None and note.round == reply.round:
             waited.append((note.round, place))
-        elif not fragment.finished:
-            others.append((fragment.number, place))
+        elif not fragment.finished:  # without a ticket it may be taken into the open round, when others end
+            others.append((fragment.number, place) if fragment.ticket else (0, place))
     for number, place in sorted(waited):
-        if not others or (number, place) < min(others):
-            replies[place] = fragments[place].exchange.next_round()
-            fragments[place].heard(replies[place])
+        if others and (number, place) > min(others):
+            break
+        while (replies[place].status, replies[place].round) == ("wait", number):  # not into a round that is another's
+            replies[place] = fragments[place].exchange.next_round(wait_s=LOOK_S)
+        fragments[place].heard(replies[place])
     return replies

@@ -27,7 +27,7 @@ from atoll.tensors.modules import Tensors
 from atoll.wire import messages
 from atoll.worker import update
 from atoll.worker.files import BaseFile
-from atoll.worker.flight import Flight, Fragment, begin_from, pulled
+from atoll.worker.flight import LOOK_S, Flight, Fragment, begin_from, pulled
 from atoll.worker.measuring import Measured, Said
 from atoll.worker.outage import Outage
 from atoll.worker.reporting import LOG, why_skipped
@@ -36,8 +36,6 @@ from atoll.worker.settling import BROKE_OFF, begin_from_base, ended_without_us, 
 
 DRAIN_S = 60.0
 """At the end, how long what is under way is waited for."""
-LOOK_S = 1.0
-"""While others are waited for, how often it is looked whether an update broke off that they wait for."""
 
 
 class Streaming:
