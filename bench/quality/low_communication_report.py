@@ -162,6 +162,7 @@ NOTES = {
     "streaming_int4": "Half of the local parameters is too much to keep at a merge: docs/low-communication.md, α.",
     "streaming_int4_a25": CLOSER,
     "streaming_int4_a0": CLOSER,
+    "streaming_int4_muon": "A finer search of the rate, H, α and the outer step were not tried with Muon yet.",
     "slow_delayed": "Tried on seed 100 at the rate 3e-3, above the run that waits: momentum 0.9 +15 %, 0.5 +5.6 %, "
     "30 synchronous rounds first +5.1 %, DyLU +5.9 %, a step for 2 updates with 25 synchronous rounds first +1.6 %, "
     "which is the way below. Momentum acts on what no worker has waited for.",
