@@ -39,4 +39,5 @@ def test_a_second_process_without_the_lock_file_ends_with_its_exit_code(tmp_path
         assert second.wait(60) == 4
         sites = FederatedSites(server.url, tmp_path)
         sites.join()
+        wait_until((tmp_path / "state/exports/model.safetensors").exists, "the result")
     assert tensors_digest(exported(tmp_path))

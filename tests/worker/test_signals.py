@@ -74,16 +74,27 @@ def test_a_second_sigterm_ends_native_code_that_lets_no_thread_run(tmp_path: Pat
         assert state_of_a(server) == "failed"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signals_do_what_they_did_before_once_the_last_worker_has_left(tmp_path: Path, number: signal.Signals) -> None:
-    assert signal.getsignal(number) is signal.SIG_DFL
+LEAVES = """
+import signal, sys
+import atoll
+
+before = [sys.exit, *map(signal.getsignal, (signal.SIGTERM, signal.SIGHUP))]
+a, b = (atoll.join(site=site) for site in "ab")
+a.leave()
+while_joined = [sys.exit, *map(signal.getsignal, (signal.SIGTERM, signal.SIGHUP))]
+b.leave()
+assert not any(now is then for now, then in zip(while_joined, before)), while_joined
+assert [sys.exit, *map(signal.getsignal, (signal.SIGTERM, signal.SIGHUP))] == before
+"""
+
+
+def test_signals_and_sys_exit_do_what_they_did_before_once_the_last_worker_has_left(
+    tmp_path: Path, nursery: Nursery
+) -> None:
+    """In a process of its own: other tests may have workers in this one."""
     with serve(tmp_path, num_workers=2) as server:
-        a = atoll.join(server.url, site="a", folder=tmp_path / "workers")
-        b = atoll.join(server.url, site="b", folder=tmp_path / "workers")
-        a.leave()
-        assert signal.getsignal(number) is not signal.SIG_DFL
-        b.leave()
-    assert signal.getsignal(number) is signal.SIG_DFL
+        script = ForkedSite(nursery, tmp_path, server.url, "a", LEAVES).start()
+        assert script.wait(60) == 0, script.output()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
