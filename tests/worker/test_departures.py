@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from kit import DiLoCoSites, FederatedSites, ForkedSite, serve
+from kit import DiLoCoSites, FederatedSites, ForkedSite, atoll_worker, serve
 from kit.models import local_step
 from torch import nn, optim
 
@@ -58,25 +54,6 @@ def state_of(server: atoll.Server, site: str) -> str:
     return next((worker.state for worker in server.status().workers if worker.site == site), "")
 
 
-@contextmanager
-def wrapped(folder: Path, url: str, script: str) -> Iterator[subprocess.Popen[str]]:
-    """`atoll worker -- python SCRIPT` as site a."""
-    path = folder / "script.py"
-    path.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n{script}")
-    command = [sys.executable, "-m", "atoll.cli.main", "worker", "--server", url, "--site", "a"]
-    process = subprocess.Popen(
-        [*command, "--dir", str(folder / "workers"), "--", sys.executable, str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
 @pytest.mark.covers("L9")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_site_that_is_told_to_end_leaves_at_once(tmp_path: Path, nursery: Nursery, number: signal.Signals) -> None:
@@ -112,7 +89,7 @@ def test_a_site_under_nohup_trains_on_after_sighup(tmp_path: Path, nursery: Nurs
 def test_a_script_that_is_killed_is_taken_out_of_the_run_by_atoll_worker(tmp_path: Path) -> None:
     with serve(tmp_path, **AT_ONCE) as server:
         other = FederatedSites(server.url, tmp_path, ["b"])
-        with wrapped(tmp_path, server.url, JOINS.format(then=DIES)) as process:
+        with atoll_worker(tmp_path, server.url, JOINS.format(then=DIES)) as process:
             _, said = process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGKILL
         assert state_of(server, "a") == "failed"
@@ -125,7 +102,7 @@ def test_a_script_that_is_killed_is_taken_out_of_the_run_by_atoll_worker(tmp_pat
 def test_a_loop_that_was_started_and_never_stopped_leaves_when_its_process_gets_sigterm(tmp_path: Path) -> None:
     settings = AT_ONCE | {"algorithm": "diloco", "sync_every": 100, "num_workers": 1}
     with serve(tmp_path, **settings) as server:
-        with wrapped(tmp_path, server.url, STARTS.format(then=WAITS)) as process:
+        with atoll_worker(tmp_path, server.url, STARTS.format(then=WAITS)) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "trains\n"
             process.send_signal(signal.SIGTERM)
@@ -137,7 +114,7 @@ def test_a_loop_that_was_started_and_never_stopped_leaves_when_its_process_gets_
 def test_a_script_that_ends_well_without_stopping_its_loop_has_left(tmp_path: Path) -> None:
     settings = AT_ONCE | {"algorithm": "diloco", "sync_every": 100, "num_workers": 1}
     with serve(tmp_path, **settings) as server:
-        with wrapped(tmp_path, server.url, STARTS.format(then="")) as process:
+        with atoll_worker(tmp_path, server.url, STARTS.format(then="")) as process:
             process.communicate(timeout=60)
         assert process.returncode == 0
         assert state_of(server, "a") == "left"
