@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_a_restarted_server_says_it_again_and_keeps_the_last_good_version(tmp_pa
         server.run()
     assert names_the_overflow(first.value, "F16")
     assert str(again.value) == str(first.value)
-    command = ["atoll", "export", "good.safetensors", "--state-dir", "state"]
+    command = [sys.executable, "-m", "atoll.cli.main", "export", "good.safetensors", "--state-dir", "state"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
     assert load_file(tmp_path / "good.safetensors")["moved"].tolist() == [60_000.0] * 3
 
