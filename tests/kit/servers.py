@@ -30,13 +30,13 @@ SETTINGS: dict[str, Any] = {
 
 
 @contextmanager
-def serve(folder: Path, model: nn.Module | None = None, **settings: Any) -> Iterator[atoll.Server]:
+def serve(folder: Path, model: nn.Module | str | None = None, **settings: Any) -> Iterator[atoll.Server]:
     """A started server with its state in `folder`/state; stopped at the end of the block.
 
     Its port was of no server before: a site that another test has left may still ask for that one, and join this run.
 
     Args:
-        model: the initial model, by default `build_model()`.
+        model: the initial model or its name, by default `build_model()`.
         settings: any settings of a run; they replace those of SETTINGS. None takes a key out.
     """
     merged = SETTINGS | {"port": free_port(), "state_dir": folder / "state"} | settings

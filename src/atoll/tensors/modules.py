@@ -218,11 +218,11 @@ def fits(model: nn.Module | Tensors, schema: Schema) -> dict[str, Tensor] | None
     else:
         tied = dict(schema.aliases)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-    if len(ordered) != len(schema.tensors):
+    if len(tensors) != len(schema.tensors):
         return None
-    for (name, tensor), spec in zip(ordered, schema.tensors, strict=True):
-        if name != spec.name or tensor.shape != spec.shape or tensor.dtype != torch_dtype(spec.dtype):
+    for spec in schema.tensors:
+        tensor = tensors.get(spec.name)
+        if tensor is None or tensor.shape != spec.shape or tensor.dtype != torch_dtype(spec.dtype):
             return None
         is_parameter = parameters is not None and parameters.behind(tensor) is not None
         if parameters is not None and (spec.group == PARAMS) != (is_parameter and spec.is_float):

@@ -179,8 +179,14 @@ class Schema:
             tuple((alias, owner) for alias, owner in value["aliases"]),
         )
 
+    def in_order_of(self, other: Schema) -> Schema:
+        """These tensors in another's order, where they have the same names; a file may not have its module's order."""
+        mine = {spec.name: spec for spec in self.tensors}
+        names = [spec.name for spec in other.tensors]
+        return Schema(tuple(mine[name] for name in names), self.aliases) if mine.keys() == set(names) else self
+
     def require_equal(self, other: Schema, *, mine: str, theirs: str) -> None:
-        """Refuse two schemas that differ, before any tensor moves.
+        """Refuse two schemas that differ, before any tensor moves; the order of the tensors may be another.
 
         Args:
             other: the other side's schema.
@@ -190,7 +196,7 @@ class Schema:
         Raises:
             SchemaMismatch: both digests and the first difference are named.
         """
-        if self.digest == other.digest:
+        if self.in_order_of(other) == other:
             return
         raise SchemaMismatch(
             f"The model of {mine} (schema {self.digest[:12]}) is not the model of {theirs} (schema "
@@ -213,8 +219,6 @@ def _first_difference(one: Schema, two: Schema, mine: str, theirs: str) -> str:
     for spec in two.tensors:
         if spec.name not in in_one:
             return f"{theirs} has {spec}, {mine} has no such tensor"
-    if one.aliases != two.aliases:
-        pair = sorted(set(one.aliases) ^ set(two.aliases))[0]
-        holder = mine if pair in one.aliases else theirs
-        return f"only {holder} ties {pair[0]} to {pair[1]}"
-    return "the same tensors in another order"
+    pair = sorted(set(one.aliases) ^ set(two.aliases))[0]
+    holder = mine if pair in one.aliases else theirs
+    return f"only {holder} ties {pair[0]} to {pair[1]}"
