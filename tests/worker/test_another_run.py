@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from kit import DiLoCoSites, FederatedSites, Threads, local_step, serve
 from torch import nn
 
+import atoll
 from atoll.errors import ServerLost
 from atoll.testing.processes import free_port, wait_until
+from atoll.transport.client import Http
+from atoll.wire.messages import Join, Joined
+from atoll.wire.routes import PROTOCOL, WORKERS
 
 
 @pytest.mark.covers("L10")
@@ -46,3 +52,36 @@ def test_a_worker_does_not_go_on_in_another_run_at_the_same_address(tmp_path: Pa
         assert new.status().workers == []
         assert new.status().fragments[0].version == 0
     assert raised.value.exit_code == 5
+
+
+def test_a_site_of_tasks_answers_none_of_another_run(tmp_path: Path) -> None:
+    port = free_port()
+
+    def waits(controller: Any) -> None:
+        controller.sites(at_least=2, timeout_s=60)  # the second one never comes
+
+    def serve_tasks(name: str) -> atoll.Server:
+        return atoll.Server(workflow=waits, port=port, state_dir=tmp_path / name, min_free_bytes=0)
+
+    with ExitStack() as stack:
+        with serve_tasks("old") as old:
+            worker = stack.enter_context(atoll.tasks(old.url, "a"))
+            worker.task("show")(lambda payload: payload)
+            site = Threads(worker.run)
+            wait_until(lambda: old.status().workers != [], "the site")
+        with serve_tasks("new") as new:
+            with pytest.raises(ServerLost):
+                site.join()
+            assert new.status().workers == []
+
+
+def test_a_server_refuses_who_means_another_run(tmp_path: Path) -> None:
+    """The run may change between the worker's question, which run there is, and its joining."""
+    with serve(tmp_path) as server:
+        join = Join(protocol=PROTOCOL, site="a", run="0" * 32)
+        http = Http(server.url)
+        with pytest.raises(ServerLost) as raised:
+            http.post(WORKERS, join, Joined)
+        http.close()
+        assert server.status().run in str(raised.value)
+        assert server.status().workers == []

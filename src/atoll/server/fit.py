@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from atoll.errors import ConfigError, SchemaMismatch, VersionSkew
+from atoll.errors import ConfigError, SchemaMismatch, ServerLost, VersionSkew
 from atoll.placement.plan import Plan
 from atoll.server.auth import Identity
 from atoll.server.course import EVALUATES, Course
@@ -20,7 +20,8 @@ def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: S
     """Refuse who could not take part.
 
     Raises:
-        VersionSkew: it speaks another protocol. AuthError: the site is not its own. SchemaMismatch: another model.
+        VersionSkew: it speaks another protocol. ServerLost: it means another run. AuthError: the site is not its own.
+        SchemaMismatch: another model.
         ConfigError: another H, or another number of fragments; or it has not the control that the run counts on.
     """
     if message.protocol != routes.PROTOCOL:
@@ -30,6 +31,14 @@ def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: S
             f"Upgrade Atoll at {older}.",
         )
     identity.require_site(message.site)
+    run = store.run.run_id if store.run else ""
+    if message.run not in ("", run):
+        raise ServerLost(
+            f"The server has another run now: {plan.settings.name} ({run}). Worker {message.site} takes part in "
+            f"{message.run}, which is over, or was begun anew.",
+            "Start the script again to take part in the new run. To go on with the old one, start its server with the "
+            "state_dir that it had.",
+        )
     model = plan.schema.model  # a worker's own model has no controls
     if message.schema_digest not in (None, plan.schema.digest, model.digest):
         raise SchemaMismatch(

@@ -189,6 +189,7 @@ class Join(Message):
 
     protocol: int = Field(description="Protocol version of the worker.")
     site: Site
+    run: str = Field("", max_length=64, description="The run that it means; it joins no other at the same address.")
     host: Host = Field("", description="Where it runs, to be shown.")
     process: str = Field(
         "", pattern="^[0-9A-Za-z]{0,64}$", description="A random id of this process; the newest of a site wins."

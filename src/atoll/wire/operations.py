@@ -24,6 +24,7 @@ STATUS_OF: dict[str, int] = {
     "method": 405,
     "schema_mismatch": 409,
     "lease_lost": 409,
+    "server_lost": 409,
     "superseded": 409,
     "conflict": 409,
     "gone": 410,
@@ -79,7 +80,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "Take part; an older process of the same site loses its lease.",
         request=messages.Join,
         reply=messages.Joined,
-        problems=("schema_mismatch", "version_skew", "config", "busy"),
+        problems=("server_lost", "schema_mismatch", "version_skew", "config", "busy"),
     ),
     Operation("leave", "POST", routes.LEAVE, "Deregister.", request=messages.Leave, lease=True, problems=_LEASED),
     Operation(

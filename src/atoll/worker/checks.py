@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from atoll.errors import AtollError, ServerLost, ServerUnreachable, TransferStalled, UsageError, VersionSkew
+from atoll.errors import AtollError, ServerUnreachable, TransferStalled, UsageError, VersionSkew
 from atoll.tensors.fragments import Split
 from atoll.transport.client import Http
 from atoll.wire import messages, routes
@@ -36,19 +36,6 @@ def require_joined(has_left: bool, site: str, again: str) -> None:
     """
     if has_left:
         raise UsageError(f"Worker {site} has left its run.", f"Call {again} again, and use the new worker.")
-
-
-def another_run(http: Http, known: messages.RunInfo) -> ServerLost | None:
-    """Ask for the server's run; an error if that is another one: the progress in one must not get into another."""
-    found = http.get(routes.RUN, messages.RunInfo)
-    if found.run == known.run:
-        return None
-    return ServerLost(
-        f"{http.server} has another run now: {found.name} ({found.run}). This worker takes part in {known.name} "
-        f"({known.run}), which is over, or was begun anew.",
-        "Start the script again to take part in the new run. To go on with the old one, start its server with the "
-        "state_dir that it had.",
-    )
 
 
 def split_of(message: messages.SchemaMessage, info: messages.RunInfo) -> Split:

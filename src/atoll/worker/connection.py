@@ -20,6 +20,7 @@ from atoll.errors import (
     AtollError,
     Gone,
     LeaseLost,
+    ServerLost,
     ServerUnreachable,
     Superseded,
     TicketClosed,
@@ -32,7 +33,7 @@ from atoll.wire import messages, routes
 from atoll.worker import last_status
 from atoll.worker.address import http_to
 from atoll.worker.broken_off import NetworkLost
-from atoll.worker.checks import another_run, is_answered, require_protocol, split_of
+from atoll.worker.checks import is_answered, require_protocol, split_of
 from atoll.worker.departure import GOODBYE_S, forget_lease, has_left, note_lease, watch_exit
 from atoll.worker.outlet import Outlet
 from atoll.worker.reporting import LOG, in_wait, told
@@ -162,6 +163,7 @@ class Connection:
         message = messages.Join(
             protocol=routes.PROTOCOL,
             site=self.site,
+            run=self.info.run,
             host=socket.gethostname()[:256],
             process=self._process,
             schema_digest=self.schema.digest,
@@ -187,13 +189,14 @@ class Connection:
         """
         with self._join_lock:
             if self._fatal is None and self.http.lease == lost:
-                if (another := another_run(self.http, self.info)) is not None:
-                    self._fatal = another
-                    self._closing.set()
-                    raise another
                 self.reconnections += 1
                 LOG.info("%s: the server no longer knows this worker; joining again", self.site)
-                self._join(0)
+                try:
+                    self._join(0)
+                except ServerLost as error:
+                    self._fatal = error
+                    self._closing.set()
+                    raise
 
     def _heartbeats(self) -> None:
         answered = self.beat()
@@ -278,13 +281,9 @@ class Connection:
 
     def outcome(self, ticket: int, max_retries: int | None = None) -> messages.Outcome:
         """What became of a ticket; one that the server does not know any more has expired."""
-        path = routes.TICKET.format(ticket=ticket)
+        ask = partial(self.http.get, routes.TICKET.format(ticket=ticket), messages.TicketState)
         try:
-            return self.patiently(
-                lambda: self.http.get(path, messages.TicketState),
-                max_retries,
-                "ask what became of the update",
-            ).outcome
+            return self.patiently(ask, max_retries, "ask what became of the update").outcome
         except Gone as error:
             return messages.Outcome(ticket=ticket, state="expired", base_version=0, reason=str(error))
 
