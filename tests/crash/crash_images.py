@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crash_model import SITE_SCRIPT, build, take_rounds, take_steps
+from crash_model import SITE_SCRIPT, build, take_rounds
 from kit import (
     SITES,
     ForkedServer,
@@ -47,7 +47,7 @@ class Scenario:
     Attributes:
         server, site: failpoint → the hits at which an image is taken, of the server and of each site.
         files: further files of the run's folder, by name.
-        steps: whether sites train with `atoll.DiLoCo`.
+        part: a site's part in the run, a function of crash_model.
         sites: their names.
     """
 
@@ -55,17 +55,13 @@ class Scenario:
     site: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
-    steps: bool = False
+    part: Callable[..., nn.Module] = take_rounds
     sites: tuple[str, ...] = tuple(SITES)
 
     @property
     def places(self) -> set[tuple[str, int]]:
         """(failpoint, hit) of every image."""
         return {(name, hit) for each in (self.server, self.site) for name, hits in each.items() for hit in hits}
-
-    @property
-    def part(self) -> Callable[..., nn.Module]:
-        return take_steps if self.steps else take_rounds
 
     def run_file(self, folder: Path, **more: Any) -> Path:
         """Write the run's files; the initial model is `build`."""

@@ -41,6 +41,22 @@ def take_rounds(url: str, site: str, workers: str | Path, say: Callable[[str], o
         return worker.load_into(model)
 
 
+def take_corrected_rounds(url: str, site: str, workers: str | Path, say: Callable[[str], object]) -> nn.Module:
+    """The same with SGD, corrected by the run's algorithm."""
+    model = build()
+    with atoll.join(url, site=site, folder=workers) as worker:
+        for fl_round in worker:
+            fl_round.load_into(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            with fl_round.correct(model, optimizer):
+                for step in range(2):
+                    local_step(model, optimizer, site, step)
+            say(f"trained {site} {fl_round.number}")
+            fl_round.submit(model, weight=SITES[site])
+            say(f"submitted {site} {fl_round.number}")
+        return worker.load_into(model)
+
+
 def take_steps(url: str, site: str, workers: str | Path, say: Callable[[str], object]) -> nn.Module:
     """A site's part in a DiLoCo run. Its gradients are of site and parameters alone, as after a restart."""
     model = build()

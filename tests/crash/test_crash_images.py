@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from crash_images import Image, Scenario, images_of, images_of_a_restart, recovered, undisturbed
+from crash_model import take_corrected_rounds, take_steps
 from kit import SETTINGS
 
 from atoll.testing.processes import Nursery
@@ -55,7 +56,13 @@ SCENARIOS = {
         server=twice("accept.after", "head.after"),
         site=twice("outbox.seal", "outbox.sealed", "worker.acknowledged", "pull.done"),
         settings={"algorithm": "diloco", "sync_every": 3, "codec": "int8"},
-        steps=True,
+        part=take_steps,
+    ),
+    "controls": Scenario(
+        server=twice("accept.after", "head.after"),
+        site=twice("outbox.seal", "outbox.sealed", "worker.acknowledged", "pull.done"),
+        settings={"algorithm": "scaffold", "outer_momentum": 0.0, "codec": "int8"},
+        part=take_corrected_rounds,
     ),
     "workflows": Scenario(
         server=twice("workflow.ended"),
