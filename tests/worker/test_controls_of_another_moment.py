@@ -135,13 +135,17 @@ def test_refuses_controls_that_are_newer_than_those_of_a_restored_server(run: Ru
 
 
 @pytest.mark.covers("S2")
-def test_a_server_restored_to_before_the_last_round_finds_the_control_before_it(run: Run) -> None:
-    """A site keeps the control that it had before its last update."""
+@pytest.mark.parametrize("knows", [False, True], ids=["pending", "counted"])
+def test_a_server_restored_to_before_the_last_round_finds_the_control_before_it(run: Run, knows: bool) -> None:
+    """A site keeps the control that it had before its last update, whether it knows already that this one counted."""
     with served(run.folder) as server:
         run.both(server, 2)
     copy_folder(run.folder / "state", run.folder / "backup")
     with served(run.folder) as server:
         run.both(server, 3)
+        for site in SITES if knows else ():
+            with atoll.Client(server.url, site=site, folder=run.workers) as client:
+                assert client.next_round() == 4
     shutil.rmtree(run.folder / "state")
     copy_folder(run.folder / "backup", run.folder / "state")
     with served(run.folder) as server:

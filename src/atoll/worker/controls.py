@@ -118,19 +118,8 @@ class Controls(Turns):
 
     def _go_back(self) -> None:
         """The update that counted last is pending again."""
-        note = self.note
         LOG.warning("%s: the server went back behind the last update: so does the control", self._note_path)
-        self._write(
-            TurnNote(
-                1 - note.current,
-                pending=note.counted,
-                pending_version=note.version,
-                pending_update=note.update,
-                version=note.before_version,
-                update=note.before_update,
-                digests=note.digests,
-            )
-        )
+        self._write(self.note.back())
 
     def begin_at_zero(self) -> None:
         """The site takes part: where nothing was kept, c_i is zero."""

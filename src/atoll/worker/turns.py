@@ -68,6 +68,30 @@ class TurnNote:
     before_version: int = NOTHING
     before_update: str = ""
 
+    def forth(self) -> TurnNote:
+        """The pending update has counted: its file is current, and the other one is what was before."""
+        return TurnNote(
+            1 - self.current,
+            counted=self.pending,
+            version=self.pending_version,
+            update=self.pending_update,
+            before_version=self.version,
+            before_update=self.update,
+            digests=self.digests,
+        )
+
+    def back(self) -> TurnNote:
+        """The update that counted last is pending again: what was before it is current."""
+        return TurnNote(
+            1 - self.current,
+            pending=self.counted,
+            pending_version=self.version,
+            pending_update=self.update,
+            version=self.before_version,
+            update=self.before_update,
+            digests=self.digests,
+        )
+
 
 class Turns:
     """Runs of some tensors; zeros in the beginning.
@@ -188,17 +212,7 @@ class Turns:
         if self._is_pending_lost:
             self.lose()
             return
-        self._write(
-            TurnNote(
-                1 - note.current,
-                counted=note.pending,
-                version=note.pending_version,
-                update=note.pending_update,
-                digests=note.digests,
-                before_version=note.version,
-                before_update=note.update,
-            )
-        )
+        self._write(note.forth())
 
     def lose(self) -> None:
         """What belongs to an update that counted is not there any more, and what was before it counts no longer."""
