@@ -21,7 +21,7 @@ from atoll.worker.given import counted, finite_metrics, positive
 from atoll.worker.local import Model
 from atoll.worker.local_model import keep_local
 from atoll.worker.matching import matching
-from atoll.worker.optimizers import ALL_IN_ONE, Given, optimizers_in, warn_of_what_none_trains
+from atoll.worker.optimizers import ALL_CORRECTED, ALL_IN_ONE, Given, optimizers_in, warn_of_what_none_trains
 from atoll.worker.reporting import LOG
 from atoll.worker.session import Session
 from atoll.worker.update import Runs
@@ -105,7 +105,8 @@ class FederatedRound:
         session.optimizers = list(optimizers_in(optimizer))
         attached = self._correction.attach(optimizer)
         if attached.changes_training and not session.corrects:  # once, not in every round
-            warn_of_what_none_trains(session.optimizers, attached.parameters, session.site, ALL_IN_ONE)
+            told = ALL_IN_ONE if attached.measures_controls else ALL_CORRECTED
+            warn_of_what_none_trains(session.optimizers, attached.parameters, session.site, told)
             session.corrects = True
         return attached
 

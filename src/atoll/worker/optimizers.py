@@ -76,6 +76,7 @@ def require_trains(optimizers: Sequence[Optimizer], parameters: Mapping[str, Ten
 
 
 ALL_AS_A_LIST = "What another one steps is not seen, and drifts from the run's model. Give all optimizers, as a list"
+ALL_CORRECTED = "What another one steps is not corrected. Give all optimizers, as a list"
 ALL_IN_ONE = "What another one steps is not corrected. Put all parameters into one optimizer"
 
 
