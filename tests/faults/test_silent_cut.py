@@ -57,7 +57,7 @@ def test_training_goes_on_when_the_network_falls_silent_and_every_later_turn_tri
             silent.set()
 
     silent = threading.Event()
-    sites = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"], during=during)
+    sites = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"], during=during, max_sync_retries=20)  # would take minutes
     outage = Outage(proxy, sites, "a")
     outage.skipped(2)
     before = outage.calls()
