@@ -41,7 +41,7 @@ class Inner:
     steps: int = STEPS
 
 
-MUON = Inner(muon=True)
+MUON, LONGER = Inner(muon=True), Inner(steps=2 * STEPS)
 H20 = {"algorithm": "diloco", "codec": "none", "sync_every": 20}
 STREAMING = {**H20, "num_fragments": 4, "tau": 1, "alpha": 0.5}
 TOPK = {"codec": "topk", "downlink_codec": "topk", "outer_lr": 1.0, "outer_momentum": 0.0}
@@ -101,6 +101,13 @@ WAYS: dict[str, Way] = {
         inner=MUON,
         against="data_parallel_muon",
     ),
+    "data_parallel_longer": Way("data-parallel, 3,000 steps", inner=LONGER),
+    "streaming_int4_longer": Way(
+        "int4 both ways, α = 0.25, 3,000 steps",
+        {**STREAMING, "alpha": 0.25, "codec": "int4", "downlink_codec": "int4"},
+        inner=LONGER,
+        against="data_parallel_longer",
+    ),
     "slow_sync": Way("DiLoCo, H = 20, one worker slow", H20, slow=True, tuned_as="diloco"),
     "slow_async": Way("async, one slow", {**H20, "mode": "async"}, slow=True),
     "slow_delayed": Way("async, delayed Nesterov, sync first, one slow", {**H20, **DELAYED}, slow=True),
@@ -115,18 +122,15 @@ WAYS: dict[str, Way] = {
 
 A25 = WAYS["streaming_int4_a25"].settings
 BETAS, DECAY, TO_ZERO = Inner(betas=(0.9, 0.99)), Inner(weight_decay=0.01), Inner(floor=0.0)
-LONGER = Inner(steps=2 * STEPS)
 HIGHER, LOWER = (12e-3, 24e-3), (6e-3, 12e-3)
 
 TRIED: dict[str, Way] = {
     "dp_betas": Way("data-parallel, AdamW with β₂ = 0.99", inner=BETAS, rates=HIGHER),
     "dp_to_zero": Way("data-parallel, the rate falls to 0", inner=TO_ZERO, rates=HIGHER),
     "dp_decay": Way("data-parallel, weight decay 0.01", inner=DECAY, rates=HIGHER),
-    "dp_longer": Way("data-parallel, 3,000 steps", inner=LONGER, rates=HIGHER),
     "betas": Way("AdamW with β₂ = 0.99", A25, inner=BETAS, rates=LOWER, against="dp_betas"),
     "to_zero": Way("the rate falls to 0", A25, inner=TO_ZERO, rates=LOWER, against="dp_to_zero"),
     "decay": Way("weight decay 0.01", A25, inner=DECAY, rates=LOWER, against="dp_decay"),
-    "longer": Way("3,000 steps", A25, inner=LONGER, rates=LOWER, against="dp_longer"),
     "h12": Way("H = 12", {**A25, "sync_every": 12}, rates=LOWER),
     "a10": Way("α = 0.1", {**A25, "alpha": 0.1}, rates=LOWER),
     "outer_lr": Way("outer_lr 0.5", {**A25, "outer_lr": 0.5}, rates=LOWER),
