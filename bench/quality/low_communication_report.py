@@ -178,7 +178,7 @@ def above(runs: Runs, name: str, other: str, key: str = "loss") -> float:
 
 def fewer(runs: Runs, name: str) -> float:
     """How many times as many bytes data-parallel training of as many steps moves."""
-    of, base = functools.partial(mean_of, runs), WAYS[name].against
+    of, base = functools.partial(mean_of, runs), WAYS[name].against if WAYS[name].settings else name
     return (of(base, "up") + of(base, "down")) / (of(name, "up") + of(name, "down"))
 
 
