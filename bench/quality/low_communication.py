@@ -260,7 +260,7 @@ def main() -> None:
         way = (WAYS | TRIED)[name]
         if way.tuned_as:
             continue
-        for rate in untried(way.rates, tuning[name], beyond=name in WAYS):
+        for rate in untried(way.rates, tuning[name]):
             loss = run(way, data, TUNED_ON, rate)["loss"]
             tuning[name][f"{rate:g}"] = loss
             print(f"rate {rate:g} {name:15} loss {loss:.4f}", flush=True)
@@ -274,15 +274,15 @@ def main() -> None:
         report(runs, tuning, settings, options.folder)
 
 
-def untried(rates: Iterable[float], losses: dict[str, float], *, beyond: bool) -> Iterator[float]:
-    """The rates that a way has still to be tried with: `rates`, and some `beyond` them while the best is at an end.
+def untried(rates: Iterable[float], losses: dict[str, float]) -> Iterator[float]:
+    """The rates that a way has still to be tried with: `rates`, and some beyond them while the best is at an end.
 
     `losses` (rate → loss) grows while this goes on.
     """
     for rate in rates:
         if f"{rate:g}" not in losses:
             yield rate
-    while beyond and len(losses) < MOST_RATES:
+    while len(losses) < MOST_RATES:
         tried = sorted(map(float, losses))
         best = best_rate(losses)
         if best not in (tried[0], tried[-1]):
