@@ -155,10 +155,10 @@ def mean_of(runs: Runs, name: str, key: str) -> float:
     return statistics.fmean(values) if values else math.nan
 
 
-CLOSER = "What was tried to bring it closer stands in the table of variants; Muon inside and longer training do most."
+CLOSER = "What was tried, with α = 0.25, stands in the table of variants; Muon and longer training do most."
 NOTES = {
     "diloco": CLOSER,
-    "streaming_int4": "Half of the local parameters is too much to keep at a merge: docs/low-communication.md, α.",
+    "streaming_int4": CLOSER,
     "streaming_int4_a25": CLOSER,
     "streaming_int4_a0": CLOSER,
     "streaming_int4_muon": "A finer search of the rate, H, α and the outer step were not tried with Muon yet.",

@@ -120,8 +120,8 @@ TASKS = {
         f"{RATES} With those 40 steps and a constant rate, and with 160, both tried on that seed for 20 "
         "and 16 rounds, SCAFFOLD was 2 to 4 points below FedAvg. With one epoch of each site's own pictures a round in "
         "place of 100 steps, weights from 370 to 11,798, it ended at 48.4 % there, and FedAvg at 62.0 %: its "
-        "controls counted every site alike. What it gains hangs on the steps of a round: with 400 it gains, see "
-        "scaffold_cifar10.",
+        "controls counted every site alike then, not by weight as now; not run again. What it gains hangs on the steps "
+        "of a round: with 400 it gains, see scaffold_cifar10.",
     ),
 }
 ALGORITHMS = ["fedavg", "fedprox", "fedadam", "scaffold"]
