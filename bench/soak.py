@@ -68,10 +68,14 @@ from kit.models import SITES, build_model, local_step
 site, model = os.environ["ATOLL_SITE"], build_model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 with atoll.DiLoCo(model, optimizer, weight=SITES.get(site, 1.0)) as loop:
-    step = 0
+    step = merged = 0
     while not loop.finished:
         local_step(model, optimizer, site, step)
         step += 1
+        if (rounds := loop.sync_metrics["rounds"]) > merged:
+            with open(f"{site}.merged", "a") as file:
+                file.write("x" * (rounds - merged))
+            merged = rounds
 """
 
 
@@ -196,25 +200,29 @@ def digest_of(folder: Path, mode: Mode) -> str:
     return found.pop() if len(found) == 1 else "the sites' models differ"
 
 
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
 def judge(folder: Path, mode: Mode, undisturbed: str, tally: Tally) -> None:
-    """Count what was accepted, by the audit log and by what the sites were told, and what became of it."""
+    """Count what was accepted, by the audit log and by what the sites were told, and what became of it.
+
+    A site of rounds notes each update that was acknowledged; a DiLoCo loop each of which it has merged the result.
+    """
     with closing(sqlite3.connect(folder / "state/journal.sqlite")) as journal:
         rows = journal.execute("SELECT what, detail_json FROM audit").fetchall()
         counted = journal.execute("SELECT site, base_version FROM tickets WHERE state = 'counted'").fetchall()
     entries = [(what, json.loads(detail)) for what, detail in rows]
     accepted = {entry["ticket"] for what, entry in entries if what == "accepted"}
     committed = Counter(ticket for what, entry in entries if what == "committed" for ticket in entry["tickets"])
-    told = {
-        (site, int(line) - 1)
-        for site in mode.sites
-        if (path := folder / f"{site}.acknowledged").exists()
-        for line in path.read_text().splitlines()
-    }
+    told = {(site, int(line) - 1) for site in mode.sites for line in read(folder / f"{site}.acknowledged").splitlines()}
+    merged = Counter({site: len(read(folder / f"{site}.merged")) for site in mode.sites})
+    untold = merged - Counter(site for site, _ in counted)  # of what the server acknowledged, and forgot altogether
     lost = len(accepted - committed.keys())
     tally.accepted += len(accepted)
     left_over = lost if lost <= mode.leftover else 0
     tally.left_over += left_over
-    tally.lost += lost - left_over + len(told - set(counted))
+    tally.lost += lost - left_over + len(told - set(counted)) + max(0, untold.total() - mode.leftover)
     tally.doubled += sum(times - 1 for times in committed.values())
     if mode.same_bits and digest_of(folder, mode) != undisturbed:
         tally.other_bits += 1
