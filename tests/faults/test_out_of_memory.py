@@ -50,7 +50,8 @@ def test_a_server_without_memory_ends_and_its_next_start_has_lost_nothing(
         assert limited.wait(60)
         assert server.kept.wait(60) not in (0, None), "it ends by itself, and as one that failed"
         ended.set()
-        with ForkedServer(nursery, tmp_path, port=server.port, rounds=ROUNDS):
+        with ForkedServer(nursery, tmp_path, port=server.port, rounds=ROUNDS) as again:
             sites.join()
+            assert again.kept.wait(60) == 0  # it has exported the model
     assert tensors_digest(exported(tmp_path)) == undisturbed
     assert set(sites.trained.values()) == {1}, "no site trains a round again"
