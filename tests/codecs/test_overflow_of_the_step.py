@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import Threads, ask_journal, serve
+from kit import Threads, ask_journal, serve, together
 from safetensors.torch import load_file
 from torch import nn
 
@@ -93,7 +93,7 @@ def test_ends_before_a_version_that_the_dtype_cannot_hold(tmp_path: Path, case: 
     with serve(tmp_path, Model(dtype, first), **ONE_STEP | settings) as server:
         train_to(server, tmp_path, trained, dtype)
         with pytest.raises(RunFailed) as ended:
-            server.run()
+            together(server.run)
     assert names_the_overflow(ended.value, name)
     assert ask_journal(tmp_path, "SELECT MAX(version) FROM versions") == [(0,)]
     assert not (tmp_path / "state" / "exports" / "model.safetensors").exists()

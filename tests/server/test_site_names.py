@@ -75,6 +75,7 @@ def test_the_server_admits_no_site_of_a_hostile_name(tmp_path: Path) -> None:
 def test_a_site_of_a_hostile_name_does_not_start(tmp_path: Path, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before anything is asked or written: no server is at this address."""
     nowhere, folder = "http://127.0.0.1:1", tmp_path / "workers"
+    monkeypatch.setenv("ATOLL_GIVE_UP_S", "1")
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     starts: list[Callable[[], object]] = [

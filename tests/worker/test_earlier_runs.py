@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kit import flip_bit, rewrite_note
 from pydantic import ValidationError
 from torch import nn
 
@@ -30,12 +31,6 @@ def one_run(folder: Path, name: str) -> Path:
     return mine
 
 
-def rewrite(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-
-
 @pytest.mark.covers("D4")
 def test_the_files_of_a_finished_run_go_when_the_next_one_is_joined(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -51,11 +46,15 @@ def test_the_files_of_a_finished_run_go_when_the_next_one_is_joined(
 
 
 def unsent(folder: Path) -> None:
-    rewrite(folder / "outbox.json", '"sent": true', '"sent": false')
+    rewrite_note(folder / "outbox.json", sent=False)
 
 
 def note_of_another_version_of_atoll(folder: Path) -> None:
-    rewrite(folder / "outbox.json", '"sent": true', '"sent_at": 3')
+    rewrite_note(folder / "outbox.json", sent=None, sent_at=3)
+
+
+def damaged_note(folder: Path) -> None:
+    flip_bit(folder / "outbox.json", 40)
 
 
 def somebody_elses_file(folder: Path) -> None:
@@ -68,7 +67,7 @@ def not_a_workers_folder(folder: Path) -> None:
 
 @pytest.mark.covers("D4")
 @pytest.mark.parametrize(
-    "change", [unsent, note_of_another_version_of_atoll, somebody_elses_file, not_a_workers_folder]
+    "change", [unsent, note_of_another_version_of_atoll, damaged_note, somebody_elses_file, not_a_workers_folder]
 )
 def test_what_may_still_be_needed_or_is_not_ours_stays(tmp_path: Path, change: Callable[[Path], None]) -> None:
     first = one_run(tmp_path, "first")
