@@ -173,7 +173,11 @@ class SiteProcess:
 
     def ended(self, timeout_s: float = 60.0) -> dict[str, Any]:
         """Its last words, once it has come to its end by itself."""
-        assert self.kept.wait(timeout_s) == 0, self.kept.now.output()
+        try:
+            assert self.kept.wait(timeout_s) == 0, self.kept.now.output()
+        except TimeoutError as error:
+            logs = {path.name: path.read_text()[-3000:] for path in sorted(self._folder.glob("*.log"))}
+            raise AssertionError(f"{self.site}: {error}; {logs}") from error
         last = self.told("ends")
         assert last is not None
         return last

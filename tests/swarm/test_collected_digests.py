@@ -24,7 +24,8 @@ class Site:
     """A site of a swarm that says what the test tells it to say."""
 
     def __init__(self, url: str, name: str) -> None:
-        self.http, self.name, self.address, self._reports = Http(url), name, ADDRESSES[name], 0
+        self.http, self.name, self.address = Http(url), name, ADDRESSES[name]
+        self._reports = self._seen = 0
         join = messages.Join(protocol=routes.PROTOCOL, site=name, peer=self.address)
         self.http.lease = self.http.post(routes.WORKERS, join, messages.Joined).lease
         manifest = self.http.get(routes.MANIFEST.format(fragment=0, version=0), messages.Manifest)
@@ -40,12 +41,15 @@ class Site:
         report = PeerReport(
             address=self.address,
             number=self._reports,
+            seen=self._seen,
             held=[self._held],
             reached=reached,
             collected=list(collected),
             closed=list(closed),
         )
-        return self.http.post(routes.SWARM, report, PeerWork)
+        work = self.http.post(routes.SWARM, report, PeerWork)
+        self._seen = work.stamp
+        return work
 
     def state_of(self, ticket: int) -> str:
         return self.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState).outcome.state

@@ -13,7 +13,7 @@ from atoll.rounds.membership import Member
 from atoll.server.peers import Peers
 from atoll.server.places import Places
 from atoll.wire import messages
-from atoll.wire.swarm_messages import Closed, Held, PeerReport, Source, Unreached
+from atoll.wire.swarm_messages import Close, Closed, Held, Hold, PeerReport, PeerWork, Share, Source, Unreached
 
 DIGEST, OTHER = "1" * 64, "2" * 64
 
@@ -138,6 +138,38 @@ def test_who_was_sent_away_comes_back_as_another_process_alone(monkeypatch: pyte
         peers.joins(again)
     peers.joins(again.model_copy(update={"process": "p2"}))
     assert peers["b"].process == "p2"
+
+
+def version(number: int) -> Held:
+    return Held(fragment=0, version=number, digest=DIGEST, source=Source(version="atoll-ref://a"))
+
+
+@pytest.mark.covers("P10")
+def test_what_a_worker_was_told_to_drop_counts_no_more_before_it_has_heard_of_it() -> None:
+    """A server that was killed before it had committed version 1 begins again, and its answers do not name that one."""
+    peers, held = some("a"), [version(0), version(1)]
+    closed = [Closed(fragment=0, version=1, tickets=[1], digest=DIGEST)]
+    kept = Hold(fragment=0, version=0, digest=DIGEST, sources=[])
+
+    def has() -> tuple[list[int], int]:
+        return [number for _, number in peers["a"].held], len(peers["a"].closed)
+
+    report(peers, "a", 1, held=held, closed=closed, seen=7)  # to a server that has told it nothing yet
+    assert has() == ([0, 1], 1)
+    peers["a"].answered(PeerWork(stamp=8, hold=[kept]))
+    assert has() == ([0], 0)
+    report(peers, "a", 2, held=held, closed=closed, seen=7)  # sent before that answer came
+    assert has() == ([0], 0)
+    work = Close(fragment=0, base_version=0, version=1, updates=[share(1)], total_weight=1.0, control_scale=1.0)
+    peers["a"].answered(PeerWork(stamp=9, hold=[kept], close=[work]))
+    report(peers, "a", 3, held=held, closed=closed, seen=9)  # made once more
+    assert has() == ([0, 1], 1)
+    peers["a"].answered(PeerWork(stamp=9, hold=[kept], close=[work]))
+    assert has() == ([0, 1], 1)
+
+
+def share(ticket: int) -> Share:
+    return Share(ticket=ticket, site="a", digest=OTHER, weight=1.0, norm=1.0, steps=1, scale=1.0)
 
 
 @pytest.mark.covers("P10")

@@ -11,7 +11,7 @@ from atoll.errors import BadRequest, ConfigError, UsageError
 from atoll.rounds.membership import Member
 from atoll.tensors.reference import TensorRef
 from atoll.wire import messages
-from atoll.wire.swarm_messages import Closed, Collected, Held, PeerReport
+from atoll.wire.swarm_messages import Closed, Collected, Held, PeerReport, PeerWork
 
 SETTLED_S = 10.0
 """For so long a worker says that it does not reach another one that does report, before either is sent away: one that
@@ -29,11 +29,13 @@ class Peer:
         until_s: when its next report is overdue.
         unreached: address → why it was not reached.
         tried_s: address → when that was first said.
+        told: the stamp of what it was told last.
     """
 
     address: str
     process: str
     number: int = -1
+    told: int | None = None
     moved: int = 0
     bytes_s: float = 0.0
     heard_s: float = -math.inf
@@ -73,13 +75,28 @@ class Peer:
         if report.moved != self.moved:  # that it says it is idle is no progress: its disk may be full
             self.moved, self.bytes_s = report.moved, now_s
         self.number, self.leaving = report.number, report.leaving
+        before_held, before_closed = self.held, self.closed
         self.held = {(each.fragment, each.version): each for each in report.held}
-        self.collected = {each.ticket: each for each in report.collected}
         self.closed = list(report.closed)
+        if (
+            self.told is not None and report.seen != self.told
+        ):  # it was said before the last answer was heard, and what that forgot is going
+            self.held = {key: each for key, each in self.held.items() if before_held.get(key) == each}
+            self.closed = [each for each in self.closed if each in before_closed]
+        self.collected = {each.ticket: each for each in report.collected}
         self.reached = set(report.reached)
         self.unreached = {each.address: each.why for each in report.unreached}
         self.tried_s = {address: self.tried_s.get(address, now_s) for address in self.unreached}
         return True
+
+    def answered(self, work: PeerWork) -> None:
+        """It is told what it is to have: from here on it has nothing else, for it drops the rest when it hears that."""
+        self.told = work.stamp
+        rounds = {(each.fragment, each.version, *(share.ticket for share in each.updates)) for each in work.close}
+        self.closed = [each for each in self.closed if (each.fragment, each.version, *each.tickets) in rounds]
+        kept = {(hold.fragment, hold.version, hold.digest) for hold in work.hold}
+        kept |= {(each.fragment, each.version, each.digest or "") for each in self.closed}
+        self.held = {key: each for key, each in self.held.items() if (*key, each.digest) in kept}
 
 
 class Peers(dict[str, Peer]):

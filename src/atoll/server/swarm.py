@@ -73,6 +73,7 @@ class Swarm(Places):
             goes = message.leaving and not work.stay
             if work.stamp != message.seen or left_s <= 0 or goes or message.number < peer.number:
                 self._answers += 1
+                peer.answered(work)
                 return work.model_copy(update={"server": self._since_ms, "order": self._answers})
             await self.news(left_s)
 
