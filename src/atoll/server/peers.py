@@ -78,9 +78,7 @@ class Peer:
         before_held, before_closed = self.held, self.closed
         self.held = {(each.fragment, each.version): each for each in report.held}
         self.closed = list(report.closed)
-        if (
-            self.told is not None and report.seen != self.told
-        ):  # it was said before the last answer was heard, and what that forgot is going
+        if self.told is not None and report.seen != self.told:  # sent before it has heard what it is to drop
             self.held = {key: each for key, each in self.held.items() if before_held.get(key) == each}
             self.closed = [each for each in self.closed if each in before_closed]
         self.collected = {each.ticket: each for each in report.collected}
