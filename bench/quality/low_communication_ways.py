@@ -44,6 +44,7 @@ class Inner:
 MUON, LONGER = Inner(muon=True), Inner(steps=2 * STEPS)
 H20 = {"algorithm": "diloco", "codec": "none", "sync_every": 20}
 STREAMING = {**H20, "num_fragments": 4, "tau": 1, "alpha": 0.5}
+A25 = {**STREAMING, "alpha": 0.25, "codec": "int4", "downlink_codec": "int4"}
 TOPK = {"codec": "topk", "downlink_codec": "topk", "outer_lr": 1.0, "outer_momentum": 0.0}
 DENSER = {**TOPK, "codec_options": {"density": 1 / 16}, "downlink_codec": "int8"}
 BUFFERED = {"mode": "async", "async_buffer": WORKERS - 1, "sync_rounds_first": 10, "outer_momentum": 0.8}
@@ -89,22 +90,20 @@ WAYS: dict[str, Way] = {
     "streaming_int4_a0": Way(
         "int4 both ways, α = 0", {**STREAMING, "alpha": 0.0, "codec": "int4", "downlink_codec": "int4"}
     ),
-    "streaming_int4_a25": Way(
-        "int4 both ways, α = 0.25", {**STREAMING, "alpha": 0.25, "codec": "int4", "downlink_codec": "int4"}
-    ),
+    "streaming_int4_a25": Way("int4 both ways, α = 0.25", A25),
     "streaming_topk": Way("top-k of 1/64 both ways, no momentum", {**STREAMING, **TOPK}),
     "streaming_topk_16": Way("top-k of 1/16 up, int8 down, no momentum", {**STREAMING, **DENSER}),
     "data_parallel_muon": Way("data-parallel, Muon", inner=MUON),
     "streaming_int4_muon": Way(
         "int4 both ways, α = 0.25, Muon",
-        {**STREAMING, "alpha": 0.25, "codec": "int4", "downlink_codec": "int4"},
+        A25,
         inner=MUON,
         against="data_parallel_muon",
     ),
     "data_parallel_longer": Way("data-parallel, 3,000 steps", inner=LONGER),
     "streaming_int4_longer": Way(
         "int4 both ways, α = 0.25, 3,000 steps",
-        {**STREAMING, "alpha": 0.25, "codec": "int4", "downlink_codec": "int4"},
+        A25,
         inner=LONGER,
         against="data_parallel_longer",
     ),
@@ -120,7 +119,6 @@ WAYS: dict[str, Way] = {
     ),
 }
 
-A25 = WAYS["streaming_int4_a25"].settings
 BETAS, DECAY, TO_ZERO = Inner(betas=(0.9, 0.99)), Inner(weight_decay=0.01), Inner(floor=0.0)
 HIGHER, LOWER = (12e-3, 24e-3), (6e-3, 12e-3)
 
