@@ -174,7 +174,8 @@ def _raised(what: str, error: BaseException, remedy: str = "") -> ConfigError:
         trace = trace.tb_next
     if trace is None and remedy:
         return ConfigError(f"{what}: {error}.", remedy)
-    lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(trace)]
+    frames = traceback.extract_tb(trace)  # what theirs has called may be ours: a worker follows sys.exit
+    lines = [(frame.filename, frame.lineno) for frame in frames if not frame.filename.startswith(_OURS)]
     if isinstance(error, SyntaxError):
         lines.append((error.filename or "", error.lineno))
     at = f" ({lines[-1][0]}, line {lines[-1][1]})" if lines else ""

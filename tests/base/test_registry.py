@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from atoll import registry
 from atoll.errors import ConfigError
+from atoll.worker import departure
 
 
 @pytest.fixture
@@ -143,3 +145,14 @@ def test_an_unknown_name_lists_the_known_ones_and_offers_the_nearest(plugins: li
     assert caught.value.remedy == "Did you mean 'bf16'?"
     with pytest.raises(ConfigError, match="Did you mean 'ternary'"):
         registry.load("codecs", "ternery")
+
+
+def test_code_that_exits_is_named_where_a_worker_of_this_process_follows_exits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(departure, "_exit", None)
+    monkeypatch.setattr(sys, "exit", departure._remembered_exit)
+    (tmp_path / "their.py").write_text("import sys\nsys.exit('too old')\n")
+    with pytest.raises(ConfigError) as caught:
+        registry.load_attribute(f"{tmp_path}/their.py:build")
+    assert f"SystemExit: too old ({tmp_path}/their.py, line 2)" in caught.value.message
