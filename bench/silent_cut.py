@@ -1,6 +1,6 @@
 """How long training stands still when the network falls silent: packets are dropped, no connection is closed.
 
-    python bench/silent_cut.py                 # K = 1 and K = 2; at the defaults, but that nobody is declared dead
+    python bench/silent_cut.py                 # K = 1 and K = 2; at the defaults, but that no site is declared dead
     python bench/silent_cut.py --seconds 300
 
 One site of two trains through a TCP proxy that stops forwarding without closing, while it trains or while it waits for

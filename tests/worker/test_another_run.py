@@ -75,7 +75,7 @@ def test_a_site_of_tasks_answers_none_of_another_run(tmp_path: Path) -> None:
             assert new.status().workers == []
 
 
-def test_a_server_refuses_who_means_another_run(tmp_path: Path) -> None:
+def test_a_server_refuses_a_join_that_means_another_run(tmp_path: Path) -> None:
     """The run may change between the worker's question, which run there is, and its joining."""
     with serve(tmp_path) as server:
         join = Join(protocol=PROTOCOL, site="a", run="0" * 32)
