@@ -137,7 +137,7 @@ def test_a_publisher_that_falls_silent_in_the_middle_is_not_asked_again_and_agai
             os.kill(publisher.pid, signal.SIGSTOP)
 
     def spy(lane: Lane, path: str, *given: Any) -> Any:
-        if len(arrived) >= 2:
+        if len(arrived) >= 2 and ref.object in path:  # a worker that another test left behind may ask for others
             asked.append(path)
         return get(lane, path, *given)
 

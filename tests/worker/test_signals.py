@@ -27,6 +27,28 @@ with atoll.join():
     lock(mutex)
 """
 
+FORKED_AND_ENDED = """
+import array, fcntl, os, signal, termios
+from atoll.worker import departure
+departure._end_a_hang = lambda reader: None  # what is written for it stays in the pipe
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+import atoll
+with atoll.join():
+    if not (child := os.fork()):
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    written = array.array("i", [0])
+    watched = signal.set_wakeup_fd(-1)
+    fcntl.ioctl(watched, termios.FIONREAD, written)
+    assert list(written) == [0], written
+    signal.set_wakeup_fd(watched)
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    signal.raise_signal(signal.SIGUSR1)
+    fcntl.ioctl(watched, termios.FIONREAD, written)
+    assert list(written) == [1], "its own signals are not watched any more"
+"""
+
 FORKS = """
 import os, signal, threading
 import atoll
@@ -118,6 +140,15 @@ def test_a_forked_child_dies_by_sigterm_and_its_parent_goes_on(tmp_path: Path, n
         wait_until(lambda: f"\n{-signal.SIGTERM}\n" in site.output(), "the child's end")
         assert state_of_a(server) == "alive"
         site.kill()
+
+
+def test_a_signal_to_a_fork_that_has_run_no_python_yet_does_not_end_its_parent(
+    tmp_path: Path, nursery: Nursery
+) -> None:
+    """The handler at fork that is registered first runs first, before that of Atoll."""
+    with serve(tmp_path, **AT_ONCE) as server:
+        site = ForkedSite(nursery, tmp_path, server.url, "a", FORKED_AND_ENDED).start()
+        assert site.wait(60) == 0, site.output()
 
 
 def test_a_forked_child_that_ends_does_not_leave_in_its_parents_name(tmp_path: Path, nursery: Nursery) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -157,9 +158,22 @@ def _watch_signals() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # else a signal to a fork would be taken for one to this process
-    os.register_at_fork(after_in_child=lambda: _stop_watching(writer))
+    _keep_from_forks(writer)
     threading.Thread(target=_end_a_hang, args=(reader,), name="atoll-signals", daemon=True).start()
+
+
+def _keep_from_forks(writer: int) -> None:
+    """Else a signal to a fork would be taken for one to this process, even one that comes before the fork runs Python.
+
+    While a fork is made, the descriptor leads nowhere. `os.dup2` is called as it is: in a function of Python's, the
+    error by which a signal ends this process could be raised, and Python drops what such a function raises.
+    """
+    kept, nowhere = os.dup(writer), os.open(os.devnull, os.O_WRONLY)
+    os.register_at_fork(
+        before=functools.partial(os.dup2, nowhere, writer, False),
+        after_in_parent=functools.partial(os.dup2, kept, writer, False),
+        after_in_child=lambda: _stop_watching(writer),
+    )
 
 
 def _stop_watching(writer: int) -> None:
