@@ -114,6 +114,44 @@ def test_a_round_is_an_epoch_by_default_and_metrics_travel(
     assert set(first) == set(second) == {"loss", "eval_loss"}
 
 
+def evaluated_every(
+    steps: int, serve: Any, folder: Path, *, rounds: int = ROUNDS, **arguments: Any
+) -> tuple[list[dict[str, float]], Any]:
+    """Metrics of each round of a DiLoCo run whose Trainer evaluates so often, and the status at its end."""
+    options = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none", "best_metric": "eval_loss", "best_mode": "min"}
+    server = serve("diloco", sync_every=STEPS, rounds=rounds, **options)
+    arguments |= {"eval_strategy": "steps", "eval_steps": steps}
+    trainer_for(One(), 1.0, AtollCallback(server.url, "a", folder=folder / "a"), folder / "out", **arguments).train()
+    assert server.wait(30)
+    status = server.status()
+    return [row.metrics for row in status.history], status
+
+
+@pytest.mark.covers("X41")
+def test_diloco_sends_the_evaluation_of_a_global_version_for_that_version(serve: Any, tmp_path: Path) -> None:
+    """It evaluates after every step and before the first; three steps are a round. The outer step takes w over."""
+    metrics, status = evaluated_every(1, serve, tmp_path, eval_on_start=True)
+    versions, w, velocity = [0.0], 0.0, 0.0
+    for step in range(STEPS * (ROUNDS - 1)):
+        velocity = MOMENTUM * velocity + (w - 1.0)
+        w -= rate(step) * velocity
+        if (step + 1) % STEPS == 0:
+            versions.append(w)
+    assert [each["eval_loss"] for each in metrics] == pytest.approx([(w - 1) ** 2 / 2 for w in versions], rel=1e-4)
+    assert all("loss" in each for each in metrics[1:])
+    assert (status.best.version, status.best.value) == (2, pytest.approx((versions[2] - 1) ** 2 / 2, rel=1e-4))
+
+
+def test_diloco_does_not_send_the_evaluation_of_a_local_model(
+    serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It evaluates after the second step of three; the third ends the run."""
+    metrics, status = evaluated_every(2, serve, tmp_path, rounds=1)
+    assert not any("eval_loss" in each for each in metrics)
+    assert status.best.version is None
+    assert sum("eval_steps" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_what_the_trainer_logs_beside_metrics_stays_here() -> None:
     logs = {
         "loss": 0.5,
