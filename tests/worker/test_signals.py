@@ -100,6 +100,7 @@ LEAVES = """
 import signal, sys
 import atoll
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and left so
 before = [sys.exit, *map(signal.getsignal, (signal.SIGTERM, signal.SIGHUP))]
 a, b = (atoll.join(site=site) for site in "ab")
 a.leave()
