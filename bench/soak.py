@@ -8,7 +8,8 @@ time is ended (SIGKILL, and started again) or stopped for a moment (SIGSTOP, SIG
 update that the audit log has as accepted counts exactly once (an asynchronous run may leave its last ones uncounted,
 which the table shows), and the exported model has the bits of an undisturbed run
 where those are promised. A DiLoCo site that is killed trains its local steps anew, so bits are promised there only
-while nothing but the server is disturbed; an asynchronous run's bits depend on when updates arrive.
+while nothing but the server is disturbed, and no synchronisation is skipped for it; an asynchronous run's bits depend
+on when updates arrive.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +180,11 @@ def run_once(nursery: Nursery, folder: Path, mode: Mode, disturb: Callable[[list
     with ForkedServer(
         nursery, folder, **{"min_workers": 1 if mode.leftover else len(mode.sites), **mode.settings}
     ) as server:
-        sites = [Kept(ForkedSite(nursery, folder, server.url, site, mode.script).start) for site in mode.sites]
+        patience = {"ATOLL_MAX_SYNC_RETRIES": "1000"} if mode.same_bits else {}  # a turn that is skipped changes bits
+        sites = [
+            Kept(partial(ForkedSite(nursery, folder, server.url, site, mode.script).start, **patience))
+            for site in mode.sites
+        ]
         disturber = disturb([server.kept, *(sites if mode.kills_sites else [])])
         try:
             for kept in (*sites, server.kept):

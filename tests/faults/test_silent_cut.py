@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit import DiLoCoSites, FederatedSites, serve
+from safetensors.torch import load_file
+from torch import nn
 
 import atoll
 from atoll.testing.processes import wait_until
-from atoll.testing.proxy import Proxy
+from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 
 CALLS = "(GET|PUT|POST) /v1/(?!heartbeat)"
 STREAMED = {"num_fragments": 2, "tau": 1, "alpha": 0.5}
@@ -89,6 +92,71 @@ def test_a_site_that_waits_for_another_notices_that_the_network_fell_silent(
     near.join()
     server.run()
     assert far.loops["a"].finished
+
+
+class Line(nn.Module):
+    """Two tensors of 64 KiB: three parts of a version, with its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.y = (nn.Parameter(torch.zeros(16_384)) for _ in range(2))
+
+    def values(self) -> set[float]:
+        return {value for tensor in (self.x, self.y) for value in tensor.detach().unique().tolist()}
+
+
+def climb(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, step: int) -> None:
+    """At a rate of 1 every element of site a grows by 1, and of site b by 3."""
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, -1.0 if site == "a" else -3.0)
+    optimizer.step()
+
+
+CLIMBS: dict[str, Any] = {
+    "build": Line,
+    "inner": lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
+    "step": climb,
+    "weight": 1.0,
+}
+
+
+@pytest.mark.covers("F22", "L10")
+def test_training_goes_on_from_a_model_that_is_the_new_version_in_part(tmp_path: Path) -> None:
+    """Two steps are a round, and the outer step takes the mean over: version 1 is (2·1 + 2·3) / 2 = 4.
+
+    A part of it is in the model of site a when the network falls silent, the rest is what it trained: 2. It trains n
+    steps more, and whatever they began from, they are n: version 2 is 4 + (n·1 + 2·3) / 2 everywhere.
+    """
+
+    def stand_still() -> None:
+        wait_until(lambda: 4.0 in sites.models["a"].values(), "a part of version 1")  # type: ignore[operator]
+        proxy.silence()
+
+    def during(site: str, step: int) -> None:
+        loop = sites.loops["a"]
+        if loop.skipped == 1 and not began_from:
+            began_from.append(sites.models["a"].values())  # type: ignore[operator]
+        if loop.skipped >= 2:
+            proxy.heal()
+
+    began_from: list[set[float]] = []
+    settings: dict[str, Any] = {"sync_every": 2, "rounds": 2, "num_workers": 2, "codec": "none", "part_bytes": 65_536}
+    settings |= {"outer_lr": 1.0, "outer_momentum": 0.0}
+    settings |= {"heartbeat_interval_s": 2.0, "heartbeat_timeout_s": 0, "waiting_heartbeat_s": 0.5}
+    with serve(tmp_path, Line(), algorithm="diloco", **settings) as server, Proxy(server.port) as proxy:
+        proxy.faults.append(Fault("GET .*/versions/1/", "down", at=BEFORE_HEADER, action="stall", wait=stand_still))
+        sites = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"], during=during, max_sync_retries=2, **CLIMBS)
+        near = DiLoCoSites(server.url, tmp_path, 10**6, ["b"], **CLIMBS)
+        sites.join()
+        near.join()
+        server.run()
+        result = load_file(server.exports / "model.safetensors")
+    assert began_from == [{2.0, 4.0}]
+    n = sites.loops["a"].step - 2
+    assert n >= 4  # two turns, at least, that were skipped
+    expected = 4 + (n * 1 + 2 * 3) / 2
+    assert {value for tensor in result.values() for value in tensor.unique().tolist()} == {expected}
+    assert sites.models["a"].values() == near.models["b"].values() == {expected}  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("server", [{}, STREAMED], indirect=True)

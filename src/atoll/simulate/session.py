@@ -267,6 +267,7 @@ class VirtualSession(Session):
         base: BaseFile | None = None,
         *,
         max_retries: int | None = None,
+        waits: bool = True,
     ) -> None:
         """Load the version of the round, which is there already."""
         self._version.pulled = True

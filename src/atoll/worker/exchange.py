@@ -123,9 +123,10 @@ class Exchange:
         base: BaseFile | None = None,
         *,
         max_retries: int | None = None,
+        waits: bool = True,
     ) -> None:
         """As `Puller.pull`, from the base file here, and by default into it."""
-        self._puller.pull(version, digest, into, base or self.base, self.base, max_retries)
+        self._puller.pull(version, digest, into, base or self.base, self.base, max_retries, waits=waits)
 
     def rebase(self, version: int, digest: str, tensors: Tensors, *, max_retries: int | None = None) -> None:
         """Go on from another version, with what was trained since the base."""
@@ -291,6 +292,13 @@ class Exchange:
             self.residuals.take_back(sent.ticket)
         self.base.begin_local(note)
         update.advance_base_(self.base, self.outbox, self.codecs)
+
+    def begin_from(self, tensors: Tensors) -> None:
+        """The base becomes the model as it is: from here on what changes of it is local progress, and nothing else."""
+        note = self.base.note
+        assert note is not None
+        self.base.begin_local(note)
+        update.store_(self.base, tensors)
 
     def refused(self, error: UpdateRefused) -> None:
         """Say that an update was refused; one that is refused again and again ends this worker.

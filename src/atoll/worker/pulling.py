@@ -58,16 +58,20 @@ class Puller:
         base: BaseFile,
         source: BaseFile | None = None,
         max_retries: int | None = None,
+        *,
+        waits: bool = True,
     ) -> None:
         """Bring a version into the base file, and on its way into the tensors.
 
         Args:
             source: the base that may have an earlier version; `base` itself unless said.
-            max_retries: attempts with a lost server. Once bytes have moved into the tensors, it is waited for: half a
+            max_retries: attempts with a lost server.
+            waits: whether it is waited for, whatever `max_retries`, once bytes have moved into the tensors: half a
                 version is no model.
 
         Raises:
             Gone: the server no longer keeps it; ask for the head. The tensors may hold a part of it.
+            NetworkLost: the attempts are over; without `waits` the tensors may hold a part of the version.
         """
         worker = self._worker
         if base.holds(worker.info.run, digest):
@@ -86,8 +90,8 @@ class Puller:
                 version,
             )
         worker.tell(state=f"pulling version {version}")
-        wrong = self._go_down(manifest, base, source or base, into, max_retries)
-        patience = max_retries if into is None else None
+        patience = None if into is not None and waits else max_retries
+        wrong = self._go_down(manifest, base, source or base, into, max_retries, patience)
         if wrong is None:
             self._pull_whole(manifest, base, into, patience)
         elif wrong:
@@ -210,8 +214,12 @@ class Puller:
         source: BaseFile,
         into: Tensors | None,
         max_retries: int | None,
+        patience: int | None,
     ) -> list[Part] | None:
         """Make the version of the one that `source` has, over those between.
+
+        Args:
+            patience: attempts once `base` has changed.
 
         Returns:
             The parts that did not come out right; None where the version is to be pulled whole.
@@ -229,7 +237,7 @@ class Puller:
                 if number > 1:
                     base.finish()
                 last = number == len(steps)
-                self._receive(step, file, max_retries if into is None or number == 1 else None)
+                self._receive(step, file, max_retries if number == 1 else patience)
                 wrong = apply_(file, source, base, self._note(step), into if last else None)
                 if wrong:
                     LOG.warning(

@@ -75,11 +75,12 @@ def pull_newest(
     base: BaseFile | None = None,
     *,
     max_retries: int | None,
+    waits: bool = True,
 ) -> messages.TicketReply | None:
     """Pull a version, or the head where it is gone: a pull that has begun ends with a version, not with half of one.
 
     Args:
-        into, base, max_retries: as `Exchange.pull`.
+        into, base, max_retries, waits: as `Puller.pull`.
 
     Returns:
         What the server said of the head that was pulled instead; None where it was the version.
@@ -87,10 +88,10 @@ def pull_newest(
     newer: messages.TicketReply | None = None
     while True:
         try:
-            exchange.pull(version, digest, into, base, max_retries=max_retries)
+            exchange.pull(version, digest, into, base, max_retries=max_retries, waits=waits)
             return newer
         except Gone:
-            retries = max_retries if into is None else None
+            retries = None if into is not None and waits else max_retries
             newer = exchange.connection.next_ticket(exchange.fragment, wait_s=0.0, max_retries=retries)
             version, digest = newer.head_version, newer.head_digest
 

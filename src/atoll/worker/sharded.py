@@ -141,6 +141,7 @@ class Lead(Share):
         base: BaseFile | None = None,
         *,
         max_retries: int | None = None,
+        waits: bool = True,
     ) -> None:
         """As `Exchange.pull`. Once the server was reached, every rank waits for it: they go on from one version."""
         self._puller.manifest(version, max_retries)

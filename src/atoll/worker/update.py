@@ -330,6 +330,17 @@ def load_(tensors: Held, base: BaseFile) -> None:
         straight.end()
 
 
+def store_(base: BaseFile, tensors: Tensors) -> None:
+    """Copy the tensors into where they lie in the base file."""
+    with torch.no_grad(), alone():
+        for part in base.layout.parts:
+            for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
+                spec = piece.segment.spec
+                if spec.name in tensors:
+                    values = run_of(tensors[spec.name], start, stop).to("cpu", torch_dtype(spec.dtype))
+                    base.write(base.layout.by_name[spec.name].offset + start * spec.item_bytes, bytes_of(values))
+
+
 class _Straight:
     """Reads of a base file into where its bytes belong; neighbours in the file are read at once."""
 

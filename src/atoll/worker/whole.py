@@ -12,6 +12,7 @@ from atoll.border import bordered
 from atoll.errors import TicketClosed, UpdateRefused
 from atoll.tensors.modules import Tensors
 from atoll.wire import messages
+from atoll.worker.broken_off import NetworkLost
 from atoll.worker.measuring import Measured
 from atoll.worker.outage import Outage
 from atoll.worker.reporting import LOG, why_skipped
@@ -121,7 +122,7 @@ class WholeModel(ABC):
             self._finish(session, reply)
             return
         self._ticket = reply.ticket
-        self._take(session, reply.ticket.base_version, reply.ticket.base_digest)
+        self._take(session, reply.ticket.base_version, reply.ticket.base_digest, waits=False)
         self._look(session)
 
     def _look(self, session: Session) -> None:
@@ -135,14 +136,28 @@ class WholeModel(ABC):
         It is one behind a synchronisation, until the next step. For frameworks, which measure when they do.
         """
         session = self._session
-        if session is None or session.streams or self.step != self._base_step or session.base.note is None:
+        if session is None or session.streams or self.step != self._base_step:
+            return False
+        if session.base.note is None or not session.base.note.digest:
             return False
         self._measured.credit(metrics, session.base.note.digest)
         return True
 
-    def _take(self, session: Session, version: int, digest: str) -> None:
-        """The global model becomes ours; nothing local has happened since it was asked for."""
-        newer = pull_newest(session, version, digest, self._tensors, max_retries=self._retries)
+    def _take(self, session: Session, version: int, digest: str, *, waits: bool = True) -> None:
+        """The global model becomes ours; nothing local has happened since it was asked for.
+
+        Args:
+            waits: for a server that is lost in the middle. If not, training goes on from a model that is the version in
+                part; the next synchronisation carries what it makes of it over to the head.
+        """
+        before = session.base.note
+        waits = waits or session.layout.rank is not None  # each rank pulls its parts: they go on from one version
+        try:
+            newer = pull_newest(session, version, digest, self._tensors, max_retries=self._retries, waits=waits)
+        except NetworkLost:
+            if session.base.note is not before:
+                self._go_on_from_a_part(session, version)
+            raise
         if newer is not None:
             self._ticket, version = newer.ticket, newer.head_version
         begin_from_base(session)
@@ -150,10 +165,20 @@ class WholeModel(ABC):
         self._since_sync, self._base_step, self._version = 0, self.step, version
         self._local_steps = self._ticket.local_steps if self._ticket is not None else 0
 
+    def _go_on_from_a_part(self, session: Session, version: int) -> None:
+        LOG.warning(
+            "%s: the pull of version %d broke off: the model is that version in part, and training goes on from it",
+            session.site,
+            version,
+        )
+        session.begin_from(self._tensors)
+        begin_from_base(session)
+        self._since_sync, self._base_step = 0, self.step
+
     def _reset(self, session: Session, ticket: messages.Ticket) -> None:
         """The head moved while we were away, and this algorithm begins every round from it."""
         lost, version = self.step - self._base_step, self._version
-        self._take(session, ticket.base_version, ticket.base_digest)
+        self._take(session, ticket.base_version, ticket.base_digest, waits=False)
         self._look(session)
         LOG.warning(
             "%s: the run moved on to version %d; %d local steps since version %d are lost",
