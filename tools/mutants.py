@@ -264,7 +264,8 @@ def verdict(run: Run) -> str:
         return "no test notices it"
     if run.code == -signal.SIGKILL:
         return f"its tests did not end within {LIMIT_S:g} s"
-    if run.code != 1 or not run.failed:
+    aborted = run.code == -signal.SIGABRT  # at the end of Python, by what a test that failed left behind
+    if not run.failed or (run.code != 1 and not aborted):
         return f"pytest ended with {run.code}:\n{run.output[-3000:]}"
     return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from contextlib import suppress
@@ -23,7 +24,7 @@ with atoll.join():
     lock = {library}(None).pthread_mutex_lock
     mutex = ctypes.create_string_buffer(64)
     lock(mutex)
-    print("hangs", os.getpid(), flush=True)
+    print("hangs", os.getpid(), hex(ctypes.addressof(mutex)), flush=True)
     lock(mutex)
 """
 
@@ -62,6 +63,14 @@ with atoll.join():
 """
 
 
+def is_in_lock(pid: str, mutex: str) -> bool:
+    """Whether the process waits for this mutex, in a system call; True on systems that do not tell."""
+    try:
+        return mutex in Path(f"/proc/{pid}/syscall").read_text().split()
+    except OSError:
+        return True
+
+
 def state_of_a(server: atoll.Server) -> str:
     return "".join(worker.state for worker in server.status().workers)
 
@@ -71,7 +80,8 @@ def test_a_process_that_hangs_in_native_code_leaves_after_one_sigterm(tmp_path: 
     with serve(tmp_path, **AT_ONCE) as server:
         script = HANGS.format(library="ctypes.CDLL")
         site = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
-        wait_until(lambda: "hangs" in site.output(), "the hang")
+        pid, mutex = wait_until(lambda: re.search(r"hangs (\d+) (0x\w+)\n", site.output()), "the script").groups()
+        wait_until(lambda: is_in_lock(pid, mutex), "the hang")
         site.send(signal.SIGTERM)
         assert site.wait() == 128 + signal.SIGTERM
         assert state_of_a(server) == "failed"
@@ -82,8 +92,9 @@ def test_a_second_sigterm_ends_native_code_that_lets_no_thread_run(tmp_path: Pat
     with serve(tmp_path, **AT_ONCE) as server:
         with atoll_worker(tmp_path, server.url, HANGS.format(library="ctypes.PyDLL")) as process:
             assert process.stdout is not None
-            word, pid = process.stdout.readline().split()
+            word, pid, mutex = process.stdout.readline().split()
             assert word == "hangs"
+            wait_until(lambda: is_in_lock(pid, mutex), "the hang")
             for _ in range(2):
                 process.send_signal(signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
