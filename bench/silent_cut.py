@@ -3,8 +3,9 @@
     python bench/silent_cut.py                 # K = 1 and K = 2; at the defaults, but that no site is declared dead
     python bench/silent_cut.py --seconds 300
 
-One site of two trains through a TCP proxy that stops forwarding without closing, while it trains or while it waits for
-the other site. Printed: the gap between two of its optimizer steps that the cut made, and the gaps of later turns.
+One site of two trains through a TCP proxy that stops forwarding without closing, while it trains, while it waits for
+the other site, or while it pulls a version. Printed: the gap between two of its optimizer steps that the cut made, and
+the gaps of later turns.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 import atoll
-from atoll.testing.proxy import Proxy
+from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 
 STEP_S, SYNC_EVERY = 0.05, 20
+When = Literal["trains", "waits", "pulls"]
 WAYS: dict[str, dict[str, Any]] = {"K = 1": {}, "K = 2": {"num_fragments": 2, "tau": 5, "alpha": 0.5}}
 
 
@@ -41,12 +43,12 @@ def train(url: str, folder: Path, site: str, after_step: Callable[[atoll.DiLoCo]
             time.sleep(STEP_S)
 
 
-def measure(settings: dict[str, Any], waits: bool, seconds: float) -> tuple[list[float], int, int]:
+def measure(settings: dict[str, Any], when: When, seconds: float) -> tuple[list[float], int, int]:
     """Gaps of more than a second between steps after the cut, the turns that were skipped, and calls after the first
     of them.
 
     Args:
-        waits: whether the cut comes while the site waits for the other one.
+        when: what the site does as the cut comes: it waits for the other one, or for the first byte of a version.
     """
     steps: list[float] = []
     calls: list[tuple[int, int]] = []  # skipped turns, requests but heartbeats
@@ -67,12 +69,14 @@ def measure(settings: dict[str, Any], waits: bool, seconds: float) -> tuple[list
             def far(loop: atoll.DiLoCo) -> bool:
                 steps.append(time.monotonic())
                 calls.append((loop.skipped, proxy.count("(GET|PUT|POST) /v1/(?!heartbeat)")))
-                if not waits and loop.rounds >= 3 and not is_cut.is_set():
+                if when == "trains" and loop.rounds >= 3 and not is_cut.is_set():
                     cut()
+                elif when == "pulls" and loop.rounds >= 3 and not proxy.faults:
+                    proxy.faults.append(Fault("GET .*/versions/[0-9]+/", "down", BEFORE_HEADER, "stall", wait=cut))
                 return not is_cut.is_set() or time.monotonic() < cut_s[0] + seconds
 
             def near(loop: atoll.DiLoCo) -> bool:
-                if waits and loop.rounds >= 3 and not is_cut.is_set():
+                if when == "waits" and loop.rounds >= 3 and not is_cut.is_set():
                     time.sleep(2 + SYNC_EVERY * STEP_S)  # the other site waits by then
                     cut()
                 return not is_cut.is_set()
@@ -97,9 +101,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for way, settings in WAYS.items():
-        for waits in (False, True):
-            gaps, skipped, calls = measure(settings, waits, arguments.seconds)
-            when = "waits" if waits else "trains"
+        for when in get_args(When):
+            gaps, skipped, calls = measure(settings, when, arguments.seconds)
             first, later = (gaps[0] if gaps else 0.0), gaps[1:]
             print(
                 f"{way}, cut while it {when}: stands still for {first:.1f} s; {skipped} turns skipped; later turns "
