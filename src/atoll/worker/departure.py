@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import functools
 import os
 import signal
 import sys
@@ -163,17 +162,24 @@ def _watch_signals() -> None:
 
 
 def _keep_from_forks(writer: int) -> None:
-    """Else a signal to a fork would be taken for one to this process, even one that comes before the fork runs Python.
+    """Hold back signals from forks until they have Python's state of their own.
 
-    While a fork is made, the descriptor leads nowhere. `os.dup2` is called as it is: in a function of Python's, the
-    error by which a signal ends this process could be raised, and Python drops what such a function raises.
+    One that comes before would be written where this process watches, and be taken for one to this process; and Python
+    forgets it as the fork begins, so that a fork that was to end lives on.
     """
-    kept, nowhere = os.dup(writer), os.open(os.devnull, os.O_WRONLY)
-    os.register_at_fork(
-        before=functools.partial(os.dup2, nowhere, writer, False),
-        after_in_parent=functools.partial(os.dup2, kept, writer, False),
-        after_in_child=lambda: _stop_watching(writer),
-    )
+    held = threading.local()  # the thread that forks is the one that the fork has
+
+    def hold() -> None:
+        held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held.mask)
+
+    def release_fork() -> None:
+        _stop_watching(writer)
+        release()
+
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release_fork)
 
 
 def _stop_watching(writer: int) -> None:
