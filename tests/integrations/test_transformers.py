@@ -152,6 +152,18 @@ def test_diloco_does_not_send_the_evaluation_of_a_local_model(
     assert sum("eval_steps" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_an_evaluation_behind_the_training_is_the_scripts_own(
+    serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = serve("diloco", sync_every=STEPS)
+    trainer = trainer_for(
+        One(), 1.0, AtollCallback(server.url, "a", folder=tmp_path / "a"), tmp_path / "out", max_steps=1
+    )
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert not any("eval_steps" in record.getMessage() for record in caplog.records)
+
+
 def test_what_the_trainer_logs_beside_metrics_stays_here() -> None:
     logs = {
         "loss": 0.5,

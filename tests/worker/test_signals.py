@@ -37,10 +37,21 @@ def end_at_once():
     if ends_itself:
         os.kill(os.getpid(), signal.SIGTERM)
 
-os.register_at_fork(after_in_child=end_at_once)  # registered first, it is called before that of Atoll
+def fork_within():
+    global forks_within
+    if forks_within:
+        forks_within = False
+        if not (child := os.fork()):
+            os._exit(len(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "a fork within a fork holds signals back"
+
+ends_itself = forks_within = False
+# registered first: before a fork it is called behind that of Atoll, in the fork ahead of it
+os.register_at_fork(before=fork_within, after_in_child=end_at_once)
 
 import atoll
 with atoll.join():
+    forks_within = True
     for ends_itself in [True] + [False] * 100:
         if not (child := os.fork()):
             signal.alarm(20)
@@ -49,6 +60,7 @@ with atoll.join():
         if not ends_itself:
             os.kill(child, signal.SIGTERM)  # it may not have run any Python yet
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert not forks_within
     written = array.array("i", [0])
     watched = signal.set_wakeup_fd(-1)
     fcntl.ioctl(watched, termios.FIONREAD, written)

@@ -282,7 +282,8 @@ class Validations:
             self._warned = True
             LOG.warning(
                 "A validation measured a local model: its metrics are not sent. The model is the global one right "
-                "after a synchronisation: set val_check_interval to a multiple of the run's sync_every, %d steps.",
+                "after a synchronisation, in a run without fragments, tau and alpha: set val_check_interval to a "
+                "multiple of the run's sync_every, %d steps.",
                 diloco.sync_every,
             )
 

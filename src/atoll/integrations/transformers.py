@@ -289,7 +289,7 @@ class _Hooked:
 
     def __init__(self, diloco: DiLoCo) -> None:
         self._diloco = diloco
-        self._warned = False
+        self._warned = self._left = False
 
     @property
     def module(self) -> nn.Module:
@@ -321,17 +321,21 @@ class _Hooked:
 
     def report(self, metrics: dict[str, float]) -> None:
         """An evaluation right behind a synchronisation measures the global model; that of a local one is not sent."""
+        if self._left:  # an evaluation behind the training
+            return
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
         self._diloco.report(**{name: value for name, value in metrics.items() if name not in evaluated})
         if evaluated and not self._diloco.credit(evaluated) and not self._diloco.over and not self._warned:
             self._warned = True
             LOG.warning(
                 "An evaluation measured a local model: its metrics are not sent. The model is the global one right "
-                "after a synchronisation: set eval_steps to a multiple of the run's sync_every, %d steps.",
+                "after a synchronisation, in a run without fragments, tau and alpha: set eval_steps to a multiple of "
+                "the run's sync_every, %d steps.",
                 self._diloco.sync_every,
             )
 
     def leave(self, error: BaseException | None = None) -> None:
+        self._left = True
         self._diloco.stop(error)
 
 

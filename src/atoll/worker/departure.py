@@ -170,14 +170,18 @@ def _keep_from_forks(writer: int) -> None:
     held = threading.local()  # the thread that forks is the one that the fork has
 
     def hold() -> None:
-        held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+        held.masks = [*getattr(held, "masks", ()), before]  # several, where a handler at fork forks itself
 
     def release() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held.mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, held.masks.pop())
 
     def release_fork() -> None:
-        _stop_watching(writer)
-        release()
+        try:
+            _stop_watching(writer)
+        finally:
+            before, held.masks = held.masks[0], []
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release_fork)
 

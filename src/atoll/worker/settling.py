@@ -91,8 +91,8 @@ def pull_newest(
             exchange.pull(version, digest, into, base, max_retries=max_retries, waits=waits)
             return newer
         except Gone:
-            retries = None if into is not None and waits else max_retries
-            newer = exchange.connection.next_ticket(exchange.fragment, wait_s=0.0, max_retries=retries)
+            max_retries = None if into is not None and waits else max_retries  # from now on
+            newer = exchange.connection.next_ticket(exchange.fragment, wait_s=0.0, max_retries=max_retries)
             version, digest = newer.head_version, newer.head_digest
 
 

@@ -151,11 +151,12 @@ class WholeModel(ABC):
                 part; the next synchronisation carries what it makes of it over to the head.
         """
         before = session.base.note
-        waits = waits or session.layout.rank is not None  # each rank pulls its parts: they go on from one version
+        # ranks pull their parts, and go on from one version; and where a round begins from one, the steps would be lost
+        waits = waits or session.layout.rank is not None or session.info.on_missed == "reset"
         try:
             newer = pull_newest(session, version, digest, self._tensors, max_retries=self._retries, waits=waits)
         except NetworkLost:
-            if session.base.note is not before:
+            if not waits and session.base.note is not before:
                 self._go_on_from_a_part(session, version)
             raise
         if newer is not None:
@@ -178,7 +179,7 @@ class WholeModel(ABC):
     def _reset(self, session: Session, ticket: messages.Ticket) -> None:
         """The head moved while we were away, and this algorithm begins every round from it."""
         lost, version = self.step - self._base_step, self._version
-        self._take(session, ticket.base_version, ticket.base_digest, waits=False)
+        self._take(session, ticket.base_version, ticket.base_digest)
         self._look(session)
         LOG.warning(
             "%s: the run moved on to version %d; %d local steps since version %d are lost",
