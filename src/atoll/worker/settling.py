@@ -77,7 +77,7 @@ def pull_newest(
     max_retries: int | None,
     waits: bool = True,
 ) -> messages.TicketReply | None:
-    """Pull a version, or the head where it is gone: a pull that has begun ends with a version, not with half of one.
+    """Pull a version, or the head where it is gone: with `waits`, a pull that has begun ends with a whole version.
 
     Args:
         into, base, max_retries, waits: as `Puller.pull`.
