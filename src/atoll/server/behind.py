@@ -34,6 +34,7 @@ class Behind:
         self.exports = Exports(plan, store)
         self.best = BestVersion(plan, store, self.exports.folder)
         self._metrics_in_turn = asyncio.Lock()
+        self._durable_in_turn = asyncio.Lock()
 
     def save_initial(self) -> None:
         """A run that has just begun: a persistor gets what it begins with."""
@@ -73,7 +74,8 @@ class Behind:
                     await loop.run_in_executor(self._io, self.exports.save, heads)
                 except Gone as error:
                     LOG.debug("version %d was overtaken before it was exported: %s", row.version, error)
-            await loop.run_in_executor(self._io, self._store.write_durable, row.fragment)
+            async with self._durable_in_turn:  # each holds its version; those behind a slow one write the newest only
+                await loop.run_in_executor(self._io, self._store.write_durable, row.fragment)
         except (AtollError, OSError) as error:
             reason = passing(error)
             if reason is None:
