@@ -90,6 +90,35 @@ with atoll.join():
 """
 
 
+DROPPED = """
+import os, signal, threading, time
+import atoll
+from atoll.worker import departure
+
+def be_ended():
+    signal.pthread_kill(other.ident, signal.SIGTERM)  # this thread may hold signals back
+    deadline = time.monotonic() + 60
+    while not departure._handled and time.monotonic() < deadline:
+        pass
+    print("goes on", flush=True)
+
+class Finalized:
+    def __del__(self):
+        be_ended()
+
+def fork():
+    if not os.fork():
+        os._exit(0)
+
+other = threading.Thread(target=threading.Event().wait, daemon=True)
+other.start()
+{before}
+with atoll.join():
+    {act}
+    threading.Event().wait(100)
+"""
+
+
 def is_in_lock(pid: str, mutex: str) -> bool:
     """Whether the process waits for this mutex, in a system call; True on systems that do not tell."""
     try:
@@ -188,6 +217,29 @@ def test_a_signal_to_a_fork_that_has_run_no_python_yet_ends_the_fork_and_not_its
     with serve(tmp_path, **AT_ONCE) as server:
         site = ForkedSite(nursery, tmp_path, server.url, "a", FORKED_AND_ENDED).start()
         assert site.wait(60) == 0, site.output()
+
+
+@pytest.mark.covers("L9")
+@pytest.mark.parametrize(
+    ("before", "act", "goes_on"),
+    [
+        ("", "Finalized()", False),
+        ("", "os.register_at_fork(before=be_ended); fork()", False),
+        ("", "os.register_at_fork(after_in_parent=be_ended); fork()", False),
+        # registered ahead of Atoll, and so called while it holds signals back: half done it would leave a lock taken
+        ("os.register_at_fork(before=be_ended)", "fork()", True),
+        ("os.register_at_fork(after_in_parent=be_ended)", "fork()", True),
+    ],
+)
+def test_a_sigterm_that_comes_where_python_drops_errors_ends_the_script_all_the_same(
+    tmp_path: Path, nursery: Nursery, before: str, act: str, goes_on: bool
+) -> None:
+    with serve(tmp_path, **AT_ONCE) as server:
+        script = DROPPED.format(before=before, act=act)
+        site = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
+        assert site.wait(60) == 128 + signal.SIGTERM, site.output()
+        assert ("goes on" in site.output()) == goes_on, site.output()
+        assert state_of_a(server) == "failed"
 
 
 def test_a_forked_child_that_ends_does_not_leave_in_its_parents_name(tmp_path: Path, nursery: Nursery) -> None:

@@ -6,7 +6,8 @@ joined when Python exits leaves then, and says by which error. Python tells its 
 `atoll worker` leaves in the script's name: it finds the lease in a folder.
 
 Python handles a signal only between two of its own instructions. A thread watches for one that it does not get to
-handle, as native code hangs; a second signal ends the process in any case.
+handle, as native code hangs; a second signal ends the process in any case. Python drops what is raised in a finalizer
+(`__del__`) or a handler at fork: a signal that comes there is sent again until it unwinds the script.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ GOODBYE_S = 5.0
 WATCHED = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a process by default. SIGHUP is ignored under nohup, and stays so."""
 
+AGAIN_S = 0.05
+"""So long after a signal that Python dropped it is sent again."""
+
 HANG_S = 5.0
 """Python has so long to handle a signal before the process ends without it."""
 
@@ -48,10 +52,10 @@ class EndedBySignal(SystemExit):
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
-        self._number = number
+        self.number = number
 
     def __str__(self) -> str:
-        return f"ended by {signal.Signals(self._number).name}"
+        return f"ended by {signal.Signals(self.number).name}"
 
 
 def last_words(error: BaseException | None) -> str | None:
@@ -81,13 +85,23 @@ _pid = 0  # of the process that watches: a fork of it has joined nothing
 _exit: SystemExit | None = None
 """What the main thread's last `sys.exit`, or a signal, raised while anything was joined."""
 _python_exit = sys.exit
+_python_unraisable = sys.unraisablehook
 _handled = 0  # signals, by `_unwind`
 _said = False  # that a lease cannot be noted
 
 
+class _Forking(threading.local):
+    """The signals that the calling thread let through before the fork that it is in, and those around that fork."""
+
+    masks: tuple[set[signal.Signals | int], ...] = ()
+
+
+_forking = _Forking()
+
+
 def watch_exit(joined: Joined) -> None:
     """Let it leave when this process ends, by SIGTERM or SIGHUP, too; a script's own handler of these stays."""
-    global _pid, _exit, _python_exit
+    global _pid, _exit, _python_exit, _python_unraisable
     if _pid != os.getpid():
         _pid = os.getpid()
         _joined.clear()
@@ -96,21 +110,24 @@ def watch_exit(joined: Joined) -> None:
     _exit = None
     if sys.exit is not _remembered_exit:
         _python_exit, sys.exit = sys.exit, _remembered_exit
+    if sys.unraisablehook is not _sent_again_if_dropped:
+        _python_unraisable, sys.unraisablehook = sys.unraisablehook, _sent_again_if_dropped
     if threading.current_thread() is threading.main_thread():
         for number in WATCHED:
             if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, _unwind)
-                _let_a_second_one_end(number)
+                _unwind_at_the_first(number)
         _watch_signals()
 
 
 def has_left(joined: Joined) -> None:
-    """It need not leave any more; behind the last one `sys.exit` and what signals do are Python's own again."""
+    """It need not leave any more; behind the last one `sys.exit`, hooks and signals are Python's own again."""
     _joined.discard(joined)
     if _joined:
         return
     if sys.exit is _remembered_exit:
         sys.exit = _python_exit
+    if sys.unraisablehook is _sent_again_if_dropped:
+        sys.unraisablehook = _python_unraisable
     if threading.current_thread() is threading.main_thread():
         for number in WATCHED:
             if signal.getsignal(number) is _unwind:
@@ -132,6 +149,9 @@ def _remembered_exit(status: sys._ExitCode | None = None, /) -> NoReturn:
 def _unwind(number: int, frame: FrameType | None) -> None:
     global _exit, _handled
     _handled += 1
+    if _forking.masks:  # to raise here would also leave a handler at fork half done
+        _send_again(number)
+        return
     signal.signal(number, signal.SIG_DFL)  # a second one ends a program that does not unwind
     if _pid != os.getpid() or not _joined:  # a fork, or the last one left in another thread
         signal.raise_signal(number)
@@ -139,8 +159,26 @@ def _unwind(number: int, frame: FrameType | None) -> None:
     raise _exit
 
 
-def _let_a_second_one_end(number: int) -> None:
-    """Have the kernel forget the handler once it is called: Python may never get to do so. Only glibc can say it."""
+def _sent_again_if_dropped(dropped: sys.UnraisableHookArgs) -> None:
+    if isinstance(dropped.exc_value, EndedBySignal) and threading.current_thread() is threading.main_thread():
+        _send_again(dropped.exc_value.number)
+    else:
+        _python_unraisable(dropped)
+
+
+def _send_again(number: int) -> None:
+    _unwind_at_the_first(number)
+    sending = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))  # not from here, where it would be dropped, too
+    sending.daemon = True
+    sending.start()
+
+
+def _unwind_at_the_first(number: int) -> None:
+    """Unwind the script at this signal. A second one ends the process, even where Python never handles the first.
+
+    The kernel forgets the handler once it is called; only glibc can say it.
+    """
+    signal.signal(number, _unwind)
     with contextlib.suppress(AttributeError, OSError):
         sysv_signal = ctypes.CDLL(None).sysv_signal
         sysv_signal.restype, sysv_signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
@@ -167,21 +205,24 @@ def _keep_from_forks(writer: int) -> None:
     One that comes before would be written where this process watches, and be taken for one to this process; and Python
     forgets it as the fork begins, so that a fork that was to end lives on.
     """
-    held = threading.local()  # the thread that forks is the one that the fork has
 
     def hold() -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-        held.masks = [*getattr(held, "masks", ()), before]  # several, where a handler at fork forks itself
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        _forking.masks += (before,)  # of the thread that forks, which is the one that the fork has
+        signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
 
     def release() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held.masks.pop())
+        if _forking.masks:  # a signal may have ended `hold` before it began
+            signal.pthread_sigmask(signal.SIG_SETMASK, _forking.masks[-1])
+            _forking.masks = _forking.masks[:-1]
 
     def release_fork() -> None:
         try:
             _stop_watching(writer)
         finally:
-            before, held.masks = held.masks[0], []
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            if masks := _forking.masks:
+                _forking.masks = ()
+                signal.pthread_sigmask(signal.SIG_SETMASK, masks[0])
 
     os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release_fork)
 
