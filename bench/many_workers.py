@@ -29,11 +29,12 @@ from typing import Any
 import aiohttp
 
 sys.path.insert(0, str(Path(__file__).parent / "quality"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from harness.crowd import Crowd
+from harness.processes import free_port
 from results import FOLDER, Gate, write
 
 from atoll.cli.processes import anonymous_kb
-from atoll.testing.crowd import Crowd
-from atoll.testing.processes import free_port
 from atoll.wire import messages, routes
 
 MODEL = """import torch

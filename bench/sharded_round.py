@@ -13,13 +13,17 @@ import logging
 import multiprocessing as mp
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 import torch
 import torch.distributed as dist
+from harness.processes import free_port
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,7 +31,6 @@ from torch.distributed.fsdp import fully_shard
 import atoll
 from atoll.codecs.update import codecs_of, encoded_layout
 from atoll.tensors.modules import schema_of
-from atoll.testing.processes import free_port
 
 ROWS, COLUMNS = 1000, 1001
 

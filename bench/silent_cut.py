@@ -11,6 +11,7 @@ the gaps of later turns.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import threading
 import time
@@ -19,11 +20,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 import torch
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from torch import nn
 
 import atoll
-from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 
 STEP_S, SYNC_EVERY = 0.05, 20
 When = Literal["trains", "waits", "pulls"]

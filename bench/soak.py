@@ -34,10 +34,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from harness.processes import Kept, Nursery
 from kit import ForkedServer, ForkedSite, exported, tensors_digest
 from safetensors.torch import load_file
-
-from atoll.testing.processes import Kept, Nursery
 
 ROUNDS_SCRIPT = """
 import os

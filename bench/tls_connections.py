@@ -24,10 +24,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 import trustme
+from harness.processes import free_port, wait_until
 
 from atoll.cli.processes import anonymous_kb, cpu_s
-from atoll.testing.processes import free_port, wait_until
 from atoll.transport.door import raise_files_limit
 
 SIZES = (2**18, 2**16)

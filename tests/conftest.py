@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import processes
 from hypothesis import HealthCheck, settings
-
-from atoll.testing import processes
 
 for _variable in [name for name in os.environ if name.startswith("ATOLL_")]:
     del os.environ[_variable]  # before any test module reads it: a shell's settings must not decide a test
@@ -19,6 +18,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes share the cores; also
 # The time an example takes depends on what else the machine does, so it decides nothing.
 settings.register_profile("atoll", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("atoll")
+
+# Processes that tests start import the harness and the kit, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 
 BEHAVIOURS = Path(__file__).parents[1] / "docs" / "behaviours.toml"
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+from harness.processes import Nursery, wait_until
 from kit import (
     DiLoCoSites,
     FederatedSites,
@@ -17,8 +18,6 @@ from kit import (
     stop_group,
     tensors_digest,
 )
-
-from atoll.testing.processes import Nursery, wait_until
 
 SCRIPT = """
 import os

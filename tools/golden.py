@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "golden"))
 import torch
 from golden_axes import name_of, runs
 from golden_runs import DIGESTS, build_key, digests_of, in_words, known
-
-from atoll.testing.processes import Nursery
+from harness.processes import Nursery
 
 
 def main() -> int:

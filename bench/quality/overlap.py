@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
 import torch
+from harness.proxy import Pace, Proxy
 from results import FOLDER, Gate, write
 from torch import nn
 
 import atoll
-from atoll.testing.proxy import Pace, Proxy
 
 K, ROUNDS, STEP_S, DELAY_S = 4, 3, 0.025, 0.02
 SHARE, EXCHANGE = 2.0, 100 / 3

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import free_port
 from kit import serve
 from torch import nn
 
 import atoll
-from atoll.testing.processes import free_port
 
 TARGETS = {"a": 1.0, "b": -3.0, "c": 5.0}
 WEIGHTS = {"a": 1.0, "b": 3.0, "c": 8.0}

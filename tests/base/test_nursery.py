@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from atoll.testing import processes
-from atoll.testing.processes import Nursery, free_port, interruptible, wait_until
+from harness import processes
+from harness.processes import Nursery, free_port, interruptible, wait_until
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -65,7 +64,7 @@ def test_nobody_else_is_given_the_same_free_port(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(processes, "_PORTS", ports)
     monkeypatch.setattr(processes, "_TAKEN", [])  # free again behind this test
     (tmp_path / "other.py").write_text(
-        f"import json, signal\nfrom atoll.testing import processes\nprocesses._PORTS = {ports[:3]}\n"
+        f"import json, signal\nfrom harness import processes\nprocesses._PORTS = {ports[:3]}\n"
         "print(json.dumps([processes.free_port(), processes.free_port()]), flush=True)\nsignal.pause()\n"
     )
     with Nursery(preload=()) as nursery:

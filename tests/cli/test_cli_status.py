@@ -11,12 +11,12 @@ from functools import partial
 
 import pytest
 import torch
+from harness.processes import free_port
 from torch import nn
 
 import atoll
 from atoll.cli import status
 from atoll.cli.text import against_data_parallel
-from atoll.testing.processes import free_port
 from atoll.wire import messages, status_messages
 
 

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.processes import Nursery, Process, wait_until
 from safetensors.torch import load_file
 
 from atoll.cli import init
 from atoll.config import Settings
-from atoll.testing.processes import Nursery, Process, wait_until
 
 
 def commands(folder: Path) -> list[str]:

@@ -7,10 +7,10 @@ import socket
 from pathlib import Path
 
 import pytest
+from harness.processes import Nursery, free_port, wait_until
 from kit import FederatedSites, serve
 
 from atoll.cli import status as shown
-from atoll.testing.processes import Nursery, free_port, wait_until
 from atoll.wire.status_messages import Status
 
 

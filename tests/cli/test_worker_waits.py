@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from harness.processes import free_port, wait_until
 
 from atoll.cli import worker
 from atoll.errors import ServerUnreachable
-from atoll.testing.processes import free_port, wait_until
 
 
 def waits(address: str, monkeypatch: pytest.MonkeyPatch, give_up_s: str = "0.3") -> ServerUnreachable:

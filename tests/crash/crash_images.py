@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from crash_model import SITE_SCRIPT, build, take_rounds
+from harness.processes import Nursery, Process, wait_until
 from kit import (
     SITES,
     ForkedServer,
@@ -34,7 +35,6 @@ from torch import nn
 
 import atoll
 from atoll.errors import ServerLost
-from atoll.testing.processes import Nursery, Process, wait_until
 
 HERE = Path(__file__).parent
 REACHED = re.compile(r"^failpoint (\S+) stops the process: (\d+)$", re.MULTILINE)

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from crash_images import Image, Scenario, images_of, images_of_a_restart, recovered, undisturbed
 from crash_model import take_corrected_rounds, take_steps
+from harness.processes import Nursery
 from kit import SETTINGS
-
-from atoll.testing.processes import Nursery
 
 SRC = Path(__file__).parents[2] / "src"
 AFTER = """

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from far_device import FarDevice
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import atoll
 from atoll.filters import NormClip
-from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 
 SITES = {"a": 3.0, "b": 1.0}
 """Site → weight of its updates."""

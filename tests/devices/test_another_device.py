@@ -10,9 +10,8 @@ import pytest
 import torch
 from every_way import WAYS, Awkward
 from far_device import compiled
+from harness.processes import Nursery
 from safetensors.torch import load_file
-
-from atoll.testing.processes import Nursery
 
 SCRIPT = Path(__file__).with_name("every_way.py")
 

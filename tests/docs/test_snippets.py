@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from harness.processes import Nursery
 from pages import PAGES, ROOT, Block, blocks
-
-from atoll.testing.processes import Nursery
 
 SERVE = """\
 import os

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.processes import Nursery, Process
 from torch import nn
 
 import atoll
-from atoll.testing.processes import Nursery, Process
 
 SITE = str(Path(__file__).parent / "evaluating_site.py")
 TARGETS = {"a": 0.0, "b": 3.0, "c": 6.0}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from evaluation_world import MATRIX, errors, losses, matrix_of, serve, start_site
+from harness.processes import Nursery, wait_until
 
 from atoll.errors import RunFailed
-from atoll.testing.processes import Nursery, wait_until
 
 
 @pytest.mark.covers("P9", "P12")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from evaluation_world import AFTER, TARGETS, errors, losses, matrix_of, zero
+from harness.processes import Nursery
 
 import atoll
-from atoll.testing.processes import Nursery
 
 SITE = str(Path(__file__).parent / "other_site.py")
 

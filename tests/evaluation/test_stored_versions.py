@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from evaluation_world import losses, matrix_of, serve, start_site
+from harness.processes import Nursery, Process, free_port, wait_until
 from safetensors.torch import save_file
 
 from atoll.cli import evaluate
-from atoll.testing.processes import Nursery, Process, free_port, wait_until
 from atoll.wire.evaluations import Cell, EvaluatedModel, Evaluation, markdown, plain
 
 RUN = """

@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from harness.processes import Kept, Nursery, Process, free_port, wait_until
 from kit.processes import toml
 from site_threads import Threads
 from small_run import SITES, build, train_
 from torch import nn
 
 import atoll
-from atoll.testing.processes import Kept, Nursery, Process, free_port, wait_until
 
 KILLED = -signal.SIGKILL
 ROUNDS = 3

@@ -13,11 +13,11 @@ import pytest
 import safetensors.torch
 import torch
 from fault_world import ServerProcess, build
+from harness.processes import Nursery
 from site_threads import together
 from torch import Tensor
 
 import atoll
-from atoll.testing.processes import Nursery
 
 VERSIONS = 10
 SETTINGS = {

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from fault_world import PART_BYTES, SITES, Result, Sites, build, serving, train_
+from harness.processes import wait_until
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 
 import atoll
 from atoll.codecs.none import NoneCodec
 from atoll.errors import AtollError, Conflict, Superseded, TicketClosed
 from atoll.tensors.layout import update_layout, version_layout
 from atoll.tensors.modules import named_tensors, schema_of
-from atoll.testing.processes import wait_until
-from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 from atoll.wire import messages, routes
 from atoll.worker.session import Session
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import FederatedSites, exported, serve, tensors_digest, together
 
 import atoll
-from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 
 KINDS = {
     "the run": "GET /v1/run ",

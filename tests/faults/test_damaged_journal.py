@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from harness.processes import Nursery, wait_until
 from kit import (
     FederatedSites,
     ForkedServer,
@@ -33,7 +34,6 @@ from typer.testing import CliRunner
 
 from atoll.cli.main import app
 from atoll.errors import ConfigError, StateCorrupt
-from atoll.testing.processes import Nursery, wait_until
 
 JOURNAL, WAL, HEAD = "journal.sqlite", "journal.sqlite-wal", "audit.head"
 

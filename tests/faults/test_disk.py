@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 from fault_world import Result, ServerProcess, SiteProcess, Sites, left_undisturbed, serving
+from harness.processes import Nursery, wait_until
 
 from atoll import failpoints
 from atoll.errors import StoreError
 from atoll.server import run
-from atoll.testing.processes import Nursery, wait_until
 
 
 @pytest.fixture(scope="module")

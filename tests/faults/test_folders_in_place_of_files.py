@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from harness.processes import Nursery
 from kit import FederatedSites, exported, serve, write_run_file
 
 from atoll.errors import StoreError
-from atoll.testing.processes import Nursery
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import Nursery, wait_until
 from kit import FederatedSites, ForkedServer, ForkedSite, serve
-
-from atoll.testing.processes import Nursery, wait_until
 
 FEDERATED = """
 import sys

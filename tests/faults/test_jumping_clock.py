@@ -11,11 +11,11 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
+from harness import processes
+from harness.processes import Nursery, wait_until
 from kit import FederatedSites, ForkedServer, ForkedSite, exported, serve, tensors_digest
 
 import atoll
-from atoll.testing import processes
-from atoll.testing.processes import Nursery, wait_until
 
 LIBRARY = next((path for lib in ("/usr/lib", "/usr/lib64") for path in Path(lib).glob("**/libfaketimeMT.so.1")), None)
 DAY = timedelta(days=1)

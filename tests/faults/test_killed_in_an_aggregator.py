@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from fault_world import Result, ServerProcess, Sites
-
-from atoll.testing.processes import Nursery, wait_until
+from harness.processes import Nursery, wait_until
 
 SLOW_MEAN = """
 import os, time

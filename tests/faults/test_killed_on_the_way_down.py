@@ -18,12 +18,12 @@ from fault_world import (
     serving,
     told,
 )
+from harness.processes import Nursery
 
 import atoll
 from atoll.codecs.downlink import Downlink
 from atoll.tensors.layout import version_layout
 from atoll.tensors.modules import schema_of
-from atoll.testing.processes import Nursery
 
 CODECS = {"codec": "int8", "downlink_codec": "int8"}
 WHOLE = version_layout(schema_of(build()), PART_BYTES)

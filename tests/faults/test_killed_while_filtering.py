@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from fault_world import Result, ServerProcess, Sites, serving
-
-from atoll.testing.processes import Nursery
+from harness.processes import Nursery
 
 FILTERS: list[dict[str, Any]] = [
     {"path": "norm_clip", "args": {"max_norm": 3.0}},

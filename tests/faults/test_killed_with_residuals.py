@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from fault_world import Result, SiteProcess, Sites, beside, left_undisturbed, serving
-
-from atoll.testing.processes import Nursery
+from harness.processes import Nursery
 
 
 @pytest.fixture(scope="module")

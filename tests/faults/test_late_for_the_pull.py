@@ -8,10 +8,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from harness.processes import free_port, wait_until
 from kit import FederatedSites, Threads, build_model, copy_folder, serve, train_
 
 import atoll
-from atoll.testing.processes import free_port, wait_until
 
 
 class LateSite(Threads):

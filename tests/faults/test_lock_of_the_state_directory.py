@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from harness.processes import Nursery, wait_until
 from kit import FederatedSites, ForkedServer, exported, serve, tensors_digest, write_run_file
 
 from atoll.errors import StateLocked
-from atoll.testing.processes import Nursery, wait_until
 
 
 @pytest.mark.covers("F29")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from fault_world import serving
+from harness.proxy import Pace, Proxy
 from torch import nn
 
 import atoll
-from atoll.testing.proxy import Pace, Proxy
 
 PACE = Pace(delay_s=0.1, bytes_per_s=1.2 * 1460 / (0.2 * 0.01**0.5))
 """87,600 bytes/s: 71 such connections fill 50 Mbit/s."""

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from fault_world import build
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from safetensors.torch import load_file
 from stream_world import local_step
 from torch import nn
 
 import atoll
-from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 
 LAST_VERSION = "GET .*/versions/1[ /]"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from fault_world import Result, ServerProcess, build, train_
+from harness.processes import Nursery, wait_until
 
 import atoll
-from atoll.testing.processes import Nursery, wait_until
 
 MANY = 200
 MORE_MB = 100.0

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from fault_world import EVERY_SITE_AND_ROUND, Result, SiteProcess, Sites, build, said, serving, train_
+from harness.processes import Nursery, free_port, wait_until
 from torch import nn
 
 import atoll
-from atoll.testing.processes import Nursery, free_port, wait_until
 from atoll.worker.session import Session
 
 
@@ -201,7 +201,7 @@ def test_diloco_advances_by_what_was_counted_while_the_answer_was_lost(tmp_path:
     As above: after round one the global weight is 8 − 2 = 6, though the worker believes the synchronisation skipped.
     Steps 3 and 4 are the only local progress of the next one: 6 − 2 = 4 after round two.
     """
-    from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
+    from harness.proxy import BEFORE_HEADER, Fault, Proxy
 
     settings = {
         "algorithm": "diloco", "num_workers": 1, "rounds": 2, "sync_every": 2, "codec": "none", "outer_lr": 1.0,

@@ -7,9 +7,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from harness.processes import Nursery
 from kit import FederatedSites, ForkedServer, exported, serve, tensors_digest
-
-from atoll.testing.processes import Nursery
 
 ROUNDS = 3
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import wait_until
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import Threads
 from torch import nn
 
 import atoll
-from atoll.testing.processes import wait_until
-from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 from atoll.worker.session import Session
 
 

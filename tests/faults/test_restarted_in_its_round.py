@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import Nursery, wait_until
 from kit import ForkedSite, exported, serve, tensors_digest
 
 import atoll
-from atoll.testing.processes import Nursery, wait_until
 
 SCRIPT = """
 import os
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import atoll
-from atoll.testing.processes import wait_until
+from harness.processes import wait_until
 from kit.models import SITES, build_model
 
 site, model = os.environ["ATOLL_SITE"], build_model()

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import wait_until
 from small_run import build
 
 import atoll
 from atoll.errors import ConfigError, ServerLost
-from atoll.testing.processes import wait_until
 from atoll.worker.silence import Silence, give_up_s
 
 SCRIPT = str(Path(__file__).with_name("lost_worker.py"))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from fault_world import PART_BYTES, Result, ServerProcess, Sites, build
+from harness.processes import Nursery, wait_until
+from harness.proxy import Fault, Proxy
 
 from atoll.errors import ServerUnreachable
 from atoll.tensors.layout import version_layout
 from atoll.tensors.modules import schema_of
-from atoll.testing.processes import Nursery, wait_until
-from atoll.testing.proxy import Fault, Proxy
 from atoll.wire import status_messages
 from atoll.worker.client import status
 

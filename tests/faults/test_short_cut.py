@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import wait_until
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import DiLoCoSites, FederatedSites, serve
-
-from atoll.testing.processes import wait_until
-from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 
 SETTINGS: dict[str, Any] = {
     "num_workers": 1,

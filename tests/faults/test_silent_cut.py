@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import wait_until
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import DiLoCoSites, FederatedSites, serve
 from safetensors.torch import load_file
 from torch import nn
 
 import atoll
-from atoll.testing.processes import wait_until
-from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 
 CALLS = "(GET|PUT|POST) /v1/(?!heartbeat)"
 STREAMED = {"num_fragments": 2, "tau": 1, "alpha": 0.5}

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.processes import free_port, wait_until
+from harness.proxy import Proxy
 from kit import FederatedSites, build_model, serve
 
 import atoll
 from atoll.errors import ServerLost
-from atoll.testing.processes import free_port, wait_until
-from atoll.testing.proxy import Proxy
 from atoll.worker import connection
 
 AFTER_15_S = 7

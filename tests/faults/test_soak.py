@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from fault_world import SITES, Result, ServerProcess, SiteProcess, Sites
-
-from atoll.testing.processes import Kept, Nursery
+from harness.processes import Kept, Nursery
 
 ROUNDS = 8
 SERVER_PLACES = {

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import trustme
 from fault_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, Sites, serving, write_run_file
+from harness.processes import Nursery, wait_until
 
 import atoll
 from atoll.errors import AuthError, ServerUnreachable
-from atoll.testing.processes import Nursery, wait_until
 from atoll.transport.ask import ask
 from atoll.wire import messages, routes
 from atoll.worker.client import status

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from fault_world import ServerProcess, build, serving
+from harness.processes import Nursery
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from stream_world import EVERY_UPDATE, FRAGMENTS, SETTINGS, Left, StreamingSites, local_step, same
 from torch import nn
 
@@ -17,8 +19,6 @@ from atoll.codecs.update import codecs_of, encoded_layout
 from atoll.errors import ServerUnreachable
 from atoll.tensors.fragments import split
 from atoll.tensors.modules import schema_of
-from atoll.testing.processes import Nursery
-from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 from atoll.worker import streaming
 from atoll.worker.connection import Connection
 from atoll.worker.exchange import Exchange

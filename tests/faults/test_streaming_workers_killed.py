@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from fault_world import KILLED, SITES, SiteProcess, beside, build, lines, require_ends_soon_by_ctrl_c, serving
+from harness.processes import Nursery
+from harness.proxy import Fault, Proxy
 from stream_world import EVERY_UPDATE, FRAGMENTS, SETTINGS, STEPS, Left, StreamingSites, same
 
 import atoll
 from atoll.tensors.fragments import split
 from atoll.tensors.layout import version_layout
 from atoll.tensors.modules import schema_of
-from atoll.testing.processes import Nursery
-from atoll.testing.proxy import Fault, Proxy
 from atoll.worker.session import Session
 
 

@@ -23,13 +23,13 @@ from fault_world import (
     serving,
     told,
 )
+from harness.processes import Nursery, wait_until
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 
 import atoll
 from atoll.codecs.none import NoneCodec
 from atoll.tensors.layout import update_layout, version_layout
 from atoll.tensors.modules import schema_of
-from atoll.testing.processes import Nursery, wait_until
-from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 
 
 def version_bytes() -> list[int]:

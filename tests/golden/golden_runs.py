@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from golden_axes import STEPS, Row, name_of, settings_of
 from golden_model import WEIGHTS, build, inner, state_of, take_rounds, train_steps
+from harness.processes import Nursery, free_port
 from kit import SITES, exported, serve, tensors_digest, together
 from safetensors.torch import load_file
 from torch import Tensor
 
 import atoll
-from atoll.testing.processes import Nursery, free_port
 
 HERE = Path(__file__).parent
 DIGESTS = HERE / "digests.json"

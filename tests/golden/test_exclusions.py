@@ -8,11 +8,11 @@ import pytest
 from golden_axes import DEFAULTS, EXCLUSIONS, FEW, ROUNDS, STEPS, Exclusion, Row, is_valid, name_of, settings_of
 from golden_model import build
 from golden_runs import simulation
+from harness.processes import Nursery
 from kit import serve
 
 import atoll
 from atoll.errors import AtollError, ConfigError, StateLocked
-from atoll.testing.processes import Nursery
 
 RANKS = ("fsdp", "ddp")
 EXCLUDED = [

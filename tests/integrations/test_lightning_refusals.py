@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import free_port
 from lightning_world import PACKAGES, Tiny, data, lines, module_class, package, serve, trainer_of
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 import atoll
 import atoll.lightning
 from atoll.errors import UsageError
-from atoll.testing.processes import free_port
 
 pytestmark = pytest.mark.usefixtures("each_package")
 

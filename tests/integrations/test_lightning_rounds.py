@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import wait_until
 from lightning_world import PACKAGES, SAMPLES, Tiny, data, lines, module_class, serve, trainer_of
 from safetensors.torch import load_file
 
 import atoll
 import atoll.lightning
 from atoll.errors import UsageError
-from atoll.testing.processes import wait_until
 from atoll.worker.federated_round import FederatedRound
 from atoll.worker.session import Session
 

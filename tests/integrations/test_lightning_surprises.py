@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import free_port
 from lightning_world import Tiny, data, lines, package, serve, trainer_of
 
 import atoll
 import atoll.lightning
-from atoll.testing.processes import free_port
 
 pytestmark = pytest.mark.usefixtures("each_package")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import Kept, Nursery, Process, free_port, wait_until
 from lightning_world import Tiny, data, trainer_of
 from safetensors.torch import load_file
 from site_threads import Threads
@@ -23,7 +24,6 @@ from transformers_world import MOMENTUM, STEPS, One, rate, trainer_for
 import atoll
 import atoll.lightning
 from atoll.integrations.transformers import AtollCallback
-from atoll.testing.processes import Kept, Nursery, Process, free_port, wait_until
 
 ROUNDS = 3
 MODEL = """

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.testing.processes import free_port, wait_until
+from harness.processes import free_port, wait_until
+
 from kit.digests import exported, tensors_digest
 from kit.folders import copy_folder
 from kit.servers import serve

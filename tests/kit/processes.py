@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from atoll.testing.processes import Kept, Nursery, Process, free_port
+from harness.processes import Kept, Nursery, Process, free_port
+
 from kit.servers import SETTINGS
 
 _KIT_ON_PATH = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"

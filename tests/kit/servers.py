@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from harness.processes import free_port
 from torch import nn
 
 import atoll
-from atoll.testing.processes import free_port
 from kit.models import SITES, build_model
 
 SETTINGS: dict[str, Any] = {

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.processes import wait_until
 from object_world import TREES, differences, model
 
 import atoll
 from atoll.tensors.lazy import resolve
-from atoll.testing.processes import wait_until
 from atoll.transport import parts
 
 

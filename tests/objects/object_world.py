@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness.processes import Nursery, Process, wait_until
 from torch import Tensor, nn
 
 from atoll.tensors.reference import TensorRef
-from atoll.testing.processes import Nursery, Process, wait_until
 
 SCRIPT = Path(__file__).with_name("object_process.py")
 PART = 2**16

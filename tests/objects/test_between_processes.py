@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.processes import Nursery, wait_until
 from object_world import PART, SCRIPT, differences, fetching, flat, model, nested, publishing, said
 from torch import nn
 
@@ -19,7 +20,6 @@ import atoll
 from atoll.errors import AuthError, ConfigError, Gone, SchemaMismatch, ServerUnreachable, UsageError
 from atoll.tensors.lazy import LazyState, LazyTensor
 from atoll.tensors.payload import pack, unpack
-from atoll.testing.processes import Nursery, wait_until
 
 
 @pytest.mark.covers("P1", "P4", "P8")

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.proxy import Proxy
 from object_world import differences
 
 import atoll
@@ -24,7 +25,6 @@ from atoll import posix
 from atoll.tensors import objects
 from atoll.tensors.chunks import Scatter
 from atoll.tensors.lazy import resolve
-from atoll.testing.proxy import Proxy
 
 MANY, FEW = 5000, 50
 TOTAL = 16_000_000

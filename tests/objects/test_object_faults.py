@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 import torch
 from blake3 import blake3
+from harness.processes import Nursery, Process, wait_until
+from harness.proxy import Fault, Proxy
 from object_world import PART, differences, fetching, flat, large, publishing, said
 
 import atoll
@@ -32,8 +34,6 @@ from atoll.tensors.cuts import Cut
 from atoll.tensors.objects import MOST_PARTS, Contents, Extent, write_object
 from atoll.tensors.payload import pack
 from atoll.tensors.reference import TensorRef
-from atoll.testing.processes import Nursery, Process, wait_until
-from atoll.testing.proxy import Fault, Proxy
 from atoll.transport import parts
 from atoll.transport.drafts import nameless
 from atoll.transport.lane import Lane

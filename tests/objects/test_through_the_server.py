@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 from blake3 import blake3
+from harness.processes import Nursery, free_port, wait_until
+from harness.proxy import Fault, Proxy
 from object_world import PART, SCRIPT, differences, fetching, flat, said
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -37,8 +39,6 @@ from atoll.errors import (
 )
 from atoll.tensors.objects import Extent
 from atoll.tensors.reference import TensorRef
-from atoll.testing.processes import Nursery, free_port, wait_until
-from atoll.testing.proxy import Fault, Proxy
 from atoll.transport.client import Http
 from atoll.transport.parts import Parts
 from atoll.wire import object_messages, routes

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import trustme
+from harness.processes import Nursery, wait_until
 from recipe_world import CORRECTED, DILOCO, PLAIN, module, project, recipe, train
 from safetensors.torch import load_file
 
 from atoll.errors import ConfigError, RunFailed, UsageError
 from atoll.recipes import DiLoCoRecipe, FedAvgRecipe, LocalEnv, Recipe, ScaffoldRecipe, SimEnv, SwarmRecipe, local
-from atoll.testing.processes import Nursery, wait_until
 
 pytestmark = pytest.mark.slow
 

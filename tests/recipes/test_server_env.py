@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import free_port, wait_until
 from recipe_world import module, project, recipe, train
 
 import atoll
 from atoll.config import Settings
 from atoll.errors import ConfigError, RunFailed, ServerUnreachable, UsageError
 from atoll.recipes import DiLoCoRecipe, FedAvgRecipe, RunResult, ServerEnv
-from atoll.testing.processes import free_port, wait_until
 
 
 @pytest.fixture(autouse=True)

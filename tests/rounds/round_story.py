@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from harness.sim_journal import SimJournal
+
 from atoll.rounds import machine
 from atoll.rounds.effects import Effect, RoundClosed, TicketIssued, TicketWithheld
 from atoll.rounds.events import (
@@ -15,7 +17,6 @@ from atoll.rounds.events import (
     WorkerLeft,
     WorkerSeen,
 )
-from atoll.testing.sim_journal import SimJournal
 
 
 class Story:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+from harness.schedules import Schedule, Violation, explore, simulate
 from round_story import closed
 
 from atoll.rounds import machine
 from atoll.rounds.effects import FINISHED, RunFinished, TicketsExpired
 from atoll.rounds.policy import Async
-from atoll.testing.schedules import Schedule, Violation, explore, simulate
 
 
 def begin(story, *sites, **rules):

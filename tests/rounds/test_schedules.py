@@ -8,12 +8,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from harness import schedules
+from harness.schedules import MUTANTS, Fault, Schedule, Violation, explore, simulate
 
 from atoll.rounds import machine, recovery, settle
 from atoll.rounds.effects import ExpectedChanged
 from atoll.rounds.events import AggregatorLost
-from atoll.testing import schedules
-from atoll.testing.schedules import MUTANTS, Fault, Schedule, Violation, explore, simulate
 
 PLAIN = Schedule(workers=3, num_workers=3, min_workers=2, quorum=0, deadline_s=30, fragments=1)
 

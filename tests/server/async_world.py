@@ -8,10 +8,10 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from harness.processes import free_port, wait_until
 from torch import Tensor, nn
 
 import atoll
-from atoll.testing.processes import free_port, wait_until
 
 SITES = ("a", "b", "c")
 START = torch.arange(1.0, 7.0, dtype=torch.float64).reshape(2, 3)

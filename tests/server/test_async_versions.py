@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from async_world import START, Clients, gradient, nesterov
+from harness.processes import wait_until
 from test_fall_back import damage_head, slow_disk, wait_until_durable
 from torch import nn
 
@@ -20,7 +21,6 @@ from atoll.errors import Gone
 from atoll.rounds.events import TicketRequested, VersionCommitted
 from atoll.server.exports import Exports
 from atoll.server.run import Run
-from atoll.testing.processes import wait_until
 
 
 @pytest.mark.covers("L5")

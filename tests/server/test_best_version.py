@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import wait_until
 from safetensors import safe_open
 
 import atoll
@@ -17,7 +18,6 @@ from atoll.cli import export
 from atoll.cli.status import headline
 from atoll.errors import ConfigError, Gone, UsageError
 from atoll.store.store import Store
-from atoll.testing.processes import wait_until
 
 SETTINGS: dict[str, Any] = {
     "algorithm": "fedavg",

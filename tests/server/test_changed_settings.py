@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import free_port, wait_until
 from torch import nn
 
 import atoll
 from atoll.errors import ConfigError
-from atoll.testing.processes import free_port, wait_until
 
 STREAMING: dict[str, Any] = {"sync_every": 40, "num_fragments": 2, "tau": 4, "alpha": 0.5, "max_inflight": 1}
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import free_port, wait_until
 from own_world import MEAN, write
 from safetensors.torch import load_file
 
 import atoll
 from atoll.errors import ConfigError, RunFailed
-from atoll.testing.processes import free_port, wait_until
 
 START = {"w": torch.zeros(2, 3), "v": torch.zeros(4), "bn.running_mean": torch.zeros(1)}
 SITES = {"a": 1.0, "b": 3.0}

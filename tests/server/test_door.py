@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import trustme
+from harness.processes import wait_until
 from torch import nn
 
 import atoll
 from atoll.server import embed
-from atoll.testing.processes import wait_until
 from atoll.transport import door
 from atoll.wire import routes
 

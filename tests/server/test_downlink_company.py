@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from down_world import Reference, clients, down_bytes, mixed, play, require_equal, serve, start, through, trained
+from harness.proxy import Fault, Proxy
 from own_world import MEAN, write
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from atoll import registry
 from atoll.cli import export
 from atoll.errors import Gone, StateCorrupt
 from atoll.filters import NormClip
-from atoll.testing.proxy import Fault, Proxy
 
 
 def whole_pull(server: atoll.Server, folder: Path) -> tuple[dict[str, Tensor], int]:

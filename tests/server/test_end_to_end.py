@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from harness.processes import free_port
 from site_threads import together
 from torch import nn
 
 import atoll
 from atoll.errors import AtollError, SchemaMismatch
 from atoll.server.exports import Exports
-from atoll.testing.processes import free_port
 from atoll.worker.client import status
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import free_port, wait_until
 from torch import nn
 
 import atoll
 from atoll.server.outcome import staleness
 from atoll.store.store import Store
-from atoll.testing.processes import free_port, wait_until
 from atoll.worker.files import OutboxNote
 
 

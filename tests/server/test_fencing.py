@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.processes import free_port, wait_until
 from torch import nn
 
 import atoll
 from atoll.errors import LeaseLost, Superseded
 from atoll.store.slots import WRITER
 from atoll.tensors.modules import named_tensors
-from atoll.testing.processes import free_port, wait_until
 from atoll.transport.client import Http
 from atoll.wire import messages, routes
 from atoll.worker.session import Session

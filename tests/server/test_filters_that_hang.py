@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import free_port, wait_until
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,7 +24,6 @@ from atoll.filters import Filter
 from atoll.server import aside
 from atoll.server.filters import Filtering
 from atoll.store.rows import TicketRow
-from atoll.testing.processes import free_port, wait_until
 
 START = {"w": torch.zeros(2)}
 

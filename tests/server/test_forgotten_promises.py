@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from harness.processes import free_port, wait_until
+from harness.proxy import Fault, Proxy
 from torch import nn
 
 import atoll
-from atoll.testing.processes import free_port, wait_until
-from atoll.testing.proxy import Fault, Proxy
 
 SIZE = 200
 """320 kB in fp64 are five parts of 64 KiB."""

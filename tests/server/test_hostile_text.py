@@ -17,11 +17,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from harness.processes import wait_until
 from kit import build_model, joined, post, serve
 
 import atoll
 from atoll.errors import AuthError
-from atoll.testing.processes import wait_until
 
 HOSTILE = {
     "escape": "\x1b[2J\x1b]0;owned\x07",

@@ -8,11 +8,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
+from harness.crowd import Crowd
 from safetensors.torch import load_file
 from torch import nn
 
 import atoll
-from atoll.testing.crowd import Crowd
 
 WORKERS, ROUNDS = 200, 2
 

@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from harness.processes import free_port, wait_until
 from kit import FederatedSites, joined, post, serve
 
 import atoll
 from atoll import failpoints
 from atoll.errors import Superseded
-from atoll.testing.processes import free_port, wait_until
 
 SECRET_DIGITS = 32
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.processes import wait_until
 from torch import nn
 
 import atoll
 from atoll.store.slots import PULL, WRITER
-from atoll.testing.processes import wait_until
 from atoll.wire import routes
 from atoll.worker.session import Session
 

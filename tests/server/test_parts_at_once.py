@@ -11,13 +11,13 @@ import pytest
 import torch
 import trustme
 from aiohttp import web
+from harness.processes import wait_until
 from safetensors import safe_open
 from torch import nn
 
 import atoll
 from atoll.server.uploads import PARTS_PER_CONNECTION
 from atoll.tensors.modules import named_tensors
-from atoll.testing.processes import wait_until
 from atoll.transport import host
 from atoll.transport.client import Http
 from atoll.wire import messages, routes

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import wait_until
 from torch import Tensor, nn
 
 import atoll
@@ -19,7 +20,6 @@ from atoll.errors import ConfigError, SchemaMismatch
 from atoll.server import begin
 from atoll.server.persistor import Best, Persistor
 from atoll.tensors.lazy import LazyTensor
-from atoll.testing.processes import wait_until
 
 START = {"w": torch.arange(3.0), "bn.running_mean": torch.ones(1)}
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import wait_until
 from torch import nn
 
 import atoll
 from atoll.errors import AtollError, Conflict, Gone, LeaseLost, Superseded, TicketClosed, UpdateRefused
 from atoll.tensors.modules import named_tensors
-from atoll.testing.processes import wait_until
 from atoll.transport.parts import Parts
 from atoll.wire import messages, routes
 from atoll.worker.session import Session

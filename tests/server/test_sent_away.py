@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import wait_until
 
 import atoll
 from atoll.errors import Busy, RunFailed
 from atoll.server.workflow import Controller
-from atoll.testing.processes import wait_until
 from atoll.transport.client import Http
 from atoll.wire import messages, routes, task_messages
 from atoll.worker.session import Session

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from bad_filters import Infinite, Shorter, Undecided
 from filter_world import Halved, become, join, play, serving
+from harness.processes import free_port, wait_until
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from atoll.errors import DiskFull, RunFailed
 from atoll.filters import Drop, Filter, Outgoing
 from atoll.server.filters import HOLDER
 from atoll.store.rows import TicketRow
-from atoll.testing.processes import free_port, wait_until
 from atoll.wire import messages, routes
 
 

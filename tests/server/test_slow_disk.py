@@ -6,12 +6,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from harness.processes import wait_until
 from kit import serve
 from torch import nn
 
 import atoll
 from atoll.store.store import Store
-from atoll.testing.processes import wait_until
 
 
 @pytest.mark.covers("F26")

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from blake3 import blake3
+from harness.processes import wait_until
 from kit import serve
 from torch import nn
 
 from atoll.posix import read_at
 from atoll.tensors.modules import named_tensors
-from atoll.testing.processes import wait_until
 from atoll.wire import routes
 from atoll.worker.session import Session
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import wait_until
 from torch import nn
 
 import atoll
-from atoll.testing.processes import wait_until
 from atoll.wire import routes
 
 

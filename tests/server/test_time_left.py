@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.processes import wait_until
 from torch import nn
 
 import atoll
 from atoll.cli import status as cli_status
 from atoll.server.left import ROUNDS, TimeLeft, left_s
-from atoll.testing.processes import wait_until
 from atoll.wire import messages
 from atoll.worker.reporting import in_wait
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import free_port, wait_until
 from torch import nn
 
 import atoll
@@ -12,7 +13,6 @@ from atoll.cli.status import COLUMNS, worker_row
 from atoll.cli.text import awaited
 from atoll.server import embed
 from atoll.tensors.modules import named_tensors
-from atoll.testing.processes import free_port, wait_until
 from atoll.worker.connection import Connection
 from atoll.worker.session import Session
 

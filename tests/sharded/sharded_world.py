@@ -11,9 +11,8 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from harness.processes import Kept, Nursery, Process, free_port
 from torch import Tensor, nn
-
-from atoll.testing.processes import Kept, Nursery, Process, free_port
 
 SCRIPT = Path(__file__).with_name("rank_of_a_sharded_site.py")
 WEIGHTS = {"a": 1.0, "b": 2.5}

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+from harness.processes import Nursery
 from sharded_world import World, expected, require_close, rows, told
-
-from atoll.testing.processes import Nursery
 
 
 @pytest.mark.covers("L3", "L5")

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+from harness.processes import Nursery, free_port, wait_until
 from sharded_world import SETTINGS, World, build, expected, require_close, rows, start_site, trained
 
 import atoll
 from atoll.errors import ServerUnreachable
 from atoll.store.store import Store
-from atoll.testing.processes import Nursery, free_port, wait_until
 from atoll.worker.client import status
 
 

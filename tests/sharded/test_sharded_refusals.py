@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import Nursery
 from sharded_world import World
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from atoll.config import Settings
 from atoll.errors import ConfigError, UsageError
-from atoll.testing.processes import Nursery
 from atoll.worker.ranks import Ranks
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+from harness.processes import Nursery
 from sharded_world import World, build, expected, require_close, rows, told
 
 import atoll
 from atoll.cli import export
 from atoll.tensors.layout import Layout, rows_of, update_layout, version_layout
 from atoll.tensors.modules import schema_of
-from atoll.testing.processes import Nursery
 
 
 def raw(ranks: int) -> tuple[Layout, Layout]:

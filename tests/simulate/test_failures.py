@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from engine_here import simulate_here
+from harness.processes import Nursery, wait_until
 from virtual_world import CLIENT, model_of, simulate, told, write
 
 import atoll
@@ -20,7 +21,6 @@ from atoll.errors import ConfigError, RunFailed, StoreError
 from atoll.simulate import client, conductor, local
 from atoll.simulate.jobs import Answer
 from atoll.simulate.station import answer_to
-from atoll.testing.processes import Nursery, wait_until
 
 FOUR = ("--workers", "4", "--processes", "1")
 TWO = ("--workers", "4", "--processes", "2")

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from harness.processes import Nursery, free_port, wait_until
 from virtual_world import CLIENT, model_of, simulate, told, write
 
 import atoll
 from atoll.errors import ConfigError, RunFailed
-from atoll.testing.processes import Nursery, free_port, wait_until
 
 FOUR = ("--workers", "4", "--processes", "2", "--engine", "ray")
 

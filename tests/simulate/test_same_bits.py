@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import Nursery, free_port
 from virtual_world import SITES, model_of, write
 
 import atoll
-from atoll.testing.processes import Nursery, free_port
 
 RUNS: dict[str, dict[str, Any]] = {
     "fedavg": {"algorithm": "fedavg"},

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from atoll.testing.processes import Nursery
+from harness.processes import Nursery
 
 SITES = ["site-0000", "site-0001", "site-0002", "site-0003"]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import Nursery
 from kit import build_model, serve, write_run_file
 
 import atoll
 from atoll.errors import ConfigError
-from atoll.testing.processes import Nursery
 
 DILOCO: dict[str, Any] = {"algorithm": "diloco", "outer_optimizer": None, "outer_lr": None, "outer_momentum": None}
 ALL_LOST: list[dict[str, Any]] = [

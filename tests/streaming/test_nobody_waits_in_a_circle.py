@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.processes import wait_until
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from streaming_world import Sites, build, serve
 
 import atoll
-from atoll.testing.processes import wait_until
-from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 from atoll.worker.session import Session
 
 OPTIONS = {"num_workers": 2, "num_fragments": 2, "sync_every": 4, "rounds": 3}

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+from harness.processes import free_port
 from streaming_world import Trace, expected, require_close, serve
 from torch import Tensor, nn
 
-from atoll.testing.processes import free_port
 from atoll.worker.ranks import Ranks
 
 SCRIPT = Path(__file__).with_name("rank_of_a_site.py")

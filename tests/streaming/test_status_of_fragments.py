@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from harness.processes import Nursery
 from kit import DiLoCoSites, serve
-
-from atoll.testing.processes import Nursery
 
 
 def rounds_shown(nursery: Nursery, url: str, folder: Path) -> list[str]:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from harness.processes import wait_until
+from harness.proxy import Fault, Proxy
 from streaming_world import (
     Sites,
     build,
@@ -25,8 +27,6 @@ from streaming_world import (
 import atoll
 from atoll.filters import Drop, Filter
 from atoll.filters.base import Outgoing
-from atoll.testing.processes import wait_until
-from atoll.testing.proxy import Fault, Proxy
 from atoll.worker.client import status
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from streaming_world import build, inner, local_step, serve
 
 import atoll
-from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 
 REQUESTS = ["POST .*/complete ", "PUT .*/parts/0 ", "GET .*/versions/", "POST /v1/tickets"]
 STANDS_STILL_S = 60.0

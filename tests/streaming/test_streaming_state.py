@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from harness.processes import free_port
 from streaming_world import Sites, build, copied, equal, expected, require_close, serve
 from torch import nn
 
 import atoll
 from atoll.cli.export import from_directory, from_server
 from atoll.errors import ConfigError
-from atoll.testing.processes import free_port
 
 
 @pytest.mark.covers("L8", "L11")

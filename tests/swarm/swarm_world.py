@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.processes import Kept, Nursery, Process, free_port, wait_until
 from site_threads import Threads
 from swarm_run import SITES, STEPS, build, gradients_
 from torch import nn
 
 import atoll
 from atoll.errors import ServerUnreachable
-from atoll.testing.processes import Kept, Nursery, Process, free_port, wait_until
 from atoll.wire.status_messages import Status
 from atoll.worker.client import status
 

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from harness.processes import wait_until
 from kit import serve
 
 import atoll
-from atoll.testing.processes import wait_until
 from atoll.transport.client import Http
 from atoll.wire import messages, routes
 from atoll.wire.swarm_messages import Closed, Collected, Held, PeerReport, PeerWork, Source

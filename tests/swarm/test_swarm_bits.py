@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import free_port
 from swarm_run import SITES, build
 from swarm_world import ROUNDS, SETTINGS, Result, Sites, left_by, serving
 
@@ -19,7 +20,6 @@ from atoll.server.begin import plan_of
 from atoll.tensors.layout import version_layout
 from atoll.tensors.modules import schema_of
 from atoll.tensors.reference import TensorRef
-from atoll.testing.processes import free_port
 from atoll.transport.client import Http
 from atoll.wire import routes
 from atoll.wire.swarm_messages import Close, PeerWork

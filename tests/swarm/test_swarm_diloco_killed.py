@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import Nursery
 from swarm_run import SITES
 from swarm_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, sites
-
-from atoll.testing.processes import Nursery
 
 SETTINGS: dict[str, Any] = {
     "algorithm": "diloco",

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import Nursery, wait_until
 from swarm_run import SITES
 from swarm_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, sites
-
-from atoll.testing.processes import Nursery, wait_until
 
 SETTINGS: dict[str, Any] = {"aggregators": ["a", "b", "c"], "heartbeat_timeout_s": 60.0, "idle_timeout_s": 5.0}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import Nursery, wait_until
 from safetensors.torch import load_file
 from swarm_run import SITES, build
 from swarm_world import (
@@ -25,7 +26,6 @@ from swarm_world import (
 import atoll
 from atoll.cli.export import from_directory
 from atoll.errors import ConfigError, Gone, UsageError
-from atoll.testing.processes import Nursery, wait_until
 
 IN_TURN: dict[str, Any] = {"aggregators": ["a", "b", "c"]}
 

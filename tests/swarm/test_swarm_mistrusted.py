@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
+from harness.processes import Nursery, wait_until
 from swarm_world import SITES, Result, ServerProcess, SiteProcess, Sites, serving
 
 import atoll
 from atoll.errors import BadRequest
 from atoll.server.places import Place
-from atoll.testing.processes import Nursery, wait_until
 from atoll.transport.client import Http
 from atoll.wire import messages, routes
 from atoll.wire.swarm_messages import Closed, Held, PeerReport, PeerWork, Source

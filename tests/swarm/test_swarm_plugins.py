@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import Nursery
 from swarm_world import SiteProcess, left_by, serving
-
-from atoll.testing.processes import Nursery
 
 PACKAGE = '''\
 from dataclasses import dataclass

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.processes import wait_until
 
 import atoll
 from atoll.payloads import LazyTensor, Stream, register
 from atoll.tensors import objects
 from atoll.tensors.cuts import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
 from atoll.tensors.payload import pack
-from atoll.testing.processes import wait_until
 from atoll.transport.drafts import written
 
 PART = 2**16

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import Nursery
 
 import atoll
 from atoll.errors import BadRequest, UsageError
@@ -16,7 +17,6 @@ from atoll.payloads import LazyTensor, Stream, register
 from atoll.registry import load_attribute
 from atoll.tensors.payload import pack, unpack
 from atoll.testing.payloads import MORE_BYTES, peak_growth
-from atoll.testing.processes import Nursery
 
 sys.path.insert(0, str(Path(__file__).parent))
 from typed_process import File, Torn, Word

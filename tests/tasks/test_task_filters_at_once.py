@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import wait_until
 from task_filter_world import Broken, Halved, left, model, serving, sites
 from torch import Tensor
 
 import atoll
 from atoll.filters import Filter, NormClip, Outgoing
 from atoll.tensors.chunks import CHUNK_ELEMENTS
-from atoll.testing.processes import wait_until
 from atoll.wire import task_messages as tm
 
 

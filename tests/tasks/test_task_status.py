@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import Nursery
 
 import atoll
 from atoll.cli import status as shown
 from atoll.cli.export import from_directory, from_server
 from atoll.errors import UsageError
-from atoll.testing.processes import Nursery
 
 SCRIPT = Path(__file__).with_name("task_process.py")
 

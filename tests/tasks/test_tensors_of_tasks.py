@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.processes import wait_until
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from site_threads import together
 
 import atoll
 from atoll.errors import RunFailed
-from atoll.testing.processes import wait_until
-from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 from atoll.wire import object_messages, routes
 from atoll.wire import task_messages as tm
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import wait_until
 from kit import together
 
 import atoll
 from atoll.errors import AtollError, UsageError
-from atoll.testing.processes import wait_until
 
 
 def answer(url: str, site: str) -> None:

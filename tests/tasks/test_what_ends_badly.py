@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import Nursery
 from torch import Tensor
 
 import atoll
@@ -19,7 +20,6 @@ from atoll.config import Settings
 from atoll.errors import RunFailed, Superseded
 from atoll.filters import Filter, Outgoing
 from atoll.server.site_filters import SiteFilters
-from atoll.testing.processes import Nursery
 from atoll.wire import routes
 from atoll.wire import task_messages as tm
 from atoll.worker.connection import Connection

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import wait_until
 from torch import Tensor
 
 import atoll
@@ -22,7 +23,6 @@ from atoll.server.desk import Answer
 from atoll.server.result import Result
 from atoll.server.status import status_of
 from atoll.store.store import Store
-from atoll.testing.processes import wait_until
 
 TREE = {"w": torch.ones(3)}
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.processes import Nursery, Process, free_port, wait_until
 
 import atoll
 from atoll.errors import AuthError, BadRequest, ConfigError, Conflict, RunFailed, UsageError
 from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.payload import pack
 from atoll.tensors.reference import TensorRef
-from atoll.testing.processes import Nursery, Process, free_port, wait_until
 from atoll.transport.client import Http
 from atoll.wire import routes
 from atoll.wire import task_messages as tm

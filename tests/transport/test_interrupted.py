@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from harness.processes import wait_until
 
 from atoll.codecs.none import NoneCodec
 from atoll.errors import UsageError
 from atoll.tensors.layout import Layout, update_layout
 from atoll.tensors.schema import TensorSpec
-from atoll.testing.processes import wait_until
 from atoll.transport.client import Http
 from atoll.transport.descriptor import Descriptor
 from atoll.transport.lane import Lane

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
+from harness.processes import wait_until
 
 from atoll.codecs.none import NoneCodec
 from atoll.errors import AtollError, PartCorrupt, TicketClosed
 from atoll.tensors.layout import Layout, Part, update_layout
 from atoll.tensors.schema import TensorSpec
-from atoll.testing.processes import wait_until
 from atoll.transport.client import Http
 from atoll.transport.crew import crew
 from atoll.transport.parts import PART_ATTEMPTS, Parts

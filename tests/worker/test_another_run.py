@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import free_port, wait_until
 from kit import DiLoCoSites, FederatedSites, Threads, local_step, serve
 from torch import nn
 
 import atoll
 from atoll.errors import ServerLost
-from atoll.testing.processes import free_port, wait_until
 from atoll.transport.client import Http
 from atoll.wire.messages import Join, Joined
 from atoll.wire.routes import PROTOCOL, WORKERS

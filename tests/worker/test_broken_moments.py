@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.processes import wait_until
 from kit import DiLoCoSites, build_model, local_step, serve
 from torch import nn
 
 import atoll
 from atoll.errors import UpdateRefused
-from atoll.testing.processes import wait_until
 
 
 def told_of_moments(caplog: pytest.LogCaptureFixture) -> list[int]:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.processes import wait_until
 from kit import SITES, build_model, copy_folder, exported, serve, tensors_digest, together, train_
 from torch import Tensor
 
 import atoll
 from atoll.errors import ConfigError
-from atoll.testing.processes import wait_until
 
 SCAFFOLD = {"algorithm": "scaffold", "outer_lr": 1.0, "outer_momentum": 0.0, "rounds": 9}
 

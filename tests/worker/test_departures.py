@@ -7,12 +7,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from harness.processes import Nursery, wait_until
 from kit import DiLoCoSites, FederatedSites, ForkedSite, atoll_worker, serve
 from kit.models import local_step
 from torch import nn, optim
 
 import atoll
-from atoll.testing.processes import Nursery, wait_until
 
 AT_ONCE = {"num_workers": 2, "min_workers": 1, "heartbeat_timeout_s": 600.0}
 """No test lives as long as the lease: what goes on within it was told, not found out."""

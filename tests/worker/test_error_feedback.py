@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import free_port, wait_until
 from safetensors.torch import load_file
 from torch import Tensor
 
 import atoll
 from atoll.errors import ConfigError
 from atoll.tensors.schema import Schema, TensorSpec
-from atoll.testing.processes import free_port, wait_until
 from atoll.wire import messages
 from atoll.worker.files import ScratchFile
 from atoll.worker.residuals import Residuals

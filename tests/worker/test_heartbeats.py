@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from harness.processes import wait_until
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from torch import nn
 
 import atoll
-from atoll.testing.processes import wait_until
-from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 from atoll.wire import status_messages
 from atoll.worker import connection
 from atoll.worker.session import Session

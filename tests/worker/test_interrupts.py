@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from harness.processes import Nursery, free_port, wait_until
 from kit import serve
-
-from atoll.testing.processes import Nursery, free_port, wait_until
 
 pytestmark = [pytest.mark.covers("X3"), pytest.mark.usefixtures("interruptible")]
 

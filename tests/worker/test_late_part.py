@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import wait_until
 from torch import nn
 
 import atoll
 from atoll.errors import Conflict
 from atoll.tensors.modules import named_tensors
-from atoll.testing.processes import wait_until
 from atoll.wire import messages, routes
 from atoll.worker.sending import MAX_CONFLICTS
 from atoll.worker.session import Session

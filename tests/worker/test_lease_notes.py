@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from harness.processes import Nursery, wait_until
 from kit import ForkedSite, atoll_worker, serve
 
 import atoll
-from atoll.testing.processes import Nursery, wait_until
 
 AT_ONCE = {"num_workers": 1, "heartbeat_timeout_s": 600.0}
 """No test lives as long as the lease: what the server knows of an end, it was told."""

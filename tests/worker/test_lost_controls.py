@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.processes import wait_until
 from kit import rewrite_note
 
 import atoll
 from atoll.errors import ConfigError
-from atoll.testing.processes import wait_until
 
 STEPS_DELTA = {"w": torch.tensor([1.0, 2.0])}
 

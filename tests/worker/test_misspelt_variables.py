@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.processes import Nursery
 from torch import nn
 
 import atoll
 from atoll.errors import ConfigError, UsageError
-from atoll.testing.processes import Nursery
 
 TRAINED = "trained alone"
 

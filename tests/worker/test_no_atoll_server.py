@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.processes import Nursery
 from torch import nn
 
 import atoll
 from atoll.errors import PeerError
-from atoll.testing.processes import Nursery
 
 ANSWERS = {
     "not found": (404, "text/html", b"<h1>Not Found</h1>"),

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import build_model, local_step, serve, together
 
 import atoll
-from atoll.testing.proxy import BEFORE_HEADER, Fault, Proxy
 
 H = 2
 DILOCO: dict[str, Any] = {"algorithm": "diloco", "sync_every": H, "codec": "none", "num_workers": 1, "rounds": 4}

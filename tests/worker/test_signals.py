@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from harness.processes import Nursery, wait_until
 from kit import ForkedSite, atoll_worker, serve
 
 import atoll
-from atoll.testing.processes import Nursery, wait_until
 
 AT_ONCE = {"num_workers": 1, "heartbeat_timeout_s": 600.0}
 

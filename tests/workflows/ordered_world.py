@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.processes import Nursery, Process, wait_until
 from safetensors.torch import save_file
-
-from atoll.testing.processes import Nursery, Process, wait_until
 
 SITE = str(Path(__file__).parent / "ordered_site.py")
 

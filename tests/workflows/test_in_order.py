@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.processes import Nursery, free_port, wait_until
 from ordered_world import ASK_TRAIN_ASK, start_server, start_sites, submitted, told, write_run
 from safetensors.torch import load_file
 
-from atoll.testing.processes import Nursery, free_port, wait_until
 from atoll.worker.client import status
 
 ALL = [

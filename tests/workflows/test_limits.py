@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from harness.processes import wait_until
 from site_threads import Threads
 
 import atoll
 from atoll.errors import RunFailed, UsageError
-from atoll.testing.processes import wait_until
 
 
 @pytest.mark.covers("P12")

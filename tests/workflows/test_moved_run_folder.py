@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from harness.processes import Nursery, free_port
 from kit import FederatedSites, write_run_file
-
-from atoll.testing.processes import Nursery, free_port
 
 FLOW = """
 from pathlib import Path

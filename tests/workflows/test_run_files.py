@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import Nursery, free_port
 from ordered_world import start_server, told, write_run
 
 import atoll
 from atoll.errors import AtollError, ConfigError, UsageError
-from atoll.testing.processes import Nursery, free_port
 
 EVALUATION = {"kind": "cross_site_evaluation"}
 

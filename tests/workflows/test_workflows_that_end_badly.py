@@ -6,9 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from harness.processes import Nursery, free_port, wait_until
 from ordered_world import start_server, start_sites, submitted, told, write_run
 
-from atoll.testing.processes import Nursery, free_port, wait_until
 from atoll.worker.client import status
 
 TRAIN = '[[workflows]]\nkind = "train"\n'

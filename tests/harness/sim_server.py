@@ -34,8 +34,8 @@ from atoll.rounds.events import (
     WorkerLeft,
     WorkerSeen,
 )
-from atoll.testing.sim_checks import Checks, MadeUpdate
-from atoll.testing.sim_journal import SimJournal
+from harness.sim_checks import Checks, MadeUpdate
+from harness.sim_journal import SimJournal
 
 PASS_S = 2.0
 RESTART_S = 3.0

@@ -39,6 +39,8 @@ POLL_S = 0.01
 _PORTS: Sequence[int] = range(20_000, 32_000)  # below those that Linux gives by itself, 32,768 to 60,999
 _TAKEN: list[socket.socket] = []
 _PR_SET_PDEATHSIG = 1
+_TESTS = str(Path(__file__).parents[1])
+_PARENT = f"import sys; sys.path.insert(0, {_TESTS!r}); from harness.processes import _serve; _serve()"
 _PRELOAD = (
     "atoll.cli.main",
     "atoll.cli.server",
@@ -164,7 +166,7 @@ class Nursery:
         """`preload`: modules that are imported once, for all."""
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # forks must have one thread
         self._parent = subprocess.Popen(
-            [sys.executable, "-c", "from atoll.testing.processes import _serve; _serve()", *preload],
+            [sys.executable, "-c", _PARENT, *preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -19,7 +19,7 @@ from atoll.rounds.effects import (
     RoundReopened,
     TicketIssued,
 )
-from atoll.testing.sim_journal import SimJournal
+from harness.sim_journal import SimJournal
 
 
 class Violation(AssertionError):

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from atoll.rounds.effects import LeaseGranted, LeaseRefused, TicketIssued
 from atoll.rounds.events import TicketRequested, WorkerEnds, WorkerJoined, WorkerLeft, WorkerSeen
-from atoll.testing.sim_checks import Checks, MadeUpdate
-from atoll.testing.sim_server import Receipt, Rejected, Reply, Request, Submit
+from harness.sim_checks import Checks, MadeUpdate
+from harness.sim_server import Receipt, Rejected, Reply, Request, Submit
 
 POLL_S = 4.0
 BEAT_S = 10.0

@@ -22,9 +22,9 @@ import hypothesis.strategies as st
 from atoll.rounds.machine import Rules
 from atoll.rounds.policy import Async, Barrier, Policy, QuorumDeadline
 from atoll.rounds.sampling import Sampling
-from atoll.testing.sim_checks import Checks, Violation
-from atoll.testing.sim_server import MUTANTS, Mutant, Reply, Request, SimServer
-from atoll.testing.sim_worker import SimWorker, Site
+from harness.sim_checks import Checks, Violation
+from harness.sim_server import MUTANTS, Mutant, Reply, Request, SimServer
+from harness.sim_worker import SimWorker, Site
 
 __all__ = ["MUTANTS", "Fault", "Schedule", "Violation", "explore", "schedules", "simulate"]
 
