@@ -27,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
-	$(BIN)/atoll demo $(DEMO_ARGS)
+	$(BIN)/python examples/demo/demo.py $(DEMO_ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/pytest -n $(JOBS) --dist worksteal -m "not long" $(PYTEST_ARGS)
@@ -41,9 +41,9 @@ check: $(VENV)/.test
 	$(BIN)/mypy
 
 bench: $(VENV)/.demo
-	$(BIN)/atoll bench round --gb $(GB) --workers $(WORKERS) --rounds $(ROUNDS)
+	$(BIN)/python bench/round.py --gb $(GB) --workers $(WORKERS) --rounds $(ROUNDS)
 	$(BIN)/python bench/bare_round.py --gb $(GB) --workers $(WORKERS) --rounds $(ROUNDS)
-	$(BIN)/atoll bench tensors
+	$(BIN)/python bench/round_of_many_tensors.py
 
 behaviours: $(VENV)/.test
 	$(BIN)/python tools/behaviours.py

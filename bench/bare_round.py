@@ -1,6 +1,6 @@
 """The bare path of a round, without anything that makes it safe: what a round cannot cost less than, on this machine.
 
-Absolute seconds differ from machine to machine; `atoll bench round` divided by this does not so much. One aiohttp
+Absolute seconds differ from machine to machine; `python bench/round.py` divided by this does not so much. One aiohttp
 server on one event loop, urllib3 workers, parts of 16 MiB with BLAKE3, rewritten slots, one chunked pass with a
 fused step. There is no journal, no ticket, no base file, no outbox, no check of values, no retry; the base is a
 second copy of the model in memory.
@@ -170,7 +170,7 @@ def main() -> None:
             context.Process(target=work, args=(port, index, total, options.rounds, told), daemon=True).start()
         seconds = [max(told.get() for _ in range(options.workers)) for _ in range(options.rounds)]
         server.kill()
-        steady = statistics.median(seconds[2:] or seconds[1:] or seconds)  # as `atoll bench round`
+        steady = statistics.median(seconds[2:] or seconds[1:] or seconds)  # as `python bench/round.py`
         print(json.dumps({"steady_round_s": round(steady, 4), "rounds_s": [round(s, 4) for s in seconds]}))
 
 

@@ -31,10 +31,10 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).parent / "quality"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from harness.crowd import Crowd
+from harness.process_figures import anonymous_kb
 from harness.processes import free_port
 from results import FOLDER, Gate, write
 
-from atoll.cli.processes import anonymous_kb
 from atoll.wire import messages, routes
 
 MODEL = """import torch

@@ -20,14 +20,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent / "quality"))
+from harness.process_figures import anonymous_kb, cpu_s
 from results import FOLDER, Gate, write
 
 import atoll
-from atoll.cli.processes import anonymous_kb, cpu_s
 from atoll.wire.status_messages import RoundSummary
 
 BAR_PER_S = 500

@@ -24,9 +24,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "quality"))
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from harness.round_run import Bench, measure
 from results import FOLDER, Gate, write
 
-from atoll.cli.bench_run import Bench, measure
 from atoll.errors import AtollError
 
 Figures = dict[str, Any]

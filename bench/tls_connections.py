@@ -27,9 +27,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import trustme
+from harness.process_figures import anonymous_kb, cpu_s
 from harness.processes import free_port, wait_until
 
-from atoll.cli.processes import anonymous_kb, cpu_s
 from atoll.transport.door import raise_files_limit
 
 SIZES = (2**18, 2**16)
@@ -54,7 +54,7 @@ def build():
 SITE = """import sys, time
 import atoll, torch
 sys.path.insert(0, ".")
-from bench_model import build
+from round_model import build
 model, ends = build(), []
 with atoll.join(site=sys.argv[1], folder="w") as worker:
     for fl_round in worker:
@@ -76,9 +76,9 @@ def server(folder: Path, size: int, *, rounds: int, mb: int) -> Iterator[tuple[i
     (folder / "key.pem").chmod(0o600)
     (folder / "cert.pem").write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
     authority.cert_pem.write_to_path(folder / "ca.pem")
-    (folder / "bench_model.py").write_text(MODEL.format(width=int((mb * 1e6 / 4) ** 0.5)))
+    (folder / "round_model.py").write_text(MODEL.format(width=int((mb * 1e6 / 4) ** 0.5)))
     (folder / "run.toml").write_text(
-        f'model = "bench_model:build"\nalgorithm = "fedavg"\nrounds = {rounds}\nnum_workers = 2\nmin_workers = 2\n'
+        f'model = "round_model:build"\nalgorithm = "fedavg"\nrounds = {rounds}\nnum_workers = 2\nmin_workers = 2\n'
         f'port = {port}\ntls_cert = "cert.pem"\ntls_key = "key.pem"\nmin_free_bytes = 0\n'
     )
     environment = os.environ | {

@@ -11,20 +11,24 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "demo"))
+
 import torch
+from demo_data import Images, digits
 from results import FOLDER, Gate, write
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import atoll
-from atoll.cli.demo_data import Images, digits
 from atoll.errors import UpdateRefused
 
 matplotlib.use("Agg")

@@ -18,6 +18,7 @@ import itertools
 import json
 import logging
 import math
+import sys
 import tempfile
 import threading
 import time
@@ -26,7 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "demo"))
+
 import torch
+from demo_data import corpus
+from demo_models import ByteTransformer, validation_loss
 from low_communication_report import Runs, Tuning, best_rate, report
 from low_communication_ways import (
     BATCH,
@@ -53,8 +58,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import atoll
-from atoll.cli.demo_data import corpus
-from atoll.cli.demo_models import ByteTransformer, validation_loss
 
 
 def build(seed: int) -> ByteTransformer:

@@ -12,17 +12,21 @@ import argparse
 import multiprocessing as mp
 import os
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
 import torch
+from harness.process_figures import Peaks
 from results import FOLDER, Gate, write
 
 from atoll.aggregation.close import PassInputs, PassOutputs, UpdateSource, run_pass
 from atoll.aggregation.state import state_layout
-from atoll.cli.processes import Peaks
 from atoll.codecs.none import NoneCodec
 from atoll.outer.build import build_outer
 from atoll.reducers.build import build_reducers

@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -26,8 +27,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "demo"))
+
 import numpy as np
 import torch
+from demo_data import deal, digits
 from lightning.pytorch import LightningModule, Trainer
 from pictures import Pictures, cifar10
 from scaffold_report import found_before, report
@@ -37,7 +41,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
 import atoll.lightning
-from atoll.cli.demo_data import deal, digits
 
 
 class Classifier(LightningModule):

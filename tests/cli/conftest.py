@@ -7,11 +7,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
 from atoll.wire import messages, routes, status_messages
+
+ROOT = Path(__file__).parents[2]
 
 RUN = messages.RunInfo(
     protocol=routes.PROTOCOL,
@@ -139,22 +143,32 @@ def canned() -> Iterator[Canned]:
     thread.join()
 
 
-Atoll = Callable[..., "subprocess.CompletedProcess[str]"]
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def atoll_command(tmp_path) -> Atoll:
+def atoll_command(tmp_path) -> Command:
     """Run `atoll ARGS` in an empty folder, with further environment variables as keywords."""
+    return partial(run_python, tmp_path, "-m", "atoll.cli.main")
 
-    def run(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "atoll.cli.main", *args],
-            cwd=tmp_path,
-            env=os.environ | {"COLUMNS": "120"} | environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=100,
-        )
+
+@pytest.fixture
+def script(tmp_path) -> Command:
+    """Run a script of the project, by its path from the root, in an empty folder."""
+
+    def run(path: str, *args: str) -> subprocess.CompletedProcess[str]:
+        return run_python(tmp_path, str(ROOT / path), *args)
 
     return run
+
+
+def run_python(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=folder,
+        env=os.environ | {"COLUMNS": "120"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )

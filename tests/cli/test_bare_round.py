@@ -1,4 +1,4 @@
-"""The yardstick beside `atoll bench round` still runs."""
+"""The yardstick beside `python bench/round.py` still runs."""
 
 from __future__ import annotations
 

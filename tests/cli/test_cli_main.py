@@ -10,12 +10,10 @@ from typer.testing import CliRunner
 from atoll.cli import main as cli
 from atoll.errors import PortInUse
 
-COMMANDS = ["server", "worker", "status", "export", "init", "demo", "bench"]
+COMMANDS = ["server", "worker", "simulate", "status", "export", "evaluate", "audit", "init"]
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], *([command] for command in COMMANDS), ["bench", "round"], ["bench", "tensors"]]
-)
+@pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)])
 def test_every_command_explains_itself(arguments: list[str]) -> None:
     outcome = CliRunner().invoke(cli.app, [*arguments, "--help"])
     assert outcome.exit_code == 0, outcome.output

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from atoll.cli.bench_run import Bench
+from harness.round_run import Bench
 
 STRESS = Path(__file__).parents[2] / "bench" / "stress.py"
 

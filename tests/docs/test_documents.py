@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import urllib.request
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,30 @@ ATOLL = typer.main.get_command(app)
 
 @by_page
 def test_every_command_and_flag_exists(page: Path) -> None:
-    anywhere = set().union(*map(options_of, every_command(ATOLL)), {"--help"})
+    round_flags = flags_of_script("bench/round.py")
+    anywhere = set().union(*map(options_of, every_command(ATOLL)), {"--help"}, round_flags)
     for line in command_lines(page):
+        for script, rest in re.findall(r"(?:^|[\s(])python ((?:bench|examples)/\S+\.py)([^\n]*)", line):
+            flags = {word.partition("=")[0] for word in shlex.split(rest, comments=True) if re.match(r"--\S+$", word)}
+            assert flags <= flags_of_script(script), f"{line!r}: no such flag"
         if re.match(r"--[a-z]", line):
             words = shlex.split(line, comments=True)
             assert {word.partition("=")[0] for word in words if word.startswith("--")} <= anywhere, line
         for called in re.findall(r"(?:^|[\s(])atoll ([a-z][^\n]*)", line):
             require_command(called, line)
+
+
+@cache
+def flags_of_script(script: str) -> set[str]:
+    """What its source names as `--flag`, and the parameters of its `main`, which typer makes flags of."""
+    source = (ROOT / script).read_text(encoding="utf-8")
+    mains = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+    names = [argument.arg.replace("_", "-") for main in mains for argument in main.args.args]
+    return {
+        "--help",
+        *re.findall(r"[\"'](--[a-z_-]+)[\"']", source),
+        *(f"--{no}{name}" for name in names for no in ("", "no-")),
+    }
 
 
 def require_command(called: str, line: str) -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from evaluation_world import MATRIX, TARGETS, losses, matrix_of, serve, start_site
+from harness.process_figures import Peaks
 from harness.processes import Nursery, Process, free_port, wait_until
 from safetensors.torch import save_file
-
-from atoll.cli.processes import Peaks
 
 BIG = str(Path(__file__).parent / "big_site.py")
 

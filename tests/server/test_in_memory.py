@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from harness.process_figures import memory_files_bytes
 from safetensors.torch import load_file
 from torch import Tensor
 
 import atoll
-from atoll.cli.processes import memory_files_bytes
 from atoll.errors import ConfigError
 
 ELEMENTS = 50_000

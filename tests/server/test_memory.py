@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness.round_run import Bench, measure
 from torch import nn
 
 import atoll
-from atoll.cli.bench_run import Bench, measure
 from atoll.transport import host
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "largest_round.py"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import typer
 
 from atoll.children import Terminated
-from atoll.cli import audit, bench, demo, evaluate, export, init, server, simulate, status, worker
+from atoll.cli import audit, evaluate, export, init, server, simulate, status, worker
 from atoll.errors import AtollError
 from atoll.visible import visible, visible_lines
 
@@ -30,8 +31,6 @@ app.command("export")(export.command)
 app.command("evaluate")(evaluate.command)
 app.command("audit")(audit.command)
 app.command("init")(init.command)
-app.command("demo")(demo.command)
-app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:
@@ -50,12 +49,17 @@ def _root(
 
 
 def main() -> None:
+    """Run `atoll`."""
+    run_command(app)
+
+
+def run_command(command: Callable[[], object]) -> None:
     """Run a command; an error that Atoll raises is one line on standard error and its own exit code.
 
     Where it was the user's code that raised, its traceback comes before that line.
     """
     try:
-        app()
+        command()
     except AtollError as error:
         if error.trace:
             print(visible_lines(error.trace), file=sys.stderr)

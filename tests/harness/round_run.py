@@ -1,4 +1,4 @@
-"""One run of `atoll bench round`: starts the processes, watches their memory, puts their times together."""
+"""One run of `bench/round.py`: starts the processes, watches their memory, puts their times together."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from typing import Any
 import urllib3
 
 from atoll.children import Children
-from atoll.cli.processes import Peaks, cpu_s, memory_files_bytes
 from atoll.cli.text import size
 from atoll.errors import RunFailed, UsageError
+from harness.process_figures import Peaks, cpu_s, memory_files_bytes
 
 LOOK_S = 0.5
 """Between two looks at whether the server is there, while a worker is waited for."""
@@ -66,7 +66,7 @@ class Bench:
 
 
 def measure(bench: Bench, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run it; returns the figures, as `atoll bench round --json` prints them.
+    """Run it; returns the figures, as `bench/round.py --json` prints them.
 
     Raises:
         RunFailed: a process ended early; its last words are told.
@@ -243,7 +243,7 @@ class _Conductor:
     ) -> _Child:
         path, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
         path.write_text(json.dumps(options), encoding="utf-8")
-        argv = ["-m", "atoll.cli.bench_child", role, str(path)]
+        argv = [str(Path(__file__).with_name("round_child.py")), role, str(path)]
         environment = _environment(threads) | more
         return _Child(self.children.spawn(name, argv, environment=environment, log=log, piped=True), log, server)
 

@@ -1,4 +1,4 @@
-"""What `atoll demo` shows while it runs: a live table on a terminal, plain lines elsewhere."""
+"""What the demo shows while it runs: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from atoll.cli.text import awaited, size
 from atoll.visible import visible
 
 if TYPE_CHECKING:
+    from demo import Demo
     from rich.console import RenderableType
 
-    from atoll.cli.demo import Demo
     from atoll.wire import status_messages
 
 SIGNS_OF_LIFE_S = 10.0
@@ -105,7 +105,7 @@ class Live(View):
 
         demo, status = self.demo, self.status
         number = min(len(self.rounds) + 1, demo.rounds)
-        title = f"atoll demo, {demo.algorithm}: round {number} of {demo.rounds}, {self.clock.strip()}"
+        title = f"Atoll demo, {demo.algorithm}: round {number} of {demo.rounds}, {self.clock.strip()}"
         parts: list[RenderableType] = [Text(title, style="bold")]
         if status is not None:
             parts.append(self._table(status))

@@ -1,4 +1,4 @@
-"""The synthetic model of `atoll bench`: written, trained and checked a run of elements at a time."""
+"""The synthetic model of `bench/round.py`: written, trained and checked a run of elements at a time."""
 
 from __future__ import annotations
 

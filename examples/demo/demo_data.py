@@ -1,4 +1,4 @@
-"""The data of `atoll demo`, found on every machine: Python's own sources, and scikit-learn's digits."""
+"""The data of the demo, found on every machine: Python's own sources, and scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from demo_models import CONTEXT_BYTES
 from torch import Tensor
 
-from atoll.cli.demo_models import CONTEXT_BYTES
 from atoll.errors import ConfigError
 
 NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
@@ -39,7 +39,7 @@ def corpus(workers: int, seed: int) -> tuple[list[Tensor], Tensor]:
     if total_bytes < LEAST_BYTES:
         raise ConfigError(
             f"This Python has {total_bytes} bytes of standard library sources; the demo trains on them.",
-            "Use a Python that is installed with its sources, or atoll demo --algorithm fedavg.",
+            "Use a Python that is installed with its sources, or python examples/demo/demo.py --algorithm fedavg.",
         )
     random.Random(seed).shuffle(texts)
     held_out, held_bytes = 0, 0

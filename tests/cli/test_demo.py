@@ -1,4 +1,4 @@
-"""`atoll demo`: real processes that train; what is left of them is files."""
+"""The demo: real processes that train; what is left of them is files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ import pytest
 import torch
 
 from atoll.children import Children
-from atoll.cli import demo_data, demo_models, demo_summary
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "demo"))
+
+import demo_data
+import demo_models
+import demo_summary
 
 
 def running(folder: Path) -> list[str]:
@@ -98,8 +103,10 @@ def test_children_are_ended_also_where_they_ignore_a_request(monkeypatch) -> Non
 
 @pytest.mark.slow
 @pytest.mark.covers("X1", "X4")
-def test_the_federated_demo_trains_and_leaves_only_files(atoll_command, tmp_path) -> None:
-    outcome = atoll_command("demo", "--algorithm", "fedavg", "--dir", "demo", "--rounds", "3", "--workers", "2")
+def test_the_federated_demo_trains_and_leaves_only_files(script, tmp_path) -> None:
+    outcome = script(
+        "examples/demo/demo.py", "--algorithm", "fedavg", "--dir", "demo", "--rounds", "3", "--workers", "2"
+    )
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     assert "round  3 of 3" in outcome.stdout
     lines = outcome.stdout.splitlines()
@@ -132,9 +139,7 @@ def test_the_federated_demo_trains_and_leaves_only_files(atoll_command, tmp_path
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_every_process(tmp_path) -> None:
     folder = tmp_path / "demo"
-    # The script, not `python -m`: there CPython ends by SIGINT itself (-2, which a shell also shows as 130), whatever
-    # the program says, when the interrupt came while a string was executed, as in the making of a dataclass.
-    argv = [Path(sys.executable).with_name("atoll"), "demo", "--dir", folder, "--workers", "2"]
+    argv = [sys.executable, Path(demo_data.__file__).with_name("demo.py"), "--dir", folder, "--workers", "2"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     end = time.monotonic() + 60
     while len(running(folder)) < 4 and time.monotonic() < end:  # itself, the server, two workers
@@ -147,9 +152,9 @@ def test_ctrl_c_ends_every_process(tmp_path) -> None:
     assert not (folder / ".work").exists()
 
 
-def test_a_folder_with_something_in_it_is_refused(atoll_command, tmp_path) -> None:
+def test_a_folder_with_something_in_it_is_refused(script, tmp_path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
-    outcome = atoll_command("demo", "--dir", "full")
+    outcome = script("examples/demo/demo.py", "--dir", "full")
     assert outcome.returncode == 2
     assert "not an empty folder" in outcome.stderr

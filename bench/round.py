@@ -1,9 +1,15 @@
-"""`atoll bench`: how long a round takes and what it costs, measured on this machine and checked for exactness."""
+"""How long a round takes and what it costs, measured on this machine and checked for exactness.
+
+One server and N workers over loopback; training is an addition, the result is checked bit for bit.
+
+    python bench/round.py --gb 1 --workers 4 --rounds 4
+    python bench/round.py --gb 1 --no-disk-streaming     # in memory
+    python bench/round.py --gb 1 --compare               # both: the same bits?
+"""
 
 from __future__ import annotations
 
 import json as json_module
-import statistics
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -11,11 +17,14 @@ from typing import Annotated, Any
 
 import typer
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from harness.round_run import Bench, measure
+
 from atoll import registry
 from atoll.children import raise_on_sigterm
+from atoll.cli.main import run_command
 from atoll.errors import RunFailed
-
-app = typer.Typer(help="Measure rounds on this machine: seconds, memory, bytes, exactness.", no_args_is_help=True)
 
 
 class Durability(StrEnum):
@@ -45,8 +54,7 @@ Folder = Annotated[
 ]
 
 
-@app.command("round")
-def round_command(
+def main(
     gb: Annotated[float, typer.Option(min=1e-6, help="Size of the fp32 model, in 10⁹ bytes.")] = 1.0,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; the first two are not steady.")] = 4,
@@ -65,12 +73,10 @@ def round_command(
     json: Json = False,
 ) -> None:
     """One server and N workers over loopback; training is an addition, the result is checked bit for bit."""
-    from atoll.cli.bench_run import Bench, measure
-
     raise_on_sigterm()
     ways = [True, False] if compare else [disk_streaming]
     how = (gb, workers, rounds, tensors, codec, downlink_codec, durability.value, directory)
-    runs = [measure(Bench(*how, way, placement.value), _say) for way in ways]
+    runs = [measure(Bench(*how, way, placement.value), say) for way in ways]
     same = len({figures["digest"] for figures in runs}) == 1
     if json:
         both = {"disk": runs[0], "memory": runs[-1], "same_bits": same}
@@ -81,50 +87,9 @@ def round_command(
         if compare:
             print(f"{'disk and memory':<19}{'the same bits' if same else 'DIFFERENT BITS'}", flush=True)
     for figures in runs:
-        _require_exact(figures)
+        require_exact(figures)
     if not same:
         raise RunFailed("On disk and in memory the results differ.", "Report it with the figures above.")
-
-
-@app.command("tensors")
-def tensors_command(
-    gb: Annotated[float, typer.Option(min=1e-6, help="Size of the fp32 model, in 10⁹ bytes.")] = 0.5,
-    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds of each run; the first two are not steady.")] = 4,
-    few: Annotated[int, typer.Option(min=1, help="Tensors of the one model.")] = 50,
-    many: Annotated[int, typer.Option(min=1, help="Tensors of the other.")] = 5000,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each, in turn.")] = 2,
-    directory: Folder = None,
-    json: Json = False,
-) -> None:
-    """Many small tensors against few large ones of the same total."""
-    from atoll.cli.bench_run import Bench, measure, steady
-
-    raise_on_sigterm()
-    seconds: dict[int, list[float]] = {few: [], many: []}
-    exact = True
-    for number in range(repeats):
-        for tensors in (few, many) if number % 2 == 0 else (many, few):  # who comes first meets the colder machine
-            _say(f"run {number + 1} of {repeats} with {tensors} tensors")
-            figures = measure(Bench(gb, workers, rounds, tensors, folder=directory), lambda _: None)
-            seconds[tensors] += steady(figures["rounds_s"])
-            exact = exact and bool(figures["exact"])
-    medians = {tensors: statistics.median(values) for tensors, values in seconds.items()}
-    ratio = medians[many] / medians[few]
-    answer: dict[str, Any] = {
-        "ratio": round(ratio, 3),
-        "steady_round_s": {str(tensors): round(value, 4) for tensors, value in medians.items()},
-        "rounds_s": {str(tensors): values for tensors, values in seconds.items()},
-        "exact": exact,
-        "settings": figures["settings"] | {"tensors": [few, many], "repeats": repeats},
-    }
-    if json:
-        print(json_module.dumps(answer, indent=2), flush=True)
-    else:
-        for tensors, value in medians.items():
-            print(f"{tensors:>7} tensors: {value:.3f} s a round")
-        print(f"  ratio        : {ratio:.2f}", flush=True)
-    _require_exact(answer)
 
 
 def report(figures: dict[str, Any]) -> list[str]:
@@ -153,10 +118,14 @@ def report(figures: dict[str, Any]) -> list[str]:
     return [f"{name:<19}{value}" for name, value in rows.items()]
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _require_exact(figures: dict[str, Any]) -> None:
+def require_exact(figures: dict[str, Any]) -> None:
     if not figures["exact"]:
         raise RunFailed("The result is not the weighted mean, bit for bit.", "Report it with the figures above.")
+
+
+if __name__ == "__main__":
+    run_command(lambda: typer.run(main))

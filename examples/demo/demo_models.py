@@ -1,4 +1,4 @@
-"""The models of `atoll demo`: a byte-level transformer, and a small CNN for digits."""
+"""The models of the demo: a byte-level transformer, and a small CNN for digits."""
 
 from __future__ import annotations
 

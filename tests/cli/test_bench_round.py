@@ -11,26 +11,28 @@ from typing import Any
 
 import pytest
 import torch
+from harness import process_figures, round_model
+from harness.round_run import Bench, measure
 from safetensors.torch import load_file
 
 from atoll.children import Children
-from atoll.cli import bench_model, processes
-from atoll.cli.bench_run import Bench, measure
 from atoll.errors import RunFailed
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_model_has_the_bytes_and_tensors_that_were_asked_for(tmp_path) -> None:
-    sizes = bench_model.names_and_sizes(4 * 1003, 10)
+    sizes = round_model.names_and_sizes(4 * 1003, 10)
     assert list(sizes.values()) == [101, 101, 101, 100, 100, 100, 100, 100, 100, 100]
-    bench_model.write_initial(tmp_path / "model.safetensors", sizes)
-    written, loaded = load_file(tmp_path / "model.safetensors"), bench_model.load(sizes)[1]
+    round_model.write_initial(tmp_path / "model.safetensors", sizes)
+    written, loaded = load_file(tmp_path / "model.safetensors"), round_model.load(sizes)[1]
     assert written.keys() == loaded.keys()
     assert all(torch.equal(written[name], loaded[name]) for name in loaded)
 
 
 def by_hand(rounds: int) -> dict[str, torch.Tensor]:
     """Two workers with weights 1 and 2: θ ← θ − (u₀/3 + 2·u₁/3), u_k = θ − (θ + 0.001·(k + 1)), in fp32."""
-    _, model = bench_model.load(bench_model.names_and_sizes(4 * 300_000, 1))
+    _, model = round_model.load(round_model.names_and_sizes(4 * 300_000, 1))
     for tensor in model.values():
         for _ in range(rounds):
             total = (tensor - (tensor + 1e-3)) * (1 / 3)
@@ -41,31 +43,31 @@ def by_hand(rounds: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_the_exact_mean_is_recognised(rounds: int) -> None:
-    assert bench_model.is_exact(by_hand(rounds), range(2), rounds, "none", "none")
+    assert round_model.is_exact(by_hand(rounds), range(2), rounds, "none", "none")
 
 
 def test_one_wrong_bit_is_noticed() -> None:
     model = by_hand(2)
     (tensor,) = model.values()
     tensor[299_999] = torch.nextafter(tensor[299_999], torch.tensor(9.0))
-    assert not bench_model.is_exact(model, range(2), 2, "none", "none")
+    assert not round_model.is_exact(model, range(2), 2, "none", "none")
 
 
 def test_a_round_too_few_is_noticed() -> None:
-    assert not bench_model.is_exact(by_hand(2), range(2), 3, "none", "none")
+    assert not round_model.is_exact(by_hand(2), range(2), 3, "none", "none")
 
 
 def test_anonymous_memory_is_that_of_the_process() -> None:
-    before = processes.anonymous_kb(os.getpid())
+    before = process_figures.anonymous_kb(os.getpid())
     held = bytearray(b"x") * (64 * 2**20)
-    after = processes.anonymous_kb(os.getpid())
+    after = process_figures.anonymous_kb(os.getpid())
     assert 60 * 1024 < after - before < 90 * 1024
     del held
-    assert processes.anonymous_kb(2**22 + 1) == 0  # no such process
+    assert process_figures.anonymous_kb(2**22 + 1) == 0  # no such process
 
 
 def test_a_peak_counts_from_the_baseline_until_the_end() -> None:
-    peaks = processes.Peaks()
+    peaks = process_figures.Peaks()
     try:
         pid = os.getpid()
         peaks.begin(pid)
@@ -78,9 +80,9 @@ def test_a_peak_counts_from_the_baseline_until_the_end() -> None:
 @pytest.mark.slow
 @pytest.mark.covers("D8", "D9")
 @pytest.mark.parametrize("codec", ["none", pytest.param("bf16", marks=pytest.mark.long)])
-def test_a_small_round_is_exact_and_says_what_it_cost(atoll_command, tmp_path, codec: str) -> None:
+def test_a_small_round_is_exact_and_says_what_it_cost(script, tmp_path, codec: str) -> None:
     arguments = ["--gb", "0.002", "--workers", "2", "--rounds", "3", "--tensors", "7", "--codec", codec]
-    outcome = atoll_command("bench", "round", *arguments, "--dir", str(tmp_path), "--json")
+    outcome = script("bench/round.py", *arguments, "--dir", str(tmp_path), "--json")
     assert outcome.returncode == 0, outcome.stderr
     figures = json.loads(outcome.stdout)
     assert figures["exact"] is True
@@ -96,9 +98,9 @@ def test_a_small_round_is_exact_and_says_what_it_cost(atoll_command, tmp_path, c
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.covers("D8", "L16")
-def test_a_small_round_with_codecs_both_ways_is_exact_and_a_quarter(atoll_command, tmp_path) -> None:
+def test_a_small_round_with_codecs_both_ways_is_exact_and_a_quarter(script, tmp_path) -> None:
     arguments = ["--gb", "0.002", "--workers", "2", "--rounds", "3", "--codec", "int8", "--downlink-codec", "int8"]
-    outcome = atoll_command("bench", "round", *arguments, "--dir", str(tmp_path), "--json")
+    outcome = script("bench/round.py", *arguments, "--dir", str(tmp_path), "--json")
     assert outcome.returncode == 0, outcome.stderr
     figures = json.loads(outcome.stdout)
     assert figures["exact"] is True
@@ -110,9 +112,9 @@ def test_a_small_round_with_codecs_both_ways_is_exact_and_a_quarter(atoll_comman
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.covers("D8", "D12")
-def test_on_disk_and_in_memory_are_compared(atoll_command, tmp_path) -> None:
+def test_on_disk_and_in_memory_are_compared(script, tmp_path) -> None:
     arguments = ["--gb", "0.002", "--workers", "2", "--rounds", "2", "--tensors", "3", "--compare"]
-    outcome = atoll_command("bench", "round", *arguments, "--dir", str(tmp_path), "--json")
+    outcome = script("bench/round.py", *arguments, "--dir", str(tmp_path), "--json")
     assert outcome.returncode == 0, outcome.stderr
     answer = json.loads(outcome.stdout)
     assert answer["same_bits"] is True
@@ -125,9 +127,9 @@ def test_on_disk_and_in_memory_are_compared(atoll_command, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_bench_without_disk_streaming(atoll_command, tmp_path) -> None:
+def test_a_bench_without_disk_streaming(script, tmp_path) -> None:
     arguments = ["--gb", "0.001", "--workers", "1", "--rounds", "1", "--no-disk-streaming"]
-    outcome = atoll_command("bench", "round", *arguments, "--dir", str(tmp_path))
+    outcome = script("bench/round.py", *arguments, "--dir", str(tmp_path))
     assert outcome.returncode == 0, outcome.stderr
     assert "MB of updates and versions" in outcome.stdout
 
@@ -137,10 +139,7 @@ def test_a_bench_without_disk_streaming(atoll_command, tmp_path) -> None:
 def test_a_bench_that_is_told_to_end_leaves_nothing(tmp_path) -> None:
     argv = [
         sys.executable,
-        "-m",
-        "atoll.cli.main",
-        "bench",
-        "round",
+        str(ROOT / "bench" / "round.py"),
         "--gb",
         "0.05",
         "--workers",
@@ -159,7 +158,7 @@ def test_a_bench_that_is_told_to_end_leaves_nothing(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_many_tensors_are_compared_with_few(atoll_command, tmp_path) -> None:
+def test_many_tensors_are_compared_with_few(script, tmp_path) -> None:
     arguments = [
         "--gb",
         "0.001",
@@ -174,7 +173,7 @@ def test_many_tensors_are_compared_with_few(atoll_command, tmp_path) -> None:
         "--dir",
         str(tmp_path),
     ]
-    outcome = atoll_command("bench", "tensors", *arguments, "--json")
+    outcome = script("bench/round_of_many_tensors.py", *arguments, "--json")
     assert outcome.returncode == 0, outcome.stderr
     answer = json.loads(outcome.stdout)
     assert answer["exact"] is True

@@ -1,4 +1,4 @@
-"""The processes of `atoll bench`: a server, and workers whose training is an addition.
+"""The processes of `bench/round.py`: a server, and workers whose training is an addition.
 
 Each says where it stands by a line of JSON on standard output, and waits for a line on standard input before it goes
 on: so the parent takes baselines while nothing moves.
@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 
 def tell(mark: str, **values: Any) -> None:
     """Say that a mark was reached, and wait until the parent has seen it."""
@@ -25,10 +27,10 @@ def tell(mark: str, **values: Any) -> None:
 
 def write(options: dict[str, Any]) -> None:
     """Write the initial model; in a process of its own, so that the parent stays small beside those it measures."""
-    from atoll.cli import bench_model
+    from harness import round_model
 
-    sizes = bench_model.names_and_sizes(options["total_bytes"], options["tensors"])
-    bench_model.write_initial(Path(options["path"]), sizes)
+    sizes = round_model.names_and_sizes(options["total_bytes"], options["tensors"])
+    round_model.write_initial(Path(options["path"]), sizes)
     tell("written")
 
 
@@ -65,13 +67,13 @@ def work(options: dict[str, Any]) -> None:
     import torch
     from blake3 import blake3
 
-    from atoll.cli import bench_model
     from atoll.tensors.chunks import bytes_of
     from atoll.worker.federated import join
+    from harness import round_model
 
     torch.set_num_threads(1)
     index, rounds = int(options["index"]), int(options["rounds"])
-    flat, model = bench_model.load(bench_model.names_and_sizes(options["total_bytes"], options["tensors"]))
+    flat, model = round_model.load(round_model.names_and_sizes(options["total_bytes"], options["tensors"]))
     tell("loaded")
     cpu_before, times = _cpu_s(), []
     with join() as worker:
@@ -84,14 +86,14 @@ def work(options: dict[str, Any]) -> None:
                 tell("trained", cpu_s=_cpu_s() - cpu_before, **told)
                 round_.load_into(model)
                 workers = range(options["workers"])
-                exact = bench_model.is_exact(model, workers, rounds, options["codec"], options["downlink_codec"])
+                exact = round_model.is_exact(model, workers, rounds, options["codec"], options["downlink_codec"])
                 tell("checked", exact=exact, digest=blake3(bytes_of(flat)).hexdigest())
                 break
             round_.load_into(model)
             pulled_s = time.monotonic()
-            bench_model.train_(flat, index)
+            round_model.train_(flat, index)
             trained_s = time.monotonic()
-            round_.submit(model, weight=bench_model.weight_of(index))
+            round_.submit(model, weight=round_model.weight_of(index))
             submitted_s = time.monotonic()
             times.append(
                 {
@@ -110,7 +112,7 @@ def _cpu_s() -> float:
 
 
 def main() -> None:
-    """`python -m atoll.cli.bench_child write|serve|work OPTIONS.json`."""
+    """`python round_child.py write|serve|work OPTIONS.json`."""
     role, path = sys.argv[1:]
     options = json.loads(Path(path).read_text(encoding="utf-8"))
     {"write": write, "serve": serve, "work": work}[role](options)

@@ -1,4 +1,4 @@
-"""One worker process of `atoll demo`: what a user's training script would be, for each of the two kinds of run."""
+"""One worker process of the demo: what a user's training script would be, for each of the two kinds of run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import demo_data
 import torch
-from torch import Tensor, nn
-
-import atoll
-from atoll.children import Terminated, raise_on_sigterm
-from atoll.cli import demo_data
-from atoll.cli.demo_models import (
+from demo_models import (
     CONTEXT_BYTES,
     accuracy,
     adamw,
@@ -23,6 +19,10 @@ from atoll.cli.demo_models import (
     digits_net,
     validation_loss,
 )
+from torch import Tensor, nn
+
+import atoll
+from atoll.children import Terminated, raise_on_sigterm
 
 BATCH = 8
 WARM_UP_STEPS = 20
@@ -101,7 +101,7 @@ def _epochs(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, in
 
 
 def main() -> None:
-    """`python -m atoll.cli.demo_worker ALGORITHM INDEX WORKERS SEED RESULT`; the rest comes from ATOLL_*."""
+    """`python demo_worker.py ALGORITHM INDEX WORKERS SEED RESULT`; the rest comes from ATOLL_*."""
     parser = argparse.ArgumentParser()
     parser.add_argument("algorithm", choices=["diloco", "fedavg"])
     parser.add_argument("index", type=int)

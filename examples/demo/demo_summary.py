@@ -1,4 +1,4 @@
-"""The end of `atoll demo`: what was reached, what it cost on the wire, and where the files are."""
+"""The end of the demo: what was reached, what it cost on the wire, and where the files are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from atoll.cli.text import duration, ring_bytes, size
 
 if TYPE_CHECKING:
-    from atoll.cli.demo import Demo
+    from demo import Demo
+
     from atoll.wire import status_messages
 
 MODEL, METRICS, CURVE = "model.safetensors", "metrics.jsonl", "loss.png"
@@ -56,9 +57,9 @@ def show(demo: Demo, status: status_messages.Status | None, seconds: float) -> N
 
 def judge(demo: Demo, path: Path) -> float:
     """Load the exported model strictly and measure it on what no worker has trained on."""
+    import demo_data
+    import demo_models
     from safetensors import safe_open
-
-    from atoll.cli import demo_data, demo_models
 
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -118,6 +119,6 @@ def draw(demo: Demo, curve: list[tuple[int, float]], local: list[tuple[int, floa
         beside.plot(*zip(*local, strict=True), marker=".", color="tab:gray", label="workers' training loss")
         lines = list(dict.fromkeys([*axes.get_lines(), *beside.get_lines()]))
     axes.legend(lines, [str(line.get_label()) for line in lines])
-    axes.set_title(f"atoll demo: {demo.algorithm}, {demo.workers} workers, {demo.rounds} rounds")
+    axes.set_title(f"Atoll demo: {demo.algorithm}, {demo.workers} workers, {demo.rounds} rounds")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

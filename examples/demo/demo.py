@@ -1,7 +1,10 @@
-"""`atoll demo`: one server and several workers, real processes on this machine, training a real model.
+"""A demo: one server and several workers, real processes on this machine, train a real model.
 
-The server is `atoll server`, the workers are training scripts (`demo_worker.py`); this process only starts them,
-watches the server's status, and says in the end what came of it.
+    python examples/demo/demo.py
+    python examples/demo/demo.py --algorithm fedavg
+
+The server is `atoll server`, the workers are training scripts (`demo_worker.py`). This process starts them, shows the
+server's status, and prints a summary at the end.
 """
 
 from __future__ import annotations
@@ -18,15 +21,18 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import demo_summary
 import typer
+from demo_view import View, make_view
 
 from atoll.children import Children, Terminated, raise_on_sigterm
+from atoll.cli.main import run_command
 from atoll.errors import AtollError, RunFailed, ServerUnreachable, UsageError
 
 if TYPE_CHECKING:
-    from atoll.cli.demo_view import View
     from atoll.wire import status_messages
 
+HERE = Path(__file__).parent
 POLL_S = 0.5
 START_S = 60.0
 END_S = 45.0
@@ -67,14 +73,14 @@ class Demo:
 
 KINDS = {
     "diloco": {
-        "model": "atoll.cli.demo_models:byte_transformer",
+        "model": "demo_models:byte_transformer",
         "rounds": 14,
         "workers": 3,
         "metric": "validation_loss",
         "metric_name": "validation loss",
     },
     "fedavg": {
-        "model": "atoll.cli.demo_models:digits_net",
+        "model": "demo_models:digits_net",
         "rounds": 20,
         "workers": 4,
         "metric": "test_accuracy",
@@ -83,7 +89,7 @@ KINDS = {
 }
 
 
-def command(
+def main(
     algorithm: Annotated[
         Algorithm,
         typer.Option(help="diloco: a byte-level transformer on Python's sources; fedavg: a CNN on handwritten digits."),
@@ -125,9 +131,6 @@ def command(
 
 def run(demo: Demo) -> None:
     """Run a demo from the first process to the summary."""
-    from atoll.cli import demo_summary
-    from atoll.cli.demo_view import make_view
-
     demo.work.mkdir(parents=True)
     begin = time.monotonic()
     with Children() as children:
@@ -168,7 +171,9 @@ def _folder(given: Path | None, algorithm: str) -> Path:
 def _environment(**more: str) -> dict[str, str]:
     """Of a child: one thread of torch, since the processes share the cores, and no ATOLL_* from outside."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
-    return inherited | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | more
+    path = os.pathsep.join(filter(None, (str(HERE), inherited.get("PYTHONPATH"))))  # the server builds the demo's model
+    one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return inherited | one_thread | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | more
 
 
 def _start_server(demo: Demo, children: Children) -> subprocess.Popen[bytes]:
@@ -216,7 +221,7 @@ def _start_workers(demo: Demo, children: Children, address: str) -> list[str]:
     for index, site in enumerate(sites):
         own = [demo.algorithm, str(index), str(demo.workers), str(demo.seed), str(demo.result_file(site))]
         environment = _environment(ATOLL_SERVER=address, ATOLL_SITE=site, ATOLL_DIR=str(demo.work / "workers"))
-        argv = ["-m", "atoll.cli.demo_worker", *own]
+        argv = [str(HERE / "demo_worker.py"), *own]
         children.spawn(site, argv, environment=environment, log=demo.folder / f"{site}.log")
     return sites
 
@@ -282,3 +287,7 @@ def _settle(demo: Demo, children: Children, address: str, view: View) -> None:
 def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1] if lines else "it said nothing"
+
+
+if __name__ == "__main__":
+    run_command(lambda: typer.run(main))
