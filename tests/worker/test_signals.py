@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -106,6 +107,13 @@ class Finalized:
     def __del__(self):
         be_ended()
 
+class Renamed:
+    def __del__(self):
+        try:
+            be_ended()
+        except BaseException as error:
+            raise RuntimeError("cannot be closed") from error
+
 def fork():
     if not os.fork():
         os._exit(0)
@@ -116,6 +124,76 @@ other.start()
 with atoll.join():
     {act}
     threading.Event().wait(100)
+"""
+
+
+RAISED_IN_A_FORK = """
+import os, signal, threading
+import atoll
+
+def own(*_):
+    raise RuntimeError("of the script's own")
+
+def send():
+    if not os.path.exists("sent"):
+        open("sent", "w").close()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)  # held back until the fork is over
+
+os.register_at_fork(before=send)
+signal.signal(signal.SIGTERM, own)
+with atoll.join():
+    if not os.fork():
+        os._exit(0)
+    assert os.path.exists("sent")
+    print("forked", flush=True)
+    threading.Event().wait(100)
+"""
+
+ENDS_LATE = """
+import atexit, os, signal, time
+import atoll
+from atoll.worker import departure
+
+class Slow:
+    def leave(self, error=None):
+        print("leaves by", error, flush=True)
+        {in_leave}
+        time.sleep(8 * departure.AGAIN_S)
+        print("has left", flush=True)
+
+def upload():
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not departure._handled:
+        pass
+
+def close():
+    time.sleep(8 * departure.AGAIN_S)
+    print("closed", flush=True)
+
+slow, worker = Slow(), atoll.join()
+departure.watch_exit(slow)
+atexit.register(close)  # called behind the one that is registered after it, if any
+{at_exit}
+"""
+
+WRAPPED = """
+import sys
+import atoll
+
+def wrap(name):
+    before = getattr(sys, name)
+    setattr(sys, name, lambda *given: before(*given))
+
+class Broken:
+    def __del__(self):
+        raise ValueError("the finalizer's own")
+
+with atoll.join(site="a"):
+    wrap("exit")
+    wrap("unraisablehook")
+with atoll.join(site="a"):
+    Broken()
+    sys.exit(3)
 """
 
 
@@ -168,13 +246,13 @@ import signal, sys
 import atoll
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, and left so
-before = [sys.exit, *map(signal.getsignal, (signal.SIGTERM, signal.SIGHUP))]
+before = [sys.exit, sys.unraisablehook, *map(signal.getsignal, (signal.SIGTERM, signal.SIGHUP))]
 a, b = (atoll.join(site=site) for site in "ab")
 a.leave()
-while_joined = [sys.exit, *map(signal.getsignal, (signal.SIGTERM, signal.SIGHUP))]
+while_joined = [sys.exit, sys.unraisablehook, *map(signal.getsignal, (signal.SIGTERM, signal.SIGHUP))]
 b.leave()
 assert not any(now is then for now, then in zip(while_joined, before)), while_joined
-assert [sys.exit, *map(signal.getsignal, (signal.SIGTERM, signal.SIGHUP))] == before
+assert [sys.exit, sys.unraisablehook, *map(signal.getsignal, (signal.SIGTERM, signal.SIGHUP))] == before
 """
 
 
@@ -224,6 +302,7 @@ def test_a_signal_to_a_fork_that_has_run_no_python_yet_ends_the_fork_and_not_its
     ("before", "act", "goes_on"),
     [
         ("", "Finalized()", False),
+        ("", "Renamed()", False),
         ("", "os.register_at_fork(before=be_ended); fork()", False),
         ("", "os.register_at_fork(after_in_parent=be_ended); fork()", False),
         # registered ahead of Atoll, and so called while it holds signals back: half done it would leave a lock taken
@@ -240,6 +319,46 @@ def test_a_sigterm_that_comes_where_python_drops_errors_ends_the_script_all_the_
         assert site.wait(60) == 128 + signal.SIGTERM, site.output()
         assert ("goes on" in site.output()) == goes_on, site.output()
         assert state_of_a(server) == "failed"
+
+
+@pytest.mark.covers("L9")
+def test_a_handler_of_the_scripts_own_that_raises_in_a_fork_leaves_other_signals_what_they_do(
+    tmp_path: Path, nursery: Nursery
+) -> None:
+    with serve(tmp_path, **AT_ONCE) as server:
+        site = ForkedSite(nursery, tmp_path, server.url, "a", RAISED_IN_A_FORK).start()
+        wait_until(lambda: "forked\n" in site.output(), "the fork")
+        site.send(signal.SIGHUP)
+        assert site.wait() == 128 + signal.SIGHUP, site.output()
+        assert state_of_a(server) == "failed"
+
+
+@pytest.mark.covers("L9")
+@pytest.mark.parametrize(
+    ("in_leave", "at_exit", "why"),
+    [
+        ("pass", "atexit.register(upload)", "ended by SIGTERM"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "", "None"),
+    ],
+)
+def test_a_sigterm_at_the_end_of_python_does_not_keep_a_worker_from_leaving(
+    tmp_path: Path, in_leave: str, at_exit: str, why: str
+) -> None:
+    with serve(tmp_path, **AT_ONCE) as server:
+        script = ENDS_LATE.format(in_leave=in_leave, at_exit=at_exit)
+        own = {"ATOLL_SERVER": server.url, "ATOLL_SITE": "a", "ATOLL_DIR": str(tmp_path / "workers")}
+        ended = subprocess.run(  # a process of its own: what is forked ends without Python's exit handlers
+            [sys.executable, "-c", script], env=os.environ | own, capture_output=True, text=True, timeout=60
+        )
+        assert f"closed\nleaves by {why}\nhas left\n" in ended.stdout, ended.stdout + ended.stderr
+        assert state_of_a(server) == ("failed" if at_exit else "left")
+
+
+def test_hooks_that_others_have_wrapped_are_called_once(tmp_path: Path, nursery: Nursery) -> None:
+    with serve(tmp_path, **AT_ONCE) as server:
+        site = ForkedSite(nursery, tmp_path, server.url, "a", WRAPPED).start()
+        assert site.wait() == 3, site.output()
+        assert site.output().count("ValueError: the finalizer's own") == 1, site.output()
 
 
 def test_a_forked_child_that_ends_does_not_leave_in_its_parents_name(tmp_path: Path, nursery: Nursery) -> None:

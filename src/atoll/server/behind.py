@@ -74,7 +74,8 @@ class Behind:
                     await loop.run_in_executor(self._io, self.exports.save, heads)
                 except Gone as error:
                     LOG.debug("version %d was overtaken before it was exported: %s", row.version, error)
-            async with self._durable_in_turn:  # each holds its version; those behind a slow one write the newest only
+            # Each holds its version, and an older one that ends late would be said to be the durable one.
+            async with self._durable_in_turn:
                 await loop.run_in_executor(self._io, self._store.write_durable, row.fragment)
         except (AtollError, OSError) as error:
             reason = passing(error)

@@ -22,9 +22,10 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 LEASES = "ATOLL_LEASES"
 """The folder where a process notes its lease for `atoll worker`, which set this variable."""
@@ -84,16 +85,19 @@ _joined: weakref.WeakSet[Joined] = weakref.WeakSet()
 _pid = 0  # of the process that watches: a fork of it has joined nothing
 _exit: SystemExit | None = None
 """What the main thread's last `sys.exit`, or a signal, raised while anything was joined."""
-_python_exit = sys.exit
-_python_unraisable = sys.unraisablehook
 _handled = 0  # signals, by `_unwind`
 _said = False  # that a lease cannot be noted
 
 
 class _Forking(threading.local):
-    """The signals that the calling thread let through before the fork that it is in, and those around that fork."""
+    """The signals that the calling thread let through before the fork that it is in, and those around that fork.
+
+    Attributes:
+        began_s: when it last began to fork. A handler of the script's own may raise in ours, and leave `masks` behind.
+    """
 
     masks: tuple[set[signal.Signals | int], ...] = ()
+    began_s: float = 0.0
 
 
 _forking = _Forking()
@@ -101,17 +105,15 @@ _forking = _Forking()
 
 def watch_exit(joined: Joined) -> None:
     """Let it leave when this process ends, by SIGTERM or SIGHUP, too; a script's own handler of these stays."""
-    global _pid, _exit, _python_exit, _python_unraisable
+    global _pid, _exit
     if _pid != os.getpid():
         _pid = os.getpid()
         _joined.clear()
         atexit.register(_leave_all)
     _joined.add(joined)
     _exit = None
-    if sys.exit is not _remembered_exit:
-        _python_exit, sys.exit = sys.exit, _remembered_exit
-    if sys.unraisablehook is not _sent_again_if_dropped:
-        _python_unraisable, sys.unraisablehook = sys.unraisablehook, _sent_again_if_dropped
+    _EXIT.replace()
+    _UNRAISABLE.replace()
     if threading.current_thread() is threading.main_thread():
         for number in WATCHED:
             if signal.getsignal(number) is signal.SIG_DFL:
@@ -124,10 +126,8 @@ def has_left(joined: Joined) -> None:
     _joined.discard(joined)
     if _joined:
         return
-    if sys.exit is _remembered_exit:
-        sys.exit = _python_exit
-    if sys.unraisablehook is _sent_again_if_dropped:
-        sys.unraisablehook = _python_unraisable
+    _EXIT.restore()
+    _UNRAISABLE.restore()
     if threading.current_thread() is threading.main_thread():
         for number in WATCHED:
             if signal.getsignal(number) is _unwind:
@@ -139,19 +139,69 @@ def what_ends() -> BaseException | None:
     return getattr(sys, "last_value", None) or _exit
 
 
-def _remembered_exit(status: sys._ExitCode | None = None, /) -> NoReturn:
-    global _exit
-    if threading.current_thread() is threading.main_thread():  # in another thread it ends that thread alone
-        _exit = SystemExit(status)
-    _python_exit(status)
+class _Replaced:
+    """A function of `sys` that is replaced while anything is joined.
+
+    Each time by another object: somebody else may have taken the last one into a function of its own meanwhile, and it
+    must go on to what was there before it, not to that function.
+    """
+
+    def __init__(self, name: str, made_of: Callable[[Any], Any]) -> None:
+        self._name, self._made_of = name, made_of
+        self._ours: object = None
+        self._before: object = None
+
+    def replace(self) -> None:
+        """Nothing where it is replaced already."""
+        before = getattr(sys, self._name)
+        if before is not self._ours:
+            self._before, self._ours = before, self._made_of(before)
+            setattr(sys, self._name, self._ours)
+
+    def restore(self) -> None:
+        """Nothing where somebody else has replaced it since."""
+        if getattr(sys, self._name) is self._ours:
+            setattr(sys, self._name, self._before)
+
+
+def _remembering_exit(python_exit: Callable[[sys._ExitCode | None], NoReturn]) -> Callable[..., NoReturn]:
+    def remember(status: sys._ExitCode | None = None, /) -> NoReturn:
+        global _exit
+        if threading.current_thread() is threading.main_thread():  # in another thread it ends that thread alone
+            _exit = SystemExit(status)
+        python_exit(status)
+
+    return remember
+
+
+def _sending_again(before: Callable[[sys.UnraisableHookArgs], Any]) -> Callable[[sys.UnraisableHookArgs], None]:
+    """A hook for errors that Python drops: a signal among them, or behind one of them, is sent again."""
+
+    def hook(dropped: sys.UnraisableHookArgs) -> None:
+        error: BaseException | None = dropped.exc_value
+        while error is not None and not isinstance(error, EndedBySignal):
+            error = error.__context__
+        if error is not None and threading.current_thread() is threading.main_thread():
+            _send_again(error.number)
+        if error is not dropped.exc_value or error is None:
+            before(dropped)
+
+    return hook
+
+
+_EXIT = _Replaced("exit", _remembering_exit)
+_UNRAISABLE = _Replaced("unraisablehook", _sending_again)
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:
     global _exit, _handled
     _handled += 1
-    if _forking.masks:  # to raise here would also leave a handler at fork half done
-        _send_again(number)
-        return
+    if _forking.masks:
+        if time.monotonic() - _forking.began_s < HANG_S:
+            _send_again(number)  # to raise here would also leave a handler at fork half done
+            return
+        before, _forking.masks = _forking.masks[0], ()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     signal.signal(number, signal.SIG_DFL)  # a second one ends a program that does not unwind
     if _pid != os.getpid() or not _joined:  # a fork, or the last one left in another thread
         signal.raise_signal(number)
@@ -159,14 +209,11 @@ def _unwind(number: int, frame: FrameType | None) -> None:
     raise _exit
 
 
-def _sent_again_if_dropped(dropped: sys.UnraisableHookArgs) -> None:
-    if isinstance(dropped.exc_value, EndedBySignal) and threading.current_thread() is threading.main_thread():
-        _send_again(dropped.exc_value.number)
-    else:
-        _python_unraisable(dropped)
-
-
 def _send_again(number: int) -> None:
+    global _exit
+    _exit = EndedBySignal(number)
+    if not threading.main_thread().is_alive():  # Python ends already: the exit handlers run
+        return
     _unwind_at_the_first(number)
     sending = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))  # not from here, where it would be dropped, too
     sending.daemon = True
@@ -208,13 +255,17 @@ def _keep_from_forks(writer: int) -> None:
 
     def hold() -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        _forking.began_s = time.monotonic()
         _forking.masks += (before,)  # of the thread that forks, which is the one that the fork has
         signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
 
     def release() -> None:
-        if _forking.masks:  # a signal may have ended `hold` before it began
-            signal.pthread_sigmask(signal.SIG_SETMASK, _forking.masks[-1])
-            _forking.masks = _forking.masks[:-1]
+        masks = _forking.masks  # none where a signal has ended `hold` before it began
+        try:
+            if masks:
+                signal.pthread_sigmask(signal.SIG_SETMASK, masks[-1])
+        finally:
+            _forking.masks = masks[:-1]
 
     def release_fork() -> None:
         try:
@@ -249,9 +300,18 @@ def _end_a_hang(reader: int) -> None:
 
 
 def _leave_all() -> None:
-    if _pid == os.getpid():
+    if _pid != os.getpid():
+        return
+    main = threading.current_thread() is threading.main_thread()
+    handled = [number for number in WATCHED if main and signal.getsignal(number) is _unwind]
+    for number in handled:
+        signal.signal(number, signal.SIG_IGN)  # this is the end already, and takes `GOODBYE_S` at most
+    try:
         for joined in list(_joined):
             joined.leave(last_words(what_ends()))
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def note_lease(site: str, server: str, lease: str) -> None:
