@@ -151,7 +151,7 @@ def test_code_that_exits_is_named_where_a_worker_of_this_process_follows_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(departure, "_exit", None)
-    monkeypatch.setattr(sys, "exit", departure._remembered_exit)
+    monkeypatch.setattr(sys, "exit", departure._remembering_exit(sys.exit))
     (tmp_path / "their.py").write_text("import sys\nsys.exit('too old')\n")
     with pytest.raises(ConfigError) as caught:
         registry.load_attribute(f"{tmp_path}/their.py:build")
