@@ -35,7 +35,7 @@ from harness.process_figures import anonymous_kb
 from harness.processes import free_port
 from results import FOLDER, Gate, write
 
-from atoll.wire import messages, routes
+from atoll.protocol import messages, routes
 
 MODEL = """import torch
 def build():

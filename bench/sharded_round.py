@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import atoll
-from atoll.codecs.update import codecs_of, encoded_layout
-from atoll.tensors.modules import schema_of
+from atoll.codecs.encoded_layout import codecs_of, encoded_layout
+from atoll.tensors.module_tensors import schema_of
 
 ROWS, COLUMNS = 1000, 1001
 

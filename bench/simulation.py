@@ -30,7 +30,7 @@ from harness.process_figures import anonymous_kb, cpu_s
 from results import FOLDER, Gate, write
 
 import atoll
-from atoll.wire.status_messages import RoundSummary
+from atoll.protocol.status_messages import RoundSummary
 
 BAR_PER_S = 500
 """A known simulator does 89."""

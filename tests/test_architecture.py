@@ -16,13 +16,14 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "atoll"
 
 LAYERS: list[set[str]] = [
-    {"_version", "children", "errors", "failpoints", "latch", "posix", "sealed", "sizes", "visible"},
+    {"_version", "children", "errors", "failpoints", "format_text", "latch", "posix", "sealed", "sizes"},
     {"border", "registry"},
     {"config"},
     {"tensors"},
-    {"codecs", "filters", "outer", "reducers", "algorithms"},
+    {"codecs", "filters", "outer_optimizers", "reducers", "algorithms"},
+    {"blobs"},
     {"rounds"},
-    {"wire"},
+    {"protocol"},
     {"store", "aggregation", "transport"},
     {"placement"},
     {"server", "worker"},
@@ -65,9 +66,9 @@ LIGHT: dict[str, set[str]] = {
     "atoll.tensors.schema": {"torch", "numpy"},
     "atoll.tensors.layout": {"torch", "numpy"},
     "atoll.rounds.events": {"torch"},
-    "atoll.wire.messages": {"torch", "aiohttp"},
-    "atoll.wire.status_messages": {"torch", "aiohttp"},
-    "atoll.wire.routes": {"torch", "aiohttp"},
+    "atoll.protocol.messages": {"torch", "aiohttp"},
+    "atoll.protocol.status_messages": {"torch", "aiohttp"},
+    "atoll.protocol.routes": {"torch", "aiohttp"},
 }
 """Module → what its import must not bring: `atoll status` answers before torch would be imported."""
 
@@ -155,8 +156,8 @@ def test_imports_point_one_way() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("tensors/lazy.py", "from atoll.store import journal", "tensors imports atoll.store.journal"),
-        ("tensors/lazy.py", "def f():\n    import atoll.server.app", "tensors imports atoll.server.app"),
+        ("tensors/lazy_tensors.py", "from atoll.store import journal", "tensors imports atoll.store.journal"),
+        ("tensors/lazy_tensors.py", "def f():\n    import atoll.server.app", "tensors imports atoll.server.app"),
         (
             "store/spool.py",
             "from atoll.transport.client import Client",
@@ -190,7 +191,7 @@ def test_a_right_import_is_not_complained_of(tmp_path: Path) -> None:
     plant(
         tmp_path,
         "store/spool.py",
-        "from atoll.wire import routes\nfrom . import slots\nfrom ..errors import DiskFull",
+        "from atoll.protocol import routes\nfrom . import slots\nfrom ..errors import DiskFull",
     )
     plant(tmp_path, "cli/main.py", "import atoll\nfrom atoll import Server\nfrom atoll.recipes import fedavg")
     assert wrong_imports(tmp_path) == []

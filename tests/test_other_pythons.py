@@ -25,12 +25,30 @@ GONE = {
     *("ossaudiodev", "pipes", "sndhdr", "spwd", "sunau", "telnetlib", "uu", "xdrlib"),  # in 3.13
 }
 
-TORCH_FREE = ["errors", "registry", "failpoints", "latch", "sizes", "posix", "config", "rounds", "wire", "algorithms"]
-TORCH_FREE += ["store", "tensors.header", "tensors.layout", "tensors.schema", "tensors.fragments", "tensors.reference"]
+TORCH_FREE = [
+    "errors",
+    "registry",
+    "failpoints",
+    "latch",
+    "sizes",
+    "posix",
+    "config",
+    "rounds",
+    "protocol",
+    "algorithms",
+]
+TORCH_FREE += [
+    "store",
+    "tensors.safetensors_header",
+    "tensors.layout",
+    "tensors.schema",
+    "tensors.fragments",
+    "tensors.reference",
+]
 TORCH_FREE += [
     "transport.client",
     "transport.tls",
-    "codecs.update",
+    "codecs.encoded_layout",
     "cli.main",
     "cli.status",
     "cli.server",
@@ -38,7 +56,7 @@ TORCH_FREE += [
 ]
 """Modules, and packages with all that is in them."""
 
-WITH_TENSORS = {"store.objects", "wire.objects", "wire.tasks"}
+WITH_TENSORS = {"store.objects", "protocol.object_manifest"}
 """Of those packages: what moves tensors, and imports torch."""
 
 PURE_TESTS = ["tests/rounds", "tests/store", "tests/algorithms/test_resolve.py", "tests/test_architecture.py"]

@@ -10,7 +10,7 @@ import pytest
 
 from atoll.config import NOT_SETTINGS, Settings, lasting
 from atoll.errors import BY_CODE
-from atoll.wire.messages import RunInfo
+from atoll.protocol.messages import RunInfo
 
 TOOL = Path(__file__).parents[1] / "tools" / "reference.py"
 

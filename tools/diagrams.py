@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from atoll.rounds.diagram import document
+from atoll.rounds.transitions import document
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "concepts.md"
 BEGIN, END = "<!-- diagrams: written by tools/diagrams.py -->", "<!-- /diagrams -->"

@@ -27,8 +27,8 @@ from results import FOLDER, Gate, write
 
 from atoll.aggregation.close import PassInputs, PassOutputs, UpdateSource, run_pass
 from atoll.aggregation.state import state_layout
-from atoll.codecs.none import NoneCodec
-from atoll.outer.build import build_outer
+from atoll.codecs.plain import NoneCodec
+from atoll.outer_optimizers.build import build_outer
 from atoll.reducers.build import build_reducers
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.layout import update_layout, version_header, version_layout

@@ -30,7 +30,7 @@ from atoll.cli.main import run_command
 from atoll.errors import AtollError, RunFailed, ServerUnreachable, UsageError
 
 if TYPE_CHECKING:
-    from atoll.wire import status_messages
+    from atoll.protocol import status_messages
 
 HERE = Path(__file__).parent
 POLL_S = 0.5
@@ -257,8 +257,8 @@ def _status(demo: Demo, children: Children, address: str) -> status_messages.Sta
     Raises:
         RunFailed: the server has ended with an error.
     """
+    from atoll.protocol import routes, status_messages
     from atoll.transport.ask import ask
-    from atoll.wire import routes, status_messages
 
     try:
         return ask(address, routes.STATUS, status_messages.Status)

@@ -11,14 +11,14 @@ from atoll.cli.text import duration, ring_bytes, size
 if TYPE_CHECKING:
     from demo import Demo
 
-    from atoll.wire import status_messages
+    from atoll.protocol import status_messages
 
 MODEL, METRICS, CURVE = "model.safetensors", "metrics.jsonl", "loss.png"
 
 
 def rounds_of(demo: Demo) -> list[status_messages.RoundSummary]:
     """Every round, from the server's own file."""
-    from atoll.wire import status_messages
+    from atoll.protocol import status_messages
 
     lines = (demo.folder / METRICS).read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from atoll.cli.text import awaited, size
-from atoll.visible import visible
+from atoll.format_text import visible
 
 if TYPE_CHECKING:
     from demo import Demo
     from rich.console import RenderableType
 
-    from atoll.wire import status_messages
+    from atoll.protocol import status_messages
 
 SIGNS_OF_LIFE_S = 10.0
 """How often plain lines say how far a round is."""

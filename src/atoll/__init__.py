@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from atoll.errors import AtollError
     from atoll.server.embed import Server
     from atoll.simulate.simulation import Simulation
-    from atoll.tensors.lazy import resolve
+    from atoll.tensors.lazy_tensors import resolve
     from atoll.tensors.reference import TensorRef
     from atoll.worker.by_hand import FedProx, Scaffold
     from atoll.worker.client import Client
@@ -85,7 +85,7 @@ _HOMES = {
     "join": "atoll.worker.federated:join",
     "publish": "atoll.worker.publish:publish",
     "receive": "atoll.worker.functional:receive",
-    "resolve": "atoll.tensors.lazy:resolve",
+    "resolve": "atoll.tensors.lazy_tensors:resolve",
     "send": "atoll.worker.functional:send",
     "tasks": "atoll.worker.tasks:tasks",
     "withdraw": "atoll.worker.publish:withdraw",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.tensors.kinds import Stream, register
-from atoll.tensors.lazy import LazyTensor
+from atoll.tensors.custom_types import Stream, register
+from atoll.tensors.lazy_tensors import LazyTensor
 
 __all__ = ["LazyTensor", "Stream", "register"]

@@ -11,10 +11,9 @@ import torch
 from atoll.aggregation.close import PassInputs, PassOutputs, PassResult, UpdateSource, run_pass
 from atoll.aggregation.scratch import Scratch
 from atoll.aggregation.state import region_digest, state_layout, version_regions
-from atoll.codecs.bf16 import Bf16Codec
-from atoll.codecs.none import NoneCodec
-from atoll.outer.build import build_outer
-from atoll.reducers.mean import WeightedMean
+from atoll.codecs.plain import Bf16Codec, NoneCodec
+from atoll.outer_optimizers.build import build_outer
+from atoll.reducers.means import WeightedMean
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import TILE, update_layout, version_header, version_layout
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec

@@ -20,8 +20,8 @@ from atoll.aggregation.close import PassOutputs, run_pass
 from atoll.aggregation.scratch import Scratch
 from atoll.aggregation.updates import Updates
 from atoll.errors import StateCorrupt
-from atoll.outer.build import build_outer
-from atoll.reducers.median import Median
+from atoll.outer_optimizers.build import build_outer
+from atoll.reducers.robust import Median
 from atoll.tensors.layout import TILE, version_layout
 from atoll.tensors.schema import Schema, TensorSpec
 

@@ -12,7 +12,7 @@ from pass_world import CODECS, PART_BYTES, REDUCERS, Reference, World, raw
 
 from atoll.aggregation.close import PassOutputs, PassResult, run_pass
 from atoll.aggregation.state import state_layout
-from atoll.codecs.downlink import Downlink, is_difference
+from atoll.codecs.version_difference import Downlink, is_difference
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES
 

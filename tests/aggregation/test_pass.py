@@ -16,7 +16,7 @@ from atoll.aggregation.close import PassInputs, PassOutputs, run_pass
 from atoll.aggregation.state import state_regions, version_regions
 from atoll.aggregation.tables import Tables
 from atoll.errors import StateCorrupt, UsageError
-from atoll.reducers.median import Median
+from atoll.reducers.robust import Median
 from atoll.tensors.layout import TILE
 from atoll.tensors.schema import Schema, TensorSpec
 

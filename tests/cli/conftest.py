@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.wire import messages, routes, status_messages
+from atoll.protocol import messages, routes, status_messages
 
 ROOT = Path(__file__).parents[2]
 

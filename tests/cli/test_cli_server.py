@@ -11,7 +11,7 @@ from atoll.cli import main as cli
 from atoll.cli import server
 from atoll.config import Settings
 from atoll.errors import ConfigError
-from atoll.wire import status_messages
+from atoll.protocol import status_messages
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch import nn
 import atoll
 from atoll.cli import status
 from atoll.cli.text import against_data_parallel
-from atoll.wire import messages, status_messages
+from atoll.protocol import messages, status_messages
 
 
 def together(*jobs: Callable[[], None]) -> None:

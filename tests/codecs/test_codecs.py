@@ -4,13 +4,10 @@ import pytest
 import torch
 
 from atoll.codecs.base import Codec
-from atoll.codecs.bf16 import Bf16Codec
-from atoll.codecs.int4 import Int4Codec
-from atoll.codecs.int8 import Int8Codec
-from atoll.codecs.none import NoneCodec
+from atoll.codecs.block_quantization import Int4Codec, Int8Codec
+from atoll.codecs.encoded_layout import codecs_of
+from atoll.codecs.plain import Bf16Codec, NoneCodec, WideCodec
 from atoll.codecs.topk import TopKCodec
-from atoll.codecs.update import codecs_of
-from atoll.codecs.wide import WideCodec
 from atoll.errors import ConfigError
 from atoll.testing.codecs import CodecContract
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from atoll.codecs.base import Codec
-from atoll.codecs.int4 import Int4Codec
-from atoll.codecs.int8 import Int8Codec
+from atoll.codecs.block_quantization import Int4Codec, Int8Codec
 from atoll.codecs.topk import TopKCodec
 from atoll.tensors.alone import alone
 

@@ -16,9 +16,9 @@ import atoll
 from atoll import registry
 from atoll.aggregation.custom import Update
 from atoll.config import NOT_SETTINGS, Settings
+from atoll.protocol.openapi import OPERATIONS
 from atoll.recipes import Recipe, RunResult
 from atoll.server.workflow import Controller
-from atoll.wire.operations import OPERATIONS
 from atoll.worker.federated import FederatedRound, Worker
 from atoll.worker.functional import Received
 

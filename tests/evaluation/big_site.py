@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import atoll
-from atoll.tensors.lazy import LazyState
+from atoll.tensors.lazy_tensors import LazyState
 
 server, site, target, nbytes = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
 words = set(sys.argv[5:])

@@ -13,7 +13,7 @@ from harness.processes import Nursery, Process, free_port, wait_until
 from safetensors.torch import save_file
 
 from atoll.cli import evaluate
-from atoll.wire.evaluations import Cell, EvaluatedModel, Evaluation, markdown, plain
+from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation, markdown, plain
 
 RUN = """
 algorithm = "fedavg"

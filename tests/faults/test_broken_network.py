@@ -16,11 +16,11 @@ from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 
 import atoll
-from atoll.codecs.none import NoneCodec
+from atoll.codecs.plain import NoneCodec
 from atoll.errors import AtollError, Conflict, Superseded, TicketClosed
+from atoll.protocol import messages, routes
 from atoll.tensors.layout import update_layout, version_layout
-from atoll.tensors.modules import named_tensors, schema_of
-from atoll.wire import messages, routes
+from atoll.tensors.module_tensors import named_tensors, schema_of
 from atoll.worker.session import Session
 
 VERSION = version_layout(schema_of(build()), PART_BYTES)

@@ -21,9 +21,9 @@ from fault_world import (
 from harness.processes import Nursery
 
 import atoll
-from atoll.codecs.downlink import Downlink
+from atoll.codecs.version_difference import Downlink
 from atoll.tensors.layout import version_layout
-from atoll.tensors.modules import schema_of
+from atoll.tensors.module_tensors import schema_of
 
 CODECS = {"codec": "int8", "downlink_codec": "int8"}
 WHOLE = version_layout(schema_of(build()), PART_BYTES)

@@ -227,7 +227,7 @@ def test_diloco_advances_by_what_was_counted_while_the_answer_was_lost(tmp_path:
 @pytest.mark.covers("F4", "F8")
 def test_an_update_that_an_earlier_process_left_is_sent_by_the_next_one(tmp_path: Path) -> None:
     """A process that formed its update and could send nothing: its successor does, without training."""
-    from atoll.tensors.modules import named_tensors
+    from atoll.tensors.module_tensors import named_tensors
 
     with serving(tmp_path, num_workers=1, rounds=1) as server:
         first = Session(server.url, "a", folder=tmp_path / "workers")

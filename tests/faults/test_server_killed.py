@@ -11,9 +11,9 @@ from harness.processes import Nursery, wait_until
 from harness.proxy import Fault, Proxy
 
 from atoll.errors import ServerUnreachable
+from atoll.protocol import status_messages
 from atoll.tensors.layout import version_layout
-from atoll.tensors.modules import schema_of
-from atoll.wire import status_messages
+from atoll.tensors.module_tensors import schema_of
 from atoll.worker.client import status
 
 

@@ -15,8 +15,8 @@ from harness.processes import Nursery, wait_until
 
 import atoll
 from atoll.errors import AuthError, ServerUnreachable
+from atoll.protocol import messages, routes
 from atoll.transport.ask import ask
-from atoll.wire import messages, routes
 from atoll.worker.client import status
 
 

@@ -15,10 +15,10 @@ from stream_world import EVERY_UPDATE, FRAGMENTS, SETTINGS, Left, StreamingSites
 from torch import nn
 
 import atoll
-from atoll.codecs.update import codecs_of, encoded_layout
+from atoll.codecs.encoded_layout import codecs_of, encoded_layout
 from atoll.errors import ServerUnreachable
 from atoll.tensors.fragments import split
-from atoll.tensors.modules import schema_of
+from atoll.tensors.module_tensors import schema_of
 from atoll.worker import streaming
 from atoll.worker.connection import Connection
 from atoll.worker.exchange import Exchange

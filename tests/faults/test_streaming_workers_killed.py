@@ -15,7 +15,7 @@ from stream_world import EVERY_UPDATE, FRAGMENTS, SETTINGS, STEPS, Left, Streami
 import atoll
 from atoll.tensors.fragments import split
 from atoll.tensors.layout import version_layout
-from atoll.tensors.modules import schema_of
+from atoll.tensors.module_tensors import schema_of
 from atoll.worker.session import Session
 
 

@@ -27,9 +27,9 @@ from harness.processes import Nursery, wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 
 import atoll
-from atoll.codecs.none import NoneCodec
+from atoll.codecs.plain import NoneCodec
 from atoll.tensors.layout import update_layout, version_layout
-from atoll.tensors.modules import schema_of
+from atoll.tensors.module_tensors import schema_of
 
 
 def version_bytes() -> list[int]:

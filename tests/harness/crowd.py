@@ -13,9 +13,9 @@ import aiohttp
 import torch
 from blake3 import blake3
 
-from atoll.codecs.update import codecs_of, encoded_layout
+from atoll.codecs.encoded_layout import codecs_of, encoded_layout
+from atoll.protocol import messages, routes
 from atoll.tensors.chunks import bytes_of
-from atoll.wire import messages, routes
 
 HEADERS = {"Content-Type": "application/octet-stream"}
 

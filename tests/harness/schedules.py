@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import hypothesis
 import hypothesis.strategies as st
 
+from atoll.rounds.closing_policy import Async, Barrier, Policy, QuorumDeadline
 from atoll.rounds.machine import Rules
-from atoll.rounds.policy import Async, Barrier, Policy, QuorumDeadline
 from atoll.rounds.sampling import Sampling
 from harness.sim_checks import Checks, Violation
 from harness.sim_server import MUTANTS, Mutant, Reply, Request, SimServer

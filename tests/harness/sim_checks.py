@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from atoll.rounds.effects import (
+from atoll.rounds.events import (
     Effect,
     ExpectedChanged,
     LeaseEnded,

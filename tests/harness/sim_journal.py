@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from atoll.rounds.best import Measured, Tracking
-from atoll.rounds.effects import (
+from atoll.rounds.early_stopping import Measured, Tracking
+from atoll.rounds.events import (
     Effect,
     ExpectedChanged,
     LeaseEnded,
@@ -20,9 +20,9 @@ from atoll.rounds.effects import (
     TicketIssued,
     TicketsExpired,
 )
-from atoll.rounds.membership import Member
-from atoll.rounds.recovery import snapshot
+from atoll.rounds.leases import Member
 from atoll.rounds.state import FragmentSnapshot, FrozenRound, OpenRound, Snapshot, State, Ticket
+from atoll.rounds.state_rows import snapshot
 
 
 @dataclass

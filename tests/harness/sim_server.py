@@ -11,20 +11,17 @@ from fractions import Fraction
 from typing import Protocol
 
 from atoll.rounds import machine
-from atoll.rounds.effects import (
+from atoll.rounds.events import (
+    AggregatorLost,
     Effect,
+    Event,
     LeaseGranted,
     LeaseRefused,
     RoundClosed,
     RoundReopened,
     TicketIssued,
-    TicketWithheld,
-    for_journal,
-)
-from atoll.rounds.events import (
-    AggregatorLost,
-    Event,
     TicketRequested,
+    TicketWithheld,
     TimePassed,
     UpdateAccepted,
     UpdateRefused,
@@ -33,6 +30,7 @@ from atoll.rounds.events import (
     WorkerJoined,
     WorkerLeft,
     WorkerSeen,
+    for_journal,
 )
 from harness.sim_checks import Checks, MadeUpdate
 from harness.sim_journal import SimJournal

@@ -7,8 +7,16 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Protocol
 
-from atoll.rounds.effects import LeaseGranted, LeaseRefused, TicketIssued
-from atoll.rounds.events import TicketRequested, WorkerEnds, WorkerJoined, WorkerLeft, WorkerSeen
+from atoll.rounds.events import (
+    LeaseGranted,
+    LeaseRefused,
+    TicketIssued,
+    TicketRequested,
+    WorkerEnds,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerSeen,
+)
 from harness.sim_checks import Checks, MadeUpdate
 from harness.sim_server import Receipt, Rejected, Reply, Request, Submit
 

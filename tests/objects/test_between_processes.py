@@ -18,7 +18,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import AuthError, ConfigError, Gone, SchemaMismatch, ServerUnreachable, UsageError
-from atoll.tensors.lazy import LazyState, LazyTensor
+from atoll.tensors.lazy_tensors import LazyState, LazyTensor
 from atoll.tensors.payload import pack, unpack
 
 

@@ -21,15 +21,15 @@ import torch
 from object_world import PART, differences
 
 import atoll
+from atoll.blobs.manifest import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
+from atoll.blobs.object_file import Extent, pack_object, write_object
 from atoll.config import Settings
 from atoll.errors import ConfigError, TransferStalled, UsageError
+from atoll.protocol import messages, routes
+from atoll.protocol import task_messages as tm
 from atoll.store.objects import Kept, ObjectStore
-from atoll.tensors.cuts import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
-from atoll.tensors.lazy import LazyState, resolve
-from atoll.tensors.objects import Extent, pack_object, write_object
+from atoll.tensors.lazy_tensors import LazyState, resolve
 from atoll.transport.drafts import nameless
-from atoll.wire import object_messages, routes
-from atoll.wire import task_messages as tm
 
 EIGHT = 8 * 2**20
 TORCH, NUMPY = 6 * PART, 3 * PART
@@ -92,7 +92,7 @@ def both_ways(folder: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch)
             assert task.body.object is not None
             connection.http.secret = task.body.object.secret
             path = routes.OBJECT.format(object=task.body.object.object)
-            manifest = connection.http.get(path, object_messages.ObjectManifest)
+            manifest = connection.http.get(path, messages.ObjectManifest)
             connection.http.secret = ""
             extent = Extent(manifest.head_bytes, manifest.nbytes, manifest.part_bytes)
             found.append(told(extent, manifest.inline is not None))

@@ -17,7 +17,7 @@ from torch import nn
 import atoll
 from atoll.filters import Cast, NormClip
 from atoll.payloads import Stream, register
-from atoll.tensors.lazy import resolve
+from atoll.tensors.lazy_tensors import resolve
 
 PART = 2**16
 SIZES = {

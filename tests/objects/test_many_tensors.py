@@ -22,9 +22,9 @@ from object_world import differences
 
 import atoll
 from atoll import posix
-from atoll.tensors import objects
+from atoll.blobs import object_file
 from atoll.tensors.chunks import Scatter
-from atoll.tensors.lazy import resolve
+from atoll.tensors.lazy_tensors import resolve
 
 MANY, FEW = 5000, 50
 TOTAL = 16_000_000
@@ -55,7 +55,7 @@ def test_small_tensors_are_written_to_disk_in_runs(monkeypatch: pytest.MonkeyPat
     """2 MiB have 655 tensors of 3,200 bytes: ceil(5,000 / 655) = 8 writes, and one of the head, which is larger than
     256 KiB. The 50 are larger, too, and each is written from where it is; their head is gathered: 51."""
     for count, writes in ((MANY, 9), (FEW, 51)):
-        with counted(monkeypatch, objects, "write_at") as calls:
+        with counted(monkeypatch, object_file, "write_at") as calls:
             ref = atoll.publish(tensors(count))
         assert len(calls) == writes
         assert differences(tensors(count), atoll.fetch(ref)) == []

@@ -28,18 +28,18 @@ from harness.proxy import Fault, Proxy
 from object_world import PART, differences, fetching, flat, large, publishing, said
 
 import atoll
+from atoll.blobs.manifest import Cut
+from atoll.blobs.object_file import MOST_PARTS, Contents, Extent, write_object
 from atoll.errors import AuthError, BadRequest, Gone, PartCorrupt, TransferAborted, TransferStalled
 from atoll.posix import write_at
-from atoll.tensors.cuts import Cut
-from atoll.tensors.objects import MOST_PARTS, Contents, Extent, write_object
+from atoll.protocol import routes
+from atoll.protocol.object_manifest import Manifest
 from atoll.tensors.payload import pack
 from atoll.tensors.reference import TensorRef
 from atoll.transport import parts
 from atoll.transport.drafts import nameless
 from atoll.transport.lane import Lane
 from atoll.transport.served import Served
-from atoll.wire import routes
-from atoll.wire.objects import Manifest
 
 DATA = "GET .*/data"
 UNDISTURBED = 1 + 5

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import atoll
+from atoll.blobs.object_file import Extent
 from atoll.errors import (
     AtollError,
     AuthError,
@@ -37,11 +38,10 @@ from atoll.errors import (
     TransferAborted,
     TransferError,
 )
-from atoll.tensors.objects import Extent
+from atoll.protocol import messages, routes
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Http
 from atoll.transport.parts import Parts
-from atoll.wire import object_messages, routes
 
 PUT = "PUT .*/parts/5 "
 
@@ -163,8 +163,8 @@ def test_an_upload_that_was_told_to_stop_leaves_nothing(tmp_path: Path) -> None:
 def test_an_upload_of_which_nothing_comes_any_more_is_removed(tmp_path: Path) -> None:
     with serve(tmp_path, idle_timeout_s=0.3) as server:
         http = Http(server.url)
-        opening = object_messages.ObjectOpen(head_bytes=64, nbytes=128, part_bytes=PART, expires_s=1000.0)
-        http.post(routes.OBJECTS, opening, object_messages.ObjectOpened)
+        opening = messages.ObjectOpen(head_bytes=64, nbytes=128, part_bytes=PART, expires_s=1000.0)
+        http.post(routes.OBJECTS, opening, messages.ObjectOpened)
         assert files(tmp_path) == [".part"]
         wait_until(lambda: not files(tmp_path), "its end")
         http.close()
@@ -248,10 +248,10 @@ def test_a_token_does_not_go_where_somebodys_reference_leads(monkeypatch: pytest
 def opened(server: atoll.Server, extent: Extent) -> tuple[Http, str]:
     """An object that takes parts, and who may send them."""
     http = Http(server.url)
-    message = object_messages.ObjectOpen(
+    message = messages.ObjectOpen(
         head_bytes=extent.head_bytes, nbytes=extent.nbytes, part_bytes=extent.part_bytes, expires_s=100.0
     )
-    answer = http.post(routes.OBJECTS, message, object_messages.ObjectOpened)
+    answer = http.post(routes.OBJECTS, message, messages.ObjectOpened)
     http.secret = answer.secret
     return http, answer.object
 
@@ -267,24 +267,24 @@ def test_an_object_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Path) 
         http, object_id = opened(server, extent)
         parts, path_of = Parts(http, 1, 10.0), routes.parts_of_object(object_id)
         complete = routes.OBJECT_COMPLETE.format(object=object_id)
-        whole = object_messages.ObjectComplete(digest=extent.digest(digests))
+        whole = messages.ObjectComplete(digest=extent.digest(digests))
         parts.push(path_of, file.fileno(), extent.parts()[:1], digests)
         with pytest.raises(Conflict, match="lacks 1 of 2 parts"):
             http.send(complete, whole)
         with pytest.raises(Conflict, match="has not arrived yet"):
-            http.get(routes.OBJECT.format(object=object_id), object_messages.ObjectManifest)
+            http.get(routes.OBJECT.format(object=object_id), messages.ObjectManifest)
         with pytest.raises(PartCorrupt):
             parts.push(path_of, file.fileno(), extent.parts()[1:], digests[:1] * 2)  # another digest than its own
         with pytest.raises(Conflict, match="lacks 1"):
             http.send(complete, whole)
         parts.push(path_of, file.fileno(), extent.parts()[1:], digests)
         with pytest.raises(Conflict, match="do not make up its digest"):
-            http.send(complete, object_messages.ObjectComplete(digest="0" * 64))
+            http.send(complete, messages.ObjectComplete(digest="0" * 64))
         http.send(complete, whole)
         http.send(complete, whole)  # the answer may have been lost
         with pytest.raises(Conflict, match="is complete"):
             parts.push(path_of, file.fileno(), extent.parts()[1:], digests)
-        told = http.get(routes.OBJECT.format(object=object_id), object_messages.ObjectManifest)
+        told = http.get(routes.OBJECT.format(object=object_id), messages.ObjectManifest)
         assert told.part_digests == [digest.hex() for digest in digests]
         parts.close()
         http.close()

@@ -8,7 +8,7 @@ import torch
 from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
 from atoll.errors import ConfigError
-from atoll.outer.delayed_nesterov import DelayedNesterov
+from atoll.outer_optimizers.delayed_nesterov import DelayedNesterov
 
 
 def steps(optimizer: torch.optim.Optimizer, leaf: torch.nn.Parameter, gradients: list[float]) -> list[float]:

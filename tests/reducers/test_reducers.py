@@ -9,13 +9,8 @@ import torch
 from atoll.errors import ConfigError, UsageError
 from atoll.reducers.base import normalised
 from atoll.reducers.build import build_reducers
-from atoll.reducers.clipped import ClippedMean
-from atoll.reducers.maximum import Maximum
-from atoll.reducers.mean import WeightedMean
-from atoll.reducers.median import Median
-from atoll.reducers.order import network, select
-from atoll.reducers.share import Share
-from atoll.reducers.trimmed import TrimmedMean
+from atoll.reducers.means import Maximum, Share, WeightedMean
+from atoll.reducers.robust import ClippedMean, Median, TrimmedMean, network, select
 from atoll.testing.reducers import ReducerContract
 
 

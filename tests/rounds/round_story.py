@@ -5,10 +5,13 @@ from __future__ import annotations
 from harness.sim_journal import SimJournal
 
 from atoll.rounds import machine
-from atoll.rounds.effects import Effect, RoundClosed, TicketIssued, TicketWithheld
 from atoll.rounds.events import (
+    Effect,
     Event,
+    RoundClosed,
+    TicketIssued,
     TicketRequested,
+    TicketWithheld,
     TimePassed,
     UpdateAccepted,
     UpdateRefused,

@@ -9,8 +9,8 @@ from harness.schedules import Schedule, Violation, explore, simulate
 from round_story import closed
 
 from atoll.rounds import machine
-from atoll.rounds.effects import FINISHED, RunFinished, TicketsExpired
-from atoll.rounds.policy import Async
+from atoll.rounds.closing_policy import Async
+from atoll.rounds.events import FINISHED, RunFinished, TicketsExpired
 
 
 def begin(story, *sites, **rules):

@@ -6,9 +6,8 @@ import pytest
 from round_story import Story
 
 from atoll.rounds import machine
-from atoll.rounds.best import Measured, Progress, Tracking
-from atoll.rounds.effects import BestFound, RoundOpened, RunFinished
-from atoll.rounds.events import VersionCommitted
+from atoll.rounds.early_stopping import Measured, Progress, Tracking
+from atoll.rounds.events import BestFound, RoundOpened, RunFinished, VersionCommitted
 
 
 def story(**tracking):

@@ -6,7 +6,7 @@ import pytest
 from round_story import Story, closed
 
 from atoll.rounds import machine
-from atoll.rounds.effects import (
+from atoll.rounds.events import (
     ENDS,
     ExpectedChanged,
     LeaseEnded,
@@ -14,10 +14,15 @@ from atoll.rounds.effects import (
     LeaseRefused,
     RoundClosed,
     TicketIssued,
+    TicketRequested,
+    TimePassed,
     Woken,
+    WorkerEnds,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerSeen,
 )
-from atoll.rounds.events import TicketRequested, TimePassed, WorkerEnds, WorkerJoined, WorkerLeft, WorkerSeen
-from atoll.rounds.membership import Member
+from atoll.rounds.leases import Member
 
 
 @pytest.mark.covers("L9")

@@ -8,20 +8,22 @@ import pytest
 from round_story import Story
 
 from atoll.rounds import machine
-from atoll.rounds.effects import (
+from atoll.rounds.closing_policy import QuorumDeadline
+from atoll.rounds.events import (
     Effect,
     ExpectedChanged,
     RoundClosed,
     RoundOpened,
     RunFinished,
     TicketIssued,
+    TicketRequested,
     TicketsExpired,
+    UpdateAccepted,
+    VersionCommitted,
     Woken,
 )
-from atoll.rounds.events import TicketRequested, UpdateAccepted, VersionCommitted
+from atoll.rounds.leases import Member
 from atoll.rounds.machine import FragmentSnapshot, FrozenRound, OpenRound, Rules, Snapshot, Ticket
-from atoll.rounds.membership import Member
-from atoll.rounds.policy import QuorumDeadline
 
 MEMBERS = (Member("a", 1, alive=True), Member("b", 2, alive=True))
 OPEN = FragmentSnapshot(0, OpenRound(0, ("a", "b")), started=True)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import pytest
 from round_story import closed
 
-from atoll.rounds.effects import RoundReopened
-from atoll.rounds.events import AggregatorLost
-from atoll.rounds.policy import Async
+from atoll.rounds.closing_policy import Async
+from atoll.rounds.events import AggregatorLost, RoundReopened
 
 
 @pytest.mark.covers("P10")

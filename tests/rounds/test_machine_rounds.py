@@ -5,18 +5,20 @@ from __future__ import annotations
 import pytest
 from round_story import closed
 
-from atoll.rounds import machine, settle
-from atoll.rounds.effects import (
+from atoll.rounds import machine, opening
+from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, Wait
+from atoll.rounds.events import (
     ExpectedChanged,
     RoundClosed,
     RoundOpened,
     RunFinished,
     TicketIssued,
+    TicketRequested,
     TicketsExpired,
+    UpdateAccepted,
+    VersionCommitted,
     Woken,
 )
-from atoll.rounds.events import TicketRequested, UpdateAccepted, VersionCommitted
-from atoll.rounds.policy import Barrier, Close, QuorumDeadline, RoundView, Wait
 from atoll.rounds.transitions import IllegalTransition
 
 
@@ -305,8 +307,8 @@ def test_a_barrier_that_waits_is_not_shown_every_update(story, monkeypatch):
     run = story(num_workers=len(sites))
     run.join(*sites)
     looks: list[int] = []
-    view = settle.view
-    monkeypatch.setattr(settle, "view", lambda state, fragment: looks.append(fragment) or view(state, fragment))
+    view = opening.view
+    monkeypatch.setattr(opening, "view", lambda state, fragment: looks.append(fragment) or view(state, fragment))
     for site in sites:
         assert run.state.rounds[0].phase == "open"
         run.ticket(site)

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from atoll.rounds.placing import appointed, to_hold, turn
+from atoll.rounds.sampling import appointed, to_hold, turn
 
 
 @pytest.mark.covers("P10")

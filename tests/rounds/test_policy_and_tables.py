@@ -7,10 +7,9 @@ import re
 import pytest
 
 from atoll.config import Settings
-from atoll.rounds.diagram import document, mermaid
-from atoll.rounds.policy import AcceptedUpdate, Barrier, Close, QuorumDeadline, RoundView, Wait, listed
+from atoll.rounds.closing_policy import AcceptedUpdate, Barrier, Close, QuorumDeadline, RoundView, Wait, listed
 from atoll.rounds.state import Rules
-from atoll.rounds.transitions import MEMBER, ROUND, TICKET, IllegalTransition, advance
+from atoll.rounds.transitions import MEMBER, ROUND, TICKET, IllegalTransition, advance, document, mermaid
 
 
 def view(expected: str, accepted: str, floor: int = 1) -> RoundView:

@@ -6,7 +6,7 @@ import pytest
 
 from atoll.config import Settings
 from atoll.rounds import machine
-from atoll.rounds.effects import RoundOpened
+from atoll.rounds.events import RoundOpened
 from atoll.rounds.sampling import Sampling
 from atoll.rounds.state import Rules
 

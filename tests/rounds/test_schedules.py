@@ -11,9 +11,8 @@ import pytest
 from harness import schedules
 from harness.schedules import MUTANTS, Fault, Schedule, Violation, explore, simulate
 
-from atoll.rounds import machine, recovery, settle
-from atoll.rounds.effects import ExpectedChanged
-from atoll.rounds.events import AggregatorLost
+from atoll.rounds import machine, opening, state_rows
+from atoll.rounds.events import AggregatorLost, ExpectedChanged
 
 PLAIN = Schedule(workers=3, num_workers=3, min_workers=2, quorum=0, deadline_s=30, fragments=1)
 
@@ -60,19 +59,19 @@ def test_a_planted_bug_of_the_server_is_found(mutant):
 
 
 def no_help_from_late_joiners(monkeypatch):
-    monkeypatch.setattr(settle.membership, "alive", lambda members: [])
+    monkeypatch.setattr(opening.leases, "alive", lambda members: [])
 
 
 def every_restart_opens_the_round_anew(monkeypatch):
     def restored(rules, journal, tickets, now_s):
         return original(rules, replace(journal, open=None), tickets, now_s)
 
-    original = recovery._restored
-    monkeypatch.setattr(recovery, "_restored", restored)
+    original = state_rows._restored
+    monkeypatch.setattr(state_rows, "_restored", restored)
 
 
 def the_dead_are_waited_for(monkeypatch):
-    monkeypatch.setattr(settle, "_revise", lambda draft, fragment: None)
+    monkeypatch.setattr(opening, "_revise", lambda draft, fragment: None)
 
 
 def leases_start_again(monkeypatch):

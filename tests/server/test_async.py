@@ -17,7 +17,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import ConfigError
-from atoll.reducers.staleness import staleness_weight
+from atoll.reducers.staleness_weight import staleness_weight
 
 
 @pytest.mark.covers("L3", "L5", "D10")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.rounds import effects as fx
-from atoll.rounds.recovery import initial
+from atoll.protocol.status_messages import RoundSummary
+from atoll.rounds import events as fx
 from atoll.rounds.state import Rules, State
+from atoll.rounds.state_rows import initial
 from atoll.server.attendance import Attendance
 from atoll.server.roster import Presence
-from atoll.wire.status_messages import RoundSummary
 
 SITES = "abcdefghij"
 

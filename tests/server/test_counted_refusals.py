@@ -10,7 +10,7 @@ from kit import build_model, serve
 
 import atoll
 from atoll.errors import UpdateRefused
-from atoll.tensors.modules import named_tensors
+from atoll.tensors.module_tensors import named_tensors
 from atoll.worker.session import Session
 
 SETTINGS: dict[str, Any] = {

@@ -17,9 +17,9 @@ from harness.processes import wait_until
 from torch import nn
 
 import atoll
+from atoll.protocol import routes
 from atoll.server import embed
 from atoll.transport import door
-from atoll.wire import routes
 
 SILENT = 30
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import atoll
-from atoll.codecs.downlink import Downlink
+from atoll.codecs.version_difference import Downlink
 from atoll.errors import ConfigError
 from atoll.tensors.layout import version_layout
-from atoll.tensors.modules import schema_of
+from atoll.tensors.module_tensors import schema_of
 from atoll.worker.files import BaseFile
 
 WHOLE = version_layout(schema_of(start(), ("bn.*",)), 2**16)

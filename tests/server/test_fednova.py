@@ -13,7 +13,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import ConfigError, UsageError
-from atoll.reducers.per_step import NormalisedMean
+from atoll.reducers.means import NormalisedMean
 from atoll.testing.reducers import ReducerContract
 
 

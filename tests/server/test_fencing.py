@@ -13,10 +13,10 @@ from torch import nn
 
 import atoll
 from atoll.errors import LeaseLost, Superseded
+from atoll.protocol import messages, routes
 from atoll.store.slots import WRITER
-from atoll.tensors.modules import named_tensors
+from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.client import Http
-from atoll.wire import messages, routes
 from atoll.worker.session import Session
 
 

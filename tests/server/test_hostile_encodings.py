@@ -13,7 +13,7 @@ from torch import Tensor
 
 import atoll
 from atoll.codecs.base import Codec
-from atoll.codecs.update import codecs_of
+from atoll.codecs.encoded_layout import codecs_of
 
 
 class Forged:

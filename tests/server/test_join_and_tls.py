@@ -16,11 +16,11 @@ from torch import nn
 
 import atoll
 from atoll.errors import AuthError, ConfigError, SchemaMismatch, ServerUnreachable
+from atoll.protocol import messages, routes
 from atoll.server.auth import Gate
-from atoll.tensors.modules import schema_of
+from atoll.tensors.module_tensors import schema_of
 from atoll.transport.client import Http, network_error
 from atoll.transport.tls import client_context, read_token, server_context
-from atoll.wire import messages, routes
 
 
 @pytest.mark.covers("F30")

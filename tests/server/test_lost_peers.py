@@ -15,8 +15,8 @@ from harness.processes import wait_until
 from torch import nn
 
 import atoll
+from atoll.protocol import routes
 from atoll.store.slots import PULL, WRITER
-from atoll.wire import routes
 from atoll.worker.session import Session
 
 BEGUN = 300_000

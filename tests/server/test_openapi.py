@@ -11,8 +11,8 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from torch import nn
 
 import atoll
+from atoll.protocol.openapi import OPERATIONS, STATUS_OF, openapi
 from atoll.server.handlers import Handlers
-from atoll.wire.operations import OPERATIONS, STATUS_OF, openapi
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.errors import ConfigError
-from atoll.outer.delayed_nesterov import DelayedNesterov
+from atoll.outer_optimizers.delayed_nesterov import DelayedNesterov
 
 ROUNDS = 4
 LRS = {"head.bias": 2.0, "head.*": 0.25}

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import atoll
-from atoll.codecs.update import codecs_of
+from atoll.codecs.encoded_layout import codecs_of
 from atoll.errors import ConfigError, StoreError
 from atoll.worker.session import Session
 

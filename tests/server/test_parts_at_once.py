@@ -16,11 +16,11 @@ from safetensors import safe_open
 from torch import nn
 
 import atoll
+from atoll.protocol import messages, routes
 from atoll.server.uploads import PARTS_PER_CONNECTION
-from atoll.tensors.modules import named_tensors
+from atoll.tensors.module_tensors import named_tensors
 from atoll.transport import host
 from atoll.transport.client import Http
-from atoll.wire import messages, routes
 from atoll.worker.session import Session
 
 PART_BYTES, DIGEST_BYTES = 2**16, routes.DIGEST_BYTES

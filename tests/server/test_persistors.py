@@ -19,7 +19,7 @@ import atoll
 from atoll.errors import ConfigError, SchemaMismatch
 from atoll.server import begin
 from atoll.server.persistor import Best, Persistor
-from atoll.tensors.lazy import LazyTensor
+from atoll.tensors.lazy_tensors import LazyTensor
 
 START = {"w": torch.arange(3.0), "bn.running_mean": torch.ones(1)}
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import atoll
 from atoll.errors import AtollError, Conflict, Gone, LeaseLost, Superseded, TicketClosed, UpdateRefused
-from atoll.tensors.modules import named_tensors
+from atoll.protocol import messages, routes
+from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.parts import Parts
-from atoll.wire import messages, routes
 from atoll.worker.session import Session
 
 

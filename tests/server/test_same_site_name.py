@@ -12,8 +12,8 @@ from kit import serve
 
 import atoll
 from atoll.errors import Superseded
+from atoll.protocol import messages, routes
 from atoll.transport.client import Http
-from atoll.wire import messages, routes
 
 
 @contextlib.contextmanager

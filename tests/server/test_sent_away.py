@@ -13,9 +13,9 @@ from harness.processes import wait_until
 
 import atoll
 from atoll.errors import Busy, RunFailed
+from atoll.protocol import messages, routes, task_messages
 from atoll.server.workflow import Controller
 from atoll.transport.client import Http
-from atoll.wire import messages, routes, task_messages
 from atoll.worker.session import Session
 
 START = {"w": torch.ones(4)}

@@ -17,9 +17,9 @@ from torch import Tensor
 from atoll import failpoints
 from atoll.errors import DiskFull, RunFailed
 from atoll.filters import Drop, Filter, Outgoing
+from atoll.protocol import messages, routes
 from atoll.server.filters import HOLDER
 from atoll.store.rows import TicketRow
-from atoll.wire import messages, routes
 
 
 @pytest.mark.covers("T8")

@@ -15,7 +15,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import ConfigError
-from atoll.wire import routes
+from atoll.protocol import routes
 
 HOSTILE = {
     "slash": "a/b",

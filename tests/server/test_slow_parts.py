@@ -13,8 +13,8 @@ from kit import serve
 from torch import nn
 
 from atoll.posix import read_at
-from atoll.tensors.modules import named_tensors
-from atoll.wire import routes
+from atoll.protocol import routes
+from atoll.tensors.module_tensors import named_tensors
 from atoll.worker.session import Session
 
 PARTS = 3

@@ -13,7 +13,7 @@ from harness.processes import wait_until
 from torch import nn
 
 import atoll
-from atoll.wire import routes
+from atoll.protocol import routes
 
 
 def stalled_get(server: atoll.Server, path: str) -> tuple[socket.socket, bytes]:

@@ -14,8 +14,8 @@ from torch import nn
 
 import atoll
 from atoll.cli import status as cli_status
+from atoll.protocol import messages
 from atoll.server.left import ROUNDS, TimeLeft, left_s
-from atoll.wire import messages
 from atoll.worker.reporting import in_wait
 
 

@@ -12,7 +12,7 @@ import atoll
 from atoll.cli.status import COLUMNS, worker_row
 from atoll.cli.text import awaited
 from atoll.server import embed
-from atoll.tensors.modules import named_tensors
+from atoll.tensors.module_tensors import named_tensors
 from atoll.worker.connection import Connection
 from atoll.worker.session import Session
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import atoll
 from atoll.filters import NormClip
-from atoll.wire import routes
+from atoll.protocol import routes
 from atoll.worker import diloco as diloco_module
 from atoll.worker.ranks import Ranks
 

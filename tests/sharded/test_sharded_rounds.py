@@ -13,12 +13,12 @@ from sharded_world import World, build, expected, require_close, rows, told
 import atoll
 from atoll.cli import export
 from atoll.tensors.layout import Layout, rows_of, update_layout, version_layout
-from atoll.tensors.modules import schema_of
+from atoll.tensors.module_tensors import schema_of
 
 
 def raw(ranks: int) -> tuple[Layout, Layout]:
     """The layouts of a version and of an update without a codec."""
-    from atoll.codecs.none import NoneCodec
+    from atoll.codecs.plain import NoneCodec
 
     schema = schema_of(build())
     return version_layout(schema, 2**16, ranks), update_layout(schema.tensors, lambda _: NoneCodec(), 2**16, ranks)

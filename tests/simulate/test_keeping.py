@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from atoll.protocol.messages import Outcome
 from atoll.sealed import NoteDamaged
 from atoll.simulate import keeping
 from atoll.tensors.schema import TensorSpec
-from atoll.wire.messages import Outcome
 from atoll.worker.turns import Turns
 
 SPECS = [TensorSpec("w", "F32", (4,))]

@@ -24,11 +24,11 @@ from torch import nn
 import atoll
 from atoll.cli.simulate import summary
 from atoll.errors import ConfigError, RunFailed, UsageError
+from atoll.protocol import messages
+from atoll.protocol.status_messages import RoundSummary
 from atoll.server.handlers import Handlers
 from atoll.simulate import conductor
 from atoll.simulate.simulation import threads_of
-from atoll.wire import messages
-from atoll.wire.status_messages import RoundSummary
 
 CLIENT = '''\
 """Every site moves each parameter by its number plus one, in each round."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from store_world import begin, write_version
 
-from atoll.rounds import effects as fx
+from atoll.rounds import events as fx
 from atoll.server import journalled
 from atoll.server.roster import Presence
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from atoll.errors import ConfigError
+from atoll.protocol import messages
 from atoll.tensors.fragments import Split, cut, split, split_of
-from atoll.tensors.modules import schema_of
+from atoll.tensors.module_tensors import schema_of
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec
-from atoll.wire import messages
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=9)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.layout import version_layout
-from atoll.tensors.modules import Told, schema_of
+from atoll.tensors.module_tensors import Told, schema_of
 from atoll.worker.files import BaseFile
 from atoll.worker.update import merge_
 

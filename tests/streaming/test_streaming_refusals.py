@@ -12,7 +12,7 @@ from streaming_world import build, inner, names_of, serve
 import atoll
 from atoll.errors import ConfigError
 from atoll.tensors.fragments import split
-from atoll.tensors.modules import schema_of
+from atoll.tensors.module_tensors import schema_of
 from atoll.worker.connection import Connection
 
 THREE: dict[str, Any] = {"num_fragments": 3, "sync_every": 9}

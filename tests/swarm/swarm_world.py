@@ -19,7 +19,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import ServerUnreachable
-from atoll.wire.status_messages import Status
+from atoll.protocol.status_messages import Status
 from atoll.worker.client import status
 
 KILLED = -signal.SIGKILL

@@ -13,9 +13,9 @@ from harness.processes import wait_until
 from kit import serve
 
 import atoll
+from atoll.protocol import messages, routes
+from atoll.protocol.swarm_messages import Closed, Collected, Held, PeerReport, PeerWork, Source
 from atoll.transport.client import Http
-from atoll.wire import messages, routes
-from atoll.wire.swarm_messages import Closed, Collected, Held, PeerReport, PeerWork, Source
 
 ADDRESSES = {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10"}
 

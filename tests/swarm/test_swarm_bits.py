@@ -16,13 +16,13 @@ from swarm_run import SITES, build
 from swarm_world import ROUNDS, SETTINGS, Result, Sites, left_by, serving
 
 from atoll.config import Settings
+from atoll.protocol import routes
+from atoll.protocol.swarm_messages import Close, PeerWork
 from atoll.server.begin import plan_of
 from atoll.tensors.layout import version_layout
-from atoll.tensors.modules import schema_of
+from atoll.tensors.module_tensors import schema_of
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Http
-from atoll.wire import routes
-from atoll.wire.swarm_messages import Close, PeerWork
 from atoll.worker import swarm
 from atoll.worker.outlet import Outlet
 from atoll.worker.swarm import SwarmPeer

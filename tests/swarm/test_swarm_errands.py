@@ -17,6 +17,7 @@ from atoll.placement.digests import digest_of
 from atoll.placement.placed import PLACED, placed_settings
 from atoll.placement.plan import Plan
 from atoll.posix import write_at
+from atoll.protocol.swarm_messages import Collect, Hold, Source
 from atoll.server.begin import plan_of
 from atoll.store.slots import SPOOL, STATE, VERSION, Slot, region_digest
 from atoll.tensors.layout import Part
@@ -25,7 +26,6 @@ from atoll.transport import own_file
 from atoll.transport.client import Http
 from atoll.transport.own_file import OwnFile
 from atoll.transport.publisher import ObjectHost
-from atoll.wire.swarm_messages import Collect, Hold, Source
 from atoll.worker.errands import Errands
 from atoll.worker.holding import Shelf, Version
 from atoll.worker.outlet import Outlet

@@ -16,10 +16,10 @@ from swarm_world import SITES, Result, ServerProcess, SiteProcess, Sites, servin
 
 import atoll
 from atoll.errors import BadRequest
+from atoll.protocol import messages, routes
+from atoll.protocol.swarm_messages import Closed, Held, PeerReport, PeerWork, Source
 from atoll.server.places import Place
 from atoll.transport.client import Http
-from atoll.wire import messages, routes
-from atoll.wire.swarm_messages import Closed, Held, PeerReport, PeerWork, Source
 
 ADDRESS = "http://127.0.0.1:9"
 

@@ -9,11 +9,11 @@ import pytest
 
 from atoll.errors import ConfigError
 from atoll.placement.digests import digest_of, in_text
-from atoll.rounds.membership import Member
+from atoll.protocol import messages
+from atoll.protocol.swarm_messages import Close, Closed, Held, Hold, PeerReport, PeerWork, Share, Source, Unreached
+from atoll.rounds.leases import Member
 from atoll.server.peers import Peers
 from atoll.server.places import Places
-from atoll.wire import messages
-from atoll.wire.swarm_messages import Close, Closed, Held, Hold, PeerReport, PeerWork, Share, Source, Unreached
 
 DIGEST, OTHER = "1" * 64, "2" * 64
 

@@ -14,8 +14,8 @@ PACKAGE = '''\
 from dataclasses import dataclass
 
 from atoll.algorithms.base import Algorithm
-from atoll.codecs.bf16 import Bf16Codec
-from atoll.reducers.mean import WeightedMean
+from atoll.codecs.plain import Bf16Codec
+from atoll.reducers.means import WeightedMean
 
 
 class Fp16Codec(Bf16Codec):

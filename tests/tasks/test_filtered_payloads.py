@@ -21,10 +21,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from atoll.blobs.manifest import Cut
+from atoll.blobs.object_file import Contents, Stored, write_object
 from atoll.config import Settings
 from atoll.errors import UsageError
 from atoll.filters import About, Cast, Drop, Filter, NormClip, Outgoing
-from atoll.filters.payloads import filtered
+from atoll.filters.payload_filter import filtered
 from atoll.payloads import Stream, register
 from atoll.posix import read_at
 from atoll.server.aside import Aside
@@ -33,10 +35,7 @@ from atoll.server.result import Result
 from atoll.server.task_filters import TaskFilters
 from atoll.store.objects import ObjectStore
 from atoll.tensors.chunks import CHUNK_ELEMENTS
-from atoll.tensors.cuts import Cut
-from atoll.tensors.objects import Contents, Stored, write_object
-from atoll.tensors.payload import Packed, pack
-from atoll.tensors.places import names_of
+from atoll.tensors.payload import Packed, names_of, pack
 from atoll.testing.payloads import MORE_BYTES, peak_growth
 from atoll.worker.filtering import AnswerFilters
 

@@ -19,9 +19,9 @@ import torch
 from harness.processes import wait_until
 
 import atoll
+from atoll.blobs import object_file
+from atoll.blobs.manifest import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
 from atoll.payloads import LazyTensor, Stream, register
-from atoll.tensors import objects
-from atoll.tensors.cuts import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
 from atoll.tensors.payload import pack
 from atoll.transport.drafts import written
 
@@ -106,13 +106,13 @@ def test_a_stream_that_is_too_large_to_go_inline_is_not_read_into_the_head() -> 
 def test_small_chunks_of_a_stream_are_written_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """2,622 chunks of 100 bytes and the head fit into one run of 2 MiB."""
     writes: list[int] = []
-    write_at = objects.write_at
+    write_at = object_file.write_at
 
     def note(fd: int, data: memoryview, offset: int) -> None:
         writes.append(len(data))
         write_at(fd, data, offset)
 
-    monkeypatch.setattr(objects, "write_at", note)
+    monkeypatch.setattr(object_file, "write_at", note)
     draft = written(pack(Blob(BLOB)), Cut(PART), None)
     assert writes == [draft.extent.nbytes]
     assert os.pread(draft.fd, len(BLOB), draft.extent.head_bytes) == BLOB

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import atoll
 from atoll.filters import Filter, NormClip, Outgoing
+from atoll.protocol import task_messages as tm
 from atoll.tensors.chunks import CHUNK_ELEMENTS
-from atoll.wire import task_messages as tm
 
 
 @pytest.mark.covers("T8", "T6")

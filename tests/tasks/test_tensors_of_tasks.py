@@ -18,8 +18,8 @@ from site_threads import together
 
 import atoll
 from atoll.errors import RunFailed
-from atoll.wire import object_messages, routes
-from atoll.wire import task_messages as tm
+from atoll.protocol import messages, routes
+from atoll.protocol import task_messages as tm
 
 SHARED = torch.arange(300_000.0)
 FIRST = {
@@ -295,10 +295,8 @@ def test_an_answer_that_comes_before_its_tensors_is_refused_and_the_task_stays_o
     with serve(tmp_path, main) as server:
         with atoll.tasks(server.url, "a") as worker:
             for task in worker.tasks():
-                opening = object_messages.ObjectOpen(
-                    head_bytes=64, nbytes=4096, part_bytes=2**20, inline=False, expires_s=60
-                )
-                opened = worker._connection.http.post(routes.OBJECTS, opening, object_messages.ObjectOpened)
+                opening = messages.ObjectOpen(head_bytes=64, nbytes=4096, part_bytes=2**20, inline=False, expires_s=60)
+                opened = worker._connection.http.post(routes.OBJECTS, opening, messages.ObjectOpened)
                 key = tm.ObjectKey(object=opened.object, secret=opened.secret, digest="0" * 64, expires_at=2**31)
                 assert not task._send(tm.TaskAnswer(body=tm.Body(object=key)))
                 assert f"Object {opened.object[:8]} has not arrived yet" in caplog.text

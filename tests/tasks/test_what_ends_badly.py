@@ -19,9 +19,9 @@ import atoll
 from atoll.config import Settings
 from atoll.errors import RunFailed, Superseded
 from atoll.filters import Filter, Outgoing
+from atoll.protocol import routes
+from atoll.protocol import task_messages as tm
 from atoll.server.site_filters import SiteFilters
-from atoll.wire import routes
-from atoll.wire import task_messages as tm
 from atoll.worker.connection import Connection
 
 SCRIPT = Path(__file__).with_name("small_disk_process.py")

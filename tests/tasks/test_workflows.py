@@ -15,14 +15,13 @@ import torch
 from harness.processes import Nursery, Process, free_port, wait_until
 
 import atoll
+from atoll.blobs.manifest import PLAIN_BYTES, ChunkSizes, way_of
 from atoll.errors import AuthError, BadRequest, ConfigError, Conflict, RunFailed, UsageError
-from atoll.tensors.cuts import ChunkSizes
+from atoll.protocol import routes
+from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import pack
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Http
-from atoll.wire import routes
-from atoll.wire import task_messages as tm
-from atoll.wire.tasks import PLAIN_BYTES, way_of
 from atoll.worker.connection import Connection
 
 SCRIPT = Path(__file__).with_name("task_process.py")

@@ -15,7 +15,7 @@ from atoll.errors import UsageError
 from atoll.tensors import chunks
 from atoll.tensors.chunks import ROOM_BYTES, Scatter, assign_run_, bytes_of, run_of, runs_of
 from atoll.tensors.layout import version_header, version_layout
-from atoll.tensors.modules import fits, memory_of, named_tensors, schema_of
+from atoll.tensors.module_tensors import fits, memory_of, named_tensors, schema_of
 from atoll.tensors.schema import Schema, TensorSpec
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from atoll.errors import BadRequest
-from atoll.tensors.header import MOST_BYTES, Header, read_header
+from atoll.tensors.safetensors_header import MOST_BYTES, Header, read_header
 
 
 def parsed(content: bytes) -> Header:

@@ -16,8 +16,8 @@ from torch import nn
 
 from atoll.errors import BadRequest, UsageError
 from atoll.tensors.chunks import bytes_of
+from atoll.tensors.custom_types import Stream, register
 from atoll.tensors.dtypes import NAMES
-from atoll.tensors.kinds import Stream, register
 from atoll.tensors.payload import DEPTH, INT_BITS, pack, unpack
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import Shard as ByRows
 
+from atoll.tensors.fsdp_shards import Shard, Shards
 from atoll.tensors.layout import TILE, rows_of, tiles_of
 from atoll.tensors.schema import Schema, TensorSpec
-from atoll.tensors.shards import Shard, Shards
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 SHAPES = st.one_of(

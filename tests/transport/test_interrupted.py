@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from harness.processes import wait_until
 
-from atoll.codecs.none import NoneCodec
+from atoll.codecs.plain import NoneCodec
 from atoll.errors import UsageError
 from atoll.tensors.layout import Layout, update_layout
 from atoll.tensors.schema import TensorSpec

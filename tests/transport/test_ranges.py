@@ -10,8 +10,8 @@ import pytest
 from kit import serve
 
 import atoll
+from atoll.protocol import messages, routes
 from atoll.transport.host import RangeNotSatisfiable, parse_range
-from atoll.wire import messages, routes
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from torch import nn
 
 import atoll
 from atoll.errors import ServerLost
+from atoll.protocol.messages import Join, Joined
+from atoll.protocol.routes import PROTOCOL, WORKERS
 from atoll.transport.client import Http
-from atoll.wire.messages import Join, Joined
-from atoll.wire.routes import PROTOCOL, WORKERS
 
 
 @pytest.mark.covers("L10")

@@ -13,7 +13,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import UsageError
-from atoll.tensors.modules import named_tensors
+from atoll.tensors.module_tensors import named_tensors
 from atoll.worker.files import ScratchFile
 from atoll.worker.session import Session
 

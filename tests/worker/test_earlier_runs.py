@@ -15,7 +15,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import StateLocked, StoreError
-from atoll.wire import messages
+from atoll.protocol import messages
 from atoll.worker.earlier import folder_of, remove_earlier
 from atoll.worker.files import locked
 

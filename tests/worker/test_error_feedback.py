@@ -15,8 +15,8 @@ from torch import Tensor
 
 import atoll
 from atoll.errors import ConfigError
+from atoll.protocol import messages
 from atoll.tensors.schema import Schema, TensorSpec
-from atoll.wire import messages
 from atoll.worker.files import ScratchFile
 from atoll.worker.residuals import Residuals
 from atoll.worker.session import Session

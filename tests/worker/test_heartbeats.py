@@ -14,7 +14,7 @@ from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from torch import nn
 
 import atoll
-from atoll.wire import status_messages
+from atoll.protocol import status_messages
 from atoll.worker import connection
 from atoll.worker.session import Session
 

@@ -16,8 +16,8 @@ from torch import nn
 
 import atoll
 from atoll.errors import Conflict
-from atoll.tensors.modules import named_tensors
-from atoll.wire import messages, routes
+from atoll.protocol import messages, routes
+from atoll.tensors.module_tensors import named_tensors
 from atoll.worker.sending import MAX_CONFLICTS
 from atoll.worker.session import Session
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import atoll
-from atoll.codecs.bf16 import Bf16Codec
-from atoll.codecs.int8 import Int8Codec
+from atoll.codecs.block_quantization import Int8Codec
+from atoll.codecs.plain import Bf16Codec
 from atoll.filters.base import Filter
 from atoll.tensors.schema import Schema, TensorSpec
 from atoll.worker.losses import Losses

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from atoll.wire import messages
+from atoll.protocol import messages
 from atoll.worker.reporting import Progress, in_words
 
 MB = 1_000_000

@@ -11,7 +11,7 @@ from torch import nn
 import atoll
 from atoll.errors import ServerUnreachable, StoreError
 from atoll.tensors.layout import Part
-from atoll.tensors.modules import named_tensors
+from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.parts import Parts
 from atoll.worker import files
 from atoll.worker.files import BaseNote

@@ -298,7 +298,7 @@ def test_a_models_own_names_do_not_collide_with_those_of_controls(tmp_path: Path
 
 def test_a_file_that_is_new_holds_no_control(tmp_path: Path) -> None:
     """Guards against a note that outlives its files."""
-    from atoll.tensors.modules import schema_of
+    from atoll.tensors.module_tensors import schema_of
 
     schema = schema_of(One()).with_controls()
     controls = Controls(tmp_path, schema)
@@ -320,7 +320,7 @@ def test_a_file_that_is_new_holds_no_control(tmp_path: Path) -> None:
 
 def test_what_a_new_update_is_written_over_no_longer_counts_for_the_old_one(tmp_path: Path) -> None:
     """Killed while the next update is formed: half of it lies where c_i⁺ of ticket 7 was."""
-    from atoll.tensors.modules import schema_of
+    from atoll.tensors.module_tensors import schema_of
 
     schema = schema_of(One()).with_controls()
     controls = Controls(tmp_path, schema)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.wire import messages
+from atoll.protocol import messages
 from atoll.worker.again import sent_again
 from atoll.worker.files import OutboxNote
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.errors import LeaseLost, UsageError
-from atoll.tensors.modules import named_tensors
+from atoll.protocol import messages, routes
+from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.client import Http
-from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.files import Outbox
 from atoll.worker.session import Session

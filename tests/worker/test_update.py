@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.codecs.bf16 import Bf16Codec
-from atoll.codecs.none import NoneCodec
-from atoll.codecs.update import codecs_of, encoded_layout
+from atoll.codecs.encoded_layout import codecs_of, encoded_layout
+from atoll.codecs.plain import Bf16Codec, NoneCodec
 from atoll.errors import StateLocked
 from atoll.tensors.chunks import bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype
 from atoll.tensors.layout import Layout, update_layout, version_header, version_layout
-from atoll.tensors.modules import schema_of
+from atoll.tensors.module_tensors import schema_of
 from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, ScratchFile, locked
 from atoll.worker.residuals import Residuals
 from atoll.worker.stretches import Stretches

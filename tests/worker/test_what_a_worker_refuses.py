@@ -10,7 +10,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import UsageError, VersionSkew
-from atoll.tensors.modules import named_tensors
+from atoll.tensors.module_tensors import named_tensors
 from atoll.worker.connection import Connection
 from atoll.worker.given import finite_metrics
 from atoll.worker.session import Session

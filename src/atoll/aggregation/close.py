@@ -41,11 +41,10 @@ from atoll.aggregation.windows import Window
 from atoll.codecs.base import Codec
 from atoll.errors import StateCorrupt
 from atoll.failpoints import failpoint
-from atoll.outer.rule import OuterRule, State, Stepper
+from atoll.outer_optimizers.torch_optimizer import OuterRule, State, Stepper
 from atoll.posix import write_at
 from atoll.reducers.base import Reducer
-from atoll.reducers.maximum import Maximum
-from atoll.reducers.mean import WeightedMean
+from atoll.reducers.means import Maximum, WeightedMean
 from atoll.tensors.alone import stay_alone
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import TILE, Part

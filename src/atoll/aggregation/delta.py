@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atoll.aggregation.scratch import Scratch
 from atoll.aggregation.windows import Window
-from atoll.codecs.downlink import Downlink
+from atoll.codecs.version_difference import Downlink
 from atoll.failpoints import failpoint
 from atoll.posix import write_at
 from atoll.tensors.chunks import bytes_of

@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from atoll.aggregation.scratch import Scratch, read_at
 from atoll.errors import ConfigError
-from atoll.outer.rule import OuterRule, StateSpec
+from atoll.outer_optimizers.torch_optimizer import OuterRule, StateSpec
 from atoll.tensors.dtypes import accumulate_dtype, dtype_name
 from atoll.tensors.layout import PART_BYTES, Layout, Part, Segment, file_layout, safetensors_header
 from atoll.tensors.schema import PARAMS, TensorSpec

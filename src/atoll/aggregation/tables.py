@@ -9,7 +9,7 @@ from atoll.aggregation.scratch import Scratch
 from atoll.aggregation.state import Entries, entries
 from atoll.aggregation.windows import Windows
 from atoll.codecs.base import Codec
-from atoll.outer.rule import Granularity
+from atoll.outer_optimizers.torch_optimizer import Granularity
 from atoll.tensors.layout import Layout
 
 

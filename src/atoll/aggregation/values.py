@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.codecs.downlink import Downlink
+from atoll.codecs.version_difference import Downlink
 from atoll.tensors.layout import Layout
 
 

@@ -15,7 +15,7 @@ from atoll.aggregation.updates import Updates
 from atoll.aggregation.values import PassInputs, PassOutputs
 from atoll.aggregation.windows import Extent, kind_of, window_of
 from atoll.failpoints import failpoint
-from atoll.outer.rule import OuterRule
+from atoll.outer_optimizers.torch_optimizer import OuterRule
 from atoll.posix import write_at
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype

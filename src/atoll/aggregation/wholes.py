@@ -7,7 +7,7 @@ from torch import Tensor
 
 from atoll.aggregation.scratch import read_at
 from atoll.aggregation.state import WHOLES, merged
-from atoll.outer.rule import State
+from atoll.outer_optimizers.torch_optimizer import State
 from atoll.posix import write_at
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import torch_dtype

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from atoll.outer.rule import Granularity
+from atoll.outer_optimizers.torch_optimizer import Granularity
 from atoll.tensors.layout import ALIGN_BYTES, Part, Piece, Segment
 from atoll.tensors.schema import CONTROL, PARAMS, TensorSpec
 

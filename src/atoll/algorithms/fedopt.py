@@ -8,7 +8,7 @@ the Effects of Non-Identical Data Distribution for Federated Visual Classificati
     FedAvgM      m_t = β·m_{t−1} + g_t                                              x_{t+1} = x_t − η·m_t
     FedAdagrad   v_t = v_{t−1} + g_t²                                               x_{t+1} = x_t − η·g_t / (√v_t + τ)
     FedAdam      m_t = β₁·m_{t−1} + (1−β₁)·g_t;  v_t = β₂·v_{t−1} + (1−β₂)·g_t²      x_{t+1} = x_t − η·m̂_t / (√v̂_t + τ)
-    FedYogi      as FedAdam, with Yogi's v_t (`outer/yogi.py`)                      x_{t+1} = x_t − η·m_t / (√v_t + τ)
+    FedYogi      as FedAdam, with Yogi's v_t (`outer_optimizers/yogi.py`)            x_{t+1} = x_t − η·m_t / (√v_t + τ)
 
 τ = 1e-3 throughout. FedAdam is torch's Adam: the hats are its correction of the first steps' bias, which the paper
 leaves out. η depends on the task more than anything else here (the paper's best lie between 1e-3 and 1): outer_lr.

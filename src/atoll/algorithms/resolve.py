@@ -1,5 +1,5 @@
 """A run's settings on top of its algorithm's defaults → what the run does. No torch here; the optimizer's own
-arguments are checked where it is built (`atoll.outer`)."""
+arguments are checked where it is built (`atoll.outer_optimizers`)."""
 
 from __future__ import annotations
 

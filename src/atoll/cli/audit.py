@@ -12,7 +12,7 @@ import typer
 
 from atoll.cli.directory import journal_of
 from atoll.errors import StateCorrupt
-from atoll.visible import visible
+from atoll.format_text import visible
 
 
 class _Reader:

@@ -19,10 +19,10 @@ from atoll.cli.directory import journal_of
 from atoll.cli.text import counted
 from atoll.config import Settings
 from atoll.errors import UsageError
-from atoll.visible import VisibleLines, visible
+from atoll.format_text import VisibleLines, visible
 
 if TYPE_CHECKING:
-    from atoll.wire.evaluations import Evaluation
+    from atoll.protocol.task_messages import Evaluation
 
 LOG = logging.getLogger("atoll.cli")
 
@@ -69,9 +69,9 @@ def command(
             "atoll evaluate run.toml evaluates what its state directory has; --server shows what a server has found.",
         )
     if server is not None:
+        from atoll.protocol import routes
+        from atoll.protocol.task_messages import Evaluation
         from atoll.transport.ask import ask, server_address
-        from atoll.wire import routes
-        from atoll.wire.evaluations import Evaluation
 
         found = ask(server_address(server), routes.EVALUATION, Evaluation)
     else:
@@ -84,7 +84,7 @@ def command(
             asked["sites"] = _listed(sites)
         found = _evaluated(settings, asked, run_file)
     if out is not None:
-        from atoll.wire.evaluations import markdown
+        from atoll.protocol.task_messages import markdown
 
         text = found.model_dump_json(indent=2) + "\n" if out.suffix == ".json" else markdown(found)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def show(evaluation: Evaluation, *, as_json: bool) -> None:
     elif sys.stdout.isatty():
         _tables(evaluation)
     else:
-        from atoll.wire.evaluations import plain
+        from atoll.protocol.task_messages import plain
 
         print("\n".join(map(visible, plain(evaluation))))
 

@@ -17,11 +17,11 @@ from atoll.cli.directory import journal_of, no_run
 from atoll.errors import Gone, PartCorrupt, StateCorrupt, StateLocked, UsageError
 
 if TYPE_CHECKING:
+    from atoll.protocol.messages import Manifest, RunInfo
     from atoll.tensors.layout import Layout
     from atoll.tensors.schema import Schema
     from atoll.transport.client import Http
     from atoll.transport.parts import Parts
-    from atoll.wire.messages import Manifest, RunInfo
 
 READ_BYTES = 2**20
 Source = tuple["Layout", int, int | None]
@@ -153,8 +153,8 @@ def best_of_server(server: str, out: Path) -> int:
         UsageError: the run tracks no metric.
         Gone: none was measured yet, or it can only be copied on the server's machine.
     """
+    from atoll.protocol import routes, status_messages
     from atoll.transport.ask import ask
-    from atoll.wire import routes, status_messages
 
     best = ask(server, routes.STATUS, status_messages.Status).best
     if best is None:
@@ -234,9 +234,9 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
         UsageError: the run has no model.
         Gone: the version is not kept.
     """
+    from atoll.protocol import routes, status_messages
     from atoll.transport.client import Http
     from atoll.transport.tls import read_token
-    from atoll.wire import routes, status_messages
 
     token_file = os.environ.get("ATOLL_TOKEN_FILE")
     token = read_token(Path(token_file) if token_file else None)
@@ -259,9 +259,9 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
 
 def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
     """Fetch a version of each fragment beside `out`, then write them in the order of a file for people."""
+    from atoll.protocol import messages, routes
     from atoll.tensors.layout import version_layout
     from atoll.transport.parts import Parts
-    from atoll.wire import messages, routes
 
     info = http.get(routes.RUN, messages.RunInfo)
     split = http.get(routes.SCHEMA, messages.SchemaMessage).to_split()
@@ -295,7 +295,7 @@ def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: La
         Gone: none of them has it any more, or none is to be reached from here.
     """
     from atoll.errors import AtollError
-    from atoll.wire import routes
+    from atoll.protocol import routes
     from atoll.worker.peering import connected
 
     why = "no worker that is here has it."
@@ -321,8 +321,8 @@ def _checked(parts: Parts, path: str, nbytes: int) -> memoryview:
     """
     from blake3 import blake3
 
+    from atoll.protocol import routes
     from atoll.transport.parts import PART_ATTEMPTS
-    from atoll.wire import routes
 
     for _ in range(PART_ATTEMPTS):
         body = memoryview(parts.read(path, nbytes + routes.DIGEST_BYTES))

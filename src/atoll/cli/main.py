@@ -10,7 +10,7 @@ import typer
 from atoll.children import Terminated
 from atoll.cli import audit, evaluate, export, init, server, simulate, status, worker
 from atoll.errors import AtollError
-from atoll.visible import visible, visible_lines
+from atoll.format_text import visible, visible_lines
 
 INTERRUPTED, TERMINATED = 130, 143
 """128 + SIGINT and 128 + SIGTERM, as shells have it."""

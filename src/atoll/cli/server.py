@@ -39,11 +39,11 @@ from atoll.cli.text import (
 )
 from atoll.config import TRAIN, Settings, entries_of
 from atoll.errors import ConfigError
-from atoll.rounds.policy import listed
+from atoll.rounds.closing_policy import listed
 
 if TYPE_CHECKING:
+    from atoll.protocol import status_messages
     from atoll.server.embed import Server
-    from atoll.wire import status_messages
 
 LOG = logging.getLogger("atoll.cli")
 

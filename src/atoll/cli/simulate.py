@@ -20,8 +20,8 @@ from atoll.config import Settings
 from atoll.simulate.seldom import Seldom
 
 if TYPE_CHECKING:
+    from atoll.protocol import status_messages
     from atoll.simulate.simulation import Simulated, Simulation
-    from atoll.wire import status_messages
 
 LOG = logging.getLogger("atoll.cli")
 

@@ -31,12 +31,12 @@ from atoll.cli.text import (
     workflow_lines,
 )
 from atoll.errors import AtollError, ServerUnreachable, UsageError
-from atoll.visible import visible
+from atoll.format_text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from atoll.wire import status_messages
+    from atoll.protocol import status_messages
 
 WATCH_S = 1.0
 ROUNDS_SHOWN = 5
@@ -120,8 +120,8 @@ def _asked_by(stored: status_messages.Status) -> status_messages.Status | None:
 
 
 def _ask(address: str) -> status_messages.Status:
+    from atoll.protocol import routes, status_messages
     from atoll.transport.ask import ask
-    from atoll.wire import routes, status_messages
 
     return ask(address, routes.STATUS, status_messages.Status)
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from atoll.cli.directory import journal_of, no_run
 from atoll.errors import StateCorrupt
-from atoll.wire import routes, status_messages
+from atoll.protocol import routes, status_messages
 
 HISTORY = 20
 STILL = "no server answers where the last one listened; `atoll server` goes on with this run"

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from atoll.visible import VisibleLines
-from atoll.wire.units import duration as duration
-from atoll.wire.units import size as size
-from atoll.wire.units import time_left as time_left
+from atoll.format_text import VisibleLines
+from atoll.format_text import duration as duration
+from atoll.format_text import size as size
+from atoll.format_text import time_left as time_left
 
 if TYPE_CHECKING:
-    from atoll.wire import status_messages
+    from atoll.protocol import status_messages
 
 
 QUIET_S = 30.0

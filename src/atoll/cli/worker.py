@@ -83,9 +83,9 @@ def _require_server(address: str, told: list[int]) -> str:
         ServerUnreachable: it did not answer in that time, or something else answers.
         VersionSkew: it speaks another protocol.
     """
+    from atoll.format_text import duration
+    from atoll.protocol import messages, routes
     from atoll.transport.ask import ask
-    from atoll.wire import messages, routes
-    from atoll.wire.units import duration
     from atoll.worker.silence import give_up_s
 
     most_s = give_up_s()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from atoll.codecs.narrowing import Narrowing, rows_of
+from atoll.codecs.plain import Narrowing, rows_of
 from atoll.errors import ConfigError
 from atoll.tensors.layout import TILE
 

@@ -5,8 +5,6 @@ atoll.Server(model, filters={"clinic-a": [NormClip(10.0)]})
 """
 
 from atoll.filters.base import About, Filter, Outgoing
-from atoll.filters.cast import Cast
-from atoll.filters.drop import Drop
-from atoll.filters.norm_clip import NormClip
+from atoll.filters.builtin import Cast, Drop, NormClip
 
 __all__ = ["About", "Cast", "Drop", "Filter", "NormClip", "Outgoing"]

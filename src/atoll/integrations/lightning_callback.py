@@ -22,8 +22,8 @@ from atoll.border import border
 from atoll.errors import UsageError
 from atoll.filters.base import Filter, require_filters
 from atoll.integrations import fitting
-from atoll.tensors.modules import named_tensors
-from atoll.wire import messages
+from atoll.protocol import messages
+from atoll.tensors.module_tensors import named_tensors
 from atoll.worker.address import server_of
 from atoll.worker.correction import Correction, following
 from atoll.worker.diloco import DiLoCo

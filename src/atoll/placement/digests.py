@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from blake3 import blake3
 
-from atoll.wire.routes import DIGEST_BYTES
+from atoll.protocol.routes import DIGEST_BYTES
 
 
 def digest_of(digests: Sequence[bytes]) -> str:

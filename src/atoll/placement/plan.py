@@ -17,18 +17,17 @@ from atoll.aggregation.state import state_layout, state_regions, version_regions
 from atoll.aggregation.tables import Tables
 from atoll.algorithms.resolve import ResolvedAlgorithm, resolve
 from atoll.codecs.base import Codec
-from atoll.codecs.downlink import Downlink
-from atoll.codecs.update import codecs_of, encoded_layout
+from atoll.codecs.encoded_layout import codecs_of, encoded_layout
+from atoll.codecs.version_difference import Downlink
 from atoll.config import Settings
 from atoll.errors import ConfigError
-from atoll.outer.build import build_outer
-from atoll.outer.rule import OuterRule
+from atoll.outer_optimizers.build import build_outer
+from atoll.outer_optimizers.torch_optimizer import OuterRule
 from atoll.posix import nameless_file
 from atoll.reducers.base import Reducer
 from atoll.reducers.build import build_reducers
-from atoll.reducers.per_step import NormalisedMean
-from atoll.reducers.share import Share
-from atoll.reducers.staleness import StalenessWeight, constant, staleness_weight
+from atoll.reducers.means import NormalisedMean, Share
+from atoll.reducers.staleness_weight import StalenessWeight, constant, staleness_weight
 from atoll.store.store import FileShape, FragmentShapes
 from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Layout, version_header, version_layout

@@ -15,9 +15,9 @@ from atoll import registry
 from atoll.children import Terminated, raise_on_sigterm
 from atoll.config import Settings
 from atoll.errors import UsageError
+from atoll.protocol.status_messages import RoundSummary, Status
 from atoll.recipes.base import slug
 from atoll.recipes.result import RunResult
-from atoll.wire.status_messages import RoundSummary, Status
 
 if TYPE_CHECKING:
     from atoll.recipes.base import Recipe

@@ -26,6 +26,8 @@ from atoll.errors import (
     StateLocked,
     StoreError,
 )
+from atoll.protocol import routes
+from atoll.protocol.status_messages import Status
 from atoll.recipes.arguments import Strict, require_number, require_path
 from atoll.recipes.folder import (
     RUN_FILE,
@@ -41,8 +43,6 @@ from atoll.recipes.folder import (
 from atoll.recipes.result import RunResult
 from atoll.rounds.state import Rules
 from atoll.transport.ask import ask
-from atoll.wire import routes
-from atoll.wire.status_messages import Status
 
 if TYPE_CHECKING:
     from atoll.recipes.base import Recipe

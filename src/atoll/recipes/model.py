@@ -13,7 +13,7 @@ from atoll.errors import ConfigError, UsageError
 if TYPE_CHECKING:
     from torch import nn
 
-    from atoll.tensors.modules import Tensors
+    from atoll.tensors.module_tensors import Tensors
 
 FILE = "initial.safetensors"
 """Beside the run file."""
@@ -108,7 +108,7 @@ def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None)
 
     from atoll.server.exports import export_header
     from atoll.tensors.chunks import bytes_of
-    from atoll.tensors.modules import Told, named_tensors, schema_of, unwrapped
+    from atoll.tensors.module_tensors import Told, named_tensors, schema_of, unwrapped
     from atoll.tensors.schema import BUFFERS
 
     model = model if isinstance(model, nn.Module) else unwrapped(model)

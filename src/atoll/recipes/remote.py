@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from atoll.border import bordered
 from atoll.children import Children
 from atoll.errors import AtollError, ConfigError, RunFailed, UsageError
+from atoll.protocol import routes
+from atoll.protocol.messages import RunInfo
+from atoll.protocol.status_messages import Status
 from atoll.recipes.arguments import Strict, require_number
 from atoll.recipes.folder import ended_by_sigterm
 from atoll.recipes.local import environment
 from atoll.recipes.result import RunResult
 from atoll.transport.ask import ask
-from atoll.wire import routes
-from atoll.wire.messages import RunInfo
-from atoll.wire.status_messages import Status
 from atoll.worker import last_status
 from atoll.worker.site import require_site
 

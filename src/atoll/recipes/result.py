@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.border import bordered
-from atoll.wire.status_messages import RoundSummary, Status
+from atoll.protocol.status_messages import RoundSummary, Status
 
 
 @bordered

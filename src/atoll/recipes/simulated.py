@@ -17,8 +17,8 @@ from atoll.recipes.result import RunResult
 from atoll.simulate.engines import require_engine
 
 if TYPE_CHECKING:
+    from atoll.protocol.status_messages import RoundSummary
     from atoll.recipes.base import Recipe
-    from atoll.wire.status_messages import RoundSummary
 
 STATE_DIR = "atoll-simulation"
 """Beside the run file, as `atoll simulate` has it: not where the run itself would be."""

@@ -17,25 +17,22 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import assert_never
 
-from atoll.rounds import membership
-from atoll.rounds.best import Measured
-from atoll.rounds.draft import Draft, Result
-from atoll.rounds.effects import (
+from atoll.rounds import leases
+from atoll.rounds.early_stopping import Measured
+from atoll.rounds.events import (
     ENDS,
     FINISHED,
+    AggregatorLost,
     BestFound,
+    Event,
     ExpectedChanged,
     LeaseEnded,
     LeaseGranted,
     RoundReopened,
     RunFinished,
     TicketIssued,
-    TicketWithheld,
-)
-from atoll.rounds.events import (
-    AggregatorLost,
-    Event,
     TicketRequested,
+    TicketWithheld,
     TimePassed,
     UpdateAccepted,
     UpdateRefused,
@@ -45,20 +42,22 @@ from atoll.rounds.events import (
     WorkerLeft,
     WorkerSeen,
 )
-from atoll.rounds.queries import due, may_submit, missing, next_deadline_s, staleness, why
-from atoll.rounds.recovery import initial, restore, snapshot
-from atoll.rounds.settle import drop_ended, end_open, open_next, settle, still_good
+from atoll.rounds.opening import drop_ended, end_open, open_next, settle, still_good
 from atoll.rounds.state import (
+    Draft,
     FragmentSnapshot,
     FrozenRound,
     OpenRound,
+    Result,
     Rules,
     Snapshot,
     State,
     Ticket,
     ticket_by_id,
 )
+from atoll.rounds.state_rows import initial, restore, snapshot
 from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, advance
+from atoll.rounds.waiting import due, may_submit, missing, next_deadline_s, staleness, why
 
 __all__ = [
     "FragmentSnapshot",
@@ -115,7 +114,7 @@ def step(state: State, event: Event, now_s: float) -> Result:
             _collect_again(draft, fragment, reason)
         case TimePassed():
             timeout_s = state.rules.heartbeat_timeout_s
-            silent = membership.silent(state.seen_s, timeout_s, now_s)
+            silent = leases.silent(state.seen_s, timeout_s, now_s)
             _end(draft, silent, "falls silent", f"silent for {timeout_s:g} s")
         case _:
             assert_never(event)
@@ -124,7 +123,7 @@ def step(state: State, event: Event, now_s: float) -> Result:
 
 def _join(draft: Draft, site: str) -> None:
     lease = draft.state.next_lease
-    members = membership.changed(draft.state.members, site, "joins", lease)
+    members = leases.changed(draft.state.members, site, "joins", lease)
     draft.change(members=members, next_lease=lease + 1, ending=draft.state.ending - {site})
     draft.see(site)
     draft.emit(LeaseGranted(site, lease))
@@ -134,7 +133,7 @@ def _join(draft: Draft, site: str) -> None:
 def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
     """`event` ends the leases of `sites`; then time and the barrier are judged, once for all of them."""
     for site in sites:
-        members = membership.changed(draft.state.members, site, event)
+        members = leases.changed(draft.state.members, site, event)
         seen_s = {other: last_s for other, last_s in draft.state.seen_s.items() if other != site}
         draft.change(members=members, seen_s=seen_s, ending=draft.state.ending - {site})
         draft.emit(LeaseEnded(site, members[site].lease, members[site].why, detail))

@@ -2,20 +2,26 @@
 
 Mappings are replaced, never changed. Times are seconds on one monotonic clock; they are not part of a
 snapshot, since no clock survives a restart.
+
+The state being made in one step, and the effects so far.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import Any
 
 from atoll.config import Settings
-from atoll.rounds.best import Progress, Tracking
-from atoll.rounds.membership import Member
-from atoll.rounds.policy import AcceptedUpdate, Async, Barrier, Policy, QuorumDeadline, RoundView
+from atoll.rounds import leases
+from atoll.rounds.closing_policy import AcceptedUpdate, Async, Barrier, Policy, QuorumDeadline, RoundView
+from atoll.rounds.early_stopping import Progress, Tracking
+from atoll.rounds.events import Effect, Woken
+from atoll.rounds.leases import Member
 from atoll.rounds.sampling import Sampling
+from atoll.rounds.transitions import IllegalTransition
 
 
 @dataclass(frozen=True)
@@ -287,3 +293,55 @@ def ticket_by_id(state: State, number: int) -> Ticket | None:
             if ticket.id == number:
                 return ticket
     return None
+
+
+Result = tuple[State, tuple[Effect, ...]]
+
+
+class Draft:
+    """Lives for one step. Nothing that `state` holds is ever changed in place."""
+
+    __slots__ = ("effects", "now_s", "state", "wake")
+
+    def __init__(self, state: State, now_s: float) -> None:
+        self.state = state
+        self.now_s = now_s
+        self.effects: list[Effect] = []
+        self.wake: set[int] = set()
+
+    def result(self) -> Result:
+        return self.state, (*self.effects, *(Woken(fragment) for fragment in sorted(self.wake)))
+
+    def emit(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def change(self, **fields: Any) -> None:
+        self.state = replace(self.state, **fields)
+
+    def round(self, fragment: int) -> Round:
+        if not 0 <= fragment < len(self.state.rounds):
+            raise IllegalTransition(f"There is no fragment {fragment}; there are {len(self.state.rounds)}.")
+        return self.state.rounds[fragment]
+
+    def set_round(self, fragment: int, round_: Round) -> None:
+        rounds = self.state.rounds
+        self.change(rounds=(*rounds[:fragment], round_, *rounds[fragment + 1 :]))
+
+    def change_round(self, fragment: int, **fields: Any) -> None:
+        self.set_round(fragment, replace(self.round(fragment), **fields))
+
+    def put(self, ticket: Ticket) -> None:
+        tickets = self.round(ticket.fragment).tickets
+        self.change_round(ticket.fragment, tickets={**tickets, ticket.site: ticket})
+
+    def see(self, site: str) -> None:
+        self.change(seen_s={**self.state.seen_s, site: self.now_s})
+
+    def hears(self, site: str, lease: int) -> bool:
+        """Whether `lease` speaks for `site`: a sign of life if so, and a refusal if not."""
+        refused = leases.refusal(self.state.members, site, lease)
+        if refused:
+            self.emit(refused)
+        else:
+            self.see(site)
+        return not refused

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from atoll.format_text import size
 from atoll.placement.plan import Plan
-from atoll.wire.units import size
 
 
 def advice(plan: Plan) -> list[str]:

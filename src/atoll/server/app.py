@@ -1,4 +1,4 @@
-"""HTTP on top of a run: one handler per operation of `wire/operations.py`, errors as `Problem`s, limits first."""
+"""HTTP on top of a run: one handler per operation of `protocol/openapi.py`, errors as `Problem`s, limits first."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import BaseModel, ValidationError
 
 from atoll.errors import AtollError, BadRequest, StoreError
+from atoll.protocol import messages, routes
+from atoll.protocol.openapi import OPERATIONS, Operation, openapi
 from atoll.server.auth import IDENTITY, Gate
 from atoll.server.handlers import Handlers
 from atoll.server.passing import directory_gone, journal_failed, no_more_files, out_of_memory, passing
@@ -21,8 +23,6 @@ from atoll.server.run import Run
 from atoll.transport.bypass import bypass_of
 from atoll.transport.host import problem
 from atoll.transport.sockets import break_off
-from atoll.wire import messages, routes
-from atoll.wire.operations import OPERATIONS, Operation, openapi
 
 LOG = logging.getLogger("atoll.server")
 HTTP_LOG = logging.getLogger("atoll.server.http")

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
-from atoll.rounds import effects as fx
-from atoll.rounds.policy import listed
+from atoll.rounds import events as fx
+from atoll.rounds.closing_policy import listed
 from atoll.server.roster import Presence, note_end
 
 if TYPE_CHECKING:
+    from atoll.protocol import status_messages
     from atoll.rounds.state import State
-    from atoll.wire import status_messages
 
 LOG = logging.getLogger("atoll.server")
 

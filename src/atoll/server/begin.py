@@ -18,6 +18,7 @@ from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
 from atoll.config.lasting import FROZEN
 from atoll.errors import ConfigError, StateCorrupt
+from atoll.format_text import size
 from atoll.placement.plan import FragmentPlan, Plan, cpu_capability, torch_build
 from atoll.server.best import require_files
 from atoll.server.model import initial_model, is_known, loaded_model, schema_for, write_version
@@ -27,9 +28,8 @@ from atoll.store.journal import NEW_RUN
 from atoll.store.rows import Recovered, RunRow
 from atoll.store.store import Store
 from atoll.tensors.fragments import split, split_of
-from atoll.tensors.modules import Tensors
+from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import CONTROL
-from atoll.wire.units import size
 
 LOG = logging.getLogger("atoll.server")
 

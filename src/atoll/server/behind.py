@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from atoll.errors import AtollError, Gone
 from atoll.placement.plan import Plan
-from atoll.rounds.best import Measured
+from atoll.protocol import status_messages
+from atoll.rounds.early_stopping import Measured
 from atoll.server.best import BestVersion
 from atoll.server.exports import Exports
 from atoll.server.passing import passing
@@ -20,7 +21,6 @@ from atoll.server.persistor import Persistor
 from atoll.server.space import RETRY_S
 from atoll.store.rows import VersionRow
 from atoll.store.store import Store
-from atoll.wire import status_messages
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")

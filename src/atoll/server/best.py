@@ -14,12 +14,12 @@ from pathlib import Path
 
 from atoll.errors import StoreError
 from atoll.placement.plan import Plan
-from atoll.rounds.best import Measured, Tracking
+from atoll.protocol import status_messages
+from atoll.rounds.early_stopping import Measured, Tracking
 from atoll.server.exports import export_model
 from atoll.server.persistor import Best
 from atoll.store.rows import HistoryRow
 from atoll.store.store import Store
-from atoll.wire import status_messages
 
 LOG = logging.getLogger("atoll.server")
 

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from atoll.protocol.task_messages import Cell
+from atoll.protocol.task_messages import EvaluatedModel as Row
 from atoll.server import signs
 from atoll.server.run import Run
-from atoll.wire.evaluations import Cell
-from atoll.wire.evaluations import EvaluatedModel as Row
 
 __all__ = ["Board", "Row", "Source"]
 

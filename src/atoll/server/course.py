@@ -20,6 +20,8 @@ from typing import Any, Literal
 from atoll.config import TRAIN, Settings, WorkflowEntry, entries_of
 from atoll.errors import AtollError, ConfigError, DiskFull, RunFailed, UsageError
 from atoll.failpoints import failpoint
+from atoll.protocol import status_messages
+from atoll.protocol.task_messages import Evaluation
 from atoll.rounds import events as ev
 from atoll.server import signs
 from atoll.server.components import Parts
@@ -28,8 +30,6 @@ from atoll.server.space import RETRY_S
 from atoll.server.task_filters import TaskFilters
 from atoll.server.workflow import Controller, Function, ServerStops
 from atoll.store import workflows as journal
-from atoll.wire import status_messages
-from atoll.wire.evaluations import Evaluation
 
 LOG = logging.getLogger("atoll.server")
 

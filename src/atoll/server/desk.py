@@ -11,15 +11,14 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from atoll.blobs.manifest import ChunkSizes, read_plain
+from atoll.blobs.object_file import Contents, Extent
 from atoll.errors import ConfigError, Conflict, PartCorrupt, TicketClosed
 from atoll.posix import OwnedFile
+from atoll.protocol import task_messages as tm
+from atoll.protocol.object_manifest import new_id
+from atoll.protocol.status_messages import TaskStatus
 from atoll.store.objects import Kept, ObjectStore
-from atoll.tensors.cuts import ChunkSizes
-from atoll.tensors.objects import Contents, Extent
-from atoll.wire import task_messages as tm
-from atoll.wire.objects import new_id
-from atoll.wire.status_messages import TaskStatus
-from atoll.wire.tasks import read_plain
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")

@@ -22,6 +22,8 @@ from atoll.border import bordered
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.errors import AtollError, ConfigError, PortInUse, UsageError
 from atoll.latch import Latch
+from atoll.protocol import status_messages
+from atoll.protocol.task_messages import Evaluation
 from atoll.server.app import HTTP_LOG, make_app
 from atoll.server.auth import open_gate
 from atoll.server.begin import open_run
@@ -34,12 +36,10 @@ from atoll.server.site_filters import Given
 from atoll.server.status import keep_status, status_of
 from atoll.server.task_filters import TaskFilters
 from atoll.server.workflow import Function
-from atoll.tensors.modules import Tensors
+from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import address_of
 from atoll.transport.door import Door, open_door, raise_files_limit, runner_of
 from atoll.transport.tls import server_context
-from atoll.wire import status_messages
-from atoll.wire.evaluations import Evaluation
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")

@@ -21,12 +21,12 @@ from typing import Any
 from atoll import registry
 from atoll.config.workflows import file_name_of
 from atoll.errors import ConfigError, RunFailed
+from atoll.protocol import messages
+from atoll.protocol.task_messages import Cell, Evaluation, markdown
 from atoll.server.board import Board, Row, Source
 from atoll.server.global_models import GlobalModels, is_file
 from atoll.server.signs import why_gone
 from atoll.server.workflow import Controller
-from atoll.wire import messages
-from atoll.wire.evaluations import Cell, Evaluation, markdown
 
 LOG = logging.getLogger("atoll.server")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from atoll.placement.plan import Plan
 from atoll.placement.result import export_header as export_header
+from atoll.protocol import status_messages
 from atoll.server.model_file import ModelFile
 from atoll.store.store import Store
 from atoll.tensors.layout import Layout
 from atoll.tensors.schema import TensorSpec
-from atoll.wire import status_messages
 
 MODEL = "model.safetensors"
 METRICS = "metrics.jsonl"

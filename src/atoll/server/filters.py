@@ -22,8 +22,7 @@ from torch import Tensor
 from atoll.codecs.base import Codec
 from atoll.errors import ConfigError, RunFailed, TicketClosed, UsageError
 from atoll.failpoints import failpoint
-from atoll.filters.base import About, Filter
-from atoll.filters.chain import BadFilter, Chain
+from atoll.filters.base import About, BadFilter, Chain, Filter
 from atoll.placement.plan import FragmentPlan, Plan
 from atoll.posix import OwnedFile, read_at, write_at
 from atoll.server.aside import Aside

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 
 from atoll.errors import ConfigError, SchemaMismatch, ServerLost, VersionSkew
+from atoll.format_text import size
 from atoll.placement.plan import Plan
+from atoll.protocol import messages, routes
 from atoll.server.auth import Identity
 from atoll.server.course import EVALUATES, Course
 from atoll.store.rows import TicketRow
 from atoll.store.store import Store
-from atoll.wire import messages, routes
-from atoll.wire.units import size
 
 LOG = logging.getLogger("atoll.server")
 

@@ -11,6 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from atoll.blobs.manifest import Cut
+from atoll.blobs.model_file import packed_state
+from atoll.blobs.object_file import write_object
 from atoll.errors import AtollError, Gone
 from atoll.server.best import MODEL as BEST
 from atoll.server.best import NOTE as BEST_NOTE
@@ -21,10 +24,7 @@ from atoll.server.space import require_space
 from atoll.server.workflow import Controller
 from atoll.store.objects import Kept
 from atoll.store.slots import disk_error
-from atoll.tensors.cuts import Cut
-from atoll.tensors.kept import packed_state
-from atoll.tensors.lazy import LazyState
-from atoll.tensors.objects import write_object
+from atoll.tensors.lazy_tensors import LazyState
 
 LOG = logging.getLogger("atoll.server")
 

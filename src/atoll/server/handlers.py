@@ -1,4 +1,4 @@
-"""What each operation does. Names are those of `wire/operations.py`; errors are raised, `app.py` writes them."""
+"""What each operation does. Names are those of `protocol/openapi.py`; errors are raised, `app.py` writes them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from atoll.errors import (
 )
 from atoll.failpoints import failpoint
 from atoll.placement.placed import placed_settings
-from atoll.rounds import effects as fx
+from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
 from atoll.rounds import events as ev
+from atoll.rounds import events as fx
 from atoll.rounds import machine
 from atoll.server.auth import IDENTITY
 from atoll.server.fit import counted_of, require_fit, will_evaluate
@@ -42,7 +43,6 @@ from atoll.store.spool import PartWriter
 from atoll.store.tickets import why_closed
 from atoll.tensors.layout import Layout
 from atoll.transport.host import parts_within
-from atoll.wire import evaluations, messages, routes, status_messages, swarm_messages
 
 LOG = logging.getLogger("atoll.server")
 
@@ -79,7 +79,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         self.run.watched_s = time.monotonic()
         return status_of(self.run)
 
-    async def get_evaluation(self) -> evaluations.Evaluation:
+    async def get_evaluation(self) -> task_messages.Evaluation:
         course = self.run.course
         if course is None or course.evaluated is None:
             raise Gone(

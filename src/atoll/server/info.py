@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atoll.placement.plan import Plan
-from atoll.wire import messages, routes
+from atoll.protocol import messages, routes
 
 
 def run_info(plan: Plan, run_id: str) -> messages.RunInfo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import MutableMapping
 
-from atoll.rounds import effects as fx
+from atoll.rounds import events as fx
 from atoll.server.roster import Presence
 from atoll.store.store import Store
 

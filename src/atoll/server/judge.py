@@ -6,10 +6,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from atoll.errors import DiskFull, StoreError, UpdateRefused
+from atoll.protocol import messages
 from atoll.rounds import events as ev
 from atoll.server.roster import Presence
 from atoll.store.rows import TicketRow
-from atoll.wire import messages
 
 if TYPE_CHECKING:
     from atoll.server.run import Run

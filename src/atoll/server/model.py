@@ -19,7 +19,7 @@ from atoll.errors import ConfigError
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, chunks
-from atoll.tensors.modules import Tensors, Told, named_tensors, schema_of, unwrapped
+from atoll.tensors.module_tensors import Tensors, Told, named_tensors, schema_of, unwrapped
 from atoll.tensors.schema import BUFFERS, CONTROL, NOTHING, Schema
 
 NO_MODEL = {NOTHING: torch.zeros(1)}

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from aiohttp import web
 from blake3 import blake3
 
+from atoll.blobs.object_file import Extent
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
+from atoll.protocol import messages, routes
 from atoll.server.run import Run
 from atoll.server.space import require_space
 from atoll.store.objects import Kept
 from atoll.tensors.layout import Part
-from atoll.tensors.objects import Extent
 from atoll.transport.bypass import Fill
 from atoll.transport.host import Incoming, parts_within, serve_file
 from atoll.transport.sockets import break_off
-from atoll.wire import object_messages, routes
 
 AT_ONCE = 64
 """Parts of objects that may be on their way in, of all publishers together."""
@@ -37,7 +37,7 @@ class ObjectHandlers:
     def __init__(self) -> None:
         self._arriving: dict[tuple[str, int], _Arrival] = {}
 
-    async def open_object(self, message: object_messages.ObjectOpen) -> object_messages.ObjectOpened:
+    async def open_object(self, message: messages.ObjectOpen) -> messages.ObjectOpened:
         extent = Extent(message.head_bytes, message.nbytes, message.part_bytes)
         extent.require_sound("The object")
         if message.inline and message.nbytes > routes.INLINE_BYTES:
@@ -47,13 +47,13 @@ class ObjectHandlers:
             )
         require_space(self.run.store, self.run.settings)
         kept, secret = self.run.objects.open(extent, inline=message.inline, expires_s=message.expires_s)
-        return object_messages.ObjectOpened(
+        return messages.ObjectOpened(
             object=kept.object, secret=secret, expires_s=max(0.0, kept.expires_at - time.time())
         )
 
     async def put_object_part(
         self, object: str, part: int, secret: str, request: web.Request
-    ) -> object_messages.ObjectPartReceipt:
+    ) -> messages.ObjectPartReceipt:
         if (request.content_length or 0) <= routes.DIGEST_BYTES:
             raise BadRequest("The request has no part in it.", "Send its bytes and then their BLAKE3.")
         kept = self.run.objects.find(object, secret)
@@ -77,7 +77,7 @@ class ObjectHandlers:
             if kept.gone.is_set():
                 raise Gone(f"Object {object[:8]} was withdrawn while it arrived.", "Publish it again.")
             kept.digests[part] = sent
-        return object_messages.ObjectPartReceipt(object=object, part=part, digest=sent.hex())
+        return messages.ObjectPartReceipt(object=object, part=part, digest=sent.hex())
 
     @asynccontextmanager
     async def _arrival(self, kept: Kept, part: Part, request: web.Request) -> AsyncIterator[_Arrival]:
@@ -104,10 +104,10 @@ class ObjectHandlers:
         kept.touched_s = time.monotonic()
         self.run.bytes_up += count
 
-    async def complete_object(self, object: str, secret: str, message: object_messages.ObjectComplete) -> None:
+    async def complete_object(self, object: str, secret: str, message: messages.ObjectComplete) -> None:
         self.run.objects.complete(self.run.objects.find(object, secret), message.digest)
 
-    async def get_object(self, object: str, secret: str) -> object_messages.ObjectManifest:
+    async def get_object(self, object: str, secret: str) -> messages.ObjectManifest:
         kept = self.run.objects.complete_one(object, secret)
         return self.run.objects.manifest(kept).message()
 

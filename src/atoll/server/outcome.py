@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from atoll.protocol import messages
 from atoll.store.rows import TicketRow
 from atoll.store.store import Store
-from atoll.wire import messages
 
 
 def staleness(head: int, version: int, lost: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from atoll.placement.plan import Plan
-from atoll.rounds import dylu
+from atoll.rounds import local_steps
 from atoll.rounds.state import State
 from atoll.server.roster import Presence
 
@@ -26,7 +26,7 @@ class Pace:
             for site, member in state.members.items()
             if member.alive and site in self._roster
         }
-        return dylu.local_steps(speeds, site, settings.sync_every, settings.num_fragments)
+        return local_steps.local_steps(speeds, site, settings.sync_every, settings.num_fragments)
 
     def wanted(self, fragment: int, state: State) -> Collection[int]:
         """Versions that open tickets name and their holders have not pulled yet, as far as is known."""

@@ -11,20 +11,19 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from atoll.blobs.manifest import ChunkSizes, Way, way_of
+from atoll.blobs.object_file import Extent, write_object
 from atoll.errors import DiskFull, UsageError
-from atoll.filters.payloads import said
+from atoll.filters.payload_filter import said
+from atoll.protocol import task_messages as tm
 from atoll.server.desk import Sent, key_to
 from atoll.server.run import Run
 from atoll.server.space import RETRY_S, require_space
 from atoll.server.task_filters import TaskFilters
 from atoll.store.objects import ObjectStore
 from atoll.store.slots import disk_error
-from atoll.tensors.cuts import ChunkSizes
-from atoll.tensors.kinds import Stream
-from atoll.tensors.objects import Extent, write_object
+from atoll.tensors.custom_types import Stream
 from atoll.tensors.payload import Packed
-from atoll.wire import task_messages as tm
-from atoll.wire.tasks import Way, way_of
 
 LOG = logging.getLogger("atoll.server")
 

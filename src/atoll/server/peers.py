@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from atoll.errors import BadRequest, ConfigError, UsageError
-from atoll.rounds.membership import Member
+from atoll.protocol import messages
+from atoll.protocol.swarm_messages import Closed, Collected, Held, PeerReport, PeerWork
+from atoll.rounds.leases import Member
 from atoll.tensors.reference import TensorRef
-from atoll.wire import messages
-from atoll.wire.swarm_messages import Closed, Collected, Held, PeerReport, PeerWork
 
 SETTLED_S = 10.0
 """For so long a worker says that it does not reach another one that does report, before either is sent away: one that

@@ -29,8 +29,8 @@ from atoll.placement.plan import Plan
 from atoll.posix import read_at
 from atoll.server.model_file import ModelFile
 from atoll.store.store import Store
-from atoll.tensors.lazy import Handle, LazyState, resolve
-from atoll.tensors.modules import Tensors
+from atoll.tensors.lazy_tensors import Handle, LazyState, resolve
+from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import Schema
 
 LOG = logging.getLogger("atoll.server")

@@ -9,16 +9,16 @@ from typing import Protocol
 
 from atoll.placement.digests import digest_of, digests_in
 from atoll.placement.plan import Plan
-from atoll.rounds import effects as fx
+from atoll.protocol import messages, status_messages
+from atoll.protocol.swarm_messages import Close, Closed, Collect, Held, Hold, PeerWork
 from atoll.rounds import events as ev
-from atoll.rounds.placing import to_hold, turn
+from atoll.rounds import events as fx
+from atoll.rounds.sampling import to_hold, turn
 from atoll.rounds.state import State
 from atoll.server.judge import Judge
 from atoll.server.peers import Peers
 from atoll.store.rows import VersionRow
 from atoll.store.store import Store
-from atoll.wire import messages, status_messages
-from atoll.wire.swarm_messages import Close, Closed, Collect, Held, Hold, PeerWork
 
 
 class Floor(Protocol):

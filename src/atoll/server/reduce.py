@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from atoll.aggregation.close import BaseDamaged, PassOutputs, UpdateSource
 from atoll.errors import StateCorrupt
+from atoll.format_text import size, time_left
 from atoll.placement.closing import close
 from atoll.placement.plan import Plan
+from atoll.protocol import status_messages
 from atoll.rounds.sampling import Sampling
 from atoll.server.aggregator import Aggregator
 from atoll.server.filters import Filtering
@@ -20,8 +22,6 @@ from atoll.server.outcome import staleness
 from atoll.store.rows import TicketRow, VersionRow
 from atoll.store.slots import disk_error
 from atoll.store.store import Store
-from atoll.wire import status_messages
-from atoll.wire.units import size, time_left
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from atoll.rounds.best import Progress
+from atoll.rounds.early_stopping import Progress
+from atoll.rounds.leases import Member
 from atoll.rounds.machine import FragmentSnapshot, FrozenRound, OpenRound, Snapshot, Ticket
-from atoll.rounds.membership import Member
 from atoll.store.rows import Recovered
 
 

@@ -6,11 +6,11 @@ import os
 import threading
 from typing import Any
 
+from atoll.blobs.manifest import read_plain
+from atoll.blobs.object_file import Stored
 from atoll.errors import RunFailed, StoreError
 from atoll.posix import read_at
 from atoll.server.desk import Answer
-from atoll.tensors.objects import Stored
-from atoll.wire.tasks import read_plain
 
 
 class Result:

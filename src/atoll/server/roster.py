@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from atoll.errors import AtollError, BadRequest, LeaseLost, Superseded
-from atoll.rounds import effects as fx
+from atoll.format_text import visible
+from atoll.protocol import messages
+from atoll.protocol.object_manifest import new_id, seal
+from atoll.rounds import events as fx
 from atoll.store.rows import MemberRow
-from atoll.visible import visible
-from atoll.wire import messages
-from atoll.wire.objects import new_id, seal
 
 LOG = logging.getLogger("atoll.server")
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import AtollError, Busy, DiskFull, RunFailed, StoreError
 from atoll.placement.plan import Plan
-from atoll.rounds import effects as fx
 from atoll.rounds import events as ev
+from atoll.rounds import events as fx
 from atoll.rounds import machine
 from atoll.server.advice import advice
 from atoll.server.aggregator import Aggregator

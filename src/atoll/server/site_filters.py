@@ -11,7 +11,7 @@ from atoll import registry
 from atoll.config import Settings
 from atoll.errors import ConfigError, UsageError
 from atoll.filters.base import Filter
-from atoll.filters.payloads import ByTask, for_tasks
+from atoll.filters.payload_filter import ByTask, for_tasks
 
 LOG = logging.getLogger("atoll.server")
 

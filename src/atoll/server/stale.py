@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 
 from atoll.placement.plan import Plan
-from atoll.wire import status_messages
+from atoll.protocol import status_messages
 
 LOG = logging.getLogger("atoll.server")
 

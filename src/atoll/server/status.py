@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from atoll.algorithms.resolve import ResolvedAlgorithm
+from atoll.protocol import routes, status_messages
 from atoll.rounds import machine
 from atoll.server.outcome import staleness
-from atoll.wire import routes, status_messages
 
 if TYPE_CHECKING:
     from atoll.server.roster import Presence

@@ -1,6 +1,6 @@
 """A swarm seen from its server: who holds which version, who aggregates, and what each worker is to have and to do.
 
-The server sees no tensor. Workers report all that they have; from that, the journal and `rounds/placing.py` follows
+The server sees no tensor. Workers report all that they have; from that, the journal and `rounds/sampling.py` follows
 what each of them is told, so a server that was killed needs nothing but their next reports. What an aggregating worker
 had collected is lost with it: its round is opened again, and the updates come from their outboxes once more.
 """
@@ -19,16 +19,16 @@ from atoll.errors import UpdateRefused
 from atoll.failpoints import failpoint
 from atoll.placement.digests import digests_in
 from atoll.placement.plan import Plan
+from atoll.protocol import messages, status_messages
+from atoll.protocol.swarm_messages import Close, Closed, PeerReport, PeerWork, Share
 from atoll.rounds import events as ev
-from atoll.rounds.placing import appointed
+from atoll.rounds.sampling import appointed
 from atoll.server.peers import Peer
 from atoll.server.places import Floor, Offer, Place, Places
 from atoll.server.reduce import Frozen, frozen_round, summary_of
 from atoll.server.roster import Lease
 from atoll.store.rows import VersionRow
 from atoll.store.store import Store
-from atoll.wire import messages, status_messages
-from atoll.wire.swarm_messages import Close, Closed, PeerReport, PeerWork, Share
 
 LOG = logging.getLogger("atoll.server")
 

@@ -7,18 +7,18 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from atoll.blobs.manifest import Cut
+from atoll.blobs.object_file import Contents, Stored, write_object
 from atoll.config import Settings
 from atoll.errors import AtollError, ConfigError, PartCorrupt
 from atoll.filters.base import About, Filter
-from atoll.filters.payloads import filtered, said
+from atoll.filters.payload_filter import filtered, said
 from atoll.posix import nameless_file, read_at
 from atoll.server.desk import Answer, read_contents
 from atoll.server.site_filters import Given, SiteFilters
 from atoll.store.slots import disk_error
 from atoll.tensors.alone import alone
-from atoll.tensors.cuts import Cut
-from atoll.tensors.kinds import Stream
-from atoll.tensors.objects import Contents, Stored, write_object
+from atoll.tensors.custom_types import Stream
 from atoll.tensors.payload import Packed
 
 LOG = logging.getLogger("atoll.server")

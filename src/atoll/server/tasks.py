@@ -9,11 +9,11 @@ import os
 import time
 
 from atoll.errors import AtollError, BadRequest, Conflict, DiskFull
+from atoll.protocol import task_messages as tm
 from atoll.server.desk import Answer, check_plain, key_of, read_contents
 from atoll.server.roster import Lease
 from atoll.server.run import Run
 from atoll.server.space import require_space
-from atoll.wire import task_messages as tm
 
 
 class TaskHandlers:

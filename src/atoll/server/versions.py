@@ -11,6 +11,7 @@ from blake3 import blake3
 
 from atoll.errors import BadRequest, Gone
 from atoll.placement.plan import Plan
+from atoll.protocol import messages, routes
 from atoll.server.begin import initial_file
 from atoll.server.model_file import ModelFile
 from atoll.server.roster import holder_of
@@ -20,7 +21,6 @@ from atoll.store.handles import PinnedDelta, PinnedVersion
 from atoll.store.store import Store
 from atoll.transport.host import serve_file
 from atoll.transport.sockets import Idle, break_off
-from atoll.wire import messages, routes
 
 
 class VersionHandlers:

@@ -21,7 +21,10 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from atoll.blobs.manifest import ChunkSizes
 from atoll.errors import RunFailed, UsageError
+from atoll.protocol import messages
+from atoll.protocol import task_messages as tm
 from atoll.registry import nearest
 from atoll.server.desk import Answer, Open
 from atoll.server.parcels import Packing, Parcels
@@ -29,10 +32,7 @@ from atoll.server.result import Result
 from atoll.server.run import Run
 from atoll.server.signs import Patience
 from atoll.server.task_filters import TaskFilters
-from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.payload import pack
-from atoll.wire import messages
-from atoll.wire import task_messages as tm
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from atoll.errors import AtollError, ConfigError, LeaseLost, RunFailed, StoreError, TicketClosed, UpdateRefused
-from atoll.rounds import effects as fx
+from atoll.protocol import messages, routes, status_messages
 from atoll.rounds import events as ev
-from atoll.rounds import machine, membership
+from atoll.rounds import events as fx
+from atoll.rounds import leases, machine
 from atoll.server.auth import IDENTITY, Identity
 from atoll.server.handlers import Handlers
 from atoll.server.outcome import outcome_of
@@ -30,7 +31,6 @@ from atoll.simulate.bases import Bases
 from atoll.simulate.jobs import ATTEMPTS, Answer, Engine, Job
 from atoll.simulate.keeping import pending
 from atoll.store.slots import WRITER
-from atoll.wire import messages, routes, status_messages
 from atoll.worker.reporting import told
 
 LOG = logging.getLogger("atoll.simulate")
@@ -224,7 +224,7 @@ class Conductor:
             self._counted.update(filter(self._has_counted, self._sites))
             self._require_controls()
         with self._together():
-            for member in membership.alive(self._run.state.members):
+            for member in leases.alive(self._run.state.members):
                 if member.site not in sites:
                     self._run.apply(ev.WorkerLeft(member.site, member.lease, ""))
         for first in range(0, len(self._sites), JOIN_AT_ONCE):
@@ -262,7 +262,7 @@ class Conductor:
         require_space(self._run.store, self._run.settings)
         self._offer(site for site, _ in machine.missing(state, 0))
         if not self._jobs:  # one that was refused may have another try, where the round cannot close without it
-            self._offer(member.site for member in membership.alive(state.members))
+            self._offer(member.site for member in leases.alive(state.members))
 
     def _offer(self, sites: Iterable[str]) -> None:
         for site in sites:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from atoll.aggregation.inspect import PartStats
+from atoll.protocol import messages
 from atoll.store.handles import PinnedVersion
-from atoll.wire import messages
 
 ATTEMPTS = 3
 """Processes that may end under one virtual worker, before it is the one that fails."""

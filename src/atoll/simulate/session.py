@@ -17,16 +17,16 @@ from typing import Any
 
 from atoll.aggregation.inspect import Inspection, PartInspector, PartStats
 from atoll.codecs.base import Codec
-from atoll.codecs.update import codecs_of, encoded_layout
+from atoll.codecs.encoded_layout import codecs_of, encoded_layout
 from atoll.errors import UsageError
 from atoll.filters.base import Filter, require_filters
 from atoll.posix import write_at
+from atoll.protocol import messages
 from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Layout, Part, version_layout
-from atoll.tensors.modules import Tensors
+from atoll.tensors.module_tensors import Tensors
 from atoll.transport.client import Counters
 from atoll.transport.descriptor import Descriptor
-from atoll.wire import messages
 from atoll.worker import update
 from atoll.worker.controls import Controls
 from atoll.worker.federated import Worker

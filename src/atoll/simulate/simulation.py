@@ -21,6 +21,7 @@ from atoll.config import Settings
 from atoll.errors import ConfigError, UsageError
 from atoll.latch import Latch
 from atoll.placement.plan import Plan
+from atoll.protocol import status_messages
 from atoll.server.begin import open_run
 from atoll.server.handlers import Handlers
 from atoll.server.persistor import Persistor
@@ -33,8 +34,7 @@ from atoll.simulate.engines import require_engine
 from atoll.simulate.jobs import Beginning, Engine
 from atoll.simulate.local import LocalEngine
 from atoll.simulate.session import lasts
-from atoll.tensors.modules import Tensors
-from atoll.wire import status_messages
+from atoll.tensors.module_tensors import Tensors
 from atoll.worker.site import require_site
 
 LOG = logging.getLogger("atoll.simulate")

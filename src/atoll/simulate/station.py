@@ -17,13 +17,13 @@ import torch
 from blake3 import blake3
 
 from atoll.errors import AtollError, StoreError, causes
+from atoll.format_text import VisibleLines
 from atoll.posix import FULL
+from atoll.protocol import messages
 from atoll.simulate.client import Client
 from atoll.simulate.jobs import Answer, Beginning
 from atoll.simulate.seldom import Seldom
 from atoll.simulate.session import Shared, VirtualSession, VirtualWorker
-from atoll.visible import VisibleLines
-from atoll.wire import messages
 from atoll.worker.functional import forget
 from atoll.worker.seat import taken_by
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from atoll import sealed
+from atoll.blobs.object_file import Extent
 from atoll.errors import AuthError, BadRequest, Busy, Conflict, Gone
 from atoll.posix import write_at
+from atoll.protocol.object_manifest import Manifest, new_id, require_secret, seal
 from atoll.store.slots import disk_error
-from atoll.tensors.objects import Extent
-from atoll.wire.objects import Manifest, new_id, require_secret, seal
 
 LOG = logging.getLogger("atoll.server")
 

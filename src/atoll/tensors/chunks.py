@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atoll.tensors.dtypes import NOT_IN_NUMPY
 from atoll.tensors.layout import Layout
-from atoll.tensors.modules import PLAIN, Tensors
+from atoll.tensors.module_tensors import PLAIN, Tensors
 
 CHUNK_BYTES = 2**21
 """What a transfer holds in memory at a time; 64 KiB costs 1.8 times the CPU, 8 MiB gains nothing."""

@@ -1,6 +1,6 @@
 """Payloads: nested dicts and lists with tensors, arrays and plain values ↔ a JSON skeleton and the tensors apart.
 
-    {"model": {"w": tensor, "b": array}, "lr": 0.1, "tags": ("a", b"\\x00")}
+    {"model": {"w": tensor, "b": array}, "lr": 0.1, "tags": ("a", b"\x00")}
       skeleton  {"model": {"w": {"$": "tensor", "index": 0}, "b": {"$": "array", "index": 1}}, "lr": 0.1,
                  "tags": {"$": "tuple", "items": ["a", {"$": "bytes", "base64": "AA=="}]}}
       tensors   [tensor, array]
@@ -10,6 +10,13 @@ there was torch and NumPy where there was NumPy. A tensor that occurs twice trav
 A `TensorRef` travels as it is: nothing is pulled on the way. A value of a type that is registered (`kinds.py`) travels
 as what its producer makes of it, and its consumer rebuilds it; a `Stream` in that is made, and read, in runs.
 The skeleton is plain JSON: it is read with checks at every step, and builds nothing but what is listed here.
+
+Where the tensors of a payload lie, under names that a person would write, and payloads with some of them left out.
+
+    {"model": {"w": t, "layers": [a, {"b": t}]}, "n": 3}      model.w and model.layers.1.b are t, model.layers.0 is a
+
+A flat dict has its keys for names; a payload that is a tensor is called `payload`. What is within a registered type is
+called by its place in what the producer makes of it. NumPy scalars are numbers, and have no name.
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,9 +35,9 @@ from torch import Tensor
 from atoll.errors import BadRequest, UsageError
 from atoll.tensors.arrays import from_numpy
 from atoll.tensors.collector import collections_as_usual, no_collections
+from atoll.tensors.custom_types import Kind, Stream, kind_named, kind_of
 from atoll.tensors.dtypes import NAMES, NOT_IN_NUMPY
-from atoll.tensors.kinds import Kind, Stream, kind_named, kind_of
-from atoll.tensors.modules import memory_of
+from atoll.tensors.module_tensors import memory_of
 from atoll.tensors.reference import TensorRef
 
 Plain = Any
@@ -343,3 +350,76 @@ def _only(node: dict[str, Plain], key: str, kind: type, path: str) -> Any:
 
 def _name(value: object) -> str:
     return type(value).__qualname__
+
+
+ROOT = "payload"
+
+_NAMED = ("tensor", "array", "stream")
+
+
+def names_of(packed: Packed) -> dict[int, tuple[str, ...]]:
+    """Number of each tensor → its names, one for each place, in the order of the payload.
+
+    Raises:
+        UsageError: two tensors have the same name.
+    """
+    found: dict[int, dict[str, None]] = {}
+    owner: dict[str, int] = {}
+    with no_collections():
+        for path, index in _places(packed.skeleton, ""):
+            name = path or ROOT
+            if owner.setdefault(name, index) != index:
+                raise UsageError(
+                    f"Two tensors of the payload are called {name!r}, so that filters cannot tell them apart.",
+                    "Give them other keys.",
+                )
+            found.setdefault(index, {})[name] = None
+    return {index: tuple(names) for index, names in found.items()}
+
+
+def without(packed: Packed, numbers: frozenset[int]) -> Packed:
+    """The payload with None in the places of these tensors, which are not in it any more."""
+    if not numbers:
+        return packed
+    kept = [index for index in range(len(packed.tensors)) if index not in numbers]
+    new = {index: number for number, index in enumerate(kept)}
+    with no_collections():
+        skeleton = _renumbered(packed.skeleton, new)
+    arrays = frozenset(new[index] for index in packed.arrays if index in new)
+    return Packed(skeleton, tuple(packed.tensors[index] for index in kept), arrays)
+
+
+def _places(node: Plain, path: str) -> Iterator[tuple[str, int]]:
+    """(path, number) of every place of a tensor; the skeleton is one that `unpack` takes."""
+    if isinstance(node, list):
+        for index, item in enumerate(node):
+            yield from _places(item, _join(path, str(index)))
+    elif isinstance(node, dict):
+        kind = node.get("$")
+        if kind is None:
+            for key, item in node.items():
+                yield from _places(item, _join(path, key))
+        elif kind in _NAMED:
+            yield path, node["index"]
+        elif kind == "registered":
+            yield from _places(node["as"], path)
+        elif kind == "tuple":
+            yield from _places(node["items"], path)
+        elif kind == "dict":
+            for key, item in node["items"]:
+                yield from _places(item, _join(path, str(key["value"] if isinstance(key, dict) else key)))
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _renumbered(node: Plain, new: Mapping[int, int]) -> Plain:
+    if isinstance(node, list):
+        return [_renumbered(item, new) for item in node]
+    if not isinstance(node, dict):
+        return node
+    kind = node.get("$")
+    if kind in (*_NAMED, "scalar"):
+        return {**node, "index": new[node["index"]]} if node["index"] in new else None
+    return {key: item if key == "$" else _renumbered(item, new) for key, item in node.items()}

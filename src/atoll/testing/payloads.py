@@ -22,10 +22,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from atoll.blobs.manifest import Cut
+from atoll.blobs.object_file import Contents, Extent, Stored, write_object
 from atoll.posix import read_at
-from atoll.tensors.cuts import Cut
-from atoll.tensors.kinds import kind_of
-from atoll.tensors.objects import Contents, Extent, Stored, write_object
+from atoll.tensors.custom_types import kind_of
 from atoll.tensors.payload import pack
 
 PART_BYTES = 2**20

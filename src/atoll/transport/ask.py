@@ -14,10 +14,10 @@ from pydantic import BaseModel, ValidationError
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.config.sources import require_known
 from atoll.errors import BY_CODE, AtollError, PeerError, UsageError, VersionSkew
+from atoll.protocol import messages
 from atoll.transport.response import Response
 from atoll.transport.tls import client_context, read_token
 from atoll.transport.unreachable import no_atoll, unreachable
-from atoll.wire import messages
 
 Reply = TypeVar("Reply", bound=BaseModel)
 

@@ -25,8 +25,8 @@ from typing import Any, Protocol, cast
 
 from aiohttp import web
 
+from atoll.protocol import routes
 from atoll.transport.sockets import SLICE_S, Idle, in_thread, ready, receive, send, shut
-from atoll.wire import routes
 
 Fill = Callable[[memoryview], int]
 """Fills memory from its start, and returns how many bytes it brought; 0: no more for now."""

@@ -28,11 +28,11 @@ from atoll.errors import (
     UsageError,
     VersionSkew,
 )
+from atoll.protocol import messages, routes
 from atoll.transport.response import Response
 from atoll.transport.tls import client_context
 from atoll.transport.unreachable import no_atoll, unreachable
 from atoll.transport.watch import Watch
-from atoll.wire import messages, routes
 
 Reply = TypeVar("Reply", bound=BaseModel)
 

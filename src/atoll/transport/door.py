@@ -17,9 +17,9 @@ from collections.abc import Callable, Coroutine
 
 from aiohttp import web
 
+from atoll.protocol import routes
 from atoll.transport.bypass import Bypass
 from atoll.transport.secure import accept_tls
-from atoll.wire import routes
 
 LOG = logging.getLogger("atoll.server")
 

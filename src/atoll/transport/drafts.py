@@ -7,12 +7,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from atoll.blobs.manifest import Cut
+from atoll.blobs.object_file import Extent, write_object
 from atoll.errors import DiskFull, StoreError, UsageError
 from atoll.posix import FULL, nameless_file
-from atoll.tensors.cuts import Cut
-from atoll.tensors.objects import Extent, write_object
+from atoll.protocol import routes
 from atoll.tensors.payload import Packed
-from atoll.wire import routes
 
 
 def nameless(folder: Path | None) -> int:

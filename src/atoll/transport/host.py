@@ -20,12 +20,12 @@ from typing import Protocol
 from aiohttp import web
 
 from atoll.errors import BadRequest
+from atoll.protocol import messages
+from atoll.protocol.openapi import STATUS_OF
+from atoll.protocol.routes import DIGEST_BYTES
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.transport.bypass import Bypass, Fill, bypass_of
 from atoll.transport.sockets import Idle, break_off
-from atoll.wire import messages
-from atoll.wire.operations import STATUS_OF
-from atoll.wire.routes import DIGEST_BYTES
 
 FIRST_BYTES = 2**16
 """Of a body that goes past aiohttp: sent through it, so that the head of the answer is on its way before."""

@@ -12,10 +12,10 @@ from blake3 import blake3
 from atoll.errors import BadRequest, Gone, PartCorrupt
 from atoll.failpoints import failpoint
 from atoll.posix import read_at
+from atoll.protocol.object_manifest import FileManifest, Manifest
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.layout import Part
 from atoll.transport.parts import Memory, Parts, Sink
-from atoll.wire.objects import FileManifest, Manifest
 
 
 @dataclass(frozen=True)

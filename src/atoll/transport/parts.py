@@ -19,13 +19,13 @@ from blake3 import blake3
 
 from atoll.errors import BadRequest, PartCorrupt, ServerUnreachable, TransferAborted, TransferStalled
 from atoll.failpoints import failpoint
+from atoll.protocol import routes
 from atoll.tensors.layout import Part
 from atoll.transport.client import Http, network_error, problem_of, unanswered
 from atoll.transport.crew import Crew, crew
 from atoll.transport.descriptor import Descriptor
 from atoll.transport.lane import Lane
 from atoll.transport.pushing import Digests, Look, Pushing, Recorded, lacking
-from atoll.wire import routes
 
 PART_ATTEMPTS = 4
 _NETWORK_ERRORS = (OSError, http.client.HTTPException)

@@ -21,10 +21,12 @@ from typing import TypeVar
 
 from aiohttp import web
 
+from atoll.blobs.manifest import Cut
 from atoll.errors import AtollError, ConfigError, Gone, PortInUse, UsageError
 from atoll.latch import Latch
 from atoll.posix import read_at
-from atoll.tensors.cuts import Cut
+from atoll.protocol import routes
+from atoll.protocol.object_manifest import FileManifest, Manifest, new_id, require_secret, seal
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef, address_of
 from atoll.transport.door import files_limit, open_door, runner_of
@@ -34,8 +36,6 @@ from atoll.transport.own_file import OwnFile
 from atoll.transport.served import Served
 from atoll.transport.sockets import break_off
 from atoll.transport.tls import is_loopback, server_context
-from atoll.wire import routes
-from atoll.wire.objects import FileManifest, Manifest, new_id, require_secret, seal
 
 LOG = logging.getLogger("atoll.objects")
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from atoll.wire.objects import FileManifest, Manifest
+from atoll.protocol.object_manifest import FileManifest, Manifest
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from atoll.wire import messages
+from atoll.protocol import messages
 from atoll.worker.files import OutboxNote
 
 

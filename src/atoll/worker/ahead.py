@@ -10,10 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from atoll.blobs.object_file import Stored
 from atoll.errors import AtollError, BadRequest
-from atoll.tensors.objects import Stored
-from atoll.wire import routes
-from atoll.wire import task_messages as tm
+from atoll.protocol import routes
+from atoll.protocol import task_messages as tm
 from atoll.worker.connection import Connection
 from atoll.worker.reporting import LOG
 

@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from atoll.blobs.manifest import read_plain
+from atoll.blobs.object_file import Stored
 from atoll.border import border, bordered
 from atoll.errors import BadRequest, Gone, PartCorrupt, StoreError, TransferError, TransferStalled, UsageError
-from atoll.filters.payloads import ByTask, said
-from atoll.tensors.objects import Stored
+from atoll.filters.payload_filter import ByTask, said
+from atoll.protocol import routes
+from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import Packed, pack
 from atoll.tensors.reference import TensorRef
-from atoll.wire import routes
-from atoll.wire import task_messages as tm
-from atoll.wire.tasks import read_plain
 from atoll.worker.ahead import Ahead
 from atoll.worker.broken_off import NetworkLost
 from atoll.worker.checks import require_joined

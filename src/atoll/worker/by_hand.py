@@ -22,7 +22,7 @@ from atoll.border import border, bordered
 from atoll.errors import UsageError
 from atoll.tensors.arrays import Arrays, as_tensor
 from atoll.tensors.chunks import run_of
-from atoll.tensors.modules import named_parameters
+from atoll.tensors.module_tensors import named_parameters
 from atoll.tensors.schema import CONTROL_PREFIX
 from atoll.worker.correction import Correction, Proximal
 from atoll.worker.scaffold import ScaffoldCorrection

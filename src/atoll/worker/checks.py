@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from atoll.errors import AtollError, ServerUnreachable, TransferStalled, UsageError, VersionSkew
+from atoll.protocol import messages, routes
 from atoll.tensors.fragments import Split
 from atoll.transport.client import Http
-from atoll.wire import messages, routes
 from atoll.worker.reporting import LOG
 
 

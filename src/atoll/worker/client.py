@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
+from atoll.protocol import routes, status_messages
 from atoll.tensors.arrays import Arrays
-from atoll.tensors.modules import named_tensors
-from atoll.wire import routes, status_messages
+from atoll.tensors.module_tensors import named_tensors
 from atoll.worker.address import http_to, server_of
 from atoll.worker.correction import Correction
 from atoll.worker.departure import last_words

@@ -27,9 +27,9 @@ from atoll.errors import (
     TransferStalled,
 )
 from atoll.latch import Latch
+from atoll.protocol import messages, routes
 from atoll.tensors.fragments import Split
 from atoll.transport.client import Counters, unanswered
-from atoll.wire import messages, routes
 from atoll.worker import last_status
 from atoll.worker.address import http_to
 from atoll.worker.broken_off import NetworkLost

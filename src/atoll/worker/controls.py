@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from atoll.errors import ConfigError
+from atoll.protocol.messages import Counted
 from atoll.tensors.schema import CONTROL, Schema
-from atoll.wire.messages import Counted
 from atoll.worker.reporting import LOG
 from atoll.worker.turns import NOTHING, UNTOLD, Owner, TurnNote, Turns
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.errors import UsageError
-from atoll.tensors.modules import named_parameters
+from atoll.tensors.module_tensors import named_parameters
 from atoll.worker.optimizers import Given, held_by, optimizers_in, outside_compiled, require_trains
 from atoll.worker.update import Runs
 

@@ -16,14 +16,14 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from atoll.codecs.downlink import Downlink
+from atoll.codecs.version_difference import Downlink
 from atoll.failpoints import failpoint
+from atoll.protocol import messages
 from atoll.tensors.alone import alone
 from atoll.tensors.chunks import CHUNK_ELEMENTS, assign_run_, bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES, Part, Piece
-from atoll.tensors.modules import Tensors
-from atoll.wire import messages
+from atoll.tensors.module_tensors import Tensors
 from atoll.worker.files import BaseFile, BaseNote, PartsFile
 from atoll.worker.notes import read_note, write_note
 

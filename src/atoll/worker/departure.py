@@ -347,7 +347,7 @@ def leave_for(folder: Path, why: str) -> list[str]:
         why: what ended the process; the server shows it.
     """
     from atoll.errors import AtollError
-    from atoll.wire import messages, routes
+    from atoll.protocol import messages, routes
     from atoll.worker.address import http_to
     from atoll.worker.reporting import LOG
 

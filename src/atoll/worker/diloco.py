@@ -21,7 +21,7 @@ from torch import nn
 from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
-from atoll.tensors.modules import named_parameters, without_ddp
+from atoll.tensors.module_tensors import named_parameters, without_ddp
 from atoll.worker.address import server_of
 from atoll.worker.answering import say_evaluation_follows
 from atoll.worker.departure import last_words

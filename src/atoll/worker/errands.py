@@ -13,14 +13,14 @@ from atoll.errors import AtollError, Gone, PartCorrupt
 from atoll.placement.digests import digest_of
 from atoll.placement.plan import Plan
 from atoll.posix import read_at, write_at
+from atoll.protocol import messages, routes
+from atoll.protocol.swarm_messages import Collect, Hold, Source
 from atoll.store.slots import Slot, disk_error, region_digest
 from atoll.tensors.layout import Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Http
 from atoll.transport.own_file import Ranges
 from atoll.transport.parts import Parts
-from atoll.wire import messages, routes
-from atoll.wire.swarm_messages import Collect, Hold, Source
 from atoll.worker.broken_off import UNPULLED
 from atoll.worker.holding import Spool, Version
 from atoll.worker.outlet import Outlet

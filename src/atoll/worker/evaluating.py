@@ -14,18 +14,18 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from atoll.blobs.model_file import packed_state
+from atoll.blobs.object_file import pack_object
 from atoll.errors import AtollError, AuthError, BadRequest, Gone, SchemaMismatch, TransferError, UsageError
+from atoll.protocol import task_messages as tm
 from atoll.tensors.chunks import assign_run_
 from atoll.tensors.dtypes import dtype_name
-from atoll.tensors.kept import packed_state
-from atoll.tensors.lazy import LazyState, LazyTensor
-from atoll.tensors.modules import named_tensors
-from atoll.tensors.objects import pack_object
+from atoll.tensors.lazy_tensors import LazyState, LazyTensor
+from atoll.tensors.module_tensors import named_tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
 from atoll.transport.drafts import written
 from atoll.transport.tls import is_loopback
-from atoll.wire import task_messages as tm
 from atoll.worker.connection import Connection
 from atoll.worker.fetch import fetch_lazily
 from atoll.worker.filtering import AnswerFilters

@@ -11,17 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from atoll.codecs.update import codecs_of, encoded_layout
+from atoll.codecs.encoded_layout import codecs_of, encoded_layout
 from atoll.errors import Gone, TicketClosed, UpdateRefused
 from atoll.failpoints import failpoint
 from atoll.filters.base import About, Filter, require_filters
+from atoll.protocol import messages, routes
 from atoll.tensors.chunks import Held
 from atoll.tensors.layout import Part, version_layout
-from atoll.tensors.modules import Tensors
+from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import Schema
 from atoll.transport.parts import Parts
 from atoll.transport.pushing import Pushing
-from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.again import sent_again
 from atoll.worker.connection import Connection

@@ -13,7 +13,7 @@ from types import TracebackType
 from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import Gone, UsageError
 from atoll.filters.base import Filter
-from atoll.wire import messages
+from atoll.protocol import messages
 from atoll.worker.address import server_of
 from atoll.worker.answering import Answering, Answers
 from atoll.worker.checks import require_joined

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from atoll.border import border, bordered
 from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
+from atoll.protocol import messages
 from atoll.tensors.arrays import Arrays, as_tensors, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.schema import CONTROL, CONTROL_PREFIX
-from atoll.wire import messages
 from atoll.worker.checks import require_joined
 from atoll.worker.correction import Correction, correction_for
 from atoll.worker.given import counted, finite_metrics, positive

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from atoll.blobs.object_file import Contents, Stored
 from atoll.border import border
 from atoll.errors import (
     AtollError,
@@ -36,19 +37,18 @@ from atoll.errors import (
     UsageError,
 )
 from atoll.posix import read_at, write_at
+from atoll.protocol import routes
+from atoll.protocol.object_manifest import Manifest
 from atoll.tensors.chunks import Scatter
 from atoll.tensors.collector import no_collections
 from atoll.tensors.dtypes import dtype_name, torch_dtype
 from atoll.tensors.layout import Part
-from atoll.tensors.lazy import LazyState
-from atoll.tensors.modules import Tensors, named_tensors
-from atoll.tensors.objects import Contents, Stored
+from atoll.tensors.lazy_tensors import LazyState
+from atoll.tensors.module_tensors import Tensors, named_tensors
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Counters
 from atoll.transport.drafts import disk_error, nameless
 from atoll.transport.parts import Memory, Parts, Sink
-from atoll.wire import routes
-from atoll.wire.objects import Manifest
 from atoll.worker.publish import CONNECTIONS
 from atoll.worker.transfer import LOOK_S, Abort, idle_timeout, object_http, watched
 

@@ -13,12 +13,11 @@ from typing import TypeVar
 from torch import Tensor
 
 from atoll.errors import UsageError
-from atoll.filters.base import About, Filter
-from atoll.filters.chain import BadFilter, Chain
-from atoll.filters.payloads import ByTask, filtered, for_tasks
+from atoll.filters.base import About, BadFilter, Chain, Filter
+from atoll.filters.payload_filter import ByTask, filtered, for_tasks
 from atoll.tensors.chunks import run_of
 from atoll.tensors.dtypes import accumulate_dtype
-from atoll.tensors.modules import Tensors
+from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.schema import CONTROL
 from atoll.worker.files import BaseFile

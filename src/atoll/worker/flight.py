@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from atoll.errors import UpdateRefused
 from atoll.latch import Latch
-from atoll.wire import messages
+from atoll.protocol import messages
 from atoll.worker.exchange import Exchange
 from atoll.worker.files import BaseFile
 from atoll.worker.settling import counted_step, pull_newest

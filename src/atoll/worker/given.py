@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from atoll.errors import ConfigError, UsageError
-from atoll.wire import messages
+from atoll.protocol import messages
 from atoll.worker.reporting import LOG
 
 

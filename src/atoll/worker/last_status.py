@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from atoll.protocol import routes
+from atoll.protocol.status_messages import Status
 from atoll.transport.client import Http
-from atoll.wire import routes
-from atoll.wire.status_messages import Status
 
 VARIABLE = "ATOLL_LAST_STATUS"
 """Set by a recipe's `ServerEnv`: the file that this goes to."""

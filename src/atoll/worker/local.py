@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from atoll.border import border, bordered
 from atoll.errors import UsageError
 from atoll.tensors.arrays import Arrays, require_framework, to_numpy
-from atoll.tensors.modules import Tensors, named_parameters, named_tensors
+from atoll.tensors.module_tensors import Tensors, named_parameters, named_tensors
 from atoll.worker.correction import Correction
 from atoll.worker.given import finite_metrics, positive
 from atoll.worker.optimizers import Given

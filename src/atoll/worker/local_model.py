@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 
+from atoll.blobs.model_file import packed_state
 from atoll.errors import AtollError, UsageError
 from atoll.posix import write_at
 from atoll.tensors.chunks import runs_of
-from atoll.tensors.kept import packed_state
 from atoll.tensors.layout import safetensors_header
-from atoll.tensors.lazy import LazyState
-from atoll.tensors.modules import Tensors
+from atoll.tensors.lazy_tensors import LazyState
+from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.payload import Packed
 from atoll.worker.reporting import LOG
 from atoll.worker.session import Session

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from atoll.errors import Gone
-from atoll.tensors.modules import Tensors
-from atoll.wire import messages, routes, status_messages
+from atoll.protocol import messages, routes, status_messages
+from atoll.tensors.module_tensors import Tensors
 from atoll.worker import update
 from atoll.worker.session import Session
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from atoll.tensors.modules import Tensors, fits, named_tensors, schema_of, unwrapped
+from atoll.tensors.module_tensors import Tensors, fits, named_tensors, schema_of, unwrapped
 from atoll.worker.session import Session
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from atoll.tensors.modules import Tensors
+from atoll.tensors.module_tensors import Tensors
 from atoll.worker import update
 from atoll.worker.files import BaseFile
 from atoll.worker.given import finite_metrics

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from atoll.errors import AtollError
 from atoll.placement.digests import digest_of
 from atoll.placement.plan import Plan
+from atoll.protocol import routes
+from atoll.protocol.swarm_messages import Source
 from atoll.store.slots import region_digest
 from atoll.tensors.layout import Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Counters, Http
 from atoll.transport.own_file import Ranges
 from atoll.transport.publisher import ObjectHost
-from atoll.wire import routes
-from atoll.wire.swarm_messages import Source
 from atoll.worker.files import Outbox
 from atoll.worker.holding import Version
 from atoll.worker.peering import connected, spans

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
-from atoll.tensors.modules import is_sharded, named_parameters, named_tensors, schema_of
+from atoll.tensors.fsdp_shards import Shards
+from atoll.tensors.module_tensors import is_sharded, named_parameters, named_tensors, schema_of
 from atoll.tensors.schema import Schema
-from atoll.tensors.shards import Shards
 from atoll.worker.claims import claim, release
 from atoll.worker.ranks import Ranks
 from atoll.worker.replaced import replaced

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from atoll.errors import ConfigError, PartCorrupt, PortInUse
+from atoll.protocol import routes
+from atoll.protocol.object_manifest import FileManifest
 from atoll.tensors.layout import PART_BYTES, Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Counters
@@ -19,8 +21,6 @@ from atoll.transport.own_file import Ranges
 from atoll.transport.parts import Parts
 from atoll.transport.publisher import ObjectHost
 from atoll.transport.tls import is_loopback
-from atoll.wire import routes
-from atoll.wire.objects import FileManifest
 from atoll.worker.transfer import object_http
 
 CONNECTIONS = 2

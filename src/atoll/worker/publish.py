@@ -19,18 +19,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from atoll.blobs.manifest import Cut, cut_of
+from atoll.blobs.object_file import pack_object
 from atoll.border import border, bordered
 from atoll.errors import AtollError, UsageError
+from atoll.protocol import messages, routes
 from atoll.sizes import CHUNK_BYTES, CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
-from atoll.tensors.cuts import Cut, cut_of
-from atoll.tensors.objects import pack_object
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Http
 from atoll.transport.drafts import Draft, written
 from atoll.transport.parts import Parts
 from atoll.transport.publisher import LONGEST_S, ObjectHost
-from atoll.wire import object_messages, routes
 from atoll.worker.address import http_to
 from atoll.worker.reporting import LOG
 from atoll.worker.transfer import Abort, chunk_sizes, idle_timeout, object_http, watched
@@ -171,21 +171,21 @@ def send(
     http = http_to(server)
     parts, extent = Parts(http, CONNECTIONS, idle_timeout_s), draft.extent
     try:
-        opening = object_messages.ObjectOpen(
+        opening = messages.ObjectOpen(
             head_bytes=extent.head_bytes,
             nbytes=extent.nbytes,
             part_bytes=extent.part_bytes,
             inline=draft.inline,
             expires_s=expires_s,
         )
-        opened = http.post(routes.OBJECTS, opening, object_messages.ObjectOpened, timeout_s=idle_timeout_s)
+        opened = http.post(routes.OBJECTS, opening, messages.ObjectOpened, timeout_s=idle_timeout_s)
         http.secret, path = opened.secret, routes.OBJECT.format(object=opened.object)
         digest = draft.digest
         try:
             with watched(parts, abort):
                 parts.push(routes.parts_of_object(opened.object), draft.fd, extent.parts(), draft.digests)
             complete = routes.OBJECT_COMPLETE.format(object=opened.object)
-            http.send(complete, object_messages.ObjectComplete(digest=digest), timeout_s=idle_timeout_s)
+            http.send(complete, messages.ObjectComplete(digest=digest), timeout_s=idle_timeout_s)
         except BaseException:
             _forget(http, path)
             raise

@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from atoll.codecs.downlink import Downlink
+from atoll.codecs.version_difference import Downlink
 from atoll.errors import Busy, DiskFull, Gone, PartCorrupt
 from atoll.failpoints import failpoint
+from atoll.protocol import messages, routes
 from atoll.tensors.chunks import Scatter
 from atoll.tensors.layout import Layout, Part
-from atoll.tensors.modules import Tensors
+from atoll.tensors.module_tensors import Tensors
 from atoll.transport.own_file import Ranges
 from atoll.transport.parts import Parts
-from atoll.wire import messages, routes
 from atoll.worker import update
 from atoll.worker.broken_off import UNPULLED
 from atoll.worker.connection import Connection

@@ -18,8 +18,8 @@ from atoll.placement.closing import close
 from atoll.placement.digests import in_text
 from atoll.placement.plan import Plan
 from atoll.placement.result import write_result
+from atoll.protocol.swarm_messages import Close, Closed, PeerWork, Share, SwarmPlan
 from atoll.store.slots import VERSION, Slot, disk_error, region_digest
-from atoll.wire.swarm_messages import Close, Closed, PeerWork, Share, SwarmPlan
 from atoll.worker.holding import Shelf, Spool, Version
 from atoll.worker.reporting import LOG, told
 

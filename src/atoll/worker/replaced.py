@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.errors import UsageError
-from atoll.tensors.modules import Tensors, memory_of, named_parameters, named_tensors
+from atoll.tensors.module_tensors import Tensors, memory_of, named_parameters, named_tensors
 from atoll.worker.optimizers import held_by
 
 _REMEDY = (

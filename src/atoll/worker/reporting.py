@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from atoll.errors import TicketClosed
-from atoll.visible import VisibleLines
-from atoll.wire import messages
-from atoll.wire.units import size as size
-from atoll.wire.units import time_left
+from atoll.format_text import VisibleLines, time_left
+from atoll.format_text import size as size
+from atoll.protocol import messages
 
 LOG = logging.getLogger("atoll")
 _EVERY_S = 5.0

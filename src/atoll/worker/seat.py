@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
-from atoll.wire import messages
+from atoll.protocol import messages
 
 if TYPE_CHECKING:
     from atoll.worker.federated import Worker

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from atoll.errors import Conflict
+from atoll.protocol import messages, routes
 from atoll.transport.parts import Parts
-from atoll.wire import messages, routes
 from atoll.worker.connection import Connection
 from atoll.worker.files import Outbox, OutboxNote
 from atoll.worker.outlet import Outlet

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.errors import ConfigError
 from atoll.filters.base import Filter
+from atoll.protocol import messages, routes
+from atoll.protocol.swarm_messages import SwarmPlan
 from atoll.tensors.schema import Schema
 from atoll.transport.parts import Parts
-from atoll.wire import messages, routes
-from atoll.wire.swarm_messages import SwarmPlan
 from atoll.worker.connection import Connection
 from atoll.worker.departure import last_words
 from atoll.worker.earlier import folder_of, remove_earlier

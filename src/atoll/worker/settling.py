@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from atoll.errors import Gone, TicketClosed
-from atoll.tensors.modules import Tensors
-from atoll.wire import messages
+from atoll.protocol import messages
+from atoll.tensors.module_tensors import Tensors
 from atoll.worker.broken_off import NetworkLost
 from atoll.worker.exchange import Exchange
 from atoll.worker.files import BaseFile, OutboxNote

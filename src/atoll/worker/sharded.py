@@ -3,7 +3,7 @@
 Rank 0 is the worker that the server knows: it joins, holds the lease, asks for tickets and says that an update is
 complete. For everything that moves tensors it gives an order, which all ranks carry out at once, and hears from each
 what came of it: so they go on together, or end together. No rank has another's parts; what a tile has of a neighbour's
-rows is exchanged between them (`atoll.tensors.shards`).
+rows is exchanged between them (`atoll.tensors.fsdp_shards`).
 
     order           at every rank
     pull            its parts of a version, into its base file (or the file beside it)
@@ -24,9 +24,9 @@ from functools import partial
 from typing import Any
 
 from atoll.errors import Gone, LeaseLost, UpdateRefused
-from atoll.tensors.modules import Tensors
-from atoll.tensors.shards import Shards
-from atoll.wire import messages, routes
+from atoll.protocol import messages, routes
+from atoll.tensors.fsdp_shards import Shards
+from atoll.tensors.module_tensors import Tensors
 from atoll.worker import update
 from atoll.worker.checks import is_answered
 from atoll.worker.exchange import Exchange

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from atoll.errors import ConfigError, ServerLost
-from atoll.wire.units import duration
+from atoll.format_text import duration
 
 GIVE_UP_S = 86400.0
 """A night, and whoever mends the server in the morning, are to cost no site its place."""

@@ -6,7 +6,7 @@ import os
 import socket
 
 from atoll.errors import ConfigError
-from atoll.wire import messages
+from atoll.protocol import messages
 
 
 def default_site() -> str:

@@ -23,8 +23,8 @@ from contextlib import closing
 from functools import partial
 
 from atoll.errors import TicketClosed, UpdateRefused
-from atoll.tensors.modules import Tensors
-from atoll.wire import messages
+from atoll.protocol import messages
+from atoll.tensors.module_tensors import Tensors
 from atoll.worker import update
 from atoll.worker.files import BaseFile
 from atoll.worker.flight import LOOK_S, Flight, Fragment, begin_from, pulled

@@ -1,6 +1,6 @@
 """A worker of a swarm: it serves what it has, aggregates when it is its turn, and checks what others made.
 
-It is told by the server what it is to have and to do, and says what it has and has done (`wire/swarm_messages.py`).
+It is told by the server what it is to have and to do, and says what it has and has done (`protocol/swarm_messages.py`).
 What it is told is compared with what is there; what is missing is begun, one job each, and what is not wanted any more
 goes. So nothing hangs on the order of messages, and a lost one costs nothing.
 
@@ -23,10 +23,8 @@ from atoll.errors import AtollError, LeaseLost, StateCorrupt, Superseded
 from atoll.failpoints import failpoint
 from atoll.placement.digests import digest_of
 from atoll.placement.plan import Plan
-from atoll.store.slots import SPOOL, STATE, VERSION, Slot
-from atoll.transport.client import Http
-from atoll.wire import routes
-from atoll.wire.swarm_messages import (
+from atoll.protocol import routes
+from atoll.protocol.swarm_messages import (
     Close,
     Closed,
     Collect,
@@ -38,6 +36,8 @@ from atoll.wire.swarm_messages import (
     Share,
     Unreached,
 )
+from atoll.store.slots import SPOOL, STATE, VERSION, Slot
+from atoll.transport.client import Http
 from atoll.worker.broken_off import UNPULLED, NetworkLost
 from atoll.worker.errands import Errands
 from atoll.worker.holding import Shelf, Spool, Version

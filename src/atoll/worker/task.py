@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from atoll.blobs.manifest import ChunkSizes, way_of
 from atoll.border import border, bordered
 from atoll.errors import AtollError, Conflict, Gone, TicketClosed, TransferError, TransferStalled
-from atoll.tensors.cuts import ChunkSizes
+from atoll.protocol import routes
+from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import Packed, pack
 from atoll.tensors.reference import TensorRef
 from atoll.transport.drafts import Draft, written
-from atoll.wire import routes
-from atoll.wire import task_messages as tm
-from atoll.wire.tasks import way_of
 from atoll.worker.connection import Connection
 from atoll.worker.filtering import AnswerFilters
 from atoll.worker.publish import EXPIRES_S, send, withdraw

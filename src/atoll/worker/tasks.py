@@ -22,7 +22,7 @@ from types import TracebackType
 
 from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import UsageError
-from atoll.filters.payloads import ByTask, for_tasks
+from atoll.filters.payload_filter import ByTask, for_tasks
 from atoll.worker.address import server_of
 from atoll.worker.answering import Answering, Answers
 from atoll.worker.connection import Connection

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from atoll.blobs.manifest import ChunkSizes
 from atoll.config import ENV_PREFIX, IDLE_TIMEOUT_S, Settings
 from atoll.errors import TransferAborted, UsageError
-from atoll.tensors.cuts import ChunkSizes
 from atoll.tensors.reference import TensorRef
 from atoll.transport.client import Http
 from atoll.transport.parts import Parts

@@ -14,10 +14,10 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from atoll.protocol import messages
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.layout import file_layout
 from atoll.tensors.schema import TensorSpec
-from atoll.wire import messages
 from atoll.worker.files import ScratchFile
 from atoll.worker.notes import read_note, write_note
 from atoll.worker.reporting import LOG

@@ -21,7 +21,7 @@ from atoll.tensors.alone import alone
 from atoll.tensors.chunks import CHUNK_BYTES, CHUNK_ELEMENTS, Held, assign_run_, bytes_of, run_of, writable_bytes
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES, Part, chunks
-from atoll.tensors.modules import Tensors
+from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import CONTROL, PARAMS
 from atoll.worker.files import BaseFile, Outbox
 from atoll.worker.filtering import Filtered

@@ -10,8 +10,8 @@ from functools import partial
 
 from atoll.border import bordered
 from atoll.errors import TicketClosed, UpdateRefused
-from atoll.tensors.modules import Tensors
-from atoll.wire import messages
+from atoll.protocol import messages
+from atoll.tensors.module_tensors import Tensors
 from atoll.worker.broken_off import NetworkLost
 from atoll.worker.measuring import Measured
 from atoll.worker.outage import Outage

@@ -31,11 +31,11 @@ import torch
 from atoll.aggregation.custom.channel import Channel
 from atoll.aggregation.custom.result import BadResult, is_stepped, result_layout, write_result
 from atoll.aggregation.custom.values import Collected, Incremental, Update, load
-from atoll.codecs.update import codecs_of, encoded_layout
+from atoll.codecs.encoded_layout import codecs_of, encoded_layout
 from atoll.errors import AtollError
 from atoll.posix import read_at
 from atoll.tensors.layout import Segment
-from atoll.tensors.lazy import Handle, LazyState
+from atoll.tensors.lazy_tensors import Handle, LazyState
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
 
 PROGRESS_S = 0.1

@@ -18,7 +18,7 @@ from atoll.posix import write_at
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, dtype_name, torch_dtype
 from atoll.tensors.layout import Layout, Segment, update_layout
-from atoll.tensors.lazy import LazyTensor
+from atoll.tensors.lazy_tensors import LazyTensor
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from atoll import registry
 from atoll.errors import ConfigError
-from atoll.tensors.lazy import LazyState
+from atoll.tensors.lazy_tensors import LazyState
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,147 @@
+"""int8 and int4: blocks of 256 elements with one scale each.
+
+    scale = max |x| / levels        code = round(x / scale), half to even        x̂ = code · scale
+
+So |x̂ − x| ≤ scale / 2. A tile of 4,096 elements is written as its 16 scales in fp32 and then its codes; the last tile
+of a segment as the scales and codes of the blocks that it has, the last of them padded with zeros. A block whose
+largest magnitude is below 2⁻¹⁰⁰ becomes zeros; one with NaN or Inf comes back without a finite value.
+
+The width with which Streaming DiLoCo sends its pseudo-gradients (Douillard et al., arXiv 2501.18512).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from atoll.codecs.plain import Narrowing, rows_of
+from atoll.tensors.layout import TILE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+BLOCK = 256
+SCALE_BYTES = 4
+BLOCKS_PER_TILE = TILE // BLOCK
+SMALLEST = 2.0**-100
+
+
+class BlockCodec(Narrowing):
+    """A codec of blocks.
+
+    Attributes:
+        levels: codes go from −levels to levels.
+        block_bytes: of the codes of one block.
+    """
+
+    levels: ClassVar[int]
+    block_bytes: ClassVar[int]
+
+    def _nbytes(self, numel: int) -> int:
+        return -(-numel // BLOCK) * (SCALE_BYTES + self.block_bytes)
+
+    def _encode_(self, source: Tensor, target: Tensor) -> None:
+        import torch  # here, so that offsets can be computed without torch
+
+        values = rows_of(source, BLOCK)
+        largest = torch.maximum(values.amax(dim=1), -values.amin(dim=1))
+        is_zero = largest < SMALLEST
+        inverse = (self.levels / largest).masked_fill_(is_zero, 0.0)
+        codes = torch.mul(values, inverse.unsqueeze(1)).round_()
+        if not math.isfinite(float(largest.max())):  # else they are whole numbers from −levels to levels
+            codes.nan_to_num_(0.0).clamp_(-self.levels, self.levels)
+        packed, scales = self._packed(codes), (largest / self.levels).masked_fill_(is_zero, 0.0)
+        for first, last, shape in _runs(len(values)):
+            stored_scales, stored_codes = self._split(target, first, last, shape)
+            stored_scales.copy_(scales[first:last].view(shape))
+            stored_codes.copy_(packed[first:last].reshape(shape[0], -1))
+
+    def _decode_(self, source: Tensor, target: Tensor) -> None:
+        import torch
+
+        blocks, in_place = -(-target.numel() // BLOCK), target.numel() % BLOCK == 0 and target.dtype == torch.float32
+        values = (target if in_place else torch.empty(blocks * BLOCK, dtype=torch.float32, device="cpu")).view(
+            blocks, BLOCK
+        )
+        for first, last, shape in _runs(blocks):
+            scales, packed = self._split(source, first, last, shape)
+            rows = values[first:last]
+            rows.view(shape[0], -1).copy_(self._codes(packed))
+            rows.mul_(scales.reshape(-1, 1))
+        if not in_place:
+            target.copy_(values.view(-1)[: target.numel()])
+
+    def _split(self, encoded: Tensor, first: int, last: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Scales [tiles, blocks] in fp32, and codes [tiles, bytes], of blocks [first, last) where they lie encoded."""
+        import torch
+
+        nbytes, scale_bytes = SCALE_BYTES + self.block_bytes, SCALE_BYTES * shape[1]
+        tiles = encoded[first * nbytes : last * nbytes].view(shape[0], -1)
+        return tiles[:, :scale_bytes].view(torch.float32), tiles[:, scale_bytes:]
+
+    @abstractmethod
+    def _packed(self, codes: Tensor) -> Tensor:
+        """Codes [blocks, 256], whole numbers in fp32, as bytes [blocks, block_bytes]."""
+
+    @abstractmethod
+    def _codes(self, packed: Tensor) -> Tensor:
+        """What `_packed` made, of some blocks in each row [rows, bytes], as codes [rows, elements]."""
+
+
+def _runs(blocks: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """(first, last, (tiles, blocks of each)): the whole tiles of so many blocks, then what is left."""
+    rest = blocks % BLOCKS_PER_TILE
+    whole = blocks - rest
+    if whole:
+        yield 0, whole, (whole // BLOCKS_PER_TILE, BLOCKS_PER_TILE)
+    if rest:
+        yield whole, blocks, (1, rest)
+
+
+@dataclass(frozen=True)
+class Int8Codec(BlockCodec):
+    """260 bytes for 256 elements; an error of at most 1/254 of the largest in the block."""
+
+    name: ClassVar[str] = "int8"
+    levels: ClassVar[int] = 127
+    block_bytes: ClassVar[int] = BLOCK
+
+    def _packed(self, codes: Tensor) -> Tensor:
+        import torch
+
+        return codes.to(torch.int8).view(torch.uint8)
+
+    def _codes(self, packed: Tensor) -> Tensor:
+        import torch
+
+        return packed.view(torch.int8)
+
+
+_ZERO = 8
+"""How the code 0 is written: codes from −7 to 7 as 1 to 15."""
+
+
+@dataclass(frozen=True)
+class Int4Codec(BlockCodec):
+    """132 bytes for 256 elements; an error of at most 1/14 of the largest in the block."""
+
+    name: ClassVar[str] = "int4"
+    levels: ClassVar[int] = 7
+    block_bytes: ClassVar[int] = BLOCK // 2
+
+    def _packed(self, codes: Tensor) -> Tensor:
+        """The element with the even number in the low half of a byte."""
+        import torch
+
+        pairs = codes.add_(_ZERO).to(torch.uint8).view(torch.int16)  # the even one in the low byte
+        return (pairs | pairs >> 4).to(torch.uint8)
+
+    def _codes(self, packed: Tensor) -> Tensor:
+        import torch
+
+        pairs = packed.to(torch.int16)
+        return (pairs | pairs << 4).bitwise_and_(0x0F0F).view(torch.int8).sub_(_ZERO)

@@ -1,0 +1,141 @@
+"""The contract of an outer optimizer, put to each one before a run starts, on tensors of a few thousand elements.
+
+It must step a tensor in the same way whether it is alone or beside others, today or tomorrow, with its state put away
+in between. If it also steps it in the same way in chunks, bit for bit, it runs chunk by chunk and needs a few MB
+whatever the model's size (`chunk`); if not, on one whole tensor at a time (`tensor`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from atoll.errors import ConfigError
+from atoll.outer_optimizers.torch_optimizer import Granularity, OuterRule, State
+
+_SHAPE = (67, 129)
+"""8,643 elements: two borders of tiles, and an end that fills neither a tile nor a vector register."""
+
+_CUTS = ((0, 4096, 8192, 8643), (0, 8192, 8643), (0, 64, 8643))
+_ROUNDS = 3
+_INSTEAD = "Choose sgd, adam, adamw, adagrad or rmsprop, or another optimizer that treats each tensor for itself."
+
+Stepped = list[tuple[Tensor, State]]
+"""Per tensor: the parameter and its state after the last round."""
+
+
+def granularity_of(rule: OuterRule) -> Granularity:
+    """How `rule` may be run.
+
+    Raises:
+        ConfigError: it cannot be an outer optimizer; why, and what to choose instead.
+    """
+    verdicts = [_judge(rule, dtype) for dtype in (torch.float32, torch.float64)]
+    return "chunk" if all(verdict == "chunk" for verdict in verdicts) else "tensor"
+
+
+def _judge(rule: OuterRule, dtype: torch.dtype) -> Granularity:
+    tensors = [_numbers(shape, dtype, seed) for seed, shape in enumerate([_SHAPE, (130,), ()])]
+    try:
+        together = _plain(rule, tensors)
+        if not _equal(together, _plain(rule, tensors)):
+            raise ConfigError("two steps from the same numbers differ (it draws random ones?).")
+        apart = [stepped for tensor in tensors for stepped in _plain(rule, [tensor])]
+        if not _equal(together, apart):
+            raise ConfigError("it steps a tensor differently when another one is beside it.")
+        if not _equal(apart, [_put_away(rule, tensor) for tensor in tensors]):
+            raise ConfigError("it keeps something between steps outside `optimizer.state`, which would be lost.")
+    except Exception as error:
+        reason = error.message if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}."
+        raise ConfigError(f"{rule.label!r} cannot be an outer optimizer: {reason}", _INSTEAD) from error
+    return "chunk" if all(_chunks_equal(rule, tensors[0], apart[0], cuts) for cuts in _CUTS) else "tensor"
+
+
+def _numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[Tensor]:
+    """A parameter, then a gradient per round: several magnitudes, sign changes, zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(1 + _ROUNDS)]
+    return [
+        values[0],
+        *(value * 10.0 ** (-index) * (value.abs() > 0.1) for index, value in enumerate(values[1:])),
+    ]
+
+
+def _plain(rule: OuterRule, tensors: Sequence[Sequence[Tensor]]) -> Stepped:
+    """What torch does by itself: one optimizer object over whole tensors, kept alive for all rounds."""
+    leaves = [torch.nn.Parameter(parameter.clone()) for parameter, *_ in tensors]
+    optimizer = rule.make(leaves)
+    if len(optimizer.param_groups) != 1:
+        raise ConfigError(f"it makes {len(optimizer.param_groups)} parameter groups of one list.")
+    settings = _settings(optimizer)
+    for index in range(1, 1 + _ROUNDS):
+        for leaf, values in zip(leaves, tensors, strict=True):
+            leaf.grad = values[index].clone()
+        optimizer.step()
+    if _settings(optimizer) != settings:
+        raise ConfigError("its steps change its own settings (`param_groups`), which would be lost.")
+    return [(leaf.detach(), {k: v for k, v in optimizer.state[leaf].items() if v is not None}) for leaf in leaves]
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> str:
+    return repr({key: value for key, value in optimizer.param_groups[0].items() if key != "params"})
+
+
+def _put_away(rule: OuterRule, values: Sequence[Tensor]) -> tuple[Tensor, State]:
+    """As `_plain`, but by the rule's stepper: each round starts from stored state and a used optimizer object."""
+    parameter, state, stepper = values[0].clone(), None, rule.stepper()
+    for gradient in values[1:]:
+        (after,) = stepper.step_([parameter], [gradient.clone()], None if state is None else [state])
+        if state is not None and [(k, v.shape, v.dtype) for k, v in state.items()] != [
+            (k, v.shape, v.dtype) for k, v in after.items()
+        ]:
+            raise ConfigError("its state changes its form after the first round.")
+        state = {key: value.clone() for key, value in after.items()}
+    return parameter, state or {}
+
+
+def _chunks_equal(rule: OuterRule, values: Sequence[Tensor], whole: tuple[Tensor, State], cuts: Sequence[int]) -> bool:
+    """Whether 1-D runs of the tensor, stepped one after the other, come to the bits of the whole tensor."""
+    pieces = [[value.reshape(-1)[start:stop] for value in values] for start, stop in pairwise(cuts)]
+    try:
+        stepped = [_put_away(rule, piece) for piece in pieces]
+    except Exception:
+        return False  # for example: it steps matrices only
+    parameter, state = whole
+    if any(set(chunk_state) != set(state) for _, chunk_state in stepped):
+        return False
+    joined: State = {}
+    for key, value in state.items():
+        runs = [chunk_state[key] for _, chunk_state in stepped]
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            if any(run.dim() != 0 or not _same(run, runs[0]) for run in runs):
+                return False
+            joined[key] = runs[0]
+        elif value.shape != parameter.shape:
+            return False
+        else:
+            joined[key] = torch.cat(runs).reshape(value.shape)
+    return _equal([whole], [(torch.cat([run for run, _ in stepped]).reshape(parameter.shape), joined)])
+
+
+def _equal(one: Stepped, two: Stepped) -> bool:
+    return all(
+        _same(a, b) and state_a.keys() == state_b.keys() and all(_same(state_a[key], state_b[key]) for key in state_a)
+        for (a, state_a), (b, state_b) in zip(one, two, strict=True)
+    )
+
+
+def _same(one: object, two: object) -> bool:
+    """Bit for bit; Python's numbers by value."""
+    if not isinstance(one, Tensor):
+        one, two = two, one
+    if not isinstance(one, Tensor):
+        return one == two
+    if not isinstance(two, Tensor):
+        return one.dim() == 0 and one.item() == two
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, two)))

@@ -1,0 +1,62 @@
+"""Delayed Nesterov.
+
+B. Liu, R. Chhaparia, A. Douillard, S. Kale, A. A. Rusu, J. Shen, A. Szlam, M. Ranzato: Asynchronous Local-SGD Training
+for Language Modeling. arXiv 2401.09135, algorithm 3 with c = 0. Updates come one at a time; momentum acts on every
+N-th only, on their mean:
+
+    t mod N ≠ 0    θ ← θ − ε · g_t / N
+    t mod N = 0    m ← β · m + (1/N) · Σ g           the N updates since the last time
+                   θ ← θ − ε · (β · m + g_t / N)
+
+N equal updates move θ exactly as far as one synchronous step of Nesterov's rule along one of them (m ← β·m + g,
+θ ← θ − ε·(g + β·m)). Some implementations apply ε·g_t undivided in between, and overshoot N-fold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.outer_optimizers.torch_optimizer import EachTensor
+
+
+class DelayedNesterov(EachTensor):
+    """SGD whose Nesterov momentum acts on every N-th step.
+
+    Args:
+        params: what is stepped.
+        lr: ε.
+        momentum: β.
+        delay: N; 1 is `torch.optim.SGD(nesterov=True)`.
+        undelayed: so many first steps have N = 1: those of a run that begins with synchronous rounds.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.7, momentum: float = 0.9, delay: int = 1, undelayed: int = 0) -> None:
+        if not lr > 0:
+            raise ValueError(f"lr is {lr}, not above zero")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum}, not from 0 to below 1")
+        if delay < 1 or undelayed < 0:
+            raise ValueError(f"delay is {delay}, not at least 1, or undelayed is {undelayed}, below 0")
+        super().__init__(params, {"lr": lr, "momentum": momentum, "delay": delay, "undelayed": undelayed})
+
+    def _step(self, theta: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        lr, beta, state = group["lr"], group["momentum"], self.state[theta]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.int64)
+            state["m"] = torch.zeros_like(theta)
+            state["sum"] = torch.zeros_like(theta)
+        step: Tensor = state["step"]
+        m: Tensor = state["m"]
+        total: Tensor = state["sum"]
+        done = int(step)
+        step += 1
+        n = 1 if done < group["undelayed"] else group["delay"]
+        total.add_(g)
+        if n == 1 or (done - group["undelayed"]) % n == n - 1:
+            m.mul_(beta).add_(total, alpha=1 / n)
+            total.zero_()
+            theta.add_(m, alpha=-lr * beta)
+        theta.add_(g, alpha=-lr / n)

@@ -1,0 +1,414 @@
+"""Every message that crosses the HTTP interface, closed and typed; the OpenAPI document is made from these.
+
+Unknown fields are refused: a misspelt one must not be lost silently. Names of tensors never travel here, only
+numbers that the server issued; the schema is a document of its own.
+
+Objects as they travel: opened, sent in parts, completed, pulled.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+
+from atoll.errors import VersionSkew
+from atoll.format_text import visible
+from atoll.tensors.fragments import Split
+from atoll.tensors.schema import Schema, TensorSpec
+
+Site = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""A worker's name: letters, digits, `.`, `_`, `-`; at most 64; shown, logged, and safe as the name of a folder."""
+
+RunId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+"""A worker names a folder by it, and removes those of earlier runs beside that folder: it must not lead elsewhere."""
+
+Hex32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+"""A BLAKE3 digest in hex."""
+
+Hex16 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+"""Id or secret of an object in hex."""
+
+Reference = Annotated[str, StringConstraints(max_length=512, pattern=r"^atoll-refs?://")]
+"""A `TensorRef` as text. Whoever has it can pull what it names."""
+
+LEASE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}:[0-9]{1,18}:[0-9A-Za-z]{0,64}(:[0-9a-f]{32})?$"
+"""`site:number:process:secret`: a worker sends back what it was given. Without a secret, it speaks for no site."""
+
+NUMBER_BELOW = 2**62
+"""Of what the server issues: tickets, versions, parts."""
+
+
+def _shown(most: int) -> AfterValidator:
+    """Text that a peer writes and people read, in logs and status: what does not print becomes its escape."""
+    return AfterValidator(lambda text: visible(text, most))
+
+
+METRICS, METRIC_CHARS = 256, 128
+"""The most metrics of an update, and the longest name of one."""
+MetricName = Annotated[str, StringConstraints(max_length=METRIC_CHARS), _shown(METRIC_CHARS)]
+Host = Annotated[str, StringConstraints(max_length=256), _shown(256)]
+Label = Host
+LabelName = Annotated[str, StringConstraints(max_length=64), _shown(64)]
+State = LabelName
+Address = Annotated[str, StringConstraints(max_length=300), _shown(300)]
+Text = Annotated[str, StringConstraints(max_length=2000), _shown(2000)]
+Shown = Annotated[str, AfterValidator(visible)]
+"""Text of the server, of any length."""
+Metrics = Annotated[dict[MetricName, float], Field(max_length=METRICS)]
+Labels = Annotated[dict[LabelName, Label], Field(max_length=32)]
+Count = Annotated[int, Field(ge=0, lt=NUMBER_BELOW)]
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Problem(BaseModel):
+    """What went wrong: the body of every answer that is not 2xx."""
+
+    code: str = Field(description="A stable word for the kind of error; see docs/reference.")
+    message: Shown = Field(description="Who erred and with which value.")
+    remedy: Shown = Field("", description="What to do about it.")
+    retry_after_s: float | None = Field(None, description="When to ask again, where that helps.")
+
+
+class RunInfo(Message):
+    """What a worker must know of a run before it joins."""
+
+    protocol: int = Field(description="Protocol version of the server.")
+    run: RunId = Field(description="Id of the run; changes when a state directory is begun anew.")
+    name: Shown
+    algorithm: str
+    local: dict[str, str | float] = Field(
+        default_factory=dict, description="How the algorithm corrects local training."
+    )
+    on_missed: Literal["rebase", "reset"] = Field(
+        description="Whether local steps of a missed round are carried over to the next version, or lost."
+    )
+    rounds: Count = Field(description="Rounds of the run; 0: until it is stopped.")
+    sync_every: Count = Field(description="Local steps between two synchronisations; 0: the worker decides.")
+    mode: Literal["sync", "async"] = Field("sync", description="Whether rounds wait for the workers they expect.")
+    sync_rounds_first: Count = Field(0, description="Rounds of an asynchronous run that wait for them nevertheless.")
+    schema_digest: Hex32
+    schema_bytes: Count = Field(description="Bytes of the model's tensors.")
+    fragments: int = Field(ge=1, description="Parts of the model that are synchronised in turn.")
+    tau: Count = Field(0, description="Local steps between taking a fragment's update and merging its result.")
+    alpha: float = Field(0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps.")
+    max_inflight: int = Field(1, ge=1, description="Fragments of one worker that may be under way at a time.")
+    codec: str = Field(description="How `params` are encoded in an update.")
+    codec_options: dict[str, str | int | float] = Field(
+        default_factory=dict, description="The codec's keyword arguments."
+    )
+    downlink_codec: str = Field("none", description="How versions go down, as differences; none: whole.")
+    downlink_codec_options: dict[str, str | int | float] = Field(
+        default_factory=dict, description="That codec's keyword arguments."
+    )
+    part_bytes: int = Field(gt=0)
+    placement: Literal["server", "swarm"] = Field("server", description="Where rounds are aggregated.")
+    ranks: int = Field(1, ge=1, description="Ranks of sharded workers; no part is of two of them.")
+    connections: int = Field(gt=0, description="Parallel connections a worker should use for tensors.")
+    heartbeat_interval_s: float = Field(ge=0)
+    heartbeat_timeout_s: float = Field(ge=0)
+    waiting_heartbeat_s: float = Field(5.0, gt=0, description="Between two heartbeats while a call is unanswered.")
+    idle_timeout_s: float = Field(gt=0)
+    trains: bool = Field(True, description="Whether it has rounds at any time.")
+    sends_tasks: bool = Field(False, description="Whether it has workflows that send tasks.")
+    keeps_local: bool = Field(
+        False, description="Whether sites are to keep the model that they submit: they are asked for it later."
+    )
+
+
+class TensorEntry(Message):
+    name: str
+    dtype: str = Field(description="As in safetensors: F32, BF16, I64, …")
+    shape: list[Count]
+    group: str = Field(description="How it is reduced: params or buffers.")
+
+
+class Alias(Message):
+    name: str
+    owner: str
+
+
+class SchemaMessage(Message):
+    """The model's tensors in storage order; its digest is `RunInfo.schema_digest`."""
+
+    tensors: list[TensorEntry]
+    aliases: list[Alias] = Field(description="Further names of tied tensors.")
+    fragments: list[Count] = Field(
+        default_factory=list, description="The fragment that each tensor is in; empty where there is one."
+    )
+
+    @classmethod
+    def of(cls, split: Split) -> SchemaMessage:
+        """The message for a model as it is cut."""
+        schema = split.schema
+        return cls(
+            tensors=[
+                TensorEntry(name=s.name, dtype=s.dtype, shape=list(s.shape), group=s.group) for s in schema.tensors
+            ],
+            aliases=[Alias(name=name, owner=owner) for name, owner in schema.aliases],
+            fragments=list(split.places) if split.count > 1 else [],
+        )
+
+    def to_schema(self) -> Schema:
+        """The schema that it carries."""
+        return Schema(
+            tuple(TensorSpec(entry.name, entry.dtype, tuple(entry.shape), entry.group) for entry in self.tensors),
+            tuple((alias.name, alias.owner) for alias in self.aliases),
+        )
+
+    def to_split(self) -> Split:
+        """How the model is cut.
+
+        Raises:
+            VersionSkew: not every tensor has a fragment.
+        """
+        schema = self.to_schema()
+        if not self.fragments:
+            return Split.whole(schema)
+        if len(self.fragments) != len(schema.tensors) or set(self.fragments) != set(range(max(self.fragments) + 1)):
+            raise VersionSkew(
+                "The server's schema does not say which fragment each tensor is in.", "Upgrade Atoll on both sides."
+            )
+        return Split(schema, tuple(self.fragments))
+
+
+class Counted(Message):
+    """Which update of a site its control stands for; without a base version: none, the control is zero."""
+
+    base_version: Count | None = None
+    digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Of the update; empty where it is not known.")
+
+    def names(self, other: Counted) -> bool:
+        """Whether both are one update."""
+        return self.base_version == other.base_version and (self.digest in ("", other.digest) or not other.digest)
+
+
+class Join(Message):
+    """A worker asks to take part."""
+
+    protocol: int = Field(description="Protocol version of the worker.")
+    site: Site
+    run: str = Field("", max_length=64, description="The run that it means; it joins no other at the same address.")
+    host: Host = Field("", description="Where it runs, to be shown.")
+    process: str = Field(
+        "", pattern="^[0-9A-Za-z]{0,64}$", description="A random id of this process; the newest of a site wins."
+    )
+    schema_digest: Hex32 | None = Field(
+        None, description="Of its model, or of the run's schema as it has read it; another one is refused."
+    )
+    sync_every: Count | None = Field(None, description="Its own H; must be the run's, where both have one.")
+    num_fragments: Count | None = Field(None, description="Its own number of fragments; must be the run's.")
+    labels: Labels = Field(default_factory=dict, description="Anything to be shown in status.")
+    peer: Address = Field("", description="Where other workers of a swarm reach it: http://host:port.")
+    controls: Literal["", "kept", "missing", "new"] = Field(
+        "", description="What it has of its own control, where the run has controls; new: it begins at zero on purpose."
+    )
+    controls_of: list[Counted] = Field(
+        default_factory=list,
+        max_length=2,
+        description="The updates behind which that is its control; empty: it does not tell.",
+    )
+    new_controls: bool = Field(False, description="It begins at zero where what it has is not what the run counts on.")
+
+
+class Joined(Message):
+    """The answer to `Join`: the lease fences every later request of this process."""
+
+    lease: str = Field(description="Sent back in the header Atoll-Lease; it holds a secret of 128 bits.")
+    due: Count = Field(0, description="The fragment that is due next, for a worker that begins now.")
+    evaluates: bool = Field(False, description="Whether a cross-site evaluation of the run will ask this site.")
+
+
+class Leave(Message):
+    """A worker deregisters. With `error`, because its training failed: shown at the server, the others go on."""
+
+    error: Text | None = None
+
+
+class Heartbeat(Message):
+    """A worker lives, and how far it is."""
+
+    step: Count = 0
+    steps_per_s: float = Field(0.0, ge=0)
+    version: Count = Field(0, description="Model version it trains on.")
+    retries: Count = 0
+    reconnections: Count = 0
+    bytes_up: Count = 0
+    bytes_down: Count = 0
+    state: State = Field("", description="What it is doing, in a word.")
+    ends: bool = Field(False, description="It submits nothing more; it stays for the results of what it has submitted.")
+    metrics: Metrics = Field(default_factory=dict)
+    warnings: list[Text] = Field(
+        default_factory=list, max_length=8, description="What its user should know, and who asks."
+    )
+
+
+class HeartbeatReply(Message):
+    durable_versions: list[Count | None] = Field(
+        description="Of each fragment, the newest version that survives a power loss of the server; null: none yet."
+    )
+    finished: bool
+
+
+class TicketRequest(Message):
+    """Ask for the ticket of the next round of a fragment; waits up to `wait_s` for the round to open."""
+
+    fragment: Count = 0
+    wait_s: float = Field(0.0, ge=0, le=20.0)
+    tasks: bool = Field(False, description="This process answers tasks, too: it is told at once where they come first.")
+
+
+class Outcome(Message):
+    """What became of a ticket."""
+
+    ticket: Count
+    state: Literal["open", "accepted", "counted", "refused", "expired"]
+    base_version: Count
+    version: Count | None = Field(None, description="The version it went into, once it counts.")
+    digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Of its update, once it was acknowledged.")
+    staleness: Count = Field(0, description="Versions between the base of an update that counts and its version.")
+    reason: Shown = ""
+
+    @property
+    def is_in(self) -> bool:
+        """Whether its update was acknowledged."""
+        return self.state in ("accepted", "counted")
+
+
+class Ticket(Message):
+    """The right to submit one update for one round of one fragment."""
+
+    ticket: Count
+    fragment: Count
+    round: Count = Field(description="Number of the round; the first is 1.")
+    base_version: Count
+    base_digest: Hex32 = Field(description="Digest of the version to pull and to train from.")
+    layout_digest: Hex32 = Field(description="Of the update's layout; the worker computes the same one.")
+    local_steps: Count = Field(0, description="Local steps to take from that version (DyLU); 0: the run's sync_every.")
+
+
+class TicketReply(Message):
+    """A ticket; or whom the round waits for; or that the run is over; or, to a worker that ends, its last result."""
+
+    status: Literal["ticket", "wait", "finished", "ended"]
+    ticket: Ticket | None = None
+    previous: Outcome | None = Field(None, description="What became of this worker's ticket before.")
+    counted: Counted | None = Field(
+        None, description="With a ticket, in runs with controls: the update of this site that was counted last."
+    )
+    head_version: Count
+    head_digest: Hex32
+    durable_version: Count | None = Field(
+        None, description="The newest version that survives a power loss of the server; null: none yet."
+    )
+    round: Count = Field(0, description="Number of the round that is open, or opens next.")
+    waiting_for: list[str] = Field(default_factory=list, description="Sites that the round still waits for.")
+    reason: Shown = ""
+    tasks: bool = Field(False, description="Whether tasks are what comes now: before the rounds, or behind them.")
+    left_s: float | None = Field(None, description="Seconds that the run may still take; as in the status.")
+
+
+class TicketState(Message):
+    """Where a ticket stands, and which parts the server has on disk."""
+
+    outcome: Outcome
+    parts: list[Count] = Field(description="Parts that need not be sent again.")
+    part_digests: list[Hex32] = Field(description="Their digests, in the order of `parts`.")
+
+
+class PartReceipt(Message):
+    """All parts that a request brought are on disk."""
+
+    ticket: Count
+    part: Count = Field(description="The last of them.")
+    digest: Hex32 = Field(description="Its BLAKE3.")
+
+
+class Complete(Message):
+    """All parts are there: submit the update."""
+
+    digest: Hex32 = Field(description="BLAKE3 over the layout's digest and the part digests in order.")
+    base_digest: Hex32 | None = Field(None, description="Of the version that it was trained from.")
+    weight: float = Field(1.0, gt=0, description="Samples, tokens, or any number of the run's own.")
+    steps: Count = Field(0, description="Local steps in this round.")
+    metrics: Metrics = Field(default_factory=dict)
+    source: Reference | None = Field(None, description="In a swarm: where the aggregating worker pulls it from.")
+
+
+class Receipt(Message):
+    """The update is in the journal; the same request gets the same receipt."""
+
+    accepted: bool = Field(True, description="False in a swarm whose aggregating worker has not pulled it yet.")
+    unpulled: bool = Field(False, description="It was tried and did not work out; to be offered anew.")
+    ticket: Count
+    digest: Hex32
+    fragment: Count
+    base_version: Count
+
+
+class Delta(Message):
+    """What makes a version of the one before it, for who has that; part n of it makes part n of the version."""
+
+    base_version: Count
+    base_digest: Hex32 = Field(description="Digest of the version that it leads from.")
+    digest: Hex32
+    layout_digest: Hex32
+    nbytes: Count
+    part_digests: list[Hex32]
+
+
+class Manifest(Message):
+    """A version's parts, so that a pull can check, resume and fetch only what is broken."""
+
+    fragment: Count
+    version: Count
+    digest: Hex32
+    layout_digest: Hex32
+    nbytes: Count
+    part_digests: list[Hex32]
+    delta: Delta | None = Field(None, description="Where there is one: what goes down in place of the whole version.")
+    sources: list[Reference] = Field(
+        default_factory=list, description="In a swarm: the workers that have it; empty: the server has."
+    )
+
+
+class ObjectOpen(Message):
+    """Ask the server to keep an object. Its parts come next, then `ObjectComplete`."""
+
+    head_bytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Of its head; a multiple of 64.")
+    nbytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Of the whole, head included.")
+    part_bytes: int = Field(gt=0, lt=NUMBER_BELOW, description="The most bytes of one part; a multiple of 64.")
+    inline: bool = Field(False, description="Whether its manifest is to hold its bytes.")
+    expires_s: float = Field(gt=0, description="Seconds that it should be kept; the server may keep it shorter.")
+
+
+class ObjectOpened(Message):
+    object: Hex16
+    secret: Hex16 = Field(description="To be shown with every request for the object.")
+    expires_s: float = Field(description="Seconds that the server keeps it.")
+
+
+class ObjectPartReceipt(Message):
+    object: Hex16
+    part: Count
+    digest: Hex32
+
+
+class ObjectComplete(Message):
+    """All parts are there: from now on it can be pulled, and never changes."""
+
+    digest: Hex32 = Field(description="BLAKE3 over the sizes and the part digests in order.")
+
+
+class ObjectManifest(Message):
+    """An object's parts; names, dtypes and shapes are in its head, which is the first of them."""
+
+    head_bytes: Count
+    nbytes: Count
+    part_bytes: Count
+    digest: Hex32
+    part_digests: list[Hex32]
+    inline: str | None = Field(None, description="All of its bytes in base64, where it is small and asked for.")

@@ -1,0 +1,384 @@
+"""Every operation of the HTTP interface as a table, and the OpenAPI document made from it.
+
+The server registers its handlers by `Operation.name` and fails at start if one is missing: what is documented is what
+is served.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
+
+STATUS_OF: dict[str, int] = {
+    "bad_request": 400,
+    "usage": 400,
+    "config": 400,
+    "auth": 401,
+    "not_found": 404,
+    "method": 405,
+    "schema_mismatch": 409,
+    "lease_lost": 409,
+    "server_lost": 409,
+    "superseded": 409,
+    "conflict": 409,
+    "gone": 410,
+    "ticket_closed": 410,
+    "too_large": 413,
+    "range": 416,
+    "part_corrupt": 422,
+    "update_refused": 422,
+    "version_skew": 426,
+    "busy": 429,
+    "disk_full": 507,
+}
+"""Problem code → HTTP status; 500 for what is not here."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One method on one path.
+
+    Attributes:
+        name: handler and `operationId`.
+        request: the JSON body's type, `bytes` for a part, None for no body.
+        reply: the JSON answer's type, `bytes` for a file, None for 204, `str` for text.
+        lease: whether the `Atoll-Lease` header is needed.
+        problems: codes that it may answer with, besides those every operation may.
+        open: whether it is answered without a token.
+        secret: whether the `Atoll-Secret` header of an object is needed.
+        body_bytes: the most that a JSON body may have.
+    """
+
+    name: str
+    method: str
+    path: str
+    summary: str
+    request: type[BaseModel] | type[bytes] | None = None
+    reply: type[BaseModel] | type[bytes] | type[str] | type[dict[str, Any]] | None = None
+    lease: bool = False
+    problems: tuple[str, ...] = ()
+    open: bool = False
+    secret: bool = False
+    body_bytes: int = routes.CONTROL_BODY_BYTES
+
+
+_LEASED = ("lease_lost", "superseded")
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation("get_run", "GET", routes.RUN, "What a worker must know before it joins.", reply=messages.RunInfo),
+    Operation("get_schema", "GET", routes.SCHEMA, "The model's tensors.", reply=messages.SchemaMessage),
+    Operation(
+        "join",
+        "POST",
+        routes.WORKERS,
+        "Take part; an older process of the same site loses its lease.",
+        request=messages.Join,
+        reply=messages.Joined,
+        problems=("server_lost", "schema_mismatch", "version_skew", "config", "busy"),
+    ),
+    Operation("leave", "POST", routes.LEAVE, "Deregister.", request=messages.Leave, lease=True, problems=_LEASED),
+    Operation(
+        "heartbeat",
+        "POST",
+        routes.HEARTBEAT,
+        "A worker lives, and how far it is.",
+        request=messages.Heartbeat,
+        reply=messages.HeartbeatReply,
+        lease=True,
+        problems=_LEASED,
+    ),
+    Operation(
+        "request_ticket",
+        "POST",
+        routes.TICKETS,
+        "The ticket of the open round; waits up to wait_s for it to open.",
+        request=messages.TicketRequest,
+        reply=messages.TicketReply,
+        lease=True,
+        problems=(*_LEASED, "gone", "config", "busy"),
+    ),
+    Operation(
+        "get_ticket",
+        "GET",
+        routes.TICKET,
+        "Where a ticket stands, and which parts need not be sent again.",
+        reply=messages.TicketState,
+        problems=("gone",),
+    ),
+    Operation(
+        "put_part",
+        "PUT",
+        routes.PART,
+        "One part of an update: its bytes, then their BLAKE3 (32 bytes). Up to three that follow it may come along, "
+        "each in the same way; Content-Length is exact, and tells how many. Those before a refused one are recorded.",
+        request=bytes,
+        reply=messages.PartReceipt,
+        lease=True,
+        problems=(
+            *_LEASED,
+            "gone",
+            "ticket_closed",
+            "part_corrupt",
+            "update_refused",
+            "conflict",
+            "disk_full",
+            "too_large",
+        ),
+    ),
+    Operation(
+        "complete",
+        "POST",
+        routes.COMPLETE,
+        "All parts are there: submit the update. The same request gets the same receipt.",
+        request=messages.Complete,
+        reply=messages.Receipt,
+        lease=True,
+        problems=(*_LEASED, "gone", "ticket_closed", "update_refused", "conflict", "disk_full"),
+    ),
+    Operation(
+        "get_manifest",
+        "GET",
+        routes.MANIFEST,
+        "The parts of a version and their digests.",
+        reply=messages.Manifest,
+        problems=("gone",),
+    ),
+    Operation(
+        "get_version",
+        "GET",
+        routes.VERSION_DATA,
+        "A version as a safetensors file; honours Range, If-Range and If-None-Match with the digest as ETag.",
+        reply=bytes,
+        problems=("gone", "range"),
+    ),
+    Operation(
+        "get_delta",
+        "GET",
+        routes.DELTA_DATA,
+        "What makes a version of the one before it; honours Range, If-Range and If-None-Match with the digest as ETag.",
+        reply=bytes,
+        problems=("gone", "range"),
+    ),
+    Operation(
+        "get_model_part",
+        "GET",
+        routes.MODEL_PART,
+        "One part of a version as exports have it, of each parameter the master: its bytes, then their BLAKE3 (32 "
+        "bytes). Parts are those of the version's file.",
+        reply=bytes,
+        problems=("gone",),
+    ),
+    Operation(
+        "open_object",
+        "POST",
+        routes.OBJECTS,
+        "Keep an object for those who have its secret: its parts come next.",
+        request=messages.ObjectOpen,
+        reply=messages.ObjectOpened,
+        problems=("busy", "disk_full"),
+    ),
+    Operation(
+        "put_object_part",
+        "PUT",
+        routes.OBJECT_PART,
+        "One part of an object: its bytes, then their BLAKE3 (32 bytes). Content-Length is exact.",
+        request=bytes,
+        reply=messages.ObjectPartReceipt,
+        secret=True,
+        problems=("gone", "conflict", "part_corrupt", "busy", "disk_full", "too_large"),
+    ),
+    Operation(
+        "complete_object",
+        "POST",
+        routes.OBJECT_COMPLETE,
+        "All parts are there: the object can be pulled. The same request may be repeated.",
+        request=messages.ObjectComplete,
+        secret=True,
+        problems=("gone", "conflict", "disk_full"),
+    ),
+    Operation(
+        "get_object",
+        "GET",
+        routes.OBJECT,
+        "The manifest of an object: its sizes and the digests of its parts.",
+        reply=messages.ObjectManifest,
+        open=True,
+        secret=True,
+        problems=("gone", "conflict"),
+    ),
+    Operation(
+        "get_object_data",
+        "GET",
+        routes.OBJECT_DATA,
+        "An object as a safetensors file; honours Range, If-Range and If-None-Match with the digest as ETag.",
+        reply=bytes,
+        open=True,
+        secret=True,
+        problems=("gone", "conflict", "range"),
+    ),
+    Operation(
+        "remove_object",
+        "DELETE",
+        routes.OBJECT,
+        "Keep an object no longer; who pulls it is broken off.",
+        open=True,
+        secret=True,
+        problems=("gone",),
+    ),
+    Operation(
+        "request_task",
+        "POST",
+        routes.TASKS,
+        "The next open task of this site; waits up to wait_s for one. It is given again until it is answered.",
+        request=task_messages.TaskRequest,
+        reply=task_messages.TaskReply,
+        lease=True,
+        problems=(*_LEASED, "config", "busy"),
+    ),
+    Operation(
+        "answer_task",
+        "POST",
+        routes.TASK_ANSWER,
+        "Answer a task. The same answer may be repeated; the object that it names belongs to the server from then on.",
+        request=task_messages.TaskAnswer,
+        lease=True,
+        problems=(*_LEASED, "gone", "conflict", "ticket_closed", "config"),
+    ),
+    Operation(
+        "get_evaluation",
+        "GET",
+        routes.EVALUATION,
+        "The matrix of the last cross-site evaluation, as far as it has come.",
+        reply=task_messages.Evaluation,
+        problems=("gone",),
+    ),
+    Operation(
+        "get_swarm_plan",
+        "GET",
+        routes.SWARM_PLAN,
+        "What a worker must know to aggregate rounds of a swarm.",
+        reply=swarm_messages.SwarmPlan,
+        problems=("config",),
+    ),
+    Operation(
+        "work_in_swarm",
+        "POST",
+        routes.SWARM,
+        "What a worker of a swarm has done, and what it is to have and to do; waits up to wait_s for something else.",
+        request=swarm_messages.PeerReport,
+        reply=swarm_messages.PeerWork,
+        lease=True,
+        body_bytes=routes.REPORT_BODY_BYTES,
+        problems=(*_LEASED, "config", "busy"),
+    ),
+    Operation("get_status", "GET", routes.STATUS, "All there is to know at this moment.", reply=status_messages.Status),
+    Operation("get_metrics", "GET", routes.METRICS, "Prometheus metrics.", reply=str),
+    Operation("get_health", "GET", routes.HEALTH, "Whether the server serves.", reply=str, open=True),
+    Operation("get_openapi", "GET", routes.OPENAPI, "This document.", reply=dict[str, Any]),
+)
+
+COMMON_PROBLEMS = ("bad_request", "auth")
+
+_HEX = {
+    "digest": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+    "object": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
+    "task": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
+}
+"""Parameters of a path that are no numbers."""
+
+
+def openapi(version: str) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of the interface."""
+    kinds: list[Any] = [kind for operation in OPERATIONS for kind in (operation.request, operation.reply)]
+    models = sorted({kind for kind in kinds if _is_message(kind)} | {messages.Problem}, key=lambda kind: kind.__name__)
+    _, definitions = models_json_schema(
+        [(kind, "validation") for kind in models], ref_template="#/components/schemas/{model}"
+    )
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _describe(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Atoll",
+            "version": version,
+            "description": f"Protocol {routes.PROTOCOL}. Workers dial out; tensors travel as byte ranges and parts.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": definitions["$defs"],
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"token": []}, {}],
+    }
+
+
+def _is_message(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _describe(operation: Operation) -> dict[str, Any]:
+    parameters: list[dict[str, Any]] = []
+    for name in re.findall(r"{(\w+)}", operation.path):
+        number = {"type": "integer", "minimum": 0, "maximum": messages.NUMBER_BELOW - 1}
+        schema = _HEX.get(name, number)
+        parameters.append({"name": name, "in": "path", "required": True, "schema": schema})
+    for needed, header, header_schema in (
+        (operation.lease, routes.LEASE_HEADER, {"type": "string", "pattern": messages.LEASE_PATTERN}),
+        (operation.secret, routes.SECRET_HEADER, _HEX["object"]),
+    ):
+        if needed:
+            parameters.append({"name": header, "in": "header", "required": True, "schema": header_schema})
+    described: dict[str, Any] = {
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "parameters": parameters,
+        "responses": _responses(operation),
+    }
+    if operation.request is not None:
+        content = (
+            {"application/json": {"schema": _ref(operation.request)}}
+            if _is_message(operation.request)
+            else {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+        )
+        described["requestBody"] = {"required": True, "content": content}
+    return described
+
+
+def _responses(operation: Operation) -> dict[str, Any]:
+    reply = operation.reply
+    answers: dict[str, Any] = {}
+    if reply is None:
+        answers["204"] = {"description": "Done."}
+    elif _is_message(reply):
+        answers["200"] = {"description": "OK", "content": {"application/json": {"schema": _ref(reply)}}}
+    elif reply is bytes:
+        binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+        answers["200"] = {"description": "The whole file.", "content": binary}
+        answers["206"] = {"description": "The range asked for.", "content": binary}
+        answers["304"] = {"description": "It is what If-None-Match names."}
+    elif reply is str:
+        answers["200"] = {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    else:
+        answers["200"] = {
+            "description": "OK",
+            "content": {"application/json": {"schema": {"type": "object"}}},
+        }
+    problem = {"application/json": {"schema": _ref(messages.Problem)}}
+    codes: dict[int, list[str]] = {}
+    for code in (*COMMON_PROBLEMS, *operation.problems):
+        codes.setdefault(STATUS_OF[code], []).append(code)
+    for status, names in sorted(codes.items()):
+        answers[str(status)] = {"description": ", ".join(names), "content": problem}
+    answers["500"] = {"description": "The server failed; its log says why.", "content": problem}
+    return answers
+
+
+def _ref(kind: Any) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}

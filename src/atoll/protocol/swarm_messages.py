@@ -1,0 +1,145 @@
+"""Messages between the server of a swarm and its workers. No tensor is among them, only where each is.
+
+A worker is told what it is to have and to do, all of it, every time; and says what it has and has done, all of it. So
+a message that is lost, late or repeated changes nothing, and a server that was killed learns anew where everything is.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, StringConstraints
+
+from atoll.protocol import messages
+from atoll.protocol.messages import Count, Hex32, Message, Reference, Site, Text
+
+Address = Annotated[messages.Address, StringConstraints(pattern=r"^https?://")]
+Digests = Annotated[str, StringConstraints(max_length=2**22, pattern=r"^[A-Za-z0-9+/=]*$")]
+"""BLAKE3 digests, one behind the other, in base64."""
+
+
+class SwarmPlan(Message):
+    """The settings that decide how a round is reduced and stepped."""
+
+    settings: dict[str, Any]
+
+
+class Source(Message):
+    """A worker that has a version."""
+
+    version: Reference
+    state: Reference | None = Field(None, description="Of the outer state beside it.")
+
+
+class Held(Message):
+    """A version that the worker has: every byte, checked."""
+
+    fragment: Count
+    version: Count
+    digest: Hex32
+    state_digest: str = Field("", max_length=64, description="BLAKE3 over the digests of the outer state; or none.")
+    source: Source
+
+
+class Collected(Message):
+    """What became of an update that was to be collected."""
+
+    ticket: Count
+    digest: Hex32
+    source: Reference
+    norm: float = Field(0.0, ge=0)
+    bad: Text = Field("", description="Why it cannot count.")
+    failed: Text = Field("", description="Why it could not be pulled.")
+
+
+class Closed(Message):
+    """What became of a round that was to be reduced."""
+
+    fragment: Count
+    version: Count
+    tickets: list[Count] = Field(max_length=4096)
+    digest: Hex32 | None = None
+    part_digests: Digests = ""
+    state_digests: Digests = ""
+    grad_norm: float | None = None
+    seconds: float = Field(0.0, ge=0)
+    failed: Text = ""
+    overflows: bool = Field(False, description="Whether it failed because the result overflows its dtype.")
+
+
+class Unreached(Message):
+    address: Address
+    why: Text
+
+
+class PeerReport(Message):
+    """What a worker has and has done."""
+
+    address: Address = Field(description="Where other workers reach it.")
+    number: Count = Field(description="Counts its reports; an older one that comes later is not believed.")
+    seen: Count = Field(0, description="The stamp of the work that it has.")
+    wait_s: float = Field(0.0, ge=0, le=20.0)
+    moved: Count = Field(0, description="Bytes that its work has moved so far: who moves none stands still.")
+    leaving: bool = Field(False, description="It would leave the run.")
+    held: list[Held] = Field(default_factory=list, max_length=256)
+    collected: list[Collected] = Field(default_factory=list, max_length=4096)
+    closed: list[Closed] = Field(default_factory=list, max_length=256)
+    reached: list[Address] = Field(default_factory=list, max_length=1024)
+    unreached: list[Unreached] = Field(default_factory=list, max_length=64)
+
+
+class Hold(Message):
+    """A version that the worker is to have, with the outer state beside it."""
+
+    fragment: Count
+    version: Count
+    digest: Hex32
+    state_digest: str = Field("", max_length=64)
+    sources: list[Source] = Field(description="Who has it; nobody: the server does.")
+
+
+class Collect(Message):
+    """An update that the worker is to pull and to look at."""
+
+    ticket: Count
+    fragment: Count
+    site: Site
+    digest: Hex32
+    source: Reference
+
+
+class Share(Message):
+    """One update of a round, in its frozen place."""
+
+    ticket: Count
+    site: Site
+    digest: Hex32
+    weight: float = Field(gt=0)
+    norm: float = Field(ge=0)
+    steps: Count
+    scale: float = Field(gt=0)
+
+
+class Close(Message):
+    """A frozen round that the worker is to reduce and step."""
+
+    fragment: Count
+    base_version: Count
+    version: Count
+    updates: list[Share]
+    total_weight: float = Field(ge=0)
+    control_scale: float
+
+
+class PeerWork(Message):
+    """All that a worker is to have and to do; what is not in it may go."""
+
+    stamp: Count = Field(description="Of this work; another one is something else to do.")
+    server: Count = Field(0, description="When it was started, in ms since 1970.")
+    order: Count = Field(0, description="Rises from answer to answer of one server: the later one counts.")
+    probe: list[Address] = Field(default_factory=list, description="Other workers; whether it reaches them.")
+    hold: list[Hold] = Field(default_factory=list)
+    collect: list[Collect] = Field(default_factory=list)
+    close: list[Close] = Field(default_factory=list)
+    stay: bool = Field(False, description="Others still need what it has.")
+    finished: bool = Field(False, description="The run is: the newest versions are its result.")

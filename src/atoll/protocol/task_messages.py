@@ -1,0 +1,175 @@
+"""Messages of tasks, their answers, and evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from atoll.protocol.messages import Count, Hex16, Hex32, Message, Metrics, Text
+from atoll.sizes import MOST_CHUNK_BYTES
+
+TaskName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
+"""`train`, `validate`, `submit_model`, or a name of the user's own."""
+
+
+Chunk = Annotated[int, Field(ge=0, le=MOST_CHUNK_BYTES)]
+
+
+class ObjectKey(Message):
+    """An object at this server, for who may pull it."""
+
+    object: Hex16
+    secret: Hex16
+    digest: Hex32
+    expires_at: Count = Field(description="Seconds since 1970.")
+
+
+class Body(Message):
+    """A payload: as JSON where it is small and has no tensors, else as an object. Exactly one of the two."""
+
+    plain: str | None = Field(None, description="The payload as JSON text.")
+    object: ObjectKey | None = None
+
+
+class TaskRequest(Message):
+    """Ask for the next open task of this site; waits up to `wait_s` for one."""
+
+    wait_s: float = Field(0.0, ge=0, le=20.0)
+    rounds: bool = Field(False, description="This process takes part in rounds, too: it is told when they begin.")
+    besides: Hex16 | None = Field(None, description="A task that the site has in hand: the next other one is wanted.")
+
+
+class Task(Message):
+    task: Hex16 = Field(description="Id of the task, one for all its sites.")
+    name: TaskName
+    streamed: bool = Field(description="Whether tensors of the answer are to be streamed rather than sent inline.")
+    tensor_chunk_bytes: Chunk = Field(description="Of a part of torch tensors in it; 0: they go inline all the same.")
+    np_chunk_bytes: Chunk = Field(description="Of a part of NumPy arrays.")
+    body: Body
+
+
+class TaskReply(Message):
+    status: Literal["task", "wait", "finished", "rounds"] = Field(
+        description="finished: the last workflow has ended; rounds: training goes on, for who takes part in it."
+    )
+    task: Task | None = None
+
+
+class TaskAnswer(Message):
+    """What a site answers: a payload, or the error that it failed with."""
+
+    body: Body | None = None
+    error: Text | None = None
+
+
+NOT_FINITE = "not finite"
+
+
+class EvaluatedModel(Message):
+    """A row of the matrix."""
+
+    name: str = Field(description="As people read it: `version 12`, `best (version 9)`, a file, or the name of a site.")
+    kind: Literal["site", "version", "file"]
+    version: Count | None = Field(None, description="Of the run, where it is one.")
+    digest: str = Field("", description="Of the object that sites pulled; empty where there was none.")
+    error: str = Field("", description="Why nobody could evaluate it; else empty.")
+
+
+class Cell(Message):
+    """One model on the data of one site."""
+
+    model: str
+    site: str
+    metrics: Metrics = Field(default_factory=dict)
+    not_finite: list[str] = Field(default_factory=list, description="Metrics that came as NaN or infinity.")
+    error: str = Field("", description="Why the cell is empty; else empty.")
+    seconds: float = 0.0
+
+
+class Evaluation(Message):
+    """The matrix, complete or as far as it has come."""
+
+    run: str
+    name: str = Field(description="Of the run, for people.")
+    finished: bool
+    sites: list[str] = Field(description="Its columns: whose data.")
+    models: list[EvaluatedModel] = Field(description="Its rows.")
+    cells: list[Cell]
+
+    @property
+    def metrics(self) -> list[str]:
+        """Every metric that a site has reported."""
+        return sorted({key for cell in self.cells for key in (*cell.metrics, *cell.not_finite)})
+
+    def rows(self, metric: str) -> Iterator[list[str]]:
+        """The table of a metric: a head, then a line for each model; an empty cell is a dash."""
+        yield ["model", *self.sites]
+        at = {(cell.model, cell.site): cell for cell in self.cells}
+        for model in self.models:
+            cells = (at.get((model.name, site)) for site in self.sites)
+            yield [model.name, *(_shown(cell, metric) for cell in cells)]
+
+    def empty(self) -> list[str]:
+        """A line for each empty cell: which, and why. What is the same for a whole row or column is said once."""
+        lines = [f"{model.name} on every site: {model.error}" for model in self.models if model.error]
+        failed = {model.name for model in self.models if model.error}
+        cells = [cell for cell in self.cells if cell.error and cell.model not in failed]
+        columns = {site: {cell.error for cell in cells if cell.site == site} for site in self.sites}
+        count = len(self.models) - len(failed)
+        for site, errors in columns.items():
+            mine = [cell for cell in cells if cell.site == site]
+            if len(errors) == 1 and len(mine) == count > 1:
+                lines.append(f"every model on {site}: {mine[0].error}")
+            else:
+                lines += [f"{cell.model} on {site}: {cell.error}" for cell in mine]
+        return lines
+
+
+def markdown(evaluation: Evaluation) -> str:
+    """The tables as Markdown, one for each metric, and why cells are empty."""
+    out = [
+        f"# Cross-site evaluation of {evaluation.name}",
+        "",
+        "Rows are models, columns the sites whose data it is.",
+        "",
+    ]
+    if not evaluation.finished:
+        out += ["Not complete.", ""]
+    for metric in evaluation.metrics:
+        head, *rows = evaluation.rows(metric)
+        out += [f"## {_escaped(metric)}", "", _line(head), _line(["---"] + ["---:"] * (len(head) - 1))]
+        out += [*map(_line, rows), ""]
+    if empty := evaluation.empty():
+        out += ["## Empty cells", "", *(f"- {_escaped(line)}" for line in empty), ""]
+    return "\n".join(out)
+
+
+def plain(evaluation: Evaluation) -> list[str]:
+    """The tables as lines of text, columns aligned."""
+    out: list[str] = []
+    for metric in evaluation.metrics:
+        rows = list(evaluation.rows(metric))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        out.append(f"{metric} (rows: models, columns: whose data)")
+        for name, *cells in rows:
+            numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+            out.append("  ".join([name.ljust(widths[0]), *numbers]).rstrip())
+        out.append("")
+    return [*out, *(f"empty: {line}" for line in evaluation.empty())]
+
+
+def _shown(cell: Cell | None, metric: str) -> str:
+    if cell is not None and metric in cell.metrics:
+        return f"{cell.metrics[metric]:.6g}"
+    return NOT_FINITE if cell is not None and metric in cell.not_finite else "—"
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(_escaped(cell) for cell in cells)} |"
+
+
+def _escaped(text: str) -> str:
+    """So that no name or error of a site makes a table of its own."""
+    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "\\`")

@@ -1,0 +1,187 @@
+"""Reducers that a few wrong updates cannot move far: median, trimmed mean, clipped mean.
+
+K. E. Batcher: Sorting networks and their applications. AFIPS 1968 (odd-even merge sort).
+
+A network is a fixed list of comparators (i, j): row i ← min, row j ← max of both. Each is two vector instructions a
+register over rows that stay in a core's cache, which beats sorting k numbers at a time. What no wanted rank depends on
+is left out: the median of ten rows takes 50 minima and maxima, a sort of them 64.
+
+IEEE 754 has two zeros that are equal, and which of them a minimum yields depends on where in a vector register an
+element lies. Who makes a result of these rows therefore adds +0.0 to it at last: then the sign of a zero is always +.
+
+D. Yin, Y. Chen, K. Ramchandran, P. Bartlett: Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates.
+ICML 2018, arXiv 1803.01498, definition 1.
+
+    g_j = med{ (u_k)_j : k }          of an even number: the mean of the two in the middle
+
+Weights do not count: one site is one voice, or a hostile one would name itself a large weight. It bears up to
+⌈k/2⌉ − 1 hostile updates; where the sites' data differ, it is biased against what only few of them know.
+
+D. Yin, Y. Chen, K. Ramchandran, P. Bartlett: Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates.
+ICML 2018, arXiv 1803.01498, definition 2.
+
+    g_j = (1 / |U_j|) · Σ_{u ∈ U_j} u        U_j: the values (u_k)_j without the ⌊β·k⌋ largest and ⌊β·k⌋ smallest
+
+Weights do not count, as with the median. It bears up to ⌊β·k⌋ hostile updates: choose β at least their share.
+
+Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan: Can You Really Backdoor Federated Learning? arXiv 1911.07963,
+section 4.
+
+    g = Σ_k ŵ_k · u_k · min(1, C / ‖u_k‖₂)          ‖u_k‖₂: of all params of the update, as it was accepted
+
+An update may be wrong in its direction, but not far: good against large norms, of little use against a flipped sign of
+ordinary size. Without a `max_norm`, C is the median of the round's norms.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from atoll.errors import ConfigError
+from atoll.reducers.base import normalised
+from atoll.reducers.means import WeightedMean
+
+Wanted = Literal["min", "max", "both"]
+
+
+def select(rows: Sequence[Tensor], ranks: frozenset[int], spare: Tensor) -> list[Tensor]:
+    """The rows of the given ranks (0: the smallest of every element), in rising order.
+
+    Args:
+        rows: k tensors [n]; overwritten.
+        ranks: each below k.
+        spare: [n], of their dtype; overwritten, and one of the returned may lie in it.
+    """
+    held = list(rows)
+    for low, high, wanted in network(len(held), ranks):
+        if wanted == "max":
+            torch.maximum(held[low], held[high], out=held[high])
+        elif wanted == "min":
+            torch.minimum(held[low], held[high], out=held[low])
+        else:
+            torch.minimum(held[low], held[high], out=spare)
+            torch.maximum(held[low], held[high], out=held[high])
+            held[low], spare = spare, held[low]
+    return [held[rank] for rank in sorted(ranks)]
+
+
+@functools.lru_cache(maxsize=64)
+def network(k: int, ranks: frozenset[int]) -> tuple[tuple[int, int, Wanted], ...]:
+    """The comparators, in order, that bring the given ranks of k rows to their places: low, high, what is wanted."""
+    needed, kept = set(ranks), list[tuple[int, int, Wanted]]()
+    for low, high in reversed(list(_merge_sort(k))):
+        if low in needed or high in needed:
+            kept.append((low, high, "max" if low not in needed else "min" if high not in needed else "both"))
+            needed |= {low, high}
+    return tuple(reversed(kept))
+
+
+def _merge_sort(k: int) -> Iterator[tuple[int, int]]:
+    """Batcher's network; for k that is no power of two, without the comparators that would meet rows at infinity."""
+    p = 1
+    while p < k:
+        q = p
+        while q:
+            for start in range(q % p, k - q, 2 * q):
+                for low in range(start, min(start + q, k - q)):
+                    if low // (2 * p) == (low + q) // (2 * p):
+                        yield low, low + q
+            q //= 2
+        p *= 2
+
+
+@dataclass(frozen=True)
+class Median:
+    """med_k u_k, element by element."""
+
+    name: str = "median"
+    needs_all: bool = True
+    buffers: str = "median"
+
+    def weigh(self, weights: Sequence[float], norms: Sequence[float]) -> list[float]:
+        return normalised(weights)
+
+    def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
+        held = list(rows)
+        k = len(held)
+        middle = select(held, frozenset({(k - 1) // 2, k // 2}), spare=out)
+        torch.lerp(middle[0], middle[-1], 0.5, out=out)  # of one with itself: as it is
+        out.add_(0.0)
+
+
+@dataclass(frozen=True)
+class TrimmedMean:
+    """The mean of what is left of each element's k values.
+
+    Args:
+        trim: β, the share cut off at each end; in [0, 0.5).
+
+    Raises:
+        ConfigError: `trim` is none.
+    """
+
+    trim: float = 0.2
+    name: str = "trimmed_mean"
+    needs_all: bool = True
+    buffers: str = "trimmed_mean"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.trim < 0.5:
+            raise ConfigError(
+                f"reducer_options: trim = {self.trim!r} is no share of the updates to cut off at each end.",
+                "Choose it from 0 to below 0.5, at least the share of sites that may be hostile.",
+            )
+
+    def weigh(self, weights: Sequence[float], norms: Sequence[float]) -> list[float]:
+        return normalised(weights)
+
+    def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
+        held = list(rows)
+        cut = int(self.trim * len(held) + 1e-9)  # 0.29 · 100 is 28.999999999999996
+        lowest, *others = select(held, frozenset(range(cut, len(held) - cut)), spare=out)
+        for row in others:
+            lowest.add_(row)  # in rising order, so that no order of the sites changes a bit either
+        torch.div(lowest, 1 + len(others), out=out)
+        out.add_(0.0)
+
+
+@dataclass(frozen=True)
+class ClippedMean:
+    """The weighted mean of updates that are no longer than C.
+
+    Args:
+        max_norm: C; None: the median of the norms in the round.
+
+    Raises:
+        ConfigError: `max_norm` is no length.
+    """
+
+    max_norm: float | None = None
+    name: str = "clipped_mean"
+    needs_all: bool = False
+    buffers: str = "mean"
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None and not (math.isfinite(self.max_norm) and self.max_norm > 0):
+            raise ConfigError(
+                f"reducer_options: max_norm = {self.max_norm!r} is no L2 norm.",
+                "Choose a number above zero, or leave it out: then it is the median of the round's norms.",
+            )
+
+    def weigh(self, weights: Sequence[float], norms: Sequence[float]) -> list[float]:
+        bound = statistics.median(norms) if self.max_norm is None else self.max_norm
+        return [
+            weight * min(1.0, bound / norm) if norm else weight
+            for weight, norm in zip(normalised(weights), norms, strict=True)
+        ]
+
+    def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
+        WeightedMean().reduce_(rows, weights, out)

@@ -1,0 +1,107 @@
+"""From the journal to a state and back."""
+
+from __future__ import annotations
+
+from atoll.rounds.events import RunFinished
+from atoll.rounds.opening import end_open, expire, open_next, settle
+from atoll.rounds.state import (
+    Draft,
+    FragmentSnapshot,
+    FrozenRound,
+    OpenRound,
+    Result,
+    Round,
+    Rules,
+    Snapshot,
+    State,
+    Ticket,
+)
+
+
+def initial(rules: Rules, heads: tuple[int, ...] | None = None) -> State:
+    """A run that nobody has joined; `heads` are the versions that it starts from, 0 by default."""
+    heads = (0,) * rules.fragments if heads is None else heads
+    if len(heads) != rules.fragments:
+        raise ValueError(f"{len(heads)} heads given for {rules.fragments} fragments")
+    return restore(rules, Snapshot(tuple(FragmentSnapshot(head) for head in heads)), 0.0)[0]
+
+
+def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
+    """The state that the journal describes, and what a crash has left undone.
+
+    Silences and deadlines start anew at `now_s`. A frozen round stays `closing`: the caller runs its pass
+    again and reports `VersionCommitted`. Restoring once more, before or after the effects are in the journal,
+    gives the same state.
+    """
+    tickets: list[dict[str, Ticket]] = [{} for _ in journal.fragments]
+    for ticket in sorted(journal.tickets, key=lambda ticket: ticket.id):
+        at = journal.fragments[ticket.fragment]
+        if ticket.is_live if rules.policy.is_async(at.done + 1) else ticket.base_version == at.head:
+            tickets[ticket.fragment][ticket.site] = ticket
+    stopped = rules.tracking.stops(journal.progress)
+    rounds = tuple(
+        Round("finished", fragment.head, tickets=mine, lost=fragment.lost)
+        if stopped
+        else _restored(rules, fragment, mine, now_s)
+        for fragment, mine in zip(journal.fragments, tickets, strict=True)
+    )
+    members = {member.site: member for member in journal.members}
+    state = State(
+        rules=rules,
+        members=members,
+        seen_s={member.site: now_s for member in members.values() if member.alive},
+        rounds=rounds,
+        next_ticket=max([journal.next_ticket, *(ticket.id + 1 for ticket in journal.tickets)]),
+        next_lease=max([journal.next_lease, *(member.lease + 1 for member in journal.members)]),
+        progress=journal.progress,
+    )
+    draft = Draft(state, now_s)
+    for fragment, round_ in enumerate(rounds):
+        if round_.phase == "closing" and not round_.frozen:  # committed, and the next round had not opened yet
+            open_next(draft, fragment, "version committed")
+        elif round_.phase == "closing":
+            expire(draft, fragment)
+        elif round_.phase == "finished":
+            end_open(draft, fragment, "run finished", "the run is finished")
+    settle(draft)
+    if draft.state.finished and not journal.finished:
+        draft.emit(RunFinished())
+    return draft.result()
+
+
+def _restored(rules: Rules, journal: FragmentSnapshot, tickets: dict[str, Ticket], now_s: float) -> Round:
+    head, lost = journal.head, journal.lost
+    if rules.rounds and journal.done >= rules.rounds:
+        return Round("finished", head, tickets=tickets, lost=lost)
+    if journal.frozen and journal.frozen.base_version == head:
+        return Round("closing", head, now_s, tickets=tickets, frozen=journal.frozen.tickets, lost=lost)
+    if journal.open and journal.open.base_version == head:
+        expected = dict.fromkeys(journal.open.expected, now_s)
+        first_s = now_s if any(ticket.state == "accepted" for ticket in tickets.values()) else None
+        return Round("open", head, now_s, expected, tickets, lost=lost, first_s=first_s)
+    phase = "closing" if journal.started or journal.open or journal.frozen else "gathering"
+    return Round(phase, head, tickets=tickets, lost=lost)
+
+
+def snapshot(state: State) -> Snapshot:
+    """What a journal holds when every effect up to `state` is in it; times are left out."""
+    fragments = tuple(
+        FragmentSnapshot(
+            head=round_.head,
+            open=OpenRound(round_.head, tuple(sorted(round_.expected))) if round_.phase == "open" else None,
+            frozen=FrozenRound(round_.head, round_.frozen) if round_.phase == "closing" else None,
+            started=round_.phase != "gathering",
+            lost=round_.lost,
+        )
+        for round_ in state.rounds
+    )
+    tickets = (ticket for round_ in state.rounds for ticket in round_.tickets.values())
+    return Snapshot(
+        fragments=fragments,
+        members=tuple(sorted(state.members.values(), key=lambda member: member.site)),
+        tickets=tuple(sorted(tickets, key=lambda ticket: ticket.id)),
+        next_ticket=state.next_ticket,
+        next_lease=state.next_lease,
+        finished=state.finished,
+        progress=state.progress,
+    )

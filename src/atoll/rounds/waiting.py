@@ -1,0 +1,92 @@
+"""What one may ask a state: whom a round waits for and why, who may submit, when to look again."""
+
+from __future__ import annotations
+
+from atoll.rounds import leases
+from atoll.rounds.closing_policy import Wait
+from atoll.rounds.events import LeaseRefused
+from atoll.rounds.state import State, Ticket, ticket_by_id, view
+
+
+def missing(state: State, fragment: int) -> tuple[tuple[str, float], ...]:
+    """(site, since_s) of everyone whom the open round still waits for, sorted; empty where none is open."""
+    round_ = state.rounds[fragment]
+    if round_.phase != "open":
+        return ()
+    return tuple((site, round_.expected[site]) for site in state.rules.policy.awaited(view(state, fragment)))
+
+
+def why(state: State, fragment: int, now_s: float) -> str:
+    """What the fragment waits for, in one plain sentence without a subject."""
+    round_ = state.rounds[fragment]
+    if round_.phase == "gathering" and state.rules.held:
+        return "does not train at present: a workflow of tasks has the sites"
+    if round_.phase == "gathering":
+        here = len(leases.alive(state.members))
+        return f"waits for {state.rules.num_workers} workers to join, {here} {'has' if here == 1 else 'have'}"
+    if round_.phase == "closing":
+        count = len(round_.frozen)
+        return f"reduces {count} update{'' if count == 1 else 's'} of round {round_.number}"
+    if round_.phase == "finished":
+        return "; ".join(filter(None, ["is finished", state.rules.tracking.why(state.progress)]))
+    decision = state.rules.policy.decide(view(state, fragment), now_s)
+    return decision.reason if isinstance(decision, Wait) else "is about to close"
+
+
+def may_submit(state: State, site: str, lease: int, ticket: int) -> LeaseRefused | str | None:
+    """None where the holder of `lease` may submit under `ticket` now.
+
+    Otherwise the refused lease, or a sentence that says what is wrong with the ticket. That its update is
+    accepted already is such a sentence: whether a repeated request brings the same bytes, the journal knows.
+    """
+    refused = leases.refusal(state.members, site, lease)
+    if refused:
+        return refused
+    if not 0 < ticket < state.next_ticket:
+        return f"Ticket {ticket} was never issued."
+    known = ticket_by_id(state, ticket)
+    if known is None:
+        return f"Ticket {ticket} is over: its round has closed, or a newer ticket has replaced it."
+    if known.site != site:
+        return f"Ticket {ticket} was not issued to {site!r}."
+    if known.state != "open":
+        return f"Ticket {ticket} is {known.state}{': ' if known.reason else ''}{known.reason}."
+    limit = state.rules.max_staleness  # asked for every part: nothing is worked out where there is none
+    if limit is not None and (behind := staleness(state, known)) > limit:
+        return f"Ticket {ticket} is too late: its update would be {behind} versions behind; max_staleness is {limit}."
+    return None
+
+
+def staleness(state: State, ticket: Ticket) -> int:
+    """Versions between the base of a ticket and the one that its update would be applied to, if it came now.
+
+    Numbers that were lost (the server fell back) count, too: an update across them is taken for older than it is.
+    """
+    round_ = state.rounds[ticket.fragment]
+    if not state.is_async(ticket.fragment):
+        return 0
+    steps = state.rules.policy.steps_before(len(view(state, ticket.fragment).accepted))
+    return round_.head + (round_.phase == "closing") + steps - ticket.base_version
+
+
+def due(state: State, site: str) -> int:
+    """The fragment that is next in the cycle, for a site that begins now: the first of those with the fewest rounds.
+
+    One whose open round has the site's update already is passed over, where another is left.
+    """
+    accepted = [
+        (ticket := round_.tickets.get(site)) is not None and ticket.state == "accepted" for round_ in state.rounds
+    ]
+    return min(range(len(state.rounds)), key=lambda f: (accepted[f], state.rounds[f].done, f))
+
+
+def next_deadline_s(state: State) -> float | None:
+    """When `TimePassed` is due next; None where time alone changes nothing.
+
+    Signs of life move it, so a timer that fires early only has to ask again.
+    """
+    times = [round_.until_s for round_ in state.rounds if round_.phase == "open" and round_.until_s is not None]
+    timeout_s = state.rules.heartbeat_timeout_s
+    if timeout_s and state.seen_s:
+        times.append(min(state.seen_s.values()) + timeout_s)
+    return min(times, default=None)

@@ -1,0 +1,274 @@
+"""Tensors on disk, loaded one at a time: what custom aggregators and persistors are given.
+
+    state["w"]            loads one tensor, a new one each time
+    state.ref("w")        a LazyTensor: loads nothing
+    resolve(tree)         every lazy value in dicts, lists and tuples, loaded once
+    release(tree)         gives the files back before the last lazy value is gone
+
+All that comes from the same files shares one handle, which keeps them alive. The last value that goes takes them along.
+What was loaded is memory of its own: it outlives the files.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.border import border
+from atoll.errors import StoreError, UsageError
+from atoll.posix import read_at
+from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
+from atoll.tensors.dtypes import torch_dtype
+from atoll.tensors.layout import Segment
+from atoll.tensors.safetensors_header import read_header
+
+Decode = Callable[[Tensor, Tensor, Segment], None]
+"""(encoded bytes, where the elements go, what it is); the elements are of the segment's dtype."""
+
+
+class Handle:
+    """Open files that lazy values share; given back when the last of those is gone, or by `release`.
+
+    Args:
+        read: (offset, memory) → fills the memory from the file's byte `offset` on.
+        give_back: closes, unpins and removes; called once.
+    """
+
+    def __init__(self, read: Callable[[int, memoryview], None], give_back: Callable[[], None]) -> None:
+        self._read = read
+        self._lock, self._readers, self.released = threading.Lock(), 0, False
+        self._end = weakref.finalize(self, give_back)
+
+    def release(self) -> None:
+        """Give the files back now, or when whoever reads them has done so; what is not loaded is lost. Idempotent."""
+        with self._lock:
+            self.released = True
+            in_use = self._readers > 0
+        if not in_use:
+            self._end()
+
+    def read(self, offset: int, memory: memoryview) -> None:
+        """Fill `memory` from the byte `offset` on; from any thread.
+
+        Raises:
+            UsageError: the files were released.
+        """
+        with self._lock:
+            if self.released:
+                raise UsageError("A lazy tensor was asked for after its files were released.", "Resolve it before.")
+            self._readers += 1
+        try:
+            self._read(offset, memory)
+        finally:
+            with self._lock:
+                self._readers -= 1
+                last = self.released and not self._readers
+            if last:
+                self._end()
+
+
+class LazyTensor:
+    """A tensor that is on disk; not a `torch.Tensor`.
+
+    Attributes:
+        name, shape, dtype: of the tensor that `resolve` gives.
+    """
+
+    __slots__ = ("__weakref__", "_decode", "_handle", "_segment")
+
+    def __init__(self, handle: Handle, segment: Segment, decode: Decode | None) -> None:
+        self._handle, self._segment, self._decode = handle, segment, decode
+
+    @property
+    def name(self) -> str:
+        return self._segment.spec.name
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._segment.spec.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self._segment.spec.dtype)
+
+    def numel(self) -> int:
+        return self._segment.spec.numel
+
+    def resolve(self) -> Tensor:
+        """The tensor, in new memory.
+
+        Raises:
+            UsageError: its files were released.
+        """
+        segment = self._segment
+        tensor = torch.empty(segment.spec.shape, dtype=self.dtype)
+        if self._decode is None:
+            self._handle.read(segment.offset, bytes_of(tensor))
+            return tensor
+        encoded = torch.empty(segment.nbytes, dtype=torch.uint8)
+        self._handle.read(segment.offset, bytes_of(encoded))
+        self._decode(encoded, tensor.view(-1), segment)
+        return tensor
+
+    def runs(self, most_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
+        """The elements in row-major order, in 1-D tensors of at most `most_bytes` bytes, each in new memory.
+
+        One that travelled encoded, as in an update, is loaded as a whole for it.
+
+        Raises:
+            UsageError: its files were released.
+        """
+        segment = self._segment
+        count, most = segment.spec.numel, max(1, most_bytes // segment.spec.item_bytes)
+        whole = None if self._decode is None else self.resolve().view(-1)
+        for start in range(0, count, most):
+            stop = min(start + most, count)
+            if whole is not None:
+                yield whole[start:stop].clone()
+                continue
+            run = torch.empty(stop - start, dtype=self.dtype)
+            self._handle.read(segment.offset + start * segment.spec.item_bytes, bytes_of(run))
+            yield run
+
+    def release(self) -> None:
+        """Give back the files of all lazy tensors that share them. Idempotent."""
+        self._handle.release()
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self._segment.spec.name!r}, {self._segment.spec.dtype}{list(self._segment.spec.shape)})"
+
+    def __reduce__(self) -> Any:
+        raise UsageError(f"{self!r} cannot be pickled.", "Resolve it first.")
+
+
+class LazyState(Mapping[str, Tensor]):
+    """A mapping name → tensor, on disk: an entry is loaded each time it is asked for, and only then.
+
+    Args:
+        handle: of the file.
+        segments: where each tensor lies.
+        decode: of encoded ones; None: they lie there as they are.
+        aliases: further name → name, of tied tensors.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        segments: Mapping[str, Segment],
+        decode: Decode | None = None,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        self._handle, self._segments, self._decode = handle, segments, decode
+        self._aliases = dict(aliases or {})
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, remove: bool = False) -> LazyState:
+        """The tensors of a safetensors file.
+
+        Args:
+            remove: whether the file goes with the last lazy value.
+
+        Raises:
+            BadRequest: it is no safetensors file.
+            FileNotFoundError, PermissionError: as `open`.
+        """
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            header = read_header(lambda at, count: os.pread(fd, count, at), os.fstat(fd).st_size, str(path))
+        except BaseException:
+            os.close(fd)
+            raise
+
+        def read(offset: int, memory: memoryview) -> None:
+            try:
+                read_at(fd, memory, offset)
+            except EOFError as error:
+                raise StoreError(f"{path} was cut off: {error}, before the tensor that is read does.") from None
+
+        def give_back() -> None:
+            os.close(fd)
+            if remove:
+                os.unlink(path)
+
+        segments = {
+            spec.name: Segment(spec, "none", 0, spec.numel, offset, spec.nbytes) for spec, offset in header.tensors
+        }
+        return cls(Handle(read, give_back), segments)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.ref(name).resolve()
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._segments
+        yield from self._aliases
+
+    def __len__(self) -> int:
+        return len(self._segments) + len(self._aliases)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._segments or name in self._aliases
+
+    def ref(self, name: str) -> LazyTensor:
+        """An entry that is not loaded.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        return LazyTensor(self._handle, self._segments[self._aliases.get(name, name)], self._decode)
+
+    def release(self) -> None:
+        """Give the files back now. Idempotent."""
+        self._handle.release()
+
+    def __repr__(self) -> str:
+        return f"LazyState of {len(self)} tensors{', released' if self._handle.released else ''}"
+
+    def __reduce__(self) -> Any:
+        raise UsageError("A LazyState cannot be pickled.", "Resolve it first.")
+
+
+@border
+def resolve(tree: Any) -> Any:
+    """The same structure with every lazy value loaded, each once; whatever else it holds is taken over.
+
+    Raises:
+        UsageError: files of a lazy value were released.
+    """
+    loaded: dict[tuple[int, int], Tensor] = {}  # by handle and segment, which what is walked keeps alive
+
+    def of(value: LazyTensor) -> Tensor:
+        key = (id(value._handle), id(value._segment))
+        if key not in loaded:
+            loaded[key] = value.resolve()
+        return loaded[key]
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, LazyTensor):
+            return of(value)
+        if isinstance(value, LazyState):
+            return {name: of(value.ref(name)) for name in value}
+        if type(value) in (list, tuple):
+            return type(value)(walk(item) for item in value)
+        if type(value) is dict:
+            return {key: walk(item) for key, item in value.items()}
+        return value
+
+    return walk(tree)
+
+
+def release(tree: Any) -> None:
+    """Give back the files of every lazy value in a structure; whatever else it holds is left alone. Idempotent."""
+    if isinstance(tree, LazyTensor | LazyState):
+        tree.release()
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            release(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            release(value)
