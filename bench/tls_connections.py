@@ -30,7 +30,7 @@ import trustme
 from harness.process_figures import anonymous_kb, cpu_s
 from harness.processes import free_port, wait_until
 
-from atoll.transport.door import raise_files_limit
+from atoll.transport.listener import raise_files_limit
 
 SIZES = (2**18, 2**16)
 
@@ -38,7 +38,7 @@ SERVER = """import sys
 from asyncio.sslproto import SSLProtocol
 from atoll.cli.main import main
 try:
-    from atoll.transport.secure import SmallBuffer as Used
+    from atoll.transport.tls import SmallBuffer as Used
 except ImportError:  # before it had one of its own
     Used = SSLProtocol
 Used.max_size = int(sys.argv.pop(1))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from atoll.simulate import client, simulation, station
-from atoll.simulate.jobs import Beginning, Heard, Job, job_of
+from atoll.simulate import client, simulation, train_sites
+from atoll.simulate.job_messages import Beginning, Heard, Job, job_of
 
 
 class Here:
@@ -23,7 +23,7 @@ class Here:
         self._jobs: queue.Queue[Job | None] = queue.Queue()
 
     def start(self, beginning: Beginning, heard: Heard) -> None:
-        trains = station.Station(beginning)
+        trains = train_sites.Station(beginning)
 
         def serve() -> None:
             while (job := self._jobs.get()) is not None:
@@ -46,7 +46,7 @@ class Here:
 def simulate_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `atoll.Simulation` take this engine, and leave the process as it was."""
     monkeypatch.setattr(simulation, "LocalEngine", Here)
-    monkeypatch.setattr(station, "_say_little", lambda: None)  # loggers are the tests'
+    monkeypatch.setattr(train_sites, "_say_little", lambda: None)  # loggers are the tests'
     monkeypatch.setattr(client, "inside", False)  # a station says it is
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv("ATOLL_SITE", raising=False)

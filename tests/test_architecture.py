@@ -24,8 +24,8 @@ LAYERS: list[set[str]] = [
     {"blobs"},
     {"rounds"},
     {"protocol"},
-    {"store", "aggregation", "transport"},
-    {"placement"},
+    {"store", "transport"},
+    {"aggregation"},
     {"server", "worker"},
     {"integrations", "simulate"},
     {"recipes", "lightning", "payloads"},
@@ -159,12 +159,12 @@ def test_imports_point_one_way() -> None:
         ("tensors/lazy_tensors.py", "from atoll.store import journal", "tensors imports atoll.store.journal"),
         ("tensors/lazy_tensors.py", "def f():\n    import atoll.server.app", "tensors imports atoll.server.app"),
         (
-            "store/spool.py",
-            "from atoll.transport.client import Client",
-            "store imports atoll.transport.client.Client",
+            "store/update_spool.py",
+            "from atoll.transport.http_client import Client",
+            "store imports atoll.transport.http_client.Client",
         ),
-        ("store/spool.py", "from ..transport import client", "store imports atoll.transport.client"),
-        ("store/spool.py", "from atoll import worker", "store imports atoll.worker"),
+        ("store/update_spool.py", "from ..transport import client", "store imports atoll.transport.client"),
+        ("store/update_spool.py", "from atoll import worker", "store imports atoll.worker"),
         ("errors.py", "import atoll.failpoints", "errors imports atoll.failpoints"),
         ("cli/main.py", "from atoll.testing import faults", "cli imports atoll.testing.faults"),
         (
@@ -190,7 +190,7 @@ def test_a_right_import_is_not_complained_of(tmp_path: Path) -> None:
     plant(tmp_path, "__init__.py", "from atoll.cli import main")
     plant(
         tmp_path,
-        "store/spool.py",
+        "store/update_spool.py",
         "from atoll.protocol import routes\nfrom . import slots\nfrom ..errors import DiskFull",
     )
     plant(tmp_path, "cli/main.py", "import atoll\nfrom atoll import Server\nfrom atoll.recipes import fedavg")

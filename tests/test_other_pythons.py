@@ -46,7 +46,7 @@ TORCH_FREE += [
     "tensors.reference",
 ]
 TORCH_FREE += [
-    "transport.client",
+    "transport.http_client",
     "transport.tls",
     "codecs.encoded_layout",
     "cli.main",
@@ -56,7 +56,7 @@ TORCH_FREE += [
 ]
 """Modules, and packages with all that is in them."""
 
-WITH_TENSORS = {"store.objects", "protocol.object_manifest"}
+WITH_TENSORS = {"store.kept_objects", "protocol.object_manifest"}
 """Of those packages: what moves tensors, and imports torch."""
 
 PURE_TESTS = ["tests/rounds", "tests/store", "tests/algorithms/test_resolve.py", "tests/test_architecture.py"]

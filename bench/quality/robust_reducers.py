@@ -25,8 +25,8 @@ import torch
 from harness.process_figures import Peaks
 from results import FOLDER, Gate, write
 
-from atoll.aggregation.close import PassInputs, PassOutputs, UpdateSource, run_pass
-from atoll.aggregation.state import state_layout
+from atoll.aggregation.make_version import PassInputs, PassOutputs, UpdateSource, run_pass
+from atoll.aggregation.outer_state import state_layout
 from atoll.codecs.plain import NoneCodec
 from atoll.outer_optimizers.build import build_outer
 from atoll.reducers.build import build_reducers

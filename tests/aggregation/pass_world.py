@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from atoll.aggregation.close import PassInputs, PassOutputs, PassResult, UpdateSource, run_pass
+from atoll.aggregation.make_version import PassInputs, PassOutputs, PassResult, UpdateSource, run_pass
+from atoll.aggregation.outer_state import region_digest, state_layout, version_regions
 from atoll.aggregation.scratch import Scratch
-from atoll.aggregation.state import region_digest, state_layout, version_regions
 from atoll.codecs.plain import Bf16Codec, NoneCodec
 from atoll.outer_optimizers.build import build_outer
 from atoll.reducers.means import WeightedMean

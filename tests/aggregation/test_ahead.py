@@ -14,11 +14,10 @@ import pytest
 import torch
 from pass_world import CODECS, REDUCERS, World
 
-from atoll.aggregation import ahead
-from atoll.aggregation.ahead import LEAST_ELEMENTS, Ahead, elements_for, helpers_for
-from atoll.aggregation.close import PassOutputs, run_pass
+from atoll.aggregation import make_version
+from atoll.aggregation.decode_updates import Updates
+from atoll.aggregation.make_version import LEAST_ELEMENTS, Ahead, PassOutputs, elements_for, helpers_for, run_pass
 from atoll.aggregation.scratch import Scratch
-from atoll.aggregation.updates import Updates
 from atoll.errors import StateCorrupt
 from atoll.outer_optimizers.build import build_outer
 from atoll.reducers.robust import Median
@@ -55,7 +54,7 @@ def test_windows_are_cut_so_that_every_helper_has_one() -> None:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Nine updates are many; the names of threads that have reduced."""
-    monkeypatch.setattr(ahead, "MANY_UPDATES", len(WEIGHTS))
+    monkeypatch.setattr(make_version, "MANY_UPDATES", len(WEIGHTS))
     names: list[str] = []
     reduce_ = Updates.reduce_
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atoll.aggregation.custom.channel import Channel
+from atoll.aggregation.aggregator_process import Channel
 
 
 @pytest.fixture

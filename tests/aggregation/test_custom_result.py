@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.aggregation.custom.result import Accumulated, BadResult, result_layout, write_result
-from atoll.aggregation.custom.values import load
+from atoll.aggregation.user_aggregator import Accumulated, BadResult, load, result_layout, write_result
 from atoll.errors import ConfigError
 from atoll.tensors.schema import BUFFERS, CONTROL, Schema, TensorSpec
 from atoll.testing.codecs import CodecContract

@@ -10,8 +10,8 @@ import torch
 from blake3 import blake3
 from pass_world import CODECS, PART_BYTES, REDUCERS, Reference, World, raw
 
-from atoll.aggregation.close import PassOutputs, PassResult, run_pass
-from atoll.aggregation.state import state_layout
+from atoll.aggregation.make_version import PassOutputs, PassResult, run_pass
+from atoll.aggregation.outer_state import state_layout
 from atoll.codecs.version_difference import Downlink, is_difference
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES

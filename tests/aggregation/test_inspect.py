@@ -11,8 +11,8 @@ import torch
 from blake3 import blake3
 from pass_world import CODECS, MIXED, World, values
 
-from atoll.aggregation import inspect
-from atoll.aggregation.inspect import ELEMENTS, ROW, Inspection
+from atoll.aggregation import check_arriving_parts
+from atoll.aggregation.check_arriving_parts import ELEMENTS, ROW, Inspection
 from atoll.errors import BadRequest, StoreError
 from atoll.tensors.layout import update_layout
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
@@ -362,7 +362,7 @@ def test_parts_that_arrive_at_once_share_a_bounded_number_of_scratches(monkeypat
     """200 parts that have all begun and stand still in a span, which then go on in turns of a few bytes."""
     made = []
 
-    class Counted(inspect.Scratch):
+    class Counted(check_arriving_parts.Scratch):
         def __init__(self, elements):
             made.append(self)
             super().__init__(elements)
@@ -371,8 +371,8 @@ def test_parts_that_arrive_at_once_share_a_bounded_number_of_scratches(monkeypat
     part = layout.parts[0]
     content = (np.arange(layout.nbytes) % 50).astype("u1").tobytes()  # finite in every dtype
     expected = look_at(Inspection(layout, CODECS), part, content)
-    monkeypatch.setattr(inspect, "Scratch", Counted)
-    monkeypatch.setattr(inspect, "HELD", 5)
+    monkeypatch.setattr(check_arriving_parts, "Scratch", Counted)
+    monkeypatch.setattr(check_arriving_parts, "HELD", 5)
     inspection = Inspection(layout, CODECS)
     files = [File(part) for _ in range(200)]
     looks = [inspection.begin(part, file.write, file.read) for file in files]
@@ -385,8 +385,8 @@ def test_parts_that_arrive_at_once_share_a_bounded_number_of_scratches(monkeypat
 
 
 def test_memory_is_given_back_by_parts_that_are_left_or_fail_in_a_span(monkeypatch):
-    monkeypatch.setattr(inspect, "HELD", 3)
-    monkeypatch.setattr(inspect, "FREE", 2)
+    monkeypatch.setattr(check_arriving_parts, "HELD", 3)
+    monkeypatch.setattr(check_arriving_parts, "FREE", 2)
     layout = update_layout(LARGE.tensors, raw)
     part = layout.parts[0]
     inspection = Inspection(layout, CODECS)

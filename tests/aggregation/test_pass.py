@@ -12,8 +12,8 @@ from blake3 import blake3
 from pass_world import CODECS, REDUCERS, Reference, World, values
 from safetensors import safe_open
 
-from atoll.aggregation.close import PassInputs, PassOutputs, run_pass
-from atoll.aggregation.state import state_regions, version_regions
+from atoll.aggregation.make_version import PassInputs, PassOutputs, run_pass
+from atoll.aggregation.outer_state import state_regions, version_regions
 from atoll.aggregation.tables import Tables
 from atoll.errors import StateCorrupt, UsageError
 from atoll.reducers.robust import Median

@@ -9,8 +9,8 @@ import pytest
 import torch
 from pass_world import CODECS, MIXED, PART_BYTES, REDUCERS, World
 
-from atoll.aggregation.close import PassOutputs, PassResult, UpdateSource, run_pass
-from atoll.aggregation.custom.result import Accumulated, result_layout, write_result
+from atoll.aggregation.make_version import PassOutputs, PassResult, UpdateSource, run_pass
+from atoll.aggregation.user_aggregator import Accumulated, result_layout, write_result
 from atoll.reducers.means import Share
 from atoll.tensors.dtypes import accumulate_dtype
 from atoll.tensors.schema import Schema

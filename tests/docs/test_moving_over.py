@@ -14,7 +14,7 @@ import pytest
 
 import atoll
 from atoll import registry
-from atoll.aggregation.custom import Update
+from atoll.aggregation.user_aggregator import Update
 from atoll.config import NOT_SETTINGS, Settings
 from atoll.protocol.openapi import OPERATIONS
 from atoll.recipes import Recipe, RunResult

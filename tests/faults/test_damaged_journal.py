@@ -82,7 +82,7 @@ def audited(folder: Path) -> str:
 
 def forge(folder: Path, sql: str, *values: object) -> None:
     """Change the journal, and make the checksums of its rows right again."""
-    from atoll.store.checks import keep
+    from atoll.store.journal_tables import keep
 
     with closing(sqlite3.connect(folder / "state" / JOURNAL, isolation_level=None)) as journal:
         keep(journal)

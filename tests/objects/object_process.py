@@ -16,7 +16,7 @@ from object_world import TREES, differences, model
 
 import atoll
 from atoll.tensors.lazy_tensors import resolve
-from atoll.transport import parts
+from atoll.transport import resumable_transfer
 
 
 class File:
@@ -71,7 +71,7 @@ def hold_still(go: str) -> None:
             wait_until(Path(go).exists, go)
         reached.set()
 
-    parts.failpoint = hold  # type: ignore[attr-defined]
+    resumable_transfer.failpoint = hold  # type: ignore[attr-defined]
 
 
 def fetch(ref: str, how: str = "memory", what: str = "flat", abort: str = "", hold: str = "", **options: Any) -> None:

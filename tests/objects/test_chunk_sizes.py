@@ -27,9 +27,9 @@ from atoll.config import Settings
 from atoll.errors import ConfigError, TransferStalled, UsageError
 from atoll.protocol import messages, routes
 from atoll.protocol import task_messages as tm
-from atoll.store.objects import Kept, ObjectStore
+from atoll.store.kept_objects import Kept, ObjectStore
 from atoll.tensors.lazy_tensors import LazyState, resolve
-from atoll.transport.drafts import nameless
+from atoll.transport.object_server import nameless
 
 EIGHT = 8 * 2**20
 TORCH, NUMPY = 6 * PART, 3 * PART

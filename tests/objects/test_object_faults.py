@@ -36,10 +36,9 @@ from atoll.protocol import routes
 from atoll.protocol.object_manifest import Manifest
 from atoll.tensors.payload import pack
 from atoll.tensors.reference import TensorRef
-from atoll.transport import parts
-from atoll.transport.drafts import nameless
-from atoll.transport.lane import Lane
-from atoll.transport.served import Served
+from atoll.transport import resumable_transfer
+from atoll.transport.object_server import Served, nameless
+from atoll.transport.part_connection import Lane
 
 DATA = "GET .*/data"
 UNDISTURBED = 1 + 5
@@ -141,7 +140,7 @@ def test_a_publisher_that_falls_silent_in_the_middle_is_not_asked_again_and_agai
             asked.append(path)
         return get(lane, path, *given)
 
-    monkeypatch.setattr(parts, "failpoint", stop)
+    monkeypatch.setattr(resumable_transfer, "failpoint", stop)
     monkeypatch.setattr(Lane, "get", spy)
     with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*moved no byte for 0\.5 s"):
         atoll.fetch(ref, idle_timeout_s=0.5, to_disk=tmp_path)

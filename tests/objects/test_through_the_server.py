@@ -40,8 +40,8 @@ from atoll.errors import (
 )
 from atoll.protocol import messages, routes
 from atoll.tensors.reference import TensorRef
-from atoll.transport.client import Http
-from atoll.transport.parts import Parts
+from atoll.transport.http_client import Http
+from atoll.transport.resumable_transfer import Parts
 
 PUT = "PUT .*/parts/5 "
 

@@ -19,7 +19,7 @@ from torch import nn
 import atoll
 from atoll.protocol import routes
 from atoll.server import embed
-from atoll.transport import door
+from atoll.transport import listener
 
 SILENT = 30
 
@@ -27,7 +27,7 @@ SILENT = 30
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[atoll.Server]:
     """It takes 20 connections."""
-    monkeypatch.setattr(embed, "raise_files_limit", lambda: door.RESERVED_FILES + 20 * door.FILES_OF_ONE)
+    monkeypatch.setattr(embed, "raise_files_limit", lambda: listener.RESERVED_FILES + 20 * listener.FILES_OF_ONE)
     with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state", algorithm="fedavg") as server:
         yield server
 
@@ -81,10 +81,10 @@ def test_who_is_there_keeps_his_connection_and_others_come_in_when_there_is_room
 
 def test_as_many_files_as_the_system_allows_may_be_open() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = door.MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, door.MOST_FILES)
+    most = listener.MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, listener.MOST_FILES)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1, hard))
-        assert door.raise_files_limit() == most
+        assert listener.raise_files_limit() == most
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -112,7 +112,7 @@ def test_who_never_reads_his_answers_is_ended(tmp_path: Path, tls: bool) -> None
 def test_who_never_finishes_a_handshake_takes_no_place_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embed, "raise_files_limit", lambda: door.RESERVED_FILES + 20 * door.FILES_OF_ONE)
+    monkeypatch.setattr(embed, "raise_files_limit", lambda: listener.RESERVED_FILES + 20 * listener.FILES_OF_ONE)
     options, context = certificate(tmp_path) | {"algorithm": "fedavg"}, trusting()
     with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state", **options) as server:
         for word in (b"", b"GET / HTTP/1.1\r\n\r\n"):

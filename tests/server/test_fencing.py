@@ -14,9 +14,9 @@ from torch import nn
 import atoll
 from atoll.errors import LeaseLost, Superseded
 from atoll.protocol import messages, routes
-from atoll.store.slots import WRITER
+from atoll.store.file_slots import WRITER
 from atoll.tensors.module_tensors import named_tensors
-from atoll.transport.client import Http
+from atoll.transport.http_client import Http
 from atoll.worker.session import Session
 
 

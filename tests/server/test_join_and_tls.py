@@ -19,7 +19,7 @@ from atoll.errors import AuthError, ConfigError, SchemaMismatch, ServerUnreachab
 from atoll.protocol import messages, routes
 from atoll.server.auth import Gate
 from atoll.tensors.module_tensors import schema_of
-from atoll.transport.client import Http, network_error
+from atoll.transport.http_client import Http, network_error
 from atoll.transport.tls import client_context, read_token, server_context
 
 

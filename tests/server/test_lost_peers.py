@@ -16,7 +16,7 @@ from torch import nn
 
 import atoll
 from atoll.protocol import routes
-from atoll.store.slots import PULL, WRITER
+from atoll.store.file_slots import PULL, WRITER
 from atoll.worker.session import Session
 
 BEGUN = 300_000

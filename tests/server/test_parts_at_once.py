@@ -19,8 +19,8 @@ import atoll
 from atoll.protocol import messages, routes
 from atoll.server.uploads import PARTS_PER_CONNECTION
 from atoll.tensors.module_tensors import named_tensors
-from atoll.transport import host
-from atoll.transport.client import Http
+from atoll.transport import serve_range
+from atoll.transport.http_client import Http
 from atoll.worker.session import Session
 
 PART_BYTES, DIGEST_BYTES = 2**16, routes.DIGEST_BYTES
@@ -96,7 +96,7 @@ def test_a_request_brings_whole_parts_and_not_too_many(server: atoll.Server, tmp
 def test_little_is_held_of_a_body_that_nobody_reads(server: atoll.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against buffers that are large for every request, since those of parts under TLS have to be."""
     limits: list[int] = []
-    serve = host.serve_file
+    serve = serve_range.serve_file
 
     async def spied(request: web.Request, *arguments: Any, **options: Any) -> web.StreamResponse:
         limits.append(request.content.get_read_buffer_limits()[1])
@@ -114,13 +114,13 @@ def test_little_is_held_of_a_body_that_nobody_reads(server: atoll.Server, monkey
 
 
 def test_only_so_many_transfers_move_large_runs() -> None:
-    runs = host.Runs()
+    runs = serve_range.Runs()
     with contextlib.ExitStack() as ends:
-        wide = [ends.enter_context(runs.taken()) for _ in range(host.WIDE)]
+        wide = [ends.enter_context(runs.taken()) for _ in range(serve_range.WIDE)]
         with runs.taken() as one_more:
-            assert (set(wide), one_more) == ({host.WIDE_BYTES}, host.NARROW_BYTES)
+            assert (set(wide), one_more) == ({serve_range.WIDE_BYTES}, serve_range.NARROW_BYTES)
     with runs.taken() as later:
-        assert later == host.WIDE_BYTES
+        assert later == serve_range.WIDE_BYTES
 
 
 @pytest.mark.covers("D1")
@@ -129,11 +129,11 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: int
 ) -> None:
     """And what is held for each of them keeps to it."""
-    monkeypatch.setattr(host, "WIDE", wide)
+    monkeypatch.setattr(serve_range, "WIDE", wide)
     limits: set[int] = set()
-    receive = host.Incoming.part
+    receive = serve_range.Incoming.part
 
-    async def spied(incoming: host.Incoming, sink: host.PartSink) -> bytes:
+    async def spied(incoming: serve_range.Incoming, sink: serve_range.PartSink) -> bytes:
         digest = await receive(incoming, sink)
         limits.add(incoming.request.content.get_read_buffer_limits()[1])
         return digest
@@ -145,7 +145,7 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
         written.add(len(data))
         await write(response, data)
 
-    monkeypatch.setattr(host.Incoming, "part", spied)
+    monkeypatch.setattr(serve_range.Incoming, "part", spied)
     monkeypatch.setattr(web.StreamResponse, "write", spied_write)
     authority = trustme.CA()
     cert = authority.issue_cert("localhost")
@@ -170,5 +170,5 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
         server.run()
         with safe_open(server.exports / "model.safetensors", "pt") as file:
             assert file.get_tensor("weight").count_nonzero() == 0
-    assert max(written) == host.NARROW_BYTES
-    assert limits == ({host.WIDE_BYTES} if wide else {2 * 2**16})
+    assert max(written) == serve_range.NARROW_BYTES
+    assert limits == ({serve_range.WIDE_BYTES} if wide else {2 * 2**16})

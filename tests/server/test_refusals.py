@@ -14,7 +14,7 @@ import atoll
 from atoll.errors import AtollError, Conflict, Gone, LeaseLost, Superseded, TicketClosed, UpdateRefused
 from atoll.protocol import messages, routes
 from atoll.tensors.module_tensors import named_tensors
-from atoll.transport.parts import Parts
+from atoll.transport.resumable_transfer import Parts
 from atoll.worker.session import Session
 
 

@@ -13,7 +13,7 @@ from kit import serve
 import atoll
 from atoll.errors import Superseded
 from atoll.protocol import messages, routes
-from atoll.transport.client import Http
+from atoll.transport.http_client import Http
 
 
 @contextlib.contextmanager

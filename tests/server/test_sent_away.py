@@ -15,7 +15,7 @@ import atoll
 from atoll.errors import Busy, RunFailed
 from atoll.protocol import messages, routes, task_messages
 from atoll.server.workflow import Controller
-from atoll.transport.client import Http
+from atoll.transport.http_client import Http
 from atoll.worker.session import Session
 
 START = {"w": torch.ones(4)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from atoll.simulate.bases import Bases
+from atoll.simulate.schedule_sites import Bases
 
 
 class Pin:

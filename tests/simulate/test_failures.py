@@ -18,9 +18,9 @@ from virtual_world import CLIENT, model_of, simulate, told, write
 import atoll
 from atoll import failpoints
 from atoll.errors import ConfigError, RunFailed, StoreError
-from atoll.simulate import client, conductor, local
-from atoll.simulate.jobs import Answer
-from atoll.simulate.station import answer_to
+from atoll.simulate import client, local_engine, schedule_sites
+from atoll.simulate.job_messages import Answer
+from atoll.simulate.train_sites import answer_to
 
 FOUR = ("--workers", "4", "--processes", "1")
 TWO = ("--workers", "4", "--processes", "2")
@@ -206,7 +206,7 @@ def test_an_exception_that_is_its_own_cause_is_told() -> None:
 
 @pytest.mark.slow
 def test_a_client_that_does_not_begin_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "START_S", 0.5)
+    monkeypatch.setattr(local_engine, "START_S", 0.5)
     settings = atoll.Settings.read(write(tmp_path), {"state_dir": tmp_path / "state", "model": "client:build"})
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
@@ -363,7 +363,7 @@ def test_virtual_workers_that_never_return_do_not_keep_the_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As many of them as there are processes: without a third the round cannot close."""
-    monkeypatch.setattr(conductor, "LEAST_PATIENCE_S", 1.0)
+    monkeypatch.setattr(schedule_sites, "LEAST_PATIENCE_S", 1.0)
     sleeps = "        import time\n        if worker.site < 'site-0002':\n            time.sleep(100000)\n"
     client = CLIENT.replace("        round.submit(", sleeps + "        round.submit(")
     rules = {"quorum": 3, "min_workers": 3, "round_deadline_s": 0.5, "rounds": 6, "num_workers": 5}
@@ -381,7 +381,7 @@ def test_an_answer_that_nobody_awaits_is_left_out() -> None:
         def receive(self) -> tuple[dict[str, object], None]:
             return {"what": "answer", "job": 7, **Answer(error="x").to_json()}, None
 
-    process = local._Process.__new__(local._Process)
+    process = local_engine._Process.__new__(local_engine._Process)
     process.jobs, process._channel = {}, Twice()  # type: ignore[assignment]
     assert process.hear() == (None, Answer(error="x"))
 
@@ -396,18 +396,18 @@ def test_a_process_that_is_killed_before_it_began_is_begun_again(monkeypatch: py
 
         def ready(self) -> None:
             if self.code:
-                raise local._Killed("It was ended by SIGKILL.")
+                raise local_engine._Killed("It was ended by SIGKILL.")
 
         def close(self) -> None:
             closed.append(self.code)
 
-    monkeypatch.setattr(local, "_Process", Begins)
-    engine = local.LocalEngine(1)
+    monkeypatch.setattr(local_engine, "_Process", Begins)
+    engine = local_engine.LocalEngine(1)
     engine._beginning = None  # type: ignore[assignment]
     assert engine._begun().code == 0  # type: ignore[attr-defined]
     assert closed == [-9, -9]
     codes[:] = [-9] * 4
-    with pytest.raises(local._Killed):
+    with pytest.raises(local_engine._Killed):
         engine._begun()
     assert codes == [-9]
 

@@ -10,7 +10,7 @@ import torch
 
 from atoll.protocol.messages import Outcome
 from atoll.sealed import NoteDamaged
-from atoll.simulate import keeping
+from atoll.simulate import kept_state
 from atoll.tensors.schema import TensorSpec
 from atoll.worker.turns import Turns
 
@@ -50,11 +50,11 @@ def value(folder: Path) -> float:
 def test_it_is_the_same_afterwards(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for ticket in (1, 2, 3):
-        keeping.put_kept(there, keeping.read_kept(here))
+        kept_state.put_kept(there, kept_state.read_kept(here))
         trained(there, ticket)
-        keeping.write_kept(here, keeping.read_kept(there))
-        assert keeping.pending(here) == {ticket}
-        assert keeping.read_kept(here) == keeping.read_kept(there)
+        kept_state.write_kept(here, kept_state.read_kept(there))
+        assert kept_state.pending(here) == {ticket}
+        assert kept_state.read_kept(here) == kept_state.read_kept(there)
     assert value(here) == 3.0
 
 
@@ -64,7 +64,7 @@ def test_ended_at_any_step_the_round_can_be_trained_again(
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     trained(here, 1)
-    keeping.put_kept(there, keeping.read_kept(here))
+    kept_state.put_kept(there, kept_state.read_kept(here))
     trained(there, 2)
     done = 0
 
@@ -74,11 +74,11 @@ def test_ended_at_any_step_the_round_can_be_trained_again(
             raise KeyboardInterrupt
         done += 1
 
-    write_note, write_bytes = keeping.write_note, Path.write_bytes
-    monkeypatch.setattr(keeping, "write_note", lambda *given: (once_too_often(), write_note(*given)))
+    write_note, write_bytes = kept_state.write_note, Path.write_bytes
+    monkeypatch.setattr(kept_state, "write_note", lambda *given: (once_too_often(), write_note(*given)))
     monkeypatch.setattr(Path, "write_bytes", lambda *given: (once_too_often(), write_bytes(*given)))
     with pytest.raises(KeyboardInterrupt):
-        keeping.write_kept(here, keeping.read_kept(there))
+        kept_state.write_kept(here, kept_state.read_kept(there))
     monkeypatch.undo()
     assert value(here) == 1.0  # the update of ticket 1 was counted, that of ticket 2 is formed again
 
@@ -89,13 +89,13 @@ def test_a_damaged_note_is_said_and_removed_here_and_refused_from_there(
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     trained(there, 1)
-    keeping.write_kept(here, keeping.read_kept(there))
-    kept, note = keeping.read_kept(here), here / "control.json"
+    kept_state.write_kept(here, kept_state.read_kept(there))
+    kept, note = kept_state.read_kept(here), here / "control.json"
     with pytest.raises(NoteDamaged):
-        keeping.write_kept(here, kept | {note.name: change(kept[note.name])})
-    assert keeping.read_kept(here) == kept
+        kept_state.write_kept(here, kept | {note.name: change(kept[note.name])})
+    assert kept_state.read_kept(here) == kept
     note.write_bytes(change(kept[note.name]))
     caplog.set_level("WARNING", "atoll")
-    assert keeping.pending(here) == set()
+    assert kept_state.pending(here) == set()
     assert [str(note) in line and "damaged" in line for line in caplog.messages] == [True]
     assert not note.exists()

@@ -96,7 +96,7 @@ def test_a_ray_that_cannot_go_on_is_said_with_what_goes_on(
     monkeypatch: pytest.MonkeyPatch, error: str, said: str
 ) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
-    from atoll.simulate.on_ray import RayEngine
+    from atoll.simulate.ray_engine import RayEngine
 
     def full(*_: Any, **__: Any) -> Any:
         raise getattr(ray.exceptions, error)("local disk is full")
@@ -110,18 +110,18 @@ def test_a_ray_that_cannot_go_on_is_said_with_what_goes_on(
 @pytest.mark.covers("V2")
 def test_who_ends_three_actors_is_the_one_that_fails(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
-    from atoll.simulate import on_ray
+    from atoll.simulate import ray_engine
 
     class Ends:
         stuck, begun = False, 0
 
         def train(self, *_: Any) -> Any:
-            raise on_ray._Lost
+            raise ray_engine._Lost
 
         def begin_anew(self) -> None:
             self.begun += 1
 
-    engine, hand = on_ray.RayEngine(1, None), Ends()
+    engine, hand = ray_engine.RayEngine(1, None), Ends()
     engine._beginning = SimpleNamespace(sites=str(tmp_path))  # type: ignore[assignment]
     job = SimpleNamespace(site="site-0000", attempts=0)
     answer = engine._trained(hand, job)  # type: ignore[arg-type]
@@ -207,13 +207,13 @@ def test_a_ray_that_is_not_installed_is_refused_with_how_to_install_it(
 
 
 def test_what_a_killed_simulation_has_left_of_its_ray_is_removed() -> None:
-    from atoll.simulate import on_ray
+    from atoll.simulate import ray_engine
 
-    ended, alive = (Path(on_ray.TEMPORARY) / f"{on_ray.FOLDER}{pid}-test" for pid in (2**22 + 1, os.getpid()))
+    ended, alive = (Path(ray_engine.TEMPORARY) / f"{ray_engine.FOLDER}{pid}-test" for pid in (2**22 + 1, os.getpid()))
     for folder in (ended, alive):  # no process has a number above 2²²
         folder.mkdir()
     try:
-        on_ray._remove_left_behind(on_ray.TEMPORARY, on_ray.FOLDER)
+        ray_engine._remove_left_behind(ray_engine.TEMPORARY, ray_engine.FOLDER)
         assert not ended.exists()
         assert alive.exists()
     finally:

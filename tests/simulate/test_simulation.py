@@ -27,7 +27,7 @@ from atoll.errors import ConfigError, RunFailed, UsageError
 from atoll.protocol import messages
 from atoll.protocol.status_messages import RoundSummary
 from atoll.server.handlers import Handlers
-from atoll.simulate import conductor
+from atoll.simulate import schedule_sites
 from atoll.simulate.simulation import threads_of
 
 CLIENT = '''\
@@ -262,7 +262,7 @@ def test_a_simulation_of_very_many_can_be_stopped_while_they_join(
     tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulate_here(monkeypatch)
-    monkeypatch.setattr(conductor, "JOIN_AT_ONCE", 10)
+    monkeypatch.setattr(schedule_sites, "JOIN_AT_ONCE", 10)
     joined, join = list[str](), Handlers.join
 
     async def counted(self: Handlers, message: messages.Join, request: Any) -> messages.Joined:

@@ -15,7 +15,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from atoll.store.copies import Files
+from atoll.store.model_copies import Files
 from atoll.store.rows import RunRow, TicketRow, VersionRow
 from atoll.store.store import FileShape, FragmentShapes, Recovered, Store
 

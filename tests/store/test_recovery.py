@@ -27,7 +27,7 @@ from store_world import (
 )
 
 from atoll.errors import ConfigError, StateCorrupt, StoreError
-from atoll.store.slots import verify
+from atoll.store.file_slots import verify
 from atoll.store.store import FileShape, Store
 
 

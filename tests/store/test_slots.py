@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-from atoll.store.slots import JOURNAL, PULL, READER, SPOOL, VERSION, WRITER, FileShape, SlotPool
+from atoll.store.file_slots import JOURNAL, PULL, READER, SPOOL, VERSION, WRITER, FileShape, SlotPool
 
 
 def test_whoever_holds_what(tmp_path: Path) -> None:

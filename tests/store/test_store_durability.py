@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from store_world import begin, content, first, flip, play_round, submit, write_version
 
-from atoll.store.slots import READER, VERSION
+from atoll.store.file_slots import READER, VERSION
 from atoll.store.store import Store
 
 

@@ -12,11 +12,11 @@ from store_world import SHAPES, accept, first, play_round, read, send_part, slot
 
 from atoll import failpoints
 from atoll.errors import BadRequest, Conflict, DiskFull, Gone, StoreError, TicketClosed, UpdateRefused
-from atoll.store import slots, spool
+from atoll.store import file_slots, update_spool
 from atoll.store.rows import TicketRow
-from atoll.store.spool import WriterCancelled
 from atoll.store.store import Store
 from atoll.store.tickets import COLUMNS, to_ticket
+from atoll.store.update_spool import WriterCancelled
 
 
 @pytest.fixture
@@ -66,9 +66,9 @@ def test_neither_a_ticket_nor_its_slot_outlives_what_was_undone(store: Store, fl
 
     assert store.issue_ticket(1, "b", 0, 0) == store.ticket(1) == journals()
     assert store.ticket(1).slot is None
-    spool = store.spool(1)
+    update_spool = store.spool(1)
     assert store.ticket(1) == journals()
-    assert store.ticket(1).slot == spool.slot.number
+    assert store.ticket(1).slot == update_spool.slot.number
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -173,7 +173,7 @@ def test_a_new_writer_stops_the_old_one_and_waits_for_its_write(store: Store, mo
     store.issue_ticket(1, "a", 0, 0)
     entered, go_on = threading.Event(), threading.Event()
     order: list[str] = []
-    write_at = spool.write_at
+    write_at = update_spool.write_at
 
     def slow(fd: int, data: bytes | memoryview, offset: int) -> None:
         entered.set()
@@ -181,13 +181,13 @@ def test_a_new_writer_stops_the_old_one_and_waits_for_its_write(store: Store, mo
         write_at(fd, data, offset)
         order.append("old write")
 
-    monkeypatch.setattr(spool, "write_at", slow)
+    monkeypatch.setattr(update_spool, "write_at", slow)
     held = store.spool(1)
     old = held.begin_part(0)
     late = threading.Thread(target=old.write, args=(b"O" * 16,))
     late.start()
     assert entered.wait(30)
-    made: list[spool.PartWriter] = []
+    made: list[update_spool.PartWriter] = []
 
     def begin() -> None:
         made.append(held.begin_part(0))
@@ -198,7 +198,7 @@ def test_a_new_writer_stops_the_old_one_and_waits_for_its_write(store: Store, mo
     while not old._cancelled:  # the new one has been asked for, and waits
         pass
     assert made == []
-    monkeypatch.setattr(spool, "write_at", write_at)
+    monkeypatch.setattr(update_spool, "write_at", write_at)
     go_on.set()
     late.join()
     begins.join()
@@ -316,14 +316,14 @@ def test_a_spool_slot_is_not_reused_while_its_last_write_is_under_way(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered, go_on = threading.Event(), threading.Event()
-    write_at = spool.write_at
+    write_at = update_spool.write_at
 
     def slow(fd: int, data: bytes | memoryview, offset: int) -> None:
         entered.set()
         assert go_on.wait(30)
         write_at(fd, data, offset)
 
-    monkeypatch.setattr(spool, "write_at", slow)
+    monkeypatch.setattr(update_spool, "write_at", slow)
     store.issue_ticket(1, "a", 0, 0)
     first_slot = store.spool(1).slot
     writer = store.spool(1).begin_part(0)
@@ -333,7 +333,7 @@ def test_a_spool_slot_is_not_reused_while_its_last_write_is_under_way(
     store.expire([1], "the round closed")
     store.issue_ticket(2, "b", 0, 0)
     assert store.spool(2).slot is not first_slot
-    monkeypatch.setattr(spool, "write_at", write_at)
+    monkeypatch.setattr(update_spool, "write_at", write_at)
     go_on.set()
     late.join()
     store.issue_ticket(3, "c", 0, 0)
@@ -420,7 +420,7 @@ def test_members_leases_fence(store: Store) -> None:
 
 def test_two_threads_that_ask_for_a_spool_get_the_same(store: Store) -> None:
     store.issue_ticket(1, "a", 0, 0)
-    found: list[spool.Spool] = []
+    found: list[update_spool.Spool] = []
     threads = [threading.Thread(target=lambda: found.append(store.spool(1))) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -434,4 +434,4 @@ def test_slots_have_their_full_size_from_the_start(store: Store) -> None:
     store.issue_ticket(1, "a", 0, 0)
     path = store.spool(1).slot.path
     assert os.stat(path).st_size == SHAPES.update_bytes
-    assert slots.is_slot_name(path.name)
+    assert file_slots.is_slot_name(path.name)

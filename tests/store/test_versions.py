@@ -27,7 +27,7 @@ from store_world import (
 
 from atoll import failpoints
 from atoll.errors import DiskFull, Gone, StoreError, SyncFailed, UsageError
-from atoll.store.copies import Files
+from atoll.store.model_copies import Files
 from atoll.store.store import Store
 
 

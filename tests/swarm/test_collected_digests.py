@@ -15,7 +15,7 @@ from kit import serve
 import atoll
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import Closed, Collected, Held, PeerReport, PeerWork, Source
-from atoll.transport.client import Http
+from atoll.transport.http_client import Http
 
 ADDRESSES = {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10"}
 

@@ -22,7 +22,7 @@ from atoll.server.begin import plan_of
 from atoll.tensors.layout import version_layout
 from atoll.tensors.module_tensors import schema_of
 from atoll.tensors.reference import TensorRef
-from atoll.transport.client import Http
+from atoll.transport.http_client import Http
 from atoll.worker import swarm
 from atoll.worker.outlet import Outlet
 from atoll.worker.swarm import SwarmPeer

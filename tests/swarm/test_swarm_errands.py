@@ -11,21 +11,19 @@ from pathlib import Path
 import pytest
 from swarm_run import build
 
+from atoll.aggregation.plan import PLACED, Plan, placed_settings
+from atoll.aggregation.version_digests import digest_of
 from atoll.config import Settings
 from atoll.errors import Gone, PartCorrupt, StoreError
-from atoll.placement.digests import digest_of
-from atoll.placement.placed import PLACED, placed_settings
-from atoll.placement.plan import Plan
 from atoll.posix import write_at
 from atoll.protocol.swarm_messages import Collect, Hold, Source
 from atoll.server.begin import plan_of
-from atoll.store.slots import SPOOL, STATE, VERSION, Slot, region_digest
+from atoll.store.file_slots import SPOOL, STATE, VERSION, Slot, region_digest
 from atoll.tensors.layout import Part
 from atoll.tensors.reference import TensorRef
-from atoll.transport import own_file
-from atoll.transport.client import Http
-from atoll.transport.own_file import OwnFile
-from atoll.transport.publisher import ObjectHost
+from atoll.transport import object_server
+from atoll.transport.http_client import Http
+from atoll.transport.object_server import ObjectHost, OwnFile
 from atoll.worker.errands import Errands
 from atoll.worker.holding import Shelf, Version
 from atoll.worker.outlet import Outlet
@@ -233,7 +231,7 @@ def test_ones_own_file_that_cannot_be_read_is_asked_of_another_worker(
         def broken(fd: int, memory: memoryview, offset: int) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        monkeypatch.setattr(own_file, "read_at", broken)
+        monkeypatch.setattr(object_server, "read_at", broken)
     peer.errands.version(hold(digest, own, other), into, None)
     assert into.path.read_bytes() == whole
 

@@ -19,7 +19,7 @@ from atoll.errors import BadRequest
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import Closed, Held, PeerReport, PeerWork, Source
 from atoll.server.places import Place
-from atoll.transport.client import Http
+from atoll.transport.http_client import Http
 
 ADDRESS = "http://127.0.0.1:9"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from atoll.aggregation.version_digests import digest_of, in_text
 from atoll.errors import ConfigError
-from atoll.placement.digests import digest_of, in_text
 from atoll.protocol import messages
 from atoll.protocol.swarm_messages import Close, Closed, Held, Hold, PeerReport, PeerWork, Share, Source, Unreached
 from atoll.rounds.leases import Member

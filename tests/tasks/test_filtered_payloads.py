@@ -33,7 +33,7 @@ from atoll.server.aside import Aside
 from atoll.server.desk import Answer, read_contents
 from atoll.server.result import Result
 from atoll.server.task_filters import TaskFilters
-from atoll.store.objects import ObjectStore
+from atoll.store.kept_objects import ObjectStore
 from atoll.tensors.chunks import CHUNK_ELEMENTS
 from atoll.tensors.payload import Packed, names_of, pack
 from atoll.testing.payloads import MORE_BYTES, peak_growth

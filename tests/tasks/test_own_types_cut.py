@@ -23,7 +23,7 @@ from atoll.blobs import object_file
 from atoll.blobs.manifest import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
 from atoll.payloads import LazyTensor, Stream, register
 from atoll.tensors.payload import pack
-from atoll.transport.drafts import written
+from atoll.transport.object_server import written
 
 PART = 2**16
 BLOB = bytes(range(256)) * (4 * PART // 256)

@@ -13,8 +13,8 @@ from typing import Any
 from aiohttp import web
 from blake3 import blake3
 
-from atoll.transport.bypass import Bypass, Fill, bypass_of
-from atoll.transport.host import Incoming, serve_file
+from atoll.transport.receive_upload import Bypass, Fill, bypass_of
+from atoll.transport.serve_range import Incoming, serve_file
 
 PATH = b"/v1/tickets/7/parts/3"
 

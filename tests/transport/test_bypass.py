@@ -14,9 +14,8 @@ from aiohttp import web
 from bypass_world import PATH, Host, Plain, answer, content_of, head, keep, part, refuse, run
 
 from atoll.tensors.chunks import CHUNK_BYTES
-from atoll.transport import bypass
-from atoll.transport.bypass import Bypass, bypass_of
-from atoll.transport.sockets import Idle
+from atoll.transport import receive_upload
+from atoll.transport.receive_upload import Bypass, Idle, bypass_of
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,7 @@ from atoll.transport.sockets import Idle
     ],
 )
 def test_only_the_plainest_heads_are_understood(data: bytes, expected: int | None) -> None:
-    assert bypass._body_bytes(data) == expected
+    assert receive_upload._body_bytes(data) == expected
 
 
 @pytest.mark.parametrize("cuts", ["whole", "bytes", "head"])
@@ -219,7 +218,7 @@ def test_line_ends_that_are_not_http_are_left_to_aiohttp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes
 ) -> None:
     """It says at once what it thinks of them; the bypass would wait for the end of a head that never comes."""
-    monkeypatch.setattr(bypass, "HEAD_S", 3600.0)
+    monkeypatch.setattr(receive_upload, "HEAD_S", 3600.0)
     host = Host(tmp_path, keep)
     host.file.write_bytes(b"file")
 

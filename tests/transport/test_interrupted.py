@@ -22,10 +22,10 @@ from atoll.codecs.plain import NoneCodec
 from atoll.errors import UsageError
 from atoll.tensors.layout import Layout, update_layout
 from atoll.tensors.schema import TensorSpec
-from atoll.transport.client import Http
 from atoll.transport.descriptor import Descriptor
-from atoll.transport.lane import Lane
-from atoll.transport.parts import Parts
+from atoll.transport.http_client import Http
+from atoll.transport.part_connection import Lane
+from atoll.transport.resumable_transfer import Parts
 
 PART_BYTES = 8 * 2**20
 LAYOUT: Layout = update_layout([TensorSpec("w", "F32", (PART_BYTES,))], lambda spec: NoneCodec(), PART_BYTES)

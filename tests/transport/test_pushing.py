@@ -20,10 +20,8 @@ from atoll.errors import AtollError, PartCorrupt, TicketClosed
 from atoll.protocol import messages
 from atoll.tensors.layout import Layout, Part, update_layout
 from atoll.tensors.schema import TensorSpec
-from atoll.transport.client import Http
-from atoll.transport.crew import crew
-from atoll.transport.parts import PART_ATTEMPTS, Parts
-from atoll.transport.pushing import Pushing
+from atoll.transport.http_client import Http
+from atoll.transport.resumable_transfer import PART_ATTEMPTS, Parts, Pushing, crew
 
 PARTS = 6
 LAYOUT: Layout = update_layout([TensorSpec("w", "F32", (PARTS * 4096,))], lambda spec: NoneCodec(), 4096 * 4)

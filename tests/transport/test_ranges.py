@@ -11,7 +11,7 @@ from kit import serve
 
 import atoll
 from atoll.protocol import messages, routes
-from atoll.transport.host import RangeNotSatisfiable, parse_range
+from atoll.transport.serve_range import RangeNotSatisfiable, parse_range
 
 
 @pytest.fixture(scope="module")

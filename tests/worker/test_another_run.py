@@ -17,7 +17,7 @@ import atoll
 from atoll.errors import ServerLost
 from atoll.protocol.messages import Join, Joined
 from atoll.protocol.routes import PROTOCOL, WORKERS
-from atoll.transport.client import Http
+from atoll.transport.http_client import Http
 
 
 @pytest.mark.covers("L10")

@@ -8,7 +8,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import Gone
-from atoll.transport.parts import Parts
+from atoll.transport.resumable_transfer import Parts
 
 
 def test_the_result_is_pulled_even_if_its_first_pull_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import Gone
-from atoll.transport.parts import Parts
+from atoll.transport.resumable_transfer import Parts
 
 
 def test_a_pull_that_ends_with_gone_leaves_local_progress_whole(

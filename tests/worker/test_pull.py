@@ -12,7 +12,7 @@ import atoll
 from atoll.errors import ServerUnreachable, StoreError
 from atoll.tensors.layout import Part
 from atoll.tensors.module_tensors import named_tensors
-from atoll.transport.parts import Parts
+from atoll.transport.resumable_transfer import Parts
 from atoll.worker import files
 from atoll.worker.files import BaseNote
 from atoll.worker.session import Session

@@ -14,7 +14,7 @@ import atoll
 from atoll.errors import LeaseLost, UsageError
 from atoll.protocol import messages, routes
 from atoll.tensors.module_tensors import named_tensors
-from atoll.transport.client import Http
+from atoll.transport.http_client import Http
 from atoll.worker import update
 from atoll.worker.files import Outbox
 from atoll.worker.session import Session

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from atoll.aggregation.places import Places
+from atoll.aggregation.outer_state import Entries, entries
 from atoll.aggregation.scratch import Scratch
-from atoll.aggregation.state import Entries, entries
-from atoll.aggregation.windows import Windows
+from atoll.aggregation.windows import Places, Windows
 from atoll.codecs.base import Codec
 from atoll.outer_optimizers.torch_optimizer import Granularity
 from atoll.tensors.layout import Layout

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from atoll.aggregation.decode_updates import Updates
+from atoll.aggregation.outer_state import MASTER
 from atoll.aggregation.scratch import Scratch, read_at
-from atoll.aggregation.state import MASTER
 from atoll.aggregation.tables import Tables
-from atoll.aggregation.updates import Updates
 from atoll.aggregation.values import PassInputs, PassOutputs
 from atoll.aggregation.windows import Extent, kind_of, window_of
 from atoll.failpoints import failpoint

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from atoll.aggregation.outer_state import WHOLES, merged
 from atoll.aggregation.scratch import read_at
-from atoll.aggregation.state import WHOLES, merged
 from atoll.outer_optimizers.torch_optimizer import State
 from atoll.posix import write_at
 from atoll.tensors.chunks import bytes_of

@@ -53,8 +53,8 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
         StateCorrupt: an entry was changed or removed; or the journal is damaged.
     """
     from atoll.sealed import NoteDamaged
-    from atoll.store import audit, checks, soundness
-    from atoll.store.audit_head import NAME, read_head
+    from atoll.store import audit_log, journal_tables, verify_journal
+    from atoll.store.audit_log import NAME, read_head
 
     path = journal_of(state_dir)
     try:
@@ -67,13 +67,13 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
             db.execute("BEGIN")  # one view of it, while the server writes on
             reader = _Reader(db)
-            count, digest = audit.verify(reader)
-            if (changed := checks.changed_row(db)) is not None:
+            count, digest = audit_log.verify(reader)
+            if (changed := journal_tables.changed_row(db)) is not None:
                 raise StateCorrupt(
                     f"{path} is damaged or was changed: {changed} is not what was written.",
                     "Compare the directory with a backup.",
                 )
-            soundness.everything(reader, state_dir, head)
+            verify_journal.everything(reader, state_dir, head)
             entries = reader.rows(
                 "SELECT seq, at, what, detail_json FROM audit WHERE seq > ? ORDER BY seq", count - last
             )

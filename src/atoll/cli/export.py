@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from atoll.protocol.messages import Manifest, RunInfo
     from atoll.tensors.layout import Layout
     from atoll.tensors.schema import Schema
-    from atoll.transport.client import Http
-    from atoll.transport.parts import Parts
+    from atoll.transport.http_client import Http
+    from atoll.transport.resumable_transfer import Parts
 
 READ_BYTES = 2**20
 Source = tuple["Layout", int, int | None]
@@ -76,7 +76,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
         StateCorrupt: its file was damaged.
     """
     journal_of(state_dir)
-    from atoll.store.slots import STATE, VERSION, FileShape, SlotPool
+    from atoll.store.file_slots import STATE, VERSION, FileShape, SlotPool
     from atoll.store.store import Store
     from atoll.tensors.fragments import split_of
     from atoll.tensors.layout import version_header, version_layout
@@ -235,7 +235,7 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
         Gone: the version is not kept.
     """
     from atoll.protocol import routes, status_messages
-    from atoll.transport.client import Http
+    from atoll.transport.http_client import Http
     from atoll.transport.tls import read_token
 
     token_file = os.environ.get("ATOLL_TOKEN_FILE")
@@ -261,7 +261,7 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
     """Fetch a version of each fragment beside `out`, then write them in the order of a file for people."""
     from atoll.protocol import messages, routes
     from atoll.tensors.layout import version_layout
-    from atoll.transport.parts import Parts
+    from atoll.transport.resumable_transfer import Parts
 
     info = http.get(routes.RUN, messages.RunInfo)
     split = http.get(routes.SCHEMA, messages.SchemaMessage).to_split()
@@ -322,7 +322,7 @@ def _checked(parts: Parts, path: str, nbytes: int) -> memoryview:
     from blake3 import blake3
 
     from atoll.protocol import routes
-    from atoll.transport.parts import PART_ATTEMPTS
+    from atoll.transport.resumable_transfer import PART_ATTEMPTS
 
     for _ in range(PART_ATTEMPTS):
         body = memoryview(parts.read(path, nbytes + routes.DIGEST_BYTES))

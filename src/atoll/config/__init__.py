@@ -1,8 +1,8 @@
 """The settings of a run, and where they come from."""
 
+from atoll.config.run_file import ENV_PREFIX, NOT_SETTINGS, OTHER_NAMES
 from atoll.config.settings import DEFAULT_PORT, IDLE_TIMEOUT_S, Settings
-from atoll.config.sources import ENV_PREFIX, NOT_SETTINGS, OTHER_NAMES
-from atoll.config.workflows import (
+from atoll.config.workflow_settings import (
     TRAIN,
     Component,
     WorkflowEntry,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from atoll.config.workflows import TRAIN, components_of, entries_of
+from atoll.config.workflow_settings import TRAIN, components_of, entries_of
 from atoll.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from atoll import registry
 from atoll.border import border
 from atoll.config.consistency import require_consistent
-from atoll.config.sources import environment_layer, file_layer
-from atoll.config.workflows import with_components
+from atoll.config.run_file import environment_layer, file_layer
+from atoll.config.workflow_settings import with_components
 from atoll.errors import AtollError, ConfigError
 from atoll.sizes import CHUNK_BYTES, ChunkBytes
 

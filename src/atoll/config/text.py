@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll import registry
+from atoll.config.run_file import CODE, FILTERS, FOLDERS
 from atoll.config.settings import Settings
-from atoll.config.sources import CODE, FILTERS, FOLDERS
 from atoll.errors import ConfigError
 
 BARE = re.compile(r"[A-Za-z0-9_-]+")

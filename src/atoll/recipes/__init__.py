@@ -9,7 +9,7 @@ print(result.model, result.metrics)
 
 from __future__ import annotations
 
-from atoll.recipes.algorithms import (
+from atoll.recipes.by_algorithm import (
     DiLoCoRecipe,
     FedAvgRecipe,
     FedOptRecipe,
@@ -17,8 +17,8 @@ from atoll.recipes.algorithms import (
     ScaffoldRecipe,
     SwarmRecipe,
 )
-from atoll.recipes.base import Recipe
 from atoll.recipes.local import LocalEnv
+from atoll.recipes.recipe import Recipe
 from atoll.recipes.remote import ServerEnv
 from atoll.recipes.result import RunResult
 from atoll.recipes.simulated import SimEnv

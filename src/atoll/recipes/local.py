@@ -28,10 +28,11 @@ from atoll.errors import (
 )
 from atoll.protocol import routes
 from atoll.protocol.status_messages import Status
-from atoll.recipes.arguments import Strict, require_number, require_path
-from atoll.recipes.folder import (
+from atoll.recipes.recipe import Strict, require_number, require_path
+from atoll.recipes.result import (
     RUN_FILE,
     WORKERS,
+    RunResult,
     ended_by_sigterm,
     model_of,
     prepared,
@@ -40,12 +41,11 @@ from atoll.recipes.folder import (
     sites_of,
     told,
 )
-from atoll.recipes.result import RunResult
 from atoll.rounds.state import Rules
 from atoll.transport.ask import ask
 
 if TYPE_CHECKING:
-    from atoll.recipes.base import Recipe
+    from atoll.recipes.recipe import Recipe
 
 POLL_S = 0.2
 START_S = 120.0

@@ -16,16 +16,15 @@ from atoll.errors import AtollError, ConfigError, RunFailed, UsageError
 from atoll.protocol import routes
 from atoll.protocol.messages import RunInfo
 from atoll.protocol.status_messages import Status
-from atoll.recipes.arguments import Strict, require_number
-from atoll.recipes.folder import ended_by_sigterm
 from atoll.recipes.local import environment
-from atoll.recipes.result import RunResult
+from atoll.recipes.recipe import Strict, require_number
+from atoll.recipes.result import RunResult, ended_by_sigterm
 from atoll.transport.ask import ask
 from atoll.worker import last_status
 from atoll.worker.site import require_site
 
 if TYPE_CHECKING:
-    from atoll.recipes.base import Recipe
+    from atoll.recipes.recipe import Recipe
 
 POLL_S = 1.0
 

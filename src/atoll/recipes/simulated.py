@@ -11,14 +11,22 @@ from typing import TYPE_CHECKING
 
 from atoll.border import bordered
 from atoll.config import Settings
-from atoll.recipes.arguments import Strict, require_number, require_path
-from atoll.recipes.folder import RUN_FILE, ended_by_sigterm, prepared, require_clients, result_of, sites_of, told
-from atoll.recipes.result import RunResult
+from atoll.recipes.recipe import Strict, require_number, require_path
+from atoll.recipes.result import (
+    RUN_FILE,
+    RunResult,
+    ended_by_sigterm,
+    prepared,
+    require_clients,
+    result_of,
+    sites_of,
+    told,
+)
 from atoll.simulate.engines import require_engine
 
 if TYPE_CHECKING:
     from atoll.protocol.status_messages import RoundSummary
-    from atoll.recipes.base import Recipe
+    from atoll.recipes.recipe import Recipe
 
 STATE_DIR = "atoll-simulation"
 """Beside the run file, as `atoll simulate` has it: not where the run itself would be."""

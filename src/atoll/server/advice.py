@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from atoll.aggregation.plan import Plan
 from atoll.format_text import size
-from atoll.placement.plan import Plan
 
 
 def advice(plan: Plan) -> list[str]:

@@ -20,14 +20,14 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from atoll.aggregation.close import UpdateSource
-from atoll.aggregation.custom.channel import Channel
-from atoll.aggregation.custom.result import result_layout
+from atoll.aggregation.aggregator_process import Channel
+from atoll.aggregation.make_version import UpdateSource
+from atoll.aggregation.plan import Plan
+from atoll.aggregation.user_aggregator import result_layout
 from atoll.errors import AtollError, ConfigError, RunFailed
-from atoll.placement.plan import Plan
 from atoll.server.filters import Filtering
+from atoll.store.file_slots import Slot, SlotPool, disk_error
 from atoll.store.rows import TicketRow
-from atoll.store.slots import Slot, SlotPool, disk_error
 from atoll.store.store import Store
 
 HELD_BY_PROCESS = "aggregator"
@@ -37,9 +37,12 @@ END_S = 5.0
 LOOK_S = 0.2
 """Between two looks at whether the server is stopping."""
 
-_MAIN = (
-    "import sys; sys.path[:] = sys.argv[2:]; from atoll.aggregation.custom.child import main; main(int(sys.argv[1]))"
-)
+_MAIN = """
+import sys
+sys.path[:] = sys.argv[2:]
+from atoll.aggregation.aggregator_process import main
+main(int(sys.argv[1]))
+"""
 
 
 @dataclass

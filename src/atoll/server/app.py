@@ -20,9 +20,8 @@ from atoll.server.auth import IDENTITY, Gate
 from atoll.server.handlers import Handlers
 from atoll.server.passing import directory_gone, journal_failed, no_more_files, out_of_memory, passing
 from atoll.server.run import Run
-from atoll.transport.bypass import bypass_of
-from atoll.transport.host import problem
-from atoll.transport.sockets import break_off
+from atoll.transport.receive_upload import break_off, bypass_of
+from atoll.transport.serve_range import problem
 
 LOG = logging.getLogger("atoll.server")
 HTTP_LOG = logging.getLogger("atoll.server.http")

@@ -14,12 +14,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from atoll.aggregation.plan import FragmentPlan, Plan, cpu_capability, torch_build
 from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
 from atoll.config.lasting import FROZEN
 from atoll.errors import ConfigError, StateCorrupt
 from atoll.format_text import size
-from atoll.placement.plan import FragmentPlan, Plan, cpu_capability, torch_build
 from atoll.server.best import require_files
 from atoll.server.model import initial_model, is_known, loaded_model, schema_for, write_version
 from atoll.server.persistor import Persistor

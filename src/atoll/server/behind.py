@@ -10,8 +10,8 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import TypeVar
 
+from atoll.aggregation.plan import Plan
 from atoll.errors import AtollError, Gone
-from atoll.placement.plan import Plan
 from atoll.protocol import status_messages
 from atoll.rounds.early_stopping import Measured
 from atoll.server.best import BestVersion

@@ -12,8 +12,8 @@ import math
 import os
 from pathlib import Path
 
+from atoll.aggregation.plan import Plan
 from atoll.errors import StoreError
-from atoll.placement.plan import Plan
 from atoll.protocol import status_messages
 from atoll.rounds.early_stopping import Measured, Tracking
 from atoll.server.exports import export_model

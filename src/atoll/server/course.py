@@ -29,7 +29,7 @@ from atoll.server.run import Run
 from atoll.server.space import RETRY_S
 from atoll.server.task_filters import TaskFilters
 from atoll.server.workflow import Controller, Function, ServerStops
-from atoll.store import workflows as journal
+from atoll.store import run_log as journal
 
 LOG = logging.getLogger("atoll.server")
 

@@ -18,7 +18,7 @@ from atoll.posix import OwnedFile
 from atoll.protocol import task_messages as tm
 from atoll.protocol.object_manifest import new_id
 from atoll.protocol.status_messages import TaskStatus
-from atoll.store.objects import Kept, ObjectStore
+from atoll.store.kept_objects import Kept, ObjectStore
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")

@@ -38,7 +38,7 @@ from atoll.server.task_filters import TaskFilters
 from atoll.server.workflow import Function
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import address_of
-from atoll.transport.door import Door, open_door, raise_files_limit, runner_of
+from atoll.transport.listener import Door, open_door, raise_files_limit, runner_of
 from atoll.transport.tls import server_context
 
 LOG = logging.getLogger("atoll.server")

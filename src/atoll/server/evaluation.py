@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll import registry
-from atoll.config.workflows import file_name_of
+from atoll.config.workflow_settings import file_name_of
 from atoll.errors import ConfigError, RunFailed
 from atoll.protocol import messages
 from atoll.protocol.task_messages import Cell, Evaluation, markdown

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from atoll.placement.plan import Plan
-from atoll.placement.result import export_header as export_header
+from atoll.aggregation.plan import Plan
+from atoll.aggregation.result_file import export_header as export_header
 from atoll.protocol import status_messages
 from atoll.server.model_file import ModelFile
 from atoll.store.store import Store

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.codecs.base import Codec
 from atoll.errors import ConfigError, RunFailed, TicketClosed, UsageError
 from atoll.failpoints import failpoint
 from atoll.filters.base import About, BadFilter, Chain, Filter
-from atoll.placement.plan import FragmentPlan, Plan
 from atoll.posix import OwnedFile, read_at, write_at
 from atoll.server.aside import Aside
 from atoll.server.site_filters import SiteFilters
+from atoll.store.file_slots import disk_error
 from atoll.store.rows import TicketRow
-from atoll.store.slots import disk_error
 from atoll.store.store import Store
 from atoll.tensors.alone import alone
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from atoll.aggregation.plan import Plan
 from atoll.errors import ConfigError, SchemaMismatch, ServerLost, VersionSkew
 from atoll.format_text import size
-from atoll.placement.plan import Plan
 from atoll.protocol import messages, routes
 from atoll.server.auth import Identity
 from atoll.server.course import EVALUATES, Course

@@ -22,8 +22,8 @@ from atoll.server.desk import key_to
 from atoll.server.exports import export_model
 from atoll.server.space import require_space
 from atoll.server.workflow import Controller
-from atoll.store.objects import Kept
-from atoll.store.slots import disk_error
+from atoll.store.file_slots import disk_error
+from atoll.store.kept_objects import Kept
 from atoll.tensors.lazy_tensors import LazyState
 
 LOG = logging.getLogger("atoll.server")

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from atoll.aggregation.inspect import PartStats
+from atoll.aggregation.check_arriving_parts import PartStats
+from atoll.aggregation.plan import placed_settings
 from atoll.errors import (
     BadRequest,
     ConfigError,
@@ -19,7 +20,6 @@ from atoll.errors import (
     TicketClosed,
 )
 from atoll.failpoints import failpoint
-from atoll.placement.placed import placed_settings
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
@@ -39,10 +39,10 @@ from atoll.server.tasks import TaskHandlers
 from atoll.server.uploads import Uploads
 from atoll.server.versions import VersionHandlers
 from atoll.store.rows import PartRow, TicketRow
-from atoll.store.spool import PartWriter
 from atoll.store.tickets import why_closed
+from atoll.store.update_spool import PartWriter
 from atoll.tensors.layout import Layout
-from atoll.transport.host import parts_within
+from atoll.transport.serve_range import parts_within
 
 LOG = logging.getLogger("atoll.server")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.placement.plan import Plan
+from atoll.aggregation.plan import Plan
 from atoll.protocol import messages, routes
 
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from atoll.aggregation.state import MASTER, RUNS, WHOLES, state_regions
+from atoll.aggregation.outer_state import MASTER, RUNS, WHOLES, state_regions
 from atoll.codecs.version_difference import is_difference
 from atoll.errors import StateCorrupt
 from atoll.posix import read_at
-from atoll.store.slots import region_digest
+from atoll.store.file_slots import region_digest
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Layout, Part, chunks, file_layout

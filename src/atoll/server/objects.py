@@ -18,11 +18,10 @@ from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
 from atoll.protocol import messages, routes
 from atoll.server.run import Run
 from atoll.server.space import require_space
-from atoll.store.objects import Kept
+from atoll.store.kept_objects import Kept
 from atoll.tensors.layout import Part
-from atoll.transport.bypass import Fill
-from atoll.transport.host import Incoming, parts_within, serve_file
-from atoll.transport.sockets import break_off
+from atoll.transport.receive_upload import Fill, break_off
+from atoll.transport.serve_range import Incoming, parts_within, serve_file
 
 AT_ONCE = 64
 """Parts of objects that may be on their way in, of all publishers together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from atoll.placement.plan import Plan
+from atoll.aggregation.plan import Plan
 from atoll.rounds import local_steps
 from atoll.rounds.state import State
 from atoll.server.roster import Presence

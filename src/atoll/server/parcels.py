@@ -20,8 +20,8 @@ from atoll.server.desk import Sent, key_to
 from atoll.server.run import Run
 from atoll.server.space import RETRY_S, require_space
 from atoll.server.task_filters import TaskFilters
-from atoll.store.objects import ObjectStore
-from atoll.store.slots import disk_error
+from atoll.store.file_slots import disk_error
+from atoll.store.kept_objects import ObjectStore
 from atoll.tensors.custom_types import Stream
 from atoll.tensors.payload import Packed
 

@@ -23,9 +23,9 @@ from typing import Any
 from torch import Tensor
 
 from atoll import registry
+from atoll.aggregation.plan import Plan
 from atoll.config import Settings
 from atoll.errors import ConfigError, Gone
-from atoll.placement.plan import Plan
 from atoll.posix import read_at
 from atoll.server.model_file import ModelFile
 from atoll.store.store import Store

@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from atoll.placement.digests import digest_of, digests_in
-from atoll.placement.plan import Plan
+from atoll.aggregation.plan import Plan
+from atoll.aggregation.version_digests import digest_of, digests_in
 from atoll.protocol import messages, status_messages
 from atoll.protocol.swarm_messages import Close, Closed, Collect, Held, Hold, PeerWork
 from atoll.rounds import events as ev

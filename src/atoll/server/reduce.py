@@ -9,18 +9,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.aggregation.close import BaseDamaged, PassOutputs, UpdateSource
+from atoll.aggregation.closing import close
+from atoll.aggregation.make_version import BaseDamaged, PassOutputs, UpdateSource
+from atoll.aggregation.plan import Plan
 from atoll.errors import StateCorrupt
 from atoll.format_text import size, time_left
-from atoll.placement.closing import close
-from atoll.placement.plan import Plan
 from atoll.protocol import status_messages
 from atoll.rounds.sampling import Sampling
 from atoll.server.aggregator import Aggregator
 from atoll.server.filters import Filtering
 from atoll.server.outcome import staleness
+from atoll.store.file_slots import disk_error
 from atoll.store.rows import TicketRow, VersionRow
-from atoll.store.slots import disk_error
 from atoll.store.store import Store
 
 

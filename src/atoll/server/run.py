@@ -14,8 +14,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from atoll.aggregation.plan import Plan
 from atoll.errors import AtollError, Busy, DiskFull, RunFailed, StoreError
-from atoll.placement.plan import Plan
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
 from atoll.rounds import machine
@@ -42,7 +42,7 @@ from atoll.server.stale import Stale
 from atoll.server.status import keep_status
 from atoll.server.swarm import Reopened, Swarm
 from atoll.server.turnstile import Turnstile
-from atoll.store.objects import ObjectStore
+from atoll.store.kept_objects import ObjectStore
 from atoll.store.rows import Recovered, TicketRow
 from atoll.store.store import Store
 from atoll.tensors.alone import stay_alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from atoll.placement.plan import Plan
+from atoll.aggregation.plan import Plan
 from atoll.protocol import status_messages
 
 LOG = logging.getLogger("atoll.server")

@@ -15,10 +15,10 @@ import time
 from collections.abc import Sequence
 
 from atoll.aggregation.overflow import Overflow
+from atoll.aggregation.plan import Plan
+from atoll.aggregation.version_digests import digests_in
 from atoll.errors import UpdateRefused
 from atoll.failpoints import failpoint
-from atoll.placement.digests import digests_in
-from atoll.placement.plan import Plan
 from atoll.protocol import messages, status_messages
 from atoll.protocol.swarm_messages import Close, Closed, PeerReport, PeerWork, Share
 from atoll.rounds import events as ev

@@ -16,7 +16,7 @@ from atoll.filters.payload_filter import filtered, said
 from atoll.posix import nameless_file, read_at
 from atoll.server.desk import Answer, read_contents
 from atoll.server.site_filters import Given, SiteFilters
-from atoll.store.slots import disk_error
+from atoll.store.file_slots import disk_error
 from atoll.tensors.alone import alone
 from atoll.tensors.custom_types import Stream
 from atoll.tensors.payload import Packed

@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from atoll.aggregation.inspect import Inspection, PartStats
+from atoll.aggregation.check_arriving_parts import Inspection, PartStats
 from atoll.aggregation.scratch import read_at
 from atoll.errors import Busy, PartCorrupt
 from atoll.server.run import Run
-from atoll.store.spool import PartWriter
+from atoll.store.update_spool import PartWriter
 from atoll.tensors.layout import Part
-from atoll.transport.host import Incoming
-from atoll.transport.sockets import break_off
+from atoll.transport.receive_upload import break_off
+from atoll.transport.serve_range import Incoming
 
 PARTS_PER_CONNECTION = 4
 """Of one rank of a site, on their way at once, for each connection it is to use: what broke off may still be here."""

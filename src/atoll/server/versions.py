@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator
 from aiohttp import web
 from blake3 import blake3
 
+from atoll.aggregation.plan import Plan
 from atoll.errors import BadRequest, Gone
-from atoll.placement.plan import Plan
 from atoll.protocol import messages, routes
 from atoll.server.begin import initial_file
 from atoll.server.model_file import ModelFile
 from atoll.server.roster import holder_of
 from atoll.server.run import Run
-from atoll.store.copies import Held
 from atoll.store.handles import PinnedDelta, PinnedVersion
+from atoll.store.model_copies import Held
 from atoll.store.store import Store
-from atoll.transport.host import serve_file
-from atoll.transport.sockets import Idle, break_off
+from atoll.transport.receive_upload import Idle, break_off
+from atoll.transport.serve_range import serve_file
 
 
 class VersionHandlers:

@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import nn
 
+from atoll.aggregation.plan import Plan
 from atoll.border import bordered, say_interrupt_in_a_line
 from atoll.config import Settings
 from atoll.errors import ConfigError, UsageError
 from atoll.latch import Latch
-from atoll.placement.plan import Plan
 from atoll.protocol import status_messages
 from atoll.server.begin import open_run
 from atoll.server.handlers import Handlers
@@ -29,11 +29,11 @@ from atoll.server.run import Run
 from atoll.server.site_filters import Given
 from atoll.server.task_filters import TaskFilters
 from atoll.simulate.client import name_of, require_outside
-from atoll.simulate.conductor import Conductor, now
 from atoll.simulate.engines import require_engine
-from atoll.simulate.jobs import Beginning, Engine
-from atoll.simulate.local import LocalEngine
-from atoll.simulate.session import lasts
+from atoll.simulate.job_messages import Beginning, Engine
+from atoll.simulate.local_engine import LocalEngine
+from atoll.simulate.schedule_sites import Conductor, now
+from atoll.simulate.site_session import lasts
 from atoll.tensors.module_tensors import Tensors
 from atoll.worker.site import require_site
 
@@ -325,7 +325,7 @@ def _sites(workers: int | Sequence[str]) -> list[str]:
 def _engine(name: str, processes: int, address: str | None) -> Engine:
     if name == "local":
         return LocalEngine(processes)
-    from atoll.simulate.on_ray import RayEngine
+    from atoll.simulate.ray_engine import RayEngine
 
     return RayEngine(processes, address)
 

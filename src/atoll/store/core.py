@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import ConfigError, UsageError
 from atoll.failpoints import failpoint
+from atoll.store.file_slots import DELTA, SPOOL, STATE, VERSION, FileShape, FragmentShapes, SlotPool
 from atoll.store.journal import Durability, Journal
-from atoll.store.slots import DELTA, SPOOL, STATE, VERSION, FileShape, FragmentShapes, SlotPool
 
 if TYPE_CHECKING:
     from atoll.store.handles import PinnedVersion
     from atoll.store.rows import TicketRow
-    from atoll.store.spool import Spool
+    from atoll.store.update_spool import Spool
 
 STATE_SLOTS = 4
 """Of the head, the version before, `durable_version` and the one being written."""

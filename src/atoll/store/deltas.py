@@ -10,8 +10,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from atoll.store.file_slots import DELTA, JOURNAL, Slot, verify
 from atoll.store.rows import DeltaRow, VersionRow
-from atoll.store.slots import DELTA, JOURNAL, Slot, verify
 from atoll.store.tickets import Tickets
 
 _COLUMNS = "fragment, version, slot, base_version, base_digest, digest, part_digests"

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from atoll.store.file_slots import Slot
 from atoll.store.rows import DeltaRow, VersionRow
-from atoll.store.slots import Slot
 
 
 class VersionDraft:

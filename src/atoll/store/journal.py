@@ -20,8 +20,8 @@ from typing import Any, Literal
 from atoll.errors import DiskFull, StateCorrupt, StoreError, SyncFailed
 from atoll.failpoints import failpoint
 from atoll.posix import FULL
-from atoll.store import checks
-from atoll.store.tables import SCHEMA, SCHEMA_VERSION
+from atoll.store import journal_tables
+from atoll.store.journal_tables import SCHEMA, SCHEMA_VERSION
 
 Durability = Literal["process", "power"]
 _FSYNC = {sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC}
@@ -98,9 +98,11 @@ class Journal:
         (answer,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
         if answer != "ok":
             raise StateCorrupt(f"{self.path} is damaged: {answer}.", NEW_RUN)
-        if (changed := checks.changed_definition(self._db, [SCHEMA]) or checks.changed_row(self._db)) is not None:
+        if (
+            changed := journal_tables.changed_definition(self._db, [SCHEMA]) or journal_tables.changed_row(self._db)
+        ) is not None:
             raise StateCorrupt(f"{self.path} is damaged: {changed} is not what was written.", NEW_RUN)
-        checks.keep(self._db)
+        journal_tables.keep(self._db)
 
     def transaction(self, *, synced: bool = False, flat: bool = False) -> AbstractContextManager[None]:
         """All or nothing. One inside another is part of it, and can fail alone.

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from atoll.errors import Gone
+from atoll.store.file_slots import DELTA, PULL, READER, STATE, VERSION
 from atoll.store.handles import PinnedDelta
-from atoll.store.slots import DELTA, PULL, READER, STATE, VERSION
 from atoll.store.versions import Versions
 
 

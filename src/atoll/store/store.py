@@ -21,13 +21,13 @@ from atoll.errors import StateLocked, StoreError
 from atoll.failpoints import failpoint
 from atoll.posix import Held, take_folder
 from atoll.sealed import NoteDamaged
-from atoll.store import audit, recovery, soundness
-from atoll.store.audit_head import NAME, AuditHeadFile, read_head, tip
-from atoll.store.copies import Contents, write_copy
+from atoll.store import audit_log, recover_at_start, verify_journal
+from atoll.store.audit_log import NAME, AuditHeadFile, read_head, tip
+from atoll.store.file_slots import VERSION, FileShape, FragmentShapes, is_slot_name
 from atoll.store.journal import Durability, Journal
+from atoll.store.model_copies import Contents, write_copy
 from atoll.store.reading import Reading
 from atoll.store.rows import Recovered
-from atoll.store.slots import VERSION, FileShape, FragmentShapes, is_slot_name
 
 LOG = logging.getLogger("atoll.server")
 
@@ -78,7 +78,7 @@ class Store(Reading):
         store = cls(directory, journal, durability, keep_versions, max_pins)
         store._lock_fd, store.in_memory = lock_fd, in_memory
         try:
-            store._audit_head = store._begin_epoch(soundness.at_start(journal, directory))
+            store._audit_head = store._begin_epoch(verify_journal.at_start(journal, directory))
             store.sync_folder(directory)
             store.sync(store._audit_head.fd, str(store._audit_head.path))
         except BaseException:
@@ -86,7 +86,7 @@ class Store(Reading):
             raise
         return store
 
-    def _begin_epoch(self, start: soundness.Start) -> AuditHeadFile:
+    def _begin_epoch(self, start: verify_journal.Start) -> AuditHeadFile:
         """Say what was found, raise the epoch, and from here on note where the audit log ends."""
         for warning in start.warnings:
             LOG.warning("%s", warning)
@@ -95,7 +95,7 @@ class Store(Reading):
                 "UPDATE meta SET epoch = max(epoch, ?) + 1", start.lost.epoch if start.lost is not None else 0
             )
             if start.lost is not None:
-                audit.append(self.journal, "lost", entries=start.lost_entries, last_hash=start.lost.last_hash)
+                audit_log.append(self.journal, "lost", entries=start.lost_entries, last_hash=start.lost.last_hash)
         failpoint("epoch.raised")
         head = AuditHeadFile(self.directory, self.durability, self.epoch)
         head.write(*tip(self.journal))
@@ -113,7 +113,7 @@ class Store(Reading):
         Raises:
             StateCorrupt: no version verifies; nothing was changed.
         """
-        return recovery.recover(self)
+        return recover_at_start.recover(self)
 
     def export(
         self, target: Path, heads: Sequence[int], header: bytes, contents: Contents, *, with_state: bool = False

@@ -9,11 +9,11 @@ from typing import Any, get_args
 
 from atoll.errors import AtollError, BadRequest, Conflict, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.failpoints import failpoint
-from atoll.store import audit
-from atoll.store.members import Members
+from atoll.store import audit_log
+from atoll.store.file_slots import JOURNAL, SPOOL, WRITER, Slot
 from atoll.store.rows import PartRow, TicketRow, TicketState
-from atoll.store.slots import JOURNAL, SPOOL, WRITER, Slot
-from atoll.store.spool import PartWriter, Spool
+from atoll.store.run_log import Members
+from atoll.store.update_spool import PartWriter, Spool
 
 COLUMNS = (
     "ticket, site, fragment, base_version, state, reason, slot, digest, weight, steps, metrics_json, norm, version, "
@@ -239,7 +239,7 @@ class Tickets(Members):
                 self.shapes_of(row.fragment).update_bytes,
             )
             self.journal.count("bytes", self.shapes_of(row.fragment).update_bytes)
-            audit.append(
+            audit_log.append(
                 self.journal,
                 "accepted",
                 ticket=ticket,
@@ -302,7 +302,7 @@ class Tickets(Members):
                 fragment,
                 base_version,
             )
-            audit.append(
+            audit_log.append(
                 self.journal,
                 "reopened",
                 fragment=fragment,
@@ -323,7 +323,7 @@ class Tickets(Members):
             ended = [row for row in rows if row.state == "open"]
             self.end_tickets(ended, state, reason)
             for row in ended:
-                audit.append(self.journal, state, ticket=row.ticket, site=row.site, reason=reason)
+                audit_log.append(self.journal, state, ticket=row.ticket, site=row.site, reason=reason)
 
     def end_tickets(
         self, rows: Sequence[TicketRow], state: TicketState, reason: str, version: int | None = None

@@ -12,11 +12,11 @@ from typing import Any
 
 from atoll.errors import DiskFull, Gone, StoreError, UsageError
 from atoll.failpoints import failpoint
-from atoll.store import audit
+from atoll.store import audit_log
 from atoll.store.deltas import Deltas, split_digests
+from atoll.store.file_slots import DELTA, JOURNAL, PULL, READER, SPOOL, STATE, VERSION, WRITER, Slot
 from atoll.store.handles import PinnedVersion, VersionDraft
 from atoll.store.rows import VersionRow, now
-from atoll.store.slots import DELTA, JOURNAL, PULL, READER, SPOOL, STATE, VERSION, WRITER, Slot
 
 COLUMNS = "fragment, version, slot, state_slot, digest, part_digests, state_digests, summary_json, created_at"
 
@@ -92,7 +92,7 @@ class Versions(Deltas):
             self._insert(row)
             if draft.delta and previous is not None:
                 self.insert_delta(row, draft.delta, self.version(fragment, previous), delta_digest, delta_digests)
-            audit.append(
+            audit_log.append(
                 self.journal, "committed", fragment=fragment, version=version, digest=digest, tickets=list(tickets)
             )
             failpoint("head.before")

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ValidationError
 
 from atoll.config import DEFAULT_PORT, Settings
-from atoll.config.sources import require_known
+from atoll.config.run_file import require_known
 from atoll.errors import BY_CODE, AtollError, PeerError, UsageError, VersionSkew
 from atoll.protocol import messages
 from atoll.transport.response import Response

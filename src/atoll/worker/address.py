@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from atoll.config import Settings
-from atoll.config.sources import require_known
+from atoll.config.run_file import require_known
 from atoll.errors import ConfigError
-from atoll.transport.client import Http
+from atoll.transport.http_client import Http
 from atoll.transport.tls import read_token
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from atoll.errors import AtollError, ServerUnreachable, TransferStalled, UsageError, VersionSkew
 from atoll.protocol import messages, routes
 from atoll.tensors.fragments import Split
-from atoll.transport.client import Http
+from atoll.transport.http_client import Http
 from atoll.worker.reporting import LOG
 
 

@@ -29,7 +29,7 @@ from atoll.errors import (
 from atoll.latch import Latch
 from atoll.protocol import messages, routes
 from atoll.tensors.fragments import Split
-from atoll.transport.client import Counters, unanswered
+from atoll.transport.http_client import Counters, unanswered
 from atoll.worker import last_status
 from atoll.worker.address import http_to
 from atoll.worker.broken_off import NetworkLost

@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
-from atoll.aggregation.inspect import Inspection
+from atoll.aggregation.check_arriving_parts import Inspection
+from atoll.aggregation.plan import Plan
+from atoll.aggregation.version_digests import digest_of
 from atoll.errors import AtollError, Gone, PartCorrupt
-from atoll.placement.digests import digest_of
-from atoll.placement.plan import Plan
 from atoll.posix import read_at, write_at
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import Collect, Hold, Source
-from atoll.store.slots import Slot, disk_error, region_digest
+from atoll.store.file_slots import Slot, disk_error, region_digest
 from atoll.tensors.layout import Part
 from atoll.tensors.reference import TensorRef
-from atoll.transport.client import Http
-from atoll.transport.own_file import Ranges
-from atoll.transport.parts import Parts
+from atoll.transport.http_client import Http
+from atoll.transport.object_server import Ranges
+from atoll.transport.resumable_transfer import Parts
 from atoll.worker.broken_off import UNPULLED
 from atoll.worker.holding import Spool, Version
 from atoll.worker.outlet import Outlet

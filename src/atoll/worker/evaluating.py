@@ -24,7 +24,7 @@ from atoll.tensors.lazy_tensors import LazyState, LazyTensor
 from atoll.tensors.module_tensors import named_tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
-from atoll.transport.drafts import written
+from atoll.transport.object_server import written
 from atoll.transport.tls import is_loopback
 from atoll.worker.connection import Connection
 from atoll.worker.fetch import fetch_lazily

@@ -20,8 +20,7 @@ from atoll.tensors.chunks import Held
 from atoll.tensors.layout import Part, version_layout
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import Schema
-from atoll.transport.parts import Parts
-from atoll.transport.pushing import Pushing
+from atoll.transport.resumable_transfer import Parts, Pushing
 from atoll.worker import update
 from atoll.worker.again import sent_again
 from atoll.worker.connection import Connection

@@ -46,9 +46,9 @@ from atoll.tensors.layout import Part
 from atoll.tensors.lazy_tensors import LazyState
 from atoll.tensors.module_tensors import Tensors, named_tensors
 from atoll.tensors.reference import TensorRef
-from atoll.transport.client import Counters
-from atoll.transport.drafts import disk_error, nameless
-from atoll.transport.parts import Memory, Parts, Sink
+from atoll.transport.http_client import Counters
+from atoll.transport.object_server import disk_error, nameless
+from atoll.transport.resumable_transfer import Memory, Parts, Sink
 from atoll.worker.publish import CONNECTIONS
 from atoll.worker.transfer import LOOK_S, Abort, idle_timeout, object_http, watched
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from atoll.aggregation.plan import Plan
+from atoll.aggregation.version_digests import split
 from atoll.errors import StoreError
-from atoll.placement.digests import split
-from atoll.placement.plan import Plan
-from atoll.store.slots import JOURNAL, READER, SPOOL, STATE, VERSION, Slot, SlotPool, verify
+from atoll.store.file_slots import JOURNAL, READER, SPOOL, STATE, VERSION, Slot, SlotPool, verify
 from atoll.worker.notes import read_note, write_note
 
 NOTE = "held.json"

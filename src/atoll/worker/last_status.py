@@ -7,7 +7,7 @@ from pathlib import Path
 
 from atoll.protocol import routes
 from atoll.protocol.status_messages import Status
-from atoll.transport.client import Http
+from atoll.transport.http_client import Http
 
 VARIABLE = "ATOLL_LAST_STATUS"
 """Set by a recipe's `ServerEnv`: the file that this goes to."""

@@ -7,17 +7,16 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from atoll.aggregation.plan import Plan
+from atoll.aggregation.version_digests import digest_of
 from atoll.errors import AtollError
-from atoll.placement.digests import digest_of
-from atoll.placement.plan import Plan
 from atoll.protocol import routes
 from atoll.protocol.swarm_messages import Source
-from atoll.store.slots import region_digest
+from atoll.store.file_slots import region_digest
 from atoll.tensors.layout import Part
 from atoll.tensors.reference import TensorRef
-from atoll.transport.client import Counters, Http
-from atoll.transport.own_file import Ranges
-from atoll.transport.publisher import ObjectHost
+from atoll.transport.http_client import Counters, Http
+from atoll.transport.object_server import ObjectHost, Ranges
 from atoll.worker.files import Outbox
 from atoll.worker.holding import Version
 from atoll.worker.peering import connected, spans

@@ -16,10 +16,9 @@ from atoll.protocol import routes
 from atoll.protocol.object_manifest import FileManifest
 from atoll.tensors.layout import PART_BYTES, Part
 from atoll.tensors.reference import TensorRef
-from atoll.transport.client import Counters
-from atoll.transport.own_file import Ranges
-from atoll.transport.parts import Parts
-from atoll.transport.publisher import ObjectHost
+from atoll.transport.http_client import Counters
+from atoll.transport.object_server import ObjectHost, Ranges
+from atoll.transport.resumable_transfer import Parts
 from atoll.transport.tls import is_loopback
 from atoll.worker.transfer import object_http
 

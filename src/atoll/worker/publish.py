@@ -27,10 +27,9 @@ from atoll.protocol import messages, routes
 from atoll.sizes import CHUNK_BYTES, CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
-from atoll.transport.client import Http
-from atoll.transport.drafts import Draft, written
-from atoll.transport.parts import Parts
-from atoll.transport.publisher import LONGEST_S, ObjectHost
+from atoll.transport.http_client import Http
+from atoll.transport.object_server import LONGEST_S, Draft, ObjectHost, written
+from atoll.transport.resumable_transfer import Parts
 from atoll.worker.address import http_to
 from atoll.worker.reporting import LOG
 from atoll.worker.transfer import Abort, chunk_sizes, idle_timeout, object_http, watched

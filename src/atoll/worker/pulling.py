@@ -16,8 +16,8 @@ from atoll.protocol import messages, routes
 from atoll.tensors.chunks import Scatter
 from atoll.tensors.layout import Layout, Part
 from atoll.tensors.module_tensors import Tensors
-from atoll.transport.own_file import Ranges
-from atoll.transport.parts import Parts
+from atoll.transport.object_server import Ranges
+from atoll.transport.resumable_transfer import Parts
 from atoll.worker import update
 from atoll.worker.broken_off import UNPULLED
 from atoll.worker.connection import Connection

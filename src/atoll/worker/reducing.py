@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from atoll.aggregation.closing import close
 from atoll.aggregation.jobs import run_jobs
 from atoll.aggregation.overflow import Overflow
+from atoll.aggregation.plan import Plan
+from atoll.aggregation.result_file import write_result
 from atoll.aggregation.values import PassOutputs, UpdateSource
+from atoll.aggregation.version_digests import in_text
 from atoll.config import Settings
 from atoll.errors import AtollError, StateCorrupt, VersionSkew
-from atoll.placement.closing import close
-from atoll.placement.digests import in_text
-from atoll.placement.plan import Plan
-from atoll.placement.result import write_result
 from atoll.protocol.swarm_messages import Close, Closed, PeerWork, Share, SwarmPlan
-from atoll.store.slots import VERSION, Slot, disk_error, region_digest
+from atoll.store.file_slots import VERSION, Slot, disk_error, region_digest
 from atoll.worker.holding import Shelf, Spool, Version
 from atoll.worker.reporting import LOG, told
 

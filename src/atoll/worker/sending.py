@@ -8,7 +8,7 @@ from functools import partial
 
 from atoll.errors import Conflict
 from atoll.protocol import messages, routes
-from atoll.transport.parts import Parts
+from atoll.transport.resumable_transfer import Parts
 from atoll.worker.connection import Connection
 from atoll.worker.files import Outbox, OutboxNote
 from atoll.worker.outlet import Outlet

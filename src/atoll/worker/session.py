@@ -16,7 +16,7 @@ from atoll.filters.base import Filter
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import SwarmPlan
 from atoll.tensors.schema import Schema
-from atoll.transport.parts import Parts
+from atoll.transport.resumable_transfer import Parts
 from atoll.worker.connection import Connection
 from atoll.worker.departure import last_words
 from atoll.worker.earlier import folder_of, remove_earlier
@@ -125,7 +125,7 @@ class Session(Connection, Exchange):
 
     def _peer(self, where: Path) -> SwarmPeer:
         """This worker's part in a swarm."""
-        from atoll.placement.plan import Plan
+        from atoll.aggregation.plan import Plan
         from atoll.worker.peering import open_host
         from atoll.worker.reducing import plan_of
         from atoll.worker.swarm import SwarmPeer

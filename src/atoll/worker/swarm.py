@@ -19,10 +19,10 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from atoll.aggregation.plan import Plan
+from atoll.aggregation.version_digests import digest_of
 from atoll.errors import AtollError, LeaseLost, StateCorrupt, Superseded
 from atoll.failpoints import failpoint
-from atoll.placement.digests import digest_of
-from atoll.placement.plan import Plan
 from atoll.protocol import routes
 from atoll.protocol.swarm_messages import (
     Close,
@@ -36,8 +36,8 @@ from atoll.protocol.swarm_messages import (
     Share,
     Unreached,
 )
-from atoll.store.slots import SPOOL, STATE, VERSION, Slot
-from atoll.transport.client import Http
+from atoll.store.file_slots import SPOOL, STATE, VERSION, Slot
+from atoll.transport.http_client import Http
 from atoll.worker.broken_off import UNPULLED, NetworkLost
 from atoll.worker.errands import Errands
 from atoll.worker.holding import Shelf, Spool, Version

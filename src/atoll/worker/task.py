@@ -12,7 +12,7 @@ from atoll.protocol import routes
 from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import Packed, pack
 from atoll.tensors.reference import TensorRef
-from atoll.transport.drafts import Draft, written
+from atoll.transport.object_server import Draft, written
 from atoll.worker.connection import Connection
 from atoll.worker.filtering import AnswerFilters
 from atoll.worker.publish import EXPIRES_S, send, withdraw

@@ -13,8 +13,8 @@ from atoll.blobs.manifest import ChunkSizes
 from atoll.config import ENV_PREFIX, IDLE_TIMEOUT_S, Settings
 from atoll.errors import TransferAborted, UsageError
 from atoll.tensors.reference import TensorRef
-from atoll.transport.client import Http
-from atoll.transport.parts import Parts
+from atoll.transport.http_client import Http
+from atoll.transport.resumable_transfer import Parts
 
 LOOK_S = 0.05
 """How often an abort event is looked at, also while no byte moves."""

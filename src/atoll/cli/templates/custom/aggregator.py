@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from atoll.aggregation.custom import Update
+from atoll.aggregation.user_aggregator import Update
 
 
 class ByAgreement:

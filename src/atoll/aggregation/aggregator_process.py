@@ -1,0 +1,283 @@
+"""The process of a user's aggregator, and its messages with the server.
+
+message  | length (4 bytes, little endian) + the file | JSON |
+
+    from the server                     to the server
+    begin      what to load             ready | bad    it is made | it cannot be
+    file       where the result goes
+    update     one update, its spool    progress       a tensor was read or given
+    aggregate  write the result         done | error   it is written | why not
+    reset      forget the updates
+    release    give an update back      released       nothing refers to an update any more
+
+The user's code runs in the main thread. A thread reads messages, so that `release` is obeyed while that code works; and
+one writes them, since an update may be dropped anywhere, in the middle of writing too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from atoll.aggregation.user_aggregator import (
+    BadResult,
+    Collected,
+    Incremental,
+    Update,
+    is_stepped,
+    load,
+    result_layout,
+    write_result,
+)
+from atoll.codecs.encoded_layout import codecs_of, encoded_layout
+from atoll.errors import AtollError
+from atoll.posix import read_at
+from atoll.tensors.layout import Segment
+from atoll.tensors.lazy_tensors import Handle, LazyState
+from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
+
+LENGTH_BYTES = 4
+AHEAD_BYTES = 2**16
+"""Asked for at a time where no files come."""
+
+
+class Channel:
+    """One end of a Unix socket pair. `send` may be called by any thread, `receive` by one.
+
+    Args:
+        end: of the pair; belongs to the channel.
+        files: whether some come to this end; where none do, many short messages are received at once.
+    """
+
+    def __init__(self, end: socket.socket, *, files: bool = True) -> None:
+        self._socket = end
+        self._lock = threading.Lock()
+        self._files = files
+        self._ahead = bytearray()  # what was received beyond a message
+
+    def send(self, message: dict[str, Any], fd: int | None = None) -> None:
+        """Send a message; the file is duplicated, and stays the sender's.
+
+        Raises:
+            OSError: the other side is gone.
+        """
+        text = json.dumps(message).encode()
+        length = len(text).to_bytes(LENGTH_BYTES, "little")
+        data = length + text  # in one go: the other side wakes up once
+        with self._lock:
+            sent = self._socket.send(data) if fd is None else socket.send_fds(self._socket, [data], [fd])
+            if sent < len(data):
+                self._socket.sendall(data[sent:])
+
+    def receive(self) -> tuple[dict[str, Any], int | None]:
+        """The next message and its file, which is the receiver's from now on.
+
+        Raises:
+            EOFError: the other side is gone.
+        """
+        try:
+            fd = self._file() if self._files else None
+            try:
+                length = int.from_bytes(self._exactly(LENGTH_BYTES), "little")
+                return json.loads(self._exactly(length)), fd
+            except BaseException:
+                if fd is not None:
+                    os.close(fd)
+                raise
+        except ConnectionError as error:
+            raise EOFError from error
+
+    def _file(self) -> int | None:
+        """The file of the next message, which comes with its first byte."""
+        self._ahead[:], fds, _, _ = socket.recv_fds(self._socket, LENGTH_BYTES, 1)
+        if not self._ahead:
+            raise EOFError
+        if fds:
+            os.set_inheritable(fds[0], False)
+        return fds[0] if fds else None
+
+    def _exactly(self, nbytes: int) -> bytes:
+        ahead = self._ahead
+        while len(ahead) < nbytes:
+            missing = nbytes - len(ahead)
+            more = self._socket.recv(missing if self._files else max(missing, AHEAD_BYTES))
+            if not more:
+                raise EOFError
+            ahead += more
+        data = bytes(ahead[:nbytes])
+        del ahead[:nbytes]
+        return data
+
+    def close(self) -> None:
+        """Let the other side see the end; idempotent. A `receive` under way ends, too."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+PROGRESS_S = 0.1
+"""Between two words of progress."""
+END_S = 2.0
+"""How long user code may go on once the server is gone."""
+
+
+def main(fd: int) -> None:
+    """Serve the server at the other end of the socket `fd` until it is gone."""
+    _Child(Channel(socket.socket(fileno=fd))).run()
+
+
+class _Child:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._jobs: queue.SimpleQueue[tuple[dict[str, Any], int | None] | None] = queue.SimpleQueue()
+        self._told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
+        self._ended = threading.Event()
+        self._progress_s = 0.0
+        self._user: Collected | Incremental
+        self._result_fd: int | None = None
+
+    # -- threads
+
+    def run(self) -> None:
+        threading.Thread(target=self._read, name="atoll-read", daemon=True).start()
+        threading.Thread(target=self._write, name="atoll-write", daemon=True).start()
+        while (job := self._jobs.get()) is not None:
+            self._do(*job)
+            del job
+        self._ended.set()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message, fd = self._channel.receive()
+            except EOFError:
+                self._jobs.put(None)
+                self._ended.wait(END_S)
+                os._exit(0)
+            if message["what"] == "release":
+                handle = self._handles.get(message["id"])
+                if handle is not None:
+                    handle.release()
+                del handle
+            else:
+                self._jobs.put((message, fd))
+
+    def _write(self) -> None:
+        while True:
+            try:
+                self._channel.send(self._told.get())
+            except OSError:
+                return  # the server is gone, which the reader sees too
+
+    def _progress(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._progress_s >= PROGRESS_S:
+            self._progress_s = now_s
+            self._told.put({"what": "progress"})
+
+    # -- what the server asks for
+
+    def _do(self, message: dict[str, Any], fd: int | None) -> None:
+        try:
+            with torch.no_grad():
+                getattr(self, f"_{message['what']}")(message, fd)
+        except BadResult as error:
+            self._tell_error(message, f"it {error}")
+        except MemoryError:
+            self._tell_error(message, "the machine has too little memory for it")
+        except Exception as error:
+            if isinstance(error, AtollError) and message["what"] == "begin":
+                if error.trace:
+                    print(error.trace, file=sys.stderr)
+                self._told.put({"what": "bad", "message": error.message, "remedy": error.remedy})
+                return
+            traceback.print_exc()
+            self._tell_error(message, f"{type(error).__name__}: {error} ({_where(error)})")
+
+    def _tell_error(self, message: dict[str, Any], text: str) -> None:
+        self._told.put({"what": "error", "message": text, "round": message.get("round", 0)})
+
+    def _begin(self, message: dict[str, Any], _: int | None) -> None:
+        torch.set_num_threads(message["threads"])
+        schema = Schema.from_json(message["schema"])
+        self._codecs = codecs_of(message["codec"], message["codec_options"])
+        self._layout = encoded_layout(schema, message["codec"], self._codecs, message["part_bytes"])
+        self._result = result_layout(schema, message["part_bytes"])
+        self._user = load(message["aggregator"], message["options"])
+        self._told.put({"what": "ready", "incremental": self._user.incremental})
+
+    def _file(self, _: dict[str, Any], fd: int | None) -> None:
+        self._result_fd = fd
+
+    def _update(self, message: dict[str, Any], fd: int | None) -> None:
+        assert fd is not None
+        number = message["id"]
+
+        def read(offset: int, memory: memoryview) -> None:
+            read_at(fd, memory, offset)
+            self._progress()
+
+        handle = Handle(read, functools.partial(self._give_back, fd, number))
+        self._handles[number] = handle
+        self._user.accept(
+            Update(
+                site=message["site"],
+                round=message["round"],
+                weight=message["weight"],
+                steps=message["steps"],
+                metrics=message["metrics"],
+                tensors=self._state(handle, is_stepped),
+                buffers=self._state(handle, lambda spec: spec.group == BUFFERS),
+            )
+        )
+        self._progress()
+
+    def _state(self, handle: Handle, which: Callable[[TensorSpec], bool]) -> LazyState:
+        codecs = self._codecs
+
+        def decode(encoded: torch.Tensor, target: torch.Tensor, segment: Segment) -> None:
+            codecs[segment.codec].decode_(encoded, target, segment.spec.dtype)
+
+        segments = {name: each for name, each in self._layout.by_name.items() if which(each.spec)}
+        return LazyState(handle, segments, decode)
+
+    def _give_back(self, fd: int, number: int) -> None:
+        os.close(fd)
+        self._told.put({"what": "released", "id": number})
+
+    def _aggregate(self, message: dict[str, Any], _: int | None) -> None:
+        assert self._result_fd is not None
+        write_result(self._result_fd, self._result, self._user.aggregate(), self._progress)
+        self._user.reset()
+        self._told.put({"what": "done", "round": message["round"]})
+
+    def _reset(self, _: dict[str, Any], __: int | None) -> None:
+        self._user.reset()
+
+
+def _where(error: BaseException) -> str:
+    """The file and line of user code that raised: the last frame outside of installed packages, else the last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    package = os.path.join(here, "atoll") + os.sep
+    own = [
+        frame
+        for frame in frames
+        if not os.path.abspath(frame.filename).startswith((package, sys.base_prefix + os.sep, sys.prefix + os.sep))
+    ]
+    frame = (own or list(frames))[-1]
+    return f"{frame.filename}, line {frame.lineno}"

@@ -1,0 +1,257 @@
+"""What a run's settings and model mean in files and arithmetic: made once, then only read."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from atoll import registry
+from atoll.aggregation.outer_state import state_layout, state_regions, version_regions
+from atoll.aggregation.tables import Tables
+from atoll.aggregation.user_aggregator import Accumulated
+from atoll.algorithms.resolve import ResolvedAlgorithm, resolve
+from atoll.codecs.base import Codec
+from atoll.codecs.encoded_layout import codecs_of, encoded_layout
+from atoll.codecs.version_difference import Downlink
+from atoll.config import Settings
+from atoll.errors import ConfigError
+from atoll.outer_optimizers.build import build_outer
+from atoll.outer_optimizers.torch_optimizer import OuterRule
+from atoll.posix import nameless_file
+from atoll.reducers.base import Reducer
+from atoll.reducers.build import build_reducers
+from atoll.reducers.means import NormalisedMean, Share
+from atoll.reducers.staleness_weight import StalenessWeight, constant, staleness_weight
+from atoll.store.store import FileShape, FragmentShapes
+from atoll.tensors.fragments import Split
+from atoll.tensors.layout import Layout, version_header, version_layout
+from atoll.tensors.schema import CONTROL, PARAMS, Schema
+
+PLACED = (
+    "algorithm",
+    "outer_optimizer",
+    "outer_lr",
+    "outer_lrs",
+    "outer_momentum",
+    "outer_options",
+    "local_options",
+    "reducer",
+    "reducer_options",
+    "codec",
+    "codec_options",
+    "dn_buffer_size",
+    "mode",
+    "async_buffer",
+    "sync_rounds_first",
+    "staleness_weight",
+    "num_workers",
+    "min_workers",
+    "sync_every",
+    "num_fragments",
+    "tau",
+    "alpha",
+    "max_inflight",
+    "part_bytes",
+    "download_to_disk",
+    "placement",
+)
+"""Settings that decide what a round makes of its updates."""
+
+
+def placed_settings(settings: Settings) -> dict[str, Any]:
+    """Of a run, as they travel."""
+    return settings.model_dump(mode="json", include=set(PLACED))
+
+
+@dataclass(frozen=True)
+class FragmentPlan:
+    """The layouts of one fragment's files."""
+
+    schema: Schema
+    header: bytes
+    version: Layout
+    update: Layout
+    state: tuple[bytes, Layout] | None
+    downlink: Downlink | None
+    tables: Tables
+
+    def shapes(self) -> FragmentShapes:
+        """Sizes and digest regions of the fragment's files."""
+        state = None
+        if self.state:
+            header, layout = self.state
+            state = FileShape(layout.nbytes, header, tuple(r.ranges for r in state_regions(self.version, layout)))
+        delta = None
+        if self.downlink is not None:
+            ranges = tuple(((part.start, part.nbytes),) for part in self.downlink.parts)
+            delta = FileShape(self.downlink.layout.nbytes, b"", ranges)
+        return FragmentShapes(
+            version=FileShape(self.version.nbytes, self.header, tuple(r.ranges for r in version_regions(self.version))),
+            state=state,
+            update_bytes=self.update.nbytes,
+            update_parts=tuple((part.start, part.nbytes) for part in self.update.parts),
+            delta=delta,
+        )
+
+    @property
+    def state_layout(self) -> Layout | None:
+        """Of the outer state file; None where nothing is kept between rounds."""
+        return self.state[1] if self.state else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rules of a run, and the layouts of its fragments: one, the whole model, unless it streams."""
+
+    settings: Settings
+    algorithm: ResolvedAlgorithm
+    split: Split
+    codecs: dict[str, Codec]
+    rule: OuterRule
+    reducers: dict[str, Reducer]
+    fragments: tuple[FragmentPlan, ...]
+    threads: int
+    staleness_weight: StalenessWeight = constant
+
+    @classmethod
+    def make(cls, settings: Settings, split: Split, outer: Callable[..., Optimizer] | None = None) -> Plan:
+        """The plan for a model that is cut in this way.
+
+        Args:
+            outer: the outer optimizer, in place of the setting's.
+
+        Raises:
+            ConfigError: algorithm, codec, reducer or outer optimizer cannot be used; the remedy says why.
+        """
+        algorithm = resolve(settings, outer)
+        codecs = codecs_of(algorithm.codec, algorithm.codec_options)
+        if settings.aggregator:
+            codecs[Accumulated.name] = Accumulated()
+        rule = build_outer(algorithm.outer, algorithm.outer_options, settings.outer_lrs)
+        _require_fitting(settings, split)
+        reducers = build_reducers(algorithm.algorithm.reduce, algorithm.reducer, algorithm.reducer_options)
+        if settings.staleness_weight != "constant" and reducers[PARAMS].needs_all:
+            raise ConfigError(
+                f"staleness_weight is {settings.staleness_weight!r}, but the reducer {algorithm.reducer!r} has no "
+                "weights.",
+                "Leave staleness_weight out, or choose reducer = 'mean'.",
+            )
+
+        def fragment(schema: Schema) -> FragmentPlan:
+            version = version_layout(schema, settings.part_bytes, settings.ranks)
+            downlink = Downlink.of(version, settings.downlink_codec or "none", settings.downlink_codec_options)
+            state = state_layout(schema.tensors, rule, settings.part_bytes, masters=downlink is not None)
+            return FragmentPlan(
+                schema=schema,
+                header=version_header(schema),
+                version=version,
+                update=encoded_layout(schema, algorithm.codec, codecs, settings.part_bytes, settings.ranks),
+                state=state,
+                downlink=downlink,
+                tables=Tables(rule.granularity, codecs, state[1] if state else None),
+            )
+
+        return cls(
+            settings=settings,
+            algorithm=algorithm,
+            split=split,
+            codecs=codecs,
+            rule=rule,
+            reducers=reducers,
+            fragments=tuple(map(fragment, split.schemas)),
+            threads=settings.threads or min(os.cpu_count() or 1, 8),
+            staleness_weight=staleness_weight(settings.staleness_weight),
+        )
+
+    @property
+    def schema(self) -> Schema:
+        """Of the whole model."""
+        return self.split.schema
+
+    @property
+    def versions(self) -> tuple[Layout, ...]:
+        """The layout of each fragment's versions."""
+        return tuple(fragment.version for fragment in self.fragments)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether versions are what workers hold, and the model lies beside them."""
+        return any(fragment.downlink is not None for fragment in self.fragments)
+
+    @property
+    def is_swarm(self) -> bool:
+        """Whether workers aggregate, and hold the versions."""
+        return self.settings.placement == "swarm"
+
+    @property
+    def streams(self) -> bool:
+        """Whether the model is more than one fragment."""
+        return len(self.fragments) > 1
+
+    def new_file(self, name: str, nbytes: int) -> int:
+        """A file of zeros without a name: beside the run's other files, or in memory where the run has none on disk.
+
+        Args:
+            name: what the system calls one in memory.
+
+        Raises:
+            OSError: no space; nothing of it is left behind.
+        """
+        to_disk = self.settings.download_to_disk
+        fd = nameless_file(self.settings.state_dir) if to_disk else os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, max(nbytes, 1))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def reducers_of(self, total_weight: float, steps: Sequence[int]) -> dict[str, Reducer]:
+        """The reducers of a round.
+
+        Args:
+            total_weight: of all sites of the run, for controls.
+            steps: that its updates report, in the frozen order.
+        """
+        reducers = {
+            group: reducer.of(steps) if isinstance(reducer, NormalisedMean) else reducer
+            for group, reducer in self.reducers.items()
+        }
+        return reducers | {CONTROL: Share(total_weight)} if CONTROL in reducers else reducers
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether an update without its number of local steps cannot be reduced."""
+        return any(isinstance(reducer, NormalisedMean) for reducer in self.reducers.values())
+
+
+def _require_fitting(settings: Settings, split: Split) -> None:
+    """Every pattern of `outer_lrs` has to name something that is stepped.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    names = [spec.name for spec in split.schema.tensors if spec.group == PARAMS and spec.is_float]
+    for pattern in settings.outer_lrs:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"outer_lrs has {pattern!r}, which is the name of no parameter.",
+                registry.nearest(pattern, names, "Patterns are as those of files: head.*, *.bias."),
+            )
+
+
+def torch_build() -> str:
+    """What "the same bits" depends on besides the input: the torch build."""
+    return torch.__version__
+
+
+def cpu_capability() -> str:
+    """… and the vector instructions it uses here."""
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

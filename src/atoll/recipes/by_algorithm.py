@@ -1,0 +1,131 @@
+"""The recipes, one for each algorithm or family of them; their pages are docs/algorithms/."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from atoll import registry
+from atoll.border import bordered
+from atoll.errors import UsageError
+from atoll.recipes.recipe import Recipe
+
+OPTIMIZERS = {"sgd": "fedavgm", "adam": "fedadam", "yogi": "fedyogi", "adagrad": "fedadagrad"}
+"""FedOpt's server optimizer → the algorithm of the run file."""
+
+
+@bordered
+@dataclass(eq=False)
+class FedAvgRecipe(Recipe):
+    """Federated averaging: the mean of what the clients trained, by weight."""
+
+    algorithm: ClassVar[str] = "fedavg"
+
+
+@bordered
+@dataclass(eq=False)
+class FedProxRecipe(Recipe):
+    """FedAvg whose clients are drawn towards the global model.
+
+    Args:
+        mu: how strongly, μ; the paper's best lie between 0.001 and 1.
+    """
+
+    algorithm: ClassVar[str] = "fedprox"
+    mu: float = field(default=0.01, kw_only=True)
+
+    def choices(self) -> dict[str, Any]:
+        """μ."""
+        return {"local_options": {"mu": self.mu}}
+
+
+@bordered
+@dataclass(eq=False)
+class FedOptRecipe(Recipe):
+    """FedAvg with an optimizer at the server.
+
+    Args:
+        server_optimizer: `adam`, `yogi`, `adagrad`, or `sgd` with momentum.
+        server_lr: its learning rate; by default the algorithm's.
+    """
+
+    server_optimizer: str = field(default="adam", kw_only=True)
+    server_lr: float | None = field(default=None, kw_only=True)
+
+    @property
+    def algorithm(self) -> str:  # type: ignore[override]
+        """Of the run file.
+
+        Raises:
+            UsageError: there is none of that optimizer; the nearest is named.
+        """
+        if self.server_optimizer not in OPTIMIZERS:
+            raise UsageError(
+                f"FedOptRecipe: server_optimizer is {self.server_optimizer!r}.",
+                registry.nearest(str(self.server_optimizer), OPTIMIZERS, f"It may be {', '.join(OPTIMIZERS)}."),
+            )
+        return OPTIMIZERS[self.server_optimizer]
+
+    def choices(self) -> dict[str, Any]:
+        """The learning rate, where it is given."""
+        return {} if self.server_lr is None else {"outer_lr": self.server_lr}
+
+
+@bordered
+@dataclass(eq=False)
+class ScaffoldRecipe(Recipe):
+    """SCAFFOLD: clients correct their steps by where all of them go; for sites whose data differ much.
+
+    Args:
+        server_lr: η_g; by default 1.
+    """
+
+    algorithm: ClassVar[str] = "scaffold"
+    server_lr: float | None = field(default=None, kw_only=True)
+
+    def choices(self) -> dict[str, Any]:
+        """η_g, where it is given."""
+        return {} if self.server_lr is None else {"outer_lr": self.server_lr}
+
+
+@bordered
+@dataclass(eq=False)
+class DiLoCoRecipe(Recipe):
+    """Low-communication training: clients synchronise every `sync_every` local steps.
+
+    Args:
+        sync_every: H.
+        outer_lr: of the outer optimizer; by default 0.7.
+        outer_momentum: of the outer optimizer; by default 0.9.
+    """
+
+    algorithm: ClassVar[str] = "diloco"
+    sync_every: int = field(default=500, kw_only=True)
+    outer_lr: float | None = field(default=None, kw_only=True)
+    outer_momentum: float | None = field(default=None, kw_only=True)
+
+    def choices(self) -> dict[str, Any]:
+        """H, and what is given of the outer optimizer."""
+        outer = {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum}
+        return {"sync_every": self.sync_every} | {key: value for key, value in outer.items() if value is not None}
+
+
+@bordered
+@dataclass(eq=False)
+class SwarmRecipe(Recipe):
+    """Rounds that clients aggregate, another one each time: no update goes through the server (docs/swarm.md).
+
+    Args:
+        algorithm: of the rounds; any that needs no code of your own.
+        aggregators: clients that aggregate, in turn; by default all of them, in an order that the seed draws.
+    """
+
+    algorithm: str = field(default="fedavg", kw_only=True)  # type: ignore[misc]
+    aggregators: str | Sequence[str] = field(default=(), kw_only=True)
+
+    def choices(self) -> dict[str, Any]:
+        """Where rounds are aggregated, and by whom, where that is given."""
+        given = self.aggregators
+        named = {"aggregators": (given,) if isinstance(given, str) else tuple(given)} if given else {}
+        return {"placement": "swarm"} | named

@@ -1,0 +1,456 @@
+"""What recipes and environments say of an argument that they do not have, or whose value is of a wrong type.
+
+What a recipe's `model` and `initial_ckpt` may be, and the initial model as the file that a run file names.
+
+What every recipe is: a few names that people know, and the settings of a run that they stand for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+from atoll import registry
+from atoll.algorithms.resolve import resolve
+from atoll.border import border, bordered, say_interrupt_in_a_line
+from atoll.config import DEFAULT_PORT, Settings
+from atoll.config.text import settings_lines
+from atoll.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from atoll.recipes.result import RunResult
+    from atoll.tensors.module_tensors import Tensors
+
+
+class _Strict(type):
+    @border
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        """Refuse what `__init__` does not take, before Python would without saying what is meant."""
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]  # this very class's
+        known = [name for name in signature.parameters if name != "self"]
+        for name in given:
+            if name not in known:
+                raise _unknown(cls.__name__, name, given[name], known)
+        try:
+            signature.bind(None, *args, **given)
+        except TypeError as error:
+            wanted = [name for name in known if signature.parameters[name].default is inspect.Parameter.empty]
+            raise UsageError(f"{cls.__name__}: {error}.", f"It needs {', '.join(wanted)}.") from None
+        return super().__call__(*args, **given)
+
+
+class Strict(metaclass=_Strict):
+    """A class that refuses an unknown argument with the nearest one that it has, and says which are missing."""
+
+
+def require_number(who: object, name: str, value: object, least: int) -> None:
+    """Refuse what is no whole number, or a smaller one; a text or a truth value is none.
+
+    Raises:
+        UsageError: the argument is named.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{type(who).__name__}: {name} is {value!r}.", f"Give a whole number, at least {least}.")
+
+
+def require_path(who: object, name: str, value: object) -> None:
+    """Refuse what is no path.
+
+    Raises:
+        UsageError: the argument is named.
+    """
+    if not isinstance(value, str | Path):
+        raise UsageError(f"{type(who).__name__}: {name} is {value!r}.", "Give a path, as text or a pathlib.Path.")
+
+
+def script_arguments(who: object, given: object) -> list[str]:
+    """`train_args` as a list.
+
+    Raises:
+        UsageError: it is neither a text that a shell would take nor a list of texts.
+    """
+    if isinstance(given, str):
+        try:
+            return shlex.split(given)
+        except ValueError as error:
+            raise UsageError(
+                f"{type(who).__name__}: train_args is {given!r}: {str(error).lower()}.",
+                "Quote it as for a shell, or give a list.",
+            ) from None
+    if isinstance(given, Sequence) and not isinstance(given, bytes | bytearray):
+        return [str(each) for each in given]
+    raise UsageError(
+        f"{type(who).__name__}: train_args is {given!r}.", 'Give one text, "--epochs 2", or a list, ["--epochs", "2"].'
+    )
+
+
+def _unknown(who: str, name: str, value: Any, known: Sequence[str]) -> UsageError:
+    if name in Settings.model_fields:
+        return UsageError(
+            f"{who} has no argument {name!r}, which is a setting of the run file.",
+            f"Choose it with recipe.add_server_config({{{name!r}: {value!r}}}).",
+        )
+    return UsageError(f"{who} has no argument {name!r}.", registry.nearest(name, known, f"It has {', '.join(known)}."))
+
+
+FILE = "initial.safetensors"
+"""Beside the run file."""
+
+HOW = 'Give an nn.Module, "my_models:build", {"class_path": "my_models.Net"} or a safetensors file.'
+
+
+class InitialModel:
+    """The initial model of a run.
+
+    Args:
+        model: an `nn.Module`, what the setting `model` may be, or None.
+        checkpoint: a safetensors file with its weights, or None.
+
+    Raises:
+        UsageError: neither is given, or `model` is something else.
+    """
+
+    def __init__(self, model: Any, checkpoint: str | Path | None) -> None:
+        if model is None and checkpoint is None:
+            raise UsageError("The recipe has no initial model: model and initial_ckpt are None.", HOW)
+        if isinstance(model, type):
+            raise UsageError(f"model is the class {model.__name__}, not a model.", f"Make one: {model.__name__}().")
+        if isinstance(model, Path):
+            model = str(model)
+        path = model.get("class_path") if isinstance(model, Mapping) else model
+        if isinstance(path, str) and path.startswith("__main__"):
+            raise UsageError(
+                f"model is {path!r}: the server is another program, whose __main__ is not this script.",
+                "Put the model into a module of its own, which the train script imports, too.",
+            )
+        if checkpoint is not None and isinstance(model, str) and ":" not in model:
+            raise UsageError(f"model is {model!r}, and initial_ckpt is {str(checkpoint)!r}.", "Give one of them.")
+        self._model, self._checkpoint = model, None if checkpoint is None else str(checkpoint)
+        self._is_module = not isinstance(model, str | Mapping | None)
+        if self._is_module and not callable(getattr(model, "state_dict", None)):
+            raise UsageError(f"model is a {type(model).__name__}.", HOW)
+
+    @property
+    def _is_written(self) -> bool:
+        """Whether the run file names a file that `write` makes."""
+        return self._is_module or (self._checkpoint is not None and self._model is not None)
+
+    def settings(self, folder: Path) -> dict[str, Any]:
+        """What it is in the settings, where the run file lies in `folder`."""
+        return {"model": str(folder / FILE) if self._is_written else self._checkpoint or self._model}
+
+    def write(self, folder: Path, settings: Settings) -> None:
+        """Write the file that the run file names, where it names one that is made.
+
+        Raises:
+            ConfigError: the weights are not those of the model, or the file is none.
+        """
+        if self._is_written:
+            save(folder / FILE, self.tensors(settings), self._weights())
+
+    def tensors(self, settings: Settings) -> nn.Module | Tensors:
+        """The model as the server sees it; its values are those of the checkpoint only where there is nothing else."""
+        from atoll.server.model import initial_model
+
+        if self._is_module:
+            module: nn.Module = self._model
+            return module
+        own = self._model or self._checkpoint
+        args = {} if isinstance(own, Mapping) else {"model_args": settings.model_args}
+        return initial_model(Settings.build({"model": own, "seed": settings.seed, **args}), None)
+
+    def _weights(self) -> Tensors | None:
+        if self._checkpoint is None:
+            return None
+        from atoll.server.model import initial_model
+
+        state = initial_model(Settings.build({"model": self._checkpoint}), None)
+        if not isinstance(state, Mapping):
+            raise ConfigError(
+                f"initial_ckpt is {self._checkpoint!r}, which names code.",
+                "Give a safetensors file; model may be code.",
+            )
+        return state
+
+
+def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None) -> None:
+    """Write a model as a file that says which names are buffers and which are tied; it appears whole or not at all.
+
+    Args:
+        weights: values in place of the model's own.
+
+    Raises:
+        ConfigError: they are not those of the model.
+    """
+    from torch import nn
+
+    from atoll.server.exports import export_header
+    from atoll.tensors.chunks import bytes_of
+    from atoll.tensors.module_tensors import Told, named_tensors, schema_of, unwrapped
+    from atoll.tensors.schema import BUFFERS
+
+    model = model if isinstance(model, nn.Module) else unwrapped(model)
+    schema, (owners, aliases) = schema_of(model), named_tensors(model)
+    if weights is not None:
+        given = {name: weights[name] for name in owners if name in weights}  # in the model's order
+        given |= {name: weights[name] for name in weights if name not in given and name not in aliases}
+        told = Told(given, {spec.name: spec.group == BUFFERS for spec in schema.tensors})
+        told |= {name: told[owner] for name, owner in aliases.items() if owner in told}
+        schema_of(told).require_equal(schema, mine="initial_ckpt", theirs="model")
+        owners = given
+    header, order = export_header(schema)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(header)
+        for spec in order:
+            file.write(bytes_of(owners[spec.name].detach().cpu().contiguous()))
+    os.replace(temporary, path)
+
+
+HEADER = "# Written by "
+"""How a run file begins that may be written anew."""
+
+ARGUMENTS = {
+    "name": "name",
+    "model": "model",
+    "model_args": "model",
+    "rounds": "num_rounds",
+    "num_workers": "min_clients",
+    "min_workers": "min_clients",
+    "client": "train_script",
+}
+"""Setting → the argument that it comes from."""
+
+DEFAULTS_ONLY = ("num_workers", "min_workers")
+"""Of those, what may be chosen apart from the argument, too."""
+
+
+class Environment(Protocol):
+    """Where a recipe is executed."""
+
+    def run(self, recipe: Recipe) -> RunResult:
+        """Execute it, and say what came of it."""
+        ...
+
+
+@bordered
+@dataclass(eq=False)
+class Recipe(Strict):
+    """A run of one algorithm.
+
+    Args:
+        name: of the run, for people.
+        model: the initial model: an `nn.Module`, `"module:function"`, `{"class_path": …, "args": …}`, or a safetensors
+            file; None where `initial_ckpt` is one.
+        min_clients: clients that round one waits for, and below which no round closes.
+        num_rounds: after which the run is finished.
+        train_script: what a client runs, `train.py`: a script that would be a worker under `atoll worker`.
+        initial_ckpt: a safetensors file with the weights of `model`.
+        train_args: of the script, as one text or a list.
+
+    Raises:
+        UsageError: an argument is unknown (the nearest is named), or two of them contradict each other.
+        ConfigError: a value is wrong; the setting is named that it stands for.
+    """
+
+    algorithm: ClassVar[str]
+    """Of the run file."""
+
+    name: str
+    model: nn.Module | str | Path | Mapping[str, Any] | None
+    min_clients: int
+    num_rounds: int
+    train_script: str | Path
+    initial_ckpt: str | Path | None = None
+    train_args: str | Sequence[str] = ()
+    _config: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.initial_ckpt is not None:
+            require_path(self, "initial_ckpt", self.initial_ckpt)
+        self._initial = InitialModel(self.model, self.initial_ckpt)
+        require_path(self, "train_script", self.train_script)
+        script_arguments(self, self.train_args)
+        if isinstance(self.num_rounds, int) and self.num_rounds < 1:
+            raise UsageError(
+                f"{type(self).__name__}: num_rounds is {self.num_rounds}.", "A recipe ends by itself: give at least 1."
+            )
+        self.settings()
+        require_number(self, "min_clients", self.min_clients, 1)
+        require_number(self, "num_rounds", self.num_rounds, 1)
+        if not Path(self.train_script).is_file():
+            raise UsageError(
+                f"{type(self).__name__}: there is no train_script {str(self.train_script)!r}.",
+                f"A relative path is looked for in {str(Path.cwd())!r}.",
+            )
+
+    # -- the settings it stands for
+
+    def choices(self) -> dict[str, Any]:
+        """What the algorithm's own arguments say, as settings of the run file."""
+        return {}
+
+    def add_server_config(self, config: Mapping[str, Any] | None = None, **given: Any) -> Self:
+        """Choose further settings of the run file (docs/reference/settings.md); what was chosen before gives way.
+
+        Paths are relative to the current folder. Settings that make sense only together go into one call.
+
+        Raises:
+            ConfigError: there is no such setting (the nearest is named), a value is wrong, or contradicts another.
+            UsageError: an argument of the recipe says it already, or settings came as keywords.
+        """
+        if given or not isinstance(config, Mapping):
+            got = ", ".join([*([repr(config)] if config is not None else []), *(f"{key}=…" for key in given)])
+            raise UsageError(
+                f"add_server_config takes the settings as one mapping, and got {got or 'nothing'}.",
+                f"Write recipe.add_server_config({given or {'codec': 'int8'}!r}).",
+            )
+        fixed = {"algorithm", *ARGUMENTS, *self.choices()} - {*DEFAULTS_ONLY}
+        for key in config:
+            if not isinstance(key, str):
+                raise UsageError(
+                    f"add_server_config got the key {key!r}, which is no name of a setting.",
+                    "Names are texts: docs/reference/settings.md has them.",
+                )
+            if key in fixed:
+                who = type(self).__name__
+                argument = ARGUMENTS.get(key)
+                raise UsageError(
+                    f"add_server_config got {key!r}, which {who} decides.",
+                    f"It is its argument {argument!r}."
+                    if argument
+                    else "See its other arguments, or take another one.",
+                )
+        before = self._config
+        self._config = before | dict(config)
+        try:
+            self.settings()
+        except BaseException:
+            self._config = before
+            raise
+        return self
+
+    def settings(self, num_clients: int | None = None, folder: Path = Path()) -> Settings:
+        """The run's settings; paths in them are relative to the current folder.
+
+        Args:
+            num_clients: that round one waits for; by default `min_clients`.
+            folder: where an initial model lies that `write` makes.
+
+        Raises:
+            ConfigError: a value is wrong, or contradicts another, or the algorithm does not take it.
+        """
+        who = type(self).__name__
+        source = {key: f"{who}, {argument}" for key, argument in ARGUMENTS.items()}
+        source |= dict.fromkeys(self.choices(), who) | dict.fromkeys(self._config, "add_server_config")
+        settings = Settings.build(self._values(num_clients, folder), source)
+        try:
+            resolve(settings)
+        except ConfigError as error:
+            raise ConfigError(f"{who}: {error.message}", error.remedy, error.trace) from error
+        return settings
+
+    def _values(self, num_clients: int | None, folder: Path) -> dict[str, Any]:
+        floor = {} if self._config.get("mode") == "async" else {"min_workers": self.min_clients}
+        return {
+            "name": self.name,
+            **self._initial.settings(folder),
+            "algorithm": self.algorithm,
+            "rounds": self.num_rounds,
+            "num_workers": self.min_clients if num_clients is None else num_clients,
+            "client": str(self.train_script),
+            **floor,  # nobody waits for others in an asynchronous run, so that there it is left at 1
+            **self.choices(),
+            **self._config,
+        }
+
+    def initial_tensors(self, settings: Settings) -> nn.Module | Mapping[str, Tensor]:
+        """The initial model, as the server of this recipe would have it."""
+        return self._initial.tensors(settings)
+
+    @property
+    def argv(self) -> list[str]:
+        """The script and its arguments."""
+        return [str(self.train_script), *script_arguments(self, self.train_args)]
+
+    # -- what it does
+
+    def write(self, path: str | Path, num_clients: int | None = None) -> Path:
+        """Write the run file, and the initial model beside it where `model` is a module or has weights of its own.
+
+        `atoll server` on that file and `atoll worker` with the script are the same run as `execute`, to the bit.
+
+        Args:
+            num_clients: that round one waits for; by default `min_clients`.
+
+        Raises:
+            UsageError: there is a file that no recipe wrote.
+            ConfigError: a value is wrong, or the weights are not those of the model.
+        """
+        path = Path(path)
+        if path.is_dir():
+            raise UsageError(f"{str(path)!r} is a folder.", f"Name the run file: {path / 'run.toml'}.")
+        if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
+            raise UsageError(f"{str(path)!r} was not written by a recipe.", "Name another file, or remove that one.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        settings = self.settings(num_clients, path.parent)
+        self._initial.write(path.parent, settings)
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(self.text(path, num_clients), encoding="utf-8")
+        os.replace(temporary, path)
+        return path
+
+    def text(self, path: Path, num_clients: int | None = None) -> str:
+        """What `write` writes at `path`."""
+        settings = self.settings(num_clients, path.parent)
+        chosen = {*self._values(num_clients, path.parent), *(["model_args"] if settings.model_args else [])}
+        shown = min(settings.num_workers, 3)
+        server = f"http://127.0.0.1:{settings.port or DEFAULT_PORT}"
+        return "\n".join(
+            [
+                f"{HEADER}{type(self).__name__}. The same run without it, each line in a terminal of its own, where",
+                f"# {self.train_script} lies (bits may hang on PyTorch's threads: a recipe sets OMP_NUM_THREADS=1):",
+                f"#   atoll server {path.name}",
+                *(
+                    f"#   atoll worker --server {server} --site site-{number} -- python {shlex.join(self.argv)}"
+                    for number in range(1, shown + 1)
+                ),
+                *([f"#   … and so on, to site-{settings.num_workers}"] if settings.num_workers > shown else []),
+                "",
+                *settings_lines(settings, chosen, path.parent),
+                "",
+            ]
+        )
+
+    def execute(self, env: Environment) -> RunResult:
+        """Run it, and return when it is finished.
+
+        Args:
+            env: `SimEnv(num_clients=2)`, `LocalEnv(num_clients=2)` or `ServerEnv("http://host:8512")`.
+
+        Raises:
+            AtollError: it could not begin or failed; the message says how to go on.
+        """
+        if isinstance(env, type) or not callable(getattr(env, "run", None)):
+            raise UsageError(
+                f"execute got {env!r}, which is no environment.",
+                'Give LocalEnv(num_clients=2), SimEnv(num_clients=2) or ServerEnv("http://host:8512").',
+            )
+        try:
+            return env.run(self)
+        except KeyboardInterrupt:
+            say_interrupt_in_a_line()
+            raise
+
+
+def slug(name: str) -> str:
+    """A run's name as that of a folder."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"

@@ -1,0 +1,425 @@
+"""The versions that virtual workers train from, each pinned while anybody does.
+
+The rounds of a simulation: its sites join, get their tickets and submit as workers do, but for the network.
+
+What decides is the server's: its handlers, its round machine, its journal. Many virtual workers' messages share one
+transaction of the journal; they come and go by the thousand, and a kill in between only means that they train again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from atoll.errors import AtollError, ConfigError, LeaseLost, RunFailed, StoreError, TicketClosed, UpdateRefused
+from atoll.protocol import messages, routes, status_messages
+from atoll.rounds import events as ev
+from atoll.rounds import events as fx
+from atoll.rounds import leases, machine
+from atoll.server.auth import IDENTITY, Identity
+from atoll.server.handlers import Handlers
+from atoll.server.outcome import outcome_of
+from atoll.server.roster import Lease
+from atoll.server.run import Run
+from atoll.server.space import require_space
+from atoll.simulate.job_messages import ATTEMPTS, Answer, Engine, Job
+from atoll.simulate.kept_state import pending
+from atoll.store.file_slots import WRITER
+from atoll.store.handles import PinnedVersion
+from atoll.store.store import Store
+from atoll.worker.reporting import told
+
+
+class Bases:
+    """Of one run; the newest stays pinned between two virtual workers."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._users: dict[PinnedVersion, int] = {}
+
+    def take(self, version: int) -> PinnedVersion:
+        """The version, for one more who trains from it; others are let go of, unless somebody still does."""
+        base = next((pin for pin in self._users if pin.row.version == version), None)
+        if base is None:
+            for idle in [pin for pin, count in self._users.items() if not count]:
+                del self._users[idle]
+                idle.release()
+            base = self._store.pin_version(0, version)
+            self._users[base] = 0
+        self._users[base] += 1
+        return base
+
+    def give_back(self, base: PinnedVersion) -> None:
+        """One does not train from it any more."""
+        self._users[base] -= 1
+
+    def release(self) -> None:
+        """Nobody trains any more."""
+        for base in self._users:
+            base.release()
+        self._users.clear()
+
+
+LOG = logging.getLogger("atoll.simulate")
+T = TypeVar("T")
+
+TRACES = 3
+"""How many virtual workers' tracebacks are shown in full."""
+PATIENCE = 2
+"""Deadlines that one may train for while others wait for its process."""
+LEAST_PATIENCE_S = 10.0
+GATHER_S = 0.004
+"""Answers that come within it are taken in one transaction, which costs as much as three of them; meanwhile processes
+train what they have been given ahead."""
+JOIN_AT_ONCE = 500
+HOST = "simulated"
+
+
+class Conductor:
+    """Runs the rounds of a simulation, on the event loop of its run.
+
+    Args:
+        sites: every virtual worker.
+        engine: trains them.
+        folder: of what sites keep between their rounds; None: this run's keep nothing.
+        on_round: told of every round that is committed.
+
+    Attributes:
+        worker_rounds: updates that were accepted.
+        late: updates whose round went on without them.
+        refused: site → how many of its updates were refused.
+        failed: site → what ended its part.
+        bytes_up, bytes_down: of tensors that would have travelled.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        sites: Sequence[str],
+        engine: Engine,
+        folder: Path | None,
+        on_round: Callable[[status_messages.RoundSummary], object],
+    ) -> None:
+        self._run, self._sites, self._engine, self._folder, self._on_round = run, sites, engine, folder, on_round
+        self._handlers = Handlers(run)
+        self._loop = asyncio.get_running_loop()
+        self._news, self._rung = asyncio.Event(), False
+        self._heard: deque[tuple[Job, Answer]] = deque()
+        self._lock = threading.Lock()  # guards `_rung`
+        self._leases: dict[str, Lease] = {}
+        self._jobs: dict[str, Job] = {}
+        self._counted = set[str]()  # sites of which an update counts in the run
+        self._bases = Bases(run.store)
+        self._done = run.state.rounds[0].done
+        self._stuck = Counter[str]()  # site → how often it did not return, since its last update
+        self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * run.settings.round_deadline_s)
+        self._engine_failed: Exception | None = None
+        self.worker_rounds = self.late = self.bytes_up = self.bytes_down = 0
+        self.failed: dict[str, str] = {}
+        self.refused = Counter[str]()
+
+    # -- what an engine tells, by threads of its own
+
+    def answered(self, job: Job, answer: Answer) -> None:
+        self._heard.append((job, answer))
+        self._ring()
+
+    def failed_to_go_on(self, error: Exception) -> None:
+        self._engine_failed = error
+        self._ring()
+
+    def _ring(self) -> None:
+        with self._lock:
+            rung, self._rung = self._rung, True
+        if not rung:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._news.set)
+
+    # -- the loop
+
+    async def conduct(self) -> None:
+        """Until the run is finished.
+
+        Raises:
+            RunFailed: no round can close any more. AtollError: the run failed, or the engine.
+        """
+        await self._join()
+        watching = [asyncio.ensure_future(each) for each in (self._watch(), self._free_processes())]
+        try:
+            while not self._run.finished.is_set():
+                self._news.clear()
+                with self._lock:
+                    self._rung = False
+                self._raise_what_failed()
+                while self._heard and self._run.filtering.filters:  # which take their time, in other threads
+                    await self._take(*self._heard.popleft())
+                with self._together():
+                    while self._heard and not self._run.filtering.filters:
+                        now(self._take(*self._heard.popleft()))
+                    self._give()
+                self._tell_of_rounds()
+                self._require_hope()
+                await self._news.wait()
+                if len(self._heard) < len(self._jobs):  # else nobody trains, and nothing more comes
+                    await asyncio.sleep(GATHER_S)
+            self._tell_of_rounds()
+            self._raise_what_failed()
+        finally:
+            for each in watching:
+                each.cancel()
+            self._let_go_of_all()
+
+    async def _watch(self) -> None:
+        """Ring whenever the run has changed."""
+        ended = asyncio.ensure_future(self._run.ended.wait())
+        ended.add_done_callback(lambda _: self._news.set())
+        try:
+            while True:
+                await self._run.changed(3600.0)
+                self._news.set()
+        finally:
+            ended.cancel()
+
+    async def _free_processes(self) -> None:
+        """Where a round has a deadline, nobody keeps a process for ever that others wait for."""
+        while self._run.settings.quorum:
+            await asyncio.sleep(self._patience_s / 4)
+            self._engine.free(self._patience_s)
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """What is done within is one transaction: where it fails, the run ends, and goes on from before it."""
+        try:
+            with self._run.store.transaction(flat=True):
+                yield
+        except AtollError as error:
+            self._run.fail(error)
+            raise
+
+    def _raise_what_failed(self) -> None:
+        if self._run.failed is not None:
+            raise self._run.failed
+        if self._engine_failed is not None:
+            raise self._engine_failed
+
+    def _require_hope(self) -> None:
+        """Refuse to wait for what cannot come.
+
+        Raises:
+            RunFailed: nobody trains, and no virtual worker is left that could.
+        """
+        state = self._run.state
+        if self._jobs or self._heard or self._run.failed or state.rounds[0].phase not in ("open", "gathering"):
+            return
+        if machine.next_deadline_s(state) is not None:
+            return
+        why = machine.why(state, 0, 0.0)
+        last = next(reversed(self.failed.items()), None)
+        told_last = f"; the last that failed, {last[0]}: {last[1].rstrip('.')}" if last else ""
+        here, name = len(state.active_s), state.rules.floor_name
+        lower = f"; or set {name} = {here} to go on without those that failed" if 0 < here < state.rules.floor else ""
+        raise RunFailed(
+            f"Round {state.rounds[0].number} cannot close ({why}): no other virtual worker is left{told_last}.",
+            f"Nothing is lost: mend the client and start the same simulation again, which goes on from here{lower}.",
+        )
+
+    def _tell_of_rounds(self) -> None:
+        done = self._run.state.rounds[0].done
+        if done > self._done:
+            for row in self._run.store.history(done - self._done, 0):
+                self._on_round(status_messages.RoundSummary.model_validate_json(row.summary_json))
+            self._done = done
+
+    # -- sites
+
+    async def _join(self) -> None:
+        """All of them: round one opens with the last. Those of an earlier start that are no more leave.
+
+        Raises:
+            ConfigError: the run is one of real workers; or what one of them has kept is gone.
+        """
+        begun = bool(self._run.roster)
+        real = next((site for site, presence in self._run.roster.items() if presence.host != HOST), None)
+        if real is not None:
+            raise ConfigError(
+                f"The run in {self._run.settings.state_dir} has real workers, such as {real}.",
+                "Give the simulation a state directory of its own.",
+            )
+        request: Any = {IDENTITY: Identity()}
+        sites = set(self._sites)
+        if begun and self._run.has_controls:
+            self._counted.update(filter(self._has_counted, self._sites))
+            self._require_controls()
+        with self._together():
+            for member in leases.alive(self._run.state.members):
+                if member.site not in sites:
+                    self._run.apply(ev.WorkerLeft(member.site, member.lease, ""))
+        for first in range(0, len(self._sites), JOIN_AT_ONCE):
+            with self._together():
+                for number, site in enumerate(self._sites[first : first + JOIN_AT_ONCE], first):
+                    message = messages.Join(
+                        protocol=routes.PROTOCOL,
+                        site=site,
+                        host=HOST,
+                        process=f"{self._run.store.epoch}x{number}",
+                    )
+                    self._leases[site] = Lease.parse(now(self._handlers.join(message, request)).lease)
+            await asyncio.sleep(0)  # a simulation of very many can be ended in between
+
+    def _has_counted(self, site: str) -> bool:
+        ticket, known = self._run.store.last_ticket(site), self._run.roster.get(site)
+        return (known is not None and known.rounds > 0) or (ticket is not None and ticket.state == "accepted")
+
+    def _require_controls(self) -> None:
+        assert self._folder is not None
+        for site in sorted(self._counted):
+            if not (self._folder / site / "control.json").is_file():
+                raise ConfigError(
+                    f"What {site} keeps between its rounds is not in {self._folder} any more, and its updates count.",
+                    "Bring its folder back from a backup, or begin a new simulation in another state_dir.",
+                )
+
+    # -- jobs
+
+    def _give(self) -> None:
+        """Have awaited sites trained, as many as the engine takes."""
+        state = self._run.state
+        if state.rounds[0].phase != "open" or len(self._jobs) >= self._engine.capacity:
+            return
+        require_space(self._run.store, self._run.settings)
+        self._offer(site for site, _ in machine.missing(state, 0))
+        if not self._jobs:  # one that was refused may have another try, where the round cannot close without it
+            self._offer(member.site for member in leases.alive(state.members))
+
+    def _offer(self, sites: Iterable[str]) -> None:
+        for site in sites:
+            if len(self._jobs) >= self._engine.capacity:
+                return
+            if site in self._jobs:
+                continue
+            for effect in self._run.apply(ev.TicketRequested(site, self._leases[site].number, 0)):
+                if isinstance(effect, fx.TicketIssued):
+                    self._jobs[site] = job = self._job(effect)
+                    self._run.store.journal.after_commit(partial(self._engine.put, job))
+
+    def _job(self, issued: fx.TicketIssued) -> Job:
+        site, base = issued.site, self._bases.take(issued.base_version)
+        ticket = self._handlers.given(site, issued.ticket, 0, issued.base_version, base.row.digest)
+        spool = self._run.store.spool(issued.ticket)
+        spool.pool.hold(spool.slot, WRITER)
+        nbytes = self._run.plan.fragments[0].update.nbytes
+        return Job(
+            site,
+            ticket,
+            self._outcomes(site),
+            site in self._counted,
+            base,
+            spool.fd,
+            nbytes,
+            lambda: spool.pool.drop(spool.slot, WRITER),
+        )
+
+    def _outcomes(self, site: str) -> tuple[messages.Outcome, ...]:
+        """Of the update that the site's files hang on."""
+        if self._folder is None:
+            return ()
+        tickets = sorted(pending(self._folder / site))
+        return tuple(outcome_of(self._run.store, self._run.store.ticket(ticket)) for ticket in tickets)
+
+    def _let_go(self, job: Job) -> None:
+        job.release()
+        self._bases.give_back(job.base)
+
+    def _let_go_of_all(self) -> None:
+        """Nobody trains any more."""
+        self._engine.close()
+        for job in self._jobs.values():
+            job.release()
+        self._jobs.clear()
+        self._bases.release()
+
+    async def _take(self, job: Job, answer: Answer) -> None:
+        """What became of a job, told as a worker tells it."""
+        del self._jobs[job.site]
+        self._let_go(job)
+        lease = self._leases[job.site]
+        self.bytes_down += answer.bytes_down
+        self._run.bytes_down += answer.bytes_down
+        try:
+            if answer.disk:
+                raise StoreError(
+                    f"While {job.site} was trained, the disk failed: {answer.error}",
+                    "Make space, or look at the disk. Nothing is lost: the same simulation goes on from here.",
+                )
+            if answer.stuck:
+                await self._did_not_return(job, lease)
+                return
+            if answer.update is None:
+                await self._end(lease, answer)
+                return
+            for part, stats in enumerate(answer.stats):
+                self._handlers.record_part(lease, job.ticket.ticket, part, stats)
+            await self._handlers.complete(lease, job.ticket.ticket, answer.update)
+            self._counted.add(job.site)
+            del self._stuck[job.site]
+        except TicketClosed:
+            self.late += 1
+            LOG.warning("%s: round %d went on without it", job.site, job.ticket.round)
+        except UpdateRefused:  # the server has said why
+            self.refused[job.site] += 1
+        except LeaseLost:
+            self.failed[job.site] = self._run.roster[job.site].error
+        else:
+            nbytes = self._run.plan.fragments[0].update.nbytes
+            self.worker_rounds += 1
+            self.bytes_up += nbytes
+            self._run.bytes_up += nbytes
+
+    async def _did_not_return(self, job: Job, lease: Lease) -> None:
+        """It is late where its round is over, and has another try; at last it takes part no more."""
+        self._stuck[job.site] += 1
+        told_s = f"{self._patience_s:g} s"
+        LOG.warning(
+            "%s did not return within %s, while others waited for its process, which was ended", job.site, told_s
+        )
+        if machine.may_submit(self._run.state, job.site, lease.number, job.ticket.ticket) is not None:
+            self.late += 1
+        if self._stuck[job.site] == ATTEMPTS:
+            why = (
+                f"it did not return within {told_s}, {ATTEMPTS} times in a row; a longer round_deadline_s gives it more"
+            )
+            await self._end(lease, Answer(error=why))
+
+    async def _end(self, lease: Lease, answer: Answer) -> None:
+        """A virtual worker that raised, or returned without an update, takes part no more."""
+        site = lease.site
+        self.failed[site] = answer.error or "it returned without an update"
+        if not answer.trace:
+            LOG.warning("%s takes part no more: %s", site, self.failed[site])
+        elif len(self.failed) <= TRACES:
+            LOG.error("%s raised, and takes part no more:\n%s", site, answer.trace.rstrip())
+        elif len(self.failed) == TRACES + 1:
+            LOG.error("%s raised, too; tracebacks of further ones are not shown", site)
+        await self._handlers.leave(lease, messages.Leave(error=told(answer.error) if answer.error else None))
+
+
+def now(asked: Coroutine[Any, Any, T]) -> T:
+    """What a handler answers at once: nothing that it is asked here has to wait.
+
+    Raises:
+        RuntimeError: it had to.
+    """
+    try:
+        asked.send(None)
+    except StopIteration as end:
+        answer: T = end.value
+        return answer
+    asked.close()
+    raise RuntimeError(f"{asked} waits, in the middle of a transaction")

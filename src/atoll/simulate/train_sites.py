@@ -1,0 +1,133 @@
+"""Where virtual workers are trained: the user's code, loaded once, and one virtual worker at a time."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import sys
+import traceback
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from atoll.errors import AtollError, StoreError, causes
+from atoll.format_text import VisibleLines
+from atoll.posix import FULL
+from atoll.protocol import messages
+from atoll.simulate.client import Client
+from atoll.simulate.job_messages import Answer, Beginning
+from atoll.simulate.seldom import Seldom
+from atoll.simulate.site_session import Shared, VirtualSession, VirtualWorker
+from atoll.worker.functional import forget
+from atoll.worker.seat import taken_by
+
+LAST_WORDS_CHARS = 2000
+FOLDERS = 1000
+"""Of sites, whose paths are kept: to make one takes as long as to read a tensor."""
+
+
+class Station:
+    """Trains the virtual workers that one process is given.
+
+    Raises:
+        ConfigError: the client cannot be loaded.
+    """
+
+    def __init__(self, beginning: Beginning) -> None:
+        sys.path[:] = [*beginning.path, *(each for each in sys.path if each not in beginning.path)]
+        torch.set_num_threads(beginning.threads)
+        _say_little()
+        self._shared = Shared.of(beginning.info, beginning.schema.to_split())
+        self._folder_of = lru_cache(FOLDERS)(Path(beginning.sites).joinpath)
+        self._seed = beginning.seed
+        built_for = (torch.version.cuda, torch.version.hip, getattr(torch.version, "xpu", None))  # asks no device yet
+        is_cpu = not any(built_for) and not torch.backends.mps.is_built()
+        self._seed_torch = torch.default_generator.manual_seed if is_cpu else torch.manual_seed  # 100 times as long
+        self._begin_random("", 0)  # what it draws when it is loaded is the same in every process
+        self._client = Client(beginning.client, beginning.arguments)
+        gc.freeze()  # a full collection would look at all that torch has imported, at every so many virtual workers
+
+    def train(
+        self,
+        site: str,
+        ticket: messages.Ticket,
+        outcomes: list[messages.Outcome],
+        counts: bool,
+        base_fd: int,
+        spool_fd: int,
+    ) -> Answer:
+        """One virtual worker's round, to its end.
+
+        Args:
+            outcomes: of updates that its files may speak of.
+            counts: whether an update of it counts in the run already.
+            base_fd: of the version to train from; stays the caller's.
+            spool_fd: where the update goes; stays the caller's.
+        """
+        known = {outcome.ticket: outcome for outcome in outcomes}
+        try:
+            session = VirtualSession(
+                self._shared, site, ticket, os.dup(base_fd), spool_fd, self._folder_of(site), known, counts
+            )
+        except (AtollError, OSError) as error:  # of what it has kept
+            return answer_to(error, 0)
+        try:
+            worker = VirtualWorker(session)
+            self._begin_random(site, ticket.round)
+            with taken_by(worker):
+                self._client.train(worker)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if not (isinstance(error, SystemExit) and not error.code):
+                return answer_to(error, session.counters.bytes_down)
+        finally:
+            session.close()
+            forget()
+        return Answer(session.formed, session.stats, bytes_down=session.counters.bytes_down)
+
+    def _begin_random(self, site: str, round_: int) -> None:
+        """What a virtual worker draws hangs on its name and the round, not on who was trained here before it."""
+        drawn = int.from_bytes(blake3(f"{self._seed} {round_} {site}".encode()).digest(8), "little")
+        self._seed_torch(drawn)
+        random.seed(drawn)
+        np.random.seed(drawn % 2**32)
+
+
+def answer_to(error: BaseException, bytes_down: int = 0) -> Answer:
+    """What is told of an exception."""
+    trace: TracebackType | None = error.__traceback__
+    here = os.path.dirname(__file__)
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(here):
+        trace = trace.tb_next  # to the user's first line
+    text = "".join(traceback.format_exception(type(error), error.with_traceback(None), trace))
+    last = "".join(traceback.format_exception_only(error)).strip()
+    words, disk = last[-LAST_WORDS_CHARS:] or type(error).__name__, _of_the_disk(error)
+    return Answer(error=disk or words, trace=text, bytes_down=bytes_down, disk=bool(disk))
+
+
+def _of_the_disk(error: BaseException) -> str:
+    """What the disk has to do with it; empty where it has not."""
+    for cause in causes(error):
+        if isinstance(cause, StoreError):
+            return cause.message
+        if isinstance(cause, OSError) and cause.errno in FULL:
+            return f"{cause.filename or 'a file'}: {cause.strerror}."
+    return ""
+
+
+def _say_little() -> None:
+    """Warnings of virtual workers, on standard error; what they do is nobody's news."""
+    logger = logging.getLogger("atoll")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(VisibleLines("atoll: "))
+    handler.addFilter(Seldom())
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False

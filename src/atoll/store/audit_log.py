@@ -1,0 +1,222 @@
+"""The audit log: who submitted what, what was decided, which version came of it, chained by hashes; and its head.
+
+An entry is written in the transaction of the decision it tells of. Whoever notes the last hash somewhere else (it is
+what `verify` returns) can show later that nothing before it was changed.
+
+The journal's end lies in SQLite's write-ahead log, and SQLite drops what follows a damaged frame of it without a word.
+The file is rewritten in place after each commit that adds to the audit log, so it may be behind the journal after
+a kill, and is ahead of it only where the journal has lost its end:
+
+    entry and hash are in the log       nothing is lost; what follows them was committed just before a kill
+    the log ends before                 the end is lost: a power loss may do that under `process` durability
+    the log has another hash there      journal and file are of different runs, or of different moments
+
+Unless an entry `lost` of the log names the file's hash: a start has found and noted that loss, and was itself killed
+before it rewrote the file. Its entry may have the very number of one that was lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from blake3 import blake3
+
+from atoll.errors import StateCorrupt, StoreError
+from atoll.posix import OwnedFile, write_at
+from atoll.sealed import NoteDamaged, seal, unseal
+from atoll.store.journal import Journal
+from atoll.store.rows import AuditRow, now
+
+START = "0" * 64
+
+
+def append(journal: Journal, what: str, **detail: Any) -> None:
+    """Add an entry, inside a transaction."""
+    last = journal.last_audited()
+    seq, previous = (last[0] + 1, last[1]) if last else (1, START)
+    text = json.dumps(detail, sort_keys=True)
+    at = now()
+    journal.execute(
+        "INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?)",
+        seq,
+        at,
+        what,
+        text,
+        previous,
+        digest := _hash(seq, at, what, text, previous),
+    )
+    journal.audited(seq, digest)
+
+
+def entries(journal: Journal, limit: int) -> list[AuditRow]:
+    """The last `limit` entries, oldest first."""
+    found = journal.rows("SELECT * FROM audit ORDER BY seq DESC LIMIT ?", limit)
+    return [AuditRow(*row) for row in reversed(found)]
+
+
+class Rows(Protocol):
+    """What a log is read from: the server's journal, or a reader of its own."""
+
+    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]: ...
+
+
+def verify(journal: Rows) -> tuple[int, str]:
+    """Number of entries and the last hash.
+
+    Raises:
+        StateCorrupt: an entry was changed, removed or added out of turn; the first such is named.
+    """
+    seq, previous = 0, START
+    while page := journal.rows("SELECT * FROM audit WHERE seq > ? ORDER BY seq LIMIT 1000", seq):
+        for values in page:
+            row = AuditRow(*values)
+            expected = _hash(seq + 1, row.at, row.what, row.detail_json, previous)
+            if (row.seq, row.prev_hash, row.hash) != (seq + 1, previous, expected):
+                raise StateCorrupt(
+                    f"The audit log is broken at entry {seq + 1}: it was changed or removed.",
+                    "Compare the directory with a backup.",
+                )
+            seq, previous = row.seq, row.hash
+    return seq, previous
+
+
+def hash_of(row: AuditRow) -> str:
+    """What the hash of an entry has to be."""
+    return _hash(row.seq, row.at, row.what, row.detail_json, row.prev_hash)
+
+
+def _hash(seq: int, at: str, what: str, detail_json: str, previous: str) -> str:
+    return blake3(json.dumps([seq, at, what, detail_json, previous]).encode()).hexdigest()
+
+
+LOG = logging.getLogger("atoll.server")
+
+NAME = "audit.head"
+_BYTES = 512
+"""Within one sector and one page: it is written whole or not at all."""
+_TRIES = 5
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class AuditHead:
+    """The end of an audit log.
+
+    Attributes:
+        entries: how many it had.
+        last_hash: of the last of them.
+        epoch: of the journal.
+        durability: that the server was started with.
+        boot: id of the system's start; another one since means that the machine was started again.
+    """
+
+    entries: int
+    last_hash: str
+    epoch: int
+    durability: str
+    boot: str
+
+
+class AuditHeadFile(OwnedFile):
+    """The file of a server that runs.
+
+    Args:
+        folder: the state directory, locked by the caller.
+
+    Raises:
+        StoreError: it cannot be opened for writing.
+    """
+
+    def __init__(self, folder: Path, durability: str, epoch: int) -> None:
+        self.path = folder / NAME
+        self._durability, self._epoch, self._boot = durability, epoch, boot_id()
+        self._failed = False
+        try:
+            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} cannot be opened for writing ({error.strerror}).",
+                "Make it a plain file that this user may write, or move it away: it is made again.",
+            ) from error
+
+    def write(self, entries: int, last_hash: str) -> None:
+        """The audit log ends here. A failure leaves the earlier end, which is no error at a start."""
+        if self.fd < 0:
+            return
+        note = seal(asdict(AuditHead(entries, last_hash, self._epoch, self._durability, self._boot)))
+        try:
+            write_at(self.fd, f"{note:<{_BYTES - 1}}\n".encode(), 0)
+        except OSError as error:
+            if not self._failed:
+                LOG.warning(
+                    "%s cannot be written (%s): a loss of the journal's end may go unnoticed.",
+                    self.path,
+                    error.strerror,
+                )
+            self._failed = True
+
+
+def boot_id() -> str:
+    """Of this start of the system; empty where it does not tell."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def read_head(folder: Path) -> AuditHead | None:
+    """What the file says; None where there is none.
+
+    Raises:
+        NoteDamaged: it is not what was written.
+    """
+    for attempt in range(1, _TRIES + 1):
+        try:
+            return AuditHead(**unseal((folder / NAME).read_bytes()))
+        except FileNotFoundError:
+            return None
+        except NoteDamaged:
+            if attempt == _TRIES:  # else: a running server may have rewritten it at this moment
+                raise
+        except (OSError, TypeError) as error:
+            raise NoteDamaged(str(error)) from None
+    raise AssertionError("not reached")
+
+
+def require_same_log(head: AuditHead, journal: Rows, where: Path) -> tuple[int, int]:
+    """Compare the file with the log, as far as the log goes.
+
+    Returns:
+        Entries of the log, and how many the file knows of that the log lacks.
+
+    Raises:
+        StateCorrupt: the log has another entry at its place, and does not tell that it was lost.
+    """
+    entries, _ = tip(journal)
+    if _is_noted_as_lost(head, journal):
+        return entries, 0
+    if head.entries > entries:
+        return entries, head.entries - entries
+    found = journal.rows("SELECT hash FROM audit WHERE seq = ?", head.entries) if head.entries else [(START,)]
+    if found != [(head.last_hash,)]:
+        raise StateCorrupt(
+            f"The audit log of {where} is not the one that {NAME} tells of: its entry {head.entries} is another one.",
+            "Restore the whole directory, with all of its files, from one backup.",
+        )
+    return entries, 0
+
+
+def _is_noted_as_lost(head: AuditHead, journal: Rows) -> bool:
+    noted = journal.rows("SELECT detail_json FROM audit WHERE what = 'lost' AND seq <= ?", head.entries)
+    return any(json.loads(detail)["last_hash"] == head.last_hash for (detail,) in noted)
+
+
+def tip(journal: Rows) -> tuple[int, str]:
+    """Number of entries and the last hash."""
+    found = journal.rows("SELECT seq, hash FROM audit ORDER BY seq DESC LIMIT 1")
+    return (int(found[0][0]), str(found[0][1])) if found else (0, START)

@@ -1,0 +1,367 @@
+"""Objects that the server keeps for others: a safetensors file and a note each, in `objects/` of the state directory.
+
+    objects/ID.part           while its parts arrive; gone after a restart, and when nothing comes any more
+    objects/ID.safetensors    complete; never changes
+    objects/ID.json           its note: sizes, digests, when it expires; written last, and replaced atomically
+
+They are no part of the run: no journal row refers to them. An object that expires is unlinked; who still sends it is
+told by `Kept.gone` to break off.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atoll import sealed
+from atoll.blobs.object_file import Extent
+from atoll.errors import AuthError, BadRequest, Busy, Conflict, Gone
+from atoll.posix import write_at
+from atoll.protocol.object_manifest import Manifest, new_id, require_secret, seal
+from atoll.store.file_slots import disk_error
+
+LOG = logging.getLogger("atoll.server")
+
+MOST_OBJECTS = 10_000
+MOST_OPEN = 64
+"""Objects at a time whose parts arrive; each has a descriptor."""
+HELD_S = 10 * 365 * 86400.0
+"""An object of the server's own does not expire."""
+
+
+@dataclass(eq=False)
+class Kept:
+    """An object.
+
+    Attributes:
+        expires_at: seconds since 1970.
+        digests: of the parts that are on disk, by number.
+        fd: while parts arrive; −1 once it is complete.
+        touched_s: monotonic, when the last byte of it came.
+        held: by the server itself, which alone ends it; it has no note, so that a start removes it.
+        gone: set when it is not kept any more.
+    """
+
+    object: str
+    sealed: str
+    extent: Extent
+    inline: bool
+    expires_at: float
+    digests: dict[int, bytes] = field(default_factory=dict)
+    fd: int = -1
+    touched_s: float = 0.0
+    held: bool = False
+    gone: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def copy_of_fd(self) -> int:
+        """A descriptor of one's own, for a thread: the object may end meanwhile, and its number then be another's.
+
+        Raises:
+            Gone: nothing is written to it any more.
+        """
+        with self.lock:
+            if self.fd < 0:
+                raise Gone(f"Object {self.object[:8]} takes no more bytes.", "Publish it again.")
+            return os.dup(self.fd)
+
+    def close(self) -> None:
+        """Nothing is written to it any more. Idempotent."""
+        with self.lock:
+            fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    @property
+    def digest(self) -> str:
+        """Of the whole; all parts must be there."""
+        return self.extent.digest([self.digests[index] for index in range(self.extent.count)])
+
+
+class ObjectStore:
+    """The objects of one server. All calls come from its event loop; bytes are written by its pool.
+
+    Args:
+        folder: of theirs alone; made where it is needed.
+        max_bytes: of all together.
+        max_expires_s: the longest that one is kept.
+        idle_timeout_s: an object of which nothing has come for so long is given up, while it is not complete.
+    """
+
+    def __init__(self, folder: Path, *, max_bytes: int, max_expires_s: float, idle_timeout_s: float) -> None:
+        self._folder, self._max_bytes, self._max_expires_s = folder, max_bytes, max_expires_s
+        self._idle_timeout_s = idle_timeout_s
+        self._kept: dict[str, Kept] = {}
+        self._recover()
+
+    # -- what a publisher does
+
+    def open(self, extent: Extent, *, inline: bool, expires_s: float) -> tuple[Kept, str]:
+        """Make room for an object.
+
+        Returns:
+            The object, and its secret, which is not kept.
+
+        Raises:
+            BadRequest: it could never be kept. Busy: not now. DiskFull: not on this disk.
+        """
+        self.sweep()
+        if extent.nbytes > self._max_bytes:
+            raise BadRequest(
+                f"The object has {extent.nbytes} bytes, this server keeps at most {self._max_bytes} of objects.",
+                "Publish it from your own process, or raise objects_max_bytes at the server.",
+            )
+        taken = self._taken_bytes()
+        arriving = sum(kept.fd >= 0 for kept in self._kept.values())
+        if taken + extent.nbytes > self._max_bytes or len(self._kept) >= MOST_OBJECTS or arriving >= MOST_OPEN:
+            busy = Busy(
+                f"The server keeps {len(self._kept)} objects of {taken} bytes ({arriving} of them arrive), and has no "
+                f"room for {extent.nbytes} more.",
+                "Publish later, withdraw what is not needed, or raise objects_max_bytes at the server.",
+            )
+            busy.retry_after_s = 5.0
+            raise busy
+        secret = new_id()
+        object_id, fd = self.draft()
+        expires_at = time.time() + min(expires_s, self._max_expires_s)
+        kept = Kept(object_id, seal(secret), extent, inline, expires_at, fd=fd, touched_s=time.monotonic())
+        self._kept[kept.object] = kept
+        return kept, secret
+
+    def write(self, kept: Kept, data: memoryview, offset: int) -> None:
+        """Write bytes of an object that arrives; from any thread.
+
+        Raises:
+            Gone: it is not kept any more.
+            DiskFull, StoreError: the disk's.
+        """
+        try:
+            fd = kept.copy_of_fd()
+            try:
+                write_at(fd, data, offset)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise disk_error(error, self._path(kept, "part")) from error
+
+    def complete(self, kept: Kept, digest: str) -> None:
+        """All parts are there: from now on it can be read, also after a restart. Idempotent.
+
+        Raises:
+            Conflict: parts are missing, or make up another digest.
+            DiskFull, StoreError: its note could not be written.
+        """
+        missing = kept.extent.count - len(kept.digests)
+        if missing:
+            raise Conflict(
+                f"Object {kept.object[:8]} lacks {missing} of {kept.extent.count} parts.", "Send them first."
+            )
+        if kept.digest != digest:
+            raise Conflict(f"The parts of object {kept.object[:8]} do not make up its digest.", "Publish it again.")
+        if kept.fd < 0:
+            return
+        note, temporary = self._path(kept, "json"), self._path(kept, "note")
+        try:
+            os.replace(self._path(kept, "part"), self._path(kept, "safetensors"))
+            temporary.write_text(sealed.seal(_note(kept)), encoding="utf-8")
+            os.replace(temporary, note)
+        except OSError as error:
+            self._drop(kept)  # a half of it is worth nothing
+            raise disk_error(error, note) from error
+        kept.close()
+
+    # -- what the server itself puts here, and takes
+
+    def draft(self) -> tuple[str, int]:
+        """A new file for an object, from any thread; of the server's own, it ends with `hold` or `discard`.
+
+        Returns:
+            The object's id, and a descriptor that the caller closes.
+
+        Raises:
+            DiskFull, StoreError: the disk's.
+        """
+        object_id = new_id()
+        path = self._folder / f"{object_id}.part"
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            return object_id, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise disk_error(error, path) from error
+
+    def discard(self, object_id: str) -> None:
+        """Remove a draft."""
+        (self._folder / f"{object_id}.part").unlink(missing_ok=True)
+
+    def hold(self, object_id: str, extent: Extent, digests: Sequence[bytes], *, inline: bool) -> tuple[Kept, str]:
+        """Let a draft that is written be read, until `let_go` or the next start; returns it and its secret.
+
+        Raises:
+            Busy: there is no room. DiskFull, StoreError: the disk's.
+        """
+        taken = self._taken_bytes()
+        if taken + extent.nbytes > self._max_bytes:
+            raise Busy(
+                f"The server keeps objects of {taken} bytes, and has no room for a payload of {extent.nbytes}.",
+                "Raise objects_max_bytes at the server.",
+            )
+        secret = new_id()
+        kept = Kept(object_id, seal(secret), extent, inline, time.time() + HELD_S, dict(enumerate(digests)), held=True)
+        try:
+            os.replace(self._path(kept, "part"), self._path(kept, "safetensors"))
+        except OSError as error:
+            raise disk_error(error, self._path(kept, "part")) from error
+        self._kept[object_id] = kept
+        return kept, secret
+
+    def let_go(self, kept: Kept) -> None:
+        """End an object of the server's own. Idempotent."""
+        self._drop(kept)
+
+    def take(self, object_id: str, secret: str) -> tuple[Kept, int]:
+        """Make a complete object the caller's: nobody finds it any more, its bytes go with the descriptor.
+
+        Raises:
+            Gone, AuthError, Conflict: as `complete_one`.
+        """
+        kept = self.complete_one(object_id, secret)
+        self._require_not_held(kept)
+        fd = self.reader(kept)
+        self._drop(kept)
+        return kept, fd
+
+    def _require_not_held(self, kept: Kept) -> None:
+        if kept.held:
+            raise AuthError(f"Object {kept.object[:8]} is the server's own.", "It ends with its task.")
+
+    # -- what whoever has the reference does
+
+    def find(self, object_id: str, secret: str) -> Kept:
+        """An object, for who may have it.
+
+        Raises:
+            Gone: it is not here, or not any more. AuthError: the secret is another's.
+        """
+        kept = self._kept.get(object_id)
+        if kept is not None and kept.expires_at <= time.time():
+            self._drop(kept)
+            kept = None
+        if kept is None:
+            raise Gone(
+                f"Object {object_id[:8]} is not kept here: it has expired, was withdrawn, or never was.",
+                "Publish it again, with a longer expires_s if it is fetched late.",
+            )
+        require_secret(secret, kept.sealed, object_id)
+        return kept
+
+    def complete_one(self, object_id: str, secret: str) -> Kept:
+        """As `find`, and it can be read.
+
+        Raises:
+            Conflict: parts of it are still to come.
+        """
+        kept = self.find(object_id, secret)
+        if kept.fd >= 0:
+            raise Conflict(
+                f"Object {object_id[:8]} has not arrived yet.", "Fetch it once its publisher has the reference."
+            )
+        return kept
+
+    def manifest(self, kept: Kept) -> Manifest:
+        """Of a complete object; with its bytes, where that was asked for."""
+        digests = tuple(kept.digests[index] for index in range(kept.extent.count))
+        inline = self._path(kept, "safetensors").read_bytes() if kept.inline else None
+        return Manifest(kept.extent, digests, inline)
+
+    def reader(self, kept: Kept) -> int:
+        """A descriptor of a complete object; the caller closes it."""
+        return os.open(self._path(kept, "safetensors"), os.O_RDONLY | os.O_CLOEXEC)
+
+    def remove(self, object_id: str, secret: str) -> None:
+        """Keep it no longer."""
+        kept = self.find(object_id, secret)
+        self._require_not_held(kept)
+        self._drop(kept)
+
+    # -- time
+
+    def sweep(self) -> None:
+        """Remove what has expired, and what arrives no more."""
+        now, now_s = time.time(), time.monotonic()
+        for kept in list(self._kept.values()):
+            if kept.expires_at <= now or (kept.fd >= 0 and kept.touched_s + self._idle_timeout_s < now_s):
+                LOG.debug("object %s is removed", kept.object[:8])
+                self._drop(kept)
+
+    def close(self) -> None:
+        """Give up what arrives and what is the server's own; what is complete stays for the next start."""
+        for kept in list(self._kept.values()):
+            if kept.fd >= 0 or kept.held:
+                self._drop(kept)
+
+    def _drop(self, kept: Kept) -> None:
+        kept.gone.set()
+        self._kept.pop(kept.object, None)
+        for kind in ("json", "safetensors", "part", "note"):  # the note first: without it the rest is swept at a start
+            self._path(kept, kind).unlink(missing_ok=True)
+        kept.close()
+
+    def _recover(self) -> None:
+        """Take up what is complete and has not expired; remove everything else that is in the folder."""
+        now, wanted = time.time(), set[str]()
+        names = sorted(os.listdir(self._folder)) if self._folder.is_dir() else []
+        for name in names:
+            kept = _read_note(self._folder / name) if name.endswith(".json") else None
+            if kept is not None and kept.expires_at > now and self._is_whole(kept):
+                self._kept[kept.object] = kept
+                wanted |= {name, self._path(kept, "safetensors").name}
+        for name in set(names) - wanted:
+            (self._folder / name).unlink(missing_ok=True)
+
+    def _is_whole(self, kept: Kept) -> bool:
+        path = self._path(kept, "safetensors")
+        return path.is_file() and path.stat().st_size == kept.extent.nbytes
+
+    def _taken_bytes(self) -> int:
+        return sum(kept.extent.nbytes for kept in self._kept.values())
+
+    def _path(self, kept: Kept, kind: str) -> Path:
+        return self._folder / f"{kept.object}.{kind}"
+
+
+def _note(kept: Kept) -> dict[str, Any]:
+    extent = kept.extent
+    return {
+        "object": kept.object,
+        "sealed": kept.sealed,
+        "extent": [extent.head_bytes, extent.nbytes, extent.part_bytes],
+        "inline": kept.inline,
+        "expires_at": kept.expires_at,
+        "digests": [kept.digests[index].hex() for index in range(extent.count)],
+    }
+
+
+def _read_note(path: Path) -> Kept | None:
+    """What a note says; None where it is none of ours, or damaged."""
+    try:
+        note: Mapping[str, Any] = sealed.unseal(path.read_bytes())
+        kept = Kept(
+            note["object"],
+            note["sealed"],
+            Extent(*note["extent"]),
+            note["inline"],
+            float(note["expires_at"]),
+            {index: bytes.fromhex(digest) for index, digest in enumerate(note["digests"])},
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        LOG.warning(
+            "%s is damaged: %s. Its object is removed, and has to be published again. Look at the disk.", path, error
+        )
+        return None
+    return kept if path.name == f"{kept.object}.json" and len(kept.digests) == kept.extent.count else None

@@ -1,0 +1,201 @@
+"""The bytes of one update on their way in: a slot, cut into parts, with at most one writer each.
+
+A retry of a part supersedes whoever writes it. The old writer is cancelled and joined, its pwrite included, before
+the new one exists; so no late byte of a lost connection can fall into what a newer request has written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from atoll.errors import AtollError, BadRequest, StoreError
+from atoll.failpoints import failpoint
+from atoll.posix import write_at
+from atoll.store.file_slots import READER, WRITER, Ranges, Slot, SlotPool, disk_error
+from atoll.store.rows import PartRow
+
+
+class WriterCancelled(StoreError):
+    """Another request writes this part now; nobody waits for an answer to the old one."""
+
+
+class PartWriter:
+    """Writes the bytes of one part in order. Made by `Spool.begin_part`; end it with `close` or `abandon`."""
+
+    def __init__(self, spool: Spool, part: int, lock: threading.Lock) -> None:
+        self.part = part
+        self._offset, self.nbytes = spool.ranges[part]
+        self.written = 0
+        self._spool = spool
+        self._part_lock = lock  # shared by every writer of the part: holding it, nobody's pwrite is under way
+        self._own_lock = threading.Lock()
+        self._in_flight = self._closed = self._released = False
+        self._cancelled: AtollError | None = None
+        spool.pool.hold(spool.slot, WRITER)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every byte of the part is written, and nobody has begun it anew."""
+        return self.written == self.nbytes and self._cancelled is None
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append to the part. With durability `power` the part is on disk when its last bytes are written.
+
+        Raises:
+            WriterCancelled: a newer writer has the part.
+            TicketClosed: the ticket was refused or has expired.
+            BadRequest: more bytes than the part has.
+            DiskFull: nothing is lost; the part can be sent again.
+            SyncFailed: fsync failed; the server must end.
+        """
+        with self._own_lock:
+            if self._cancelled:
+                raise self._cancelled
+            if self._closed:
+                raise StoreError(f"Part {self.part} is closed.")
+            self._in_flight = True
+        try:
+            with self._part_lock:
+                if self._cancelled:
+                    raise self._cancelled
+                self._write(data)
+        finally:
+            with self._own_lock:
+                self._in_flight = False
+                cancelled = self._cancelled is not None
+            if cancelled:
+                self._release()
+
+    def _write(self, data: bytes | memoryview) -> None:
+        if self.written + len(data) > self.nbytes:
+            raise BadRequest(
+                f"Part {self.part} has {self.nbytes} bytes, more were sent.",
+                "Cut the update as the ticket's layout says.",
+            )
+        try:
+            failpoint("spool.write")
+            with self._spool.slot.one_writes:
+                write_at(self._spool.fd, data, self._offset + self.written)
+        except OSError as error:
+            raise disk_error(error, self._spool.slot.path) from error
+        self.written += len(data)
+        if self.written == self.nbytes and self._spool.sync:
+            self._spool.sync()
+
+    def close(self) -> None:
+        """No further byte. Never fails; short of bytes it is as if it had been abandoned."""
+        with self._own_lock:
+            self._closed = True
+        self._release()
+
+    def abandon(self) -> None:
+        """The bytes are worthless: the part cannot be recorded. Never fails."""
+        with self._own_lock:
+            if self._cancelled is None:
+                self._cancelled = WriterCancelled(f"Part {self.part} was given up.")
+        self._release()
+
+    def cancel(self, reason: AtollError) -> None:
+        """Let every later write raise `reason`. One under way goes on to its end: see `join`."""
+        with self._own_lock:
+            self._cancelled = self._cancelled or reason
+            busy = self._in_flight
+        if not busy:
+            self._release()
+
+    def join(self) -> None:
+        """Wait until no write of this part, by this writer or one before it, is under way."""
+        with self._part_lock:
+            pass
+
+    def _release(self) -> None:
+        with self._own_lock:
+            done, self._released = self._released, True
+        if not done:
+            self._spool.pool.drop(self._spool.slot, WRITER)
+
+
+class Spool:
+    """The spool of one open or accepted ticket. `Store.spool` gives it."""
+
+    def __init__(
+        self,
+        ticket: int,
+        pool: SlotPool,
+        slot: Slot,
+        ranges: Ranges,
+        *,
+        forget: Callable[[int, int], None],
+        recorded: Callable[[int], dict[int, PartRow]],
+        sync: Callable[[], None] | None,
+    ) -> None:
+        """
+        Args:
+            ranges: (offset, nbytes) of each part.
+            forget: called with ticket and part, under the lock, before new bytes of a part are written.
+            recorded: the parts that the journal has of a ticket.
+            sync: fsyncs the slot, once a part is written; None with durability `process`.
+        """
+        self.ticket, self.pool, self.slot, self.ranges, self.sync = ticket, pool, slot, ranges, sync
+        self._forget, self._recorded = forget, recorded
+        self._writers: dict[int, PartWriter] = {}
+        self._locks: dict[int, threading.Lock] = {}
+        self._closed: AtollError | None = None
+
+    @property
+    def fd(self) -> int:
+        """Of the slot; it belongs to the store. What reads it while the ticket may end should use `reading`."""
+        return self.slot.fd
+
+    @contextmanager
+    def reading(self) -> Iterator[int]:
+        """The slot's fd; the slot is not given to another ticket meanwhile."""
+        self.pool.hold(self.slot, READER)
+        try:
+            yield self.slot.fd
+        finally:
+            self.pool.drop(self.slot, READER)
+
+    def parts(self) -> dict[int, PartRow]:
+        """The parts that need not be sent again, by number."""
+        return self._recorded(self.ticket)
+
+    def begin_part(self, part: int) -> PartWriter:
+        """Write a part, from its first byte. Whoever wrote it is cancelled, and has stopped when this returns.
+
+        Raises:
+            TicketClosed: the ticket is no longer open.
+            BadRequest: the update has no such part.
+        """
+        if not 0 <= part < len(self.ranges):
+            raise BadRequest(f"Part {part} does not exist; the update has {len(self.ranges)}.")
+        with self.pool.lock:
+            if self._closed:
+                raise self._closed
+            self._forget(self.ticket, part)
+            old = self._writers.get(part)
+            if old:
+                old.cancel(WriterCancelled(f"Another request sends part {part} of ticket {self.ticket}."))
+            lock = self._locks.setdefault(part, threading.Lock())
+            writer = self._writers[part] = PartWriter(self, part, lock)
+        writer.join()
+        return writer
+
+    def require_written(self, part: int, writer: PartWriter | None) -> None:
+        """Refuse to record a part whose bytes may be changing.
+
+        Raises:
+            WriterCancelled: a newer writer than `writer` has begun it, or it was never completed.
+        """
+        current = self._writers.get(part)
+        if (writer is not None and current is not writer) or (current is not None and not current.complete):
+            raise WriterCancelled(f"Part {part} of ticket {self.ticket} is being written again.")
+
+    def close(self, reason: AtollError) -> None:
+        """No further byte: cancel every writer."""
+        self._closed = reason
+        for writer in self._writers.values():
+            writer.cancel(reason)
+        self._writers.clear()

@@ -1,0 +1,276 @@
+"""Whether a journal is what was written: its end, and its rows against the audit log.
+
+A start looks at what it is going to use; `atoll audit` looks at everything. Both read the log from its end, entry by
+entry, and check the chain of hashes on the way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atoll.errors import StateCorrupt
+from atoll.sealed import NoteDamaged
+from atoll.store.audit_log import NAME, START, AuditHead, Rows, boot_id, hash_of, read_head, require_same_log, tip
+from atoll.store.rows import AuditRow
+
+_UPDATE = ("site", "fragment", "base_version", "digest", "weight", "steps", "norm")
+"""What row and entry of an accepted update have in common."""
+_PAGE = 1000
+_REMEDY = (
+    "Look at disk and memory of this machine. Restore the whole directory from a backup, or begin a new run: another "
+    "state_dir, and model = an exported file."
+)
+
+
+@dataclass
+class Start:
+    """What a start has found.
+
+    Attributes:
+        lost: the end that the log had, where it has lost entries as a power loss may do.
+        warnings: what has to be said.
+    """
+
+    lost: AuditHead | None = None
+    lost_entries: int = 0
+    warnings: list[str] = field(default_factory=list)
+
+
+def at_start(journal: Rows, directory: Path) -> Start:
+    """Check what a start is going to use.
+
+    Raises:
+        StateCorrupt: the journal has lost its end, and no power loss explains it; or a row and the log differ.
+    """
+    start, head = Start(), None
+    try:
+        head = read_head(directory)
+        if head is None and tip(journal)[0]:
+            start.warnings.append(f"{directory / NAME} is missing: whether the journal has its end cannot be told.")
+    except NoteDamaged as error:
+        start.warnings.append(
+            f"{directory / NAME} is damaged ({error}): whether the journal has its end cannot be told. "
+            "Look at the disk."
+        )
+    if head is not None:
+        _find_lost(start, head, journal, directory)
+    since = head.entries if head is not None else 0
+    _compare(journal, directory, since=since, everything=False)
+    return start
+
+
+def everything(journal: Rows, directory: Path, head: AuditHead | None) -> None:
+    """Compare every row that the audit log tells of with its entry.
+
+    Args:
+        head: as it was before the journal was read, which a server may write meanwhile.
+
+    Raises:
+        StateCorrupt: the first difference is named.
+    """
+    if head is not None and (missing := require_same_log(head, journal, directory)[1]):
+        raise StateCorrupt(
+            f"The audit log of {directory} has lost its last {missing} entries: {NAME} tells of {head.entries}.",
+            "Start the server: after a power loss it goes on without them and says so; else it says what to do.",
+        )
+    _compare(journal, directory, since=0, everything=True)
+
+
+def _find_lost(start: Start, head: AuditHead, journal: Rows, directory: Path) -> None:
+    entries, missing = require_same_log(head, journal, directory)
+    epoch = int(journal.rows("SELECT epoch FROM meta")[0][0])
+    if not missing and head.epoch <= epoch:
+        return
+    boot = boot_id()
+    if head.durability != "process" or (boot and boot == head.boot):
+        raise StateCorrupt(
+            f"The journal in {directory} has lost its end: it has {entries} entries of the audit log in epoch {epoch}, "
+            f"and had {head.entries} in epoch {head.epoch}. "
+            + (
+                "The machine has not lost power since."
+                if head.durability == "process"
+                else f"With durability = {head.durability!r} a power loss does not explain it."
+            ),
+            f"Look at the disk. Restore the whole directory from a backup; or, to go on without what is lost, remove "
+            f"{NAME}: workers submit again what they still have.",
+        )
+    start.lost, start.lost_entries = head, missing
+    start.warnings.append(
+        f"the journal has lost its last {missing} audited decisions, as a power loss may do with durability = "
+        f"'process': the run goes on from entry {entries}, and workers submit again what they formed since"
+    )
+
+
+def _compare(journal: Rows, directory: Path, *, since: int, everything: bool) -> None:
+    problem = _Comparison(journal, since, everything).problem()
+    if problem:
+        raise StateCorrupt(f"The journal in {directory} is damaged or was changed: {problem}.", _REMEDY)
+
+
+class _Comparison:
+    """One pass over the audit log from its end.
+
+    Args:
+        since: the pass goes at least down to this entry.
+        everything: it goes down to the first one; else to where all that a start uses was found.
+    """
+
+    def __init__(self, journal: Rows, since: int, everything: bool) -> None:
+        self._journal, self._since, self._everything = journal, since, everything
+        rows = journal.rows
+        self._latest: dict[int, tuple[str, int | None]] = {}  # ticket → state and version of its newest decision
+        self._seen = set[int]()  # tickets whose accepted entry was found
+        self._accepted = {ticket for (ticket,) in rows("SELECT ticket FROM tickets WHERE state = 'accepted'")}
+        self._versions = {(f, v): digest for f, v, digest in rows("SELECT fragment, version, digest FROM versions")}
+        self._heads = {f: v for f, v in rows("SELECT fragment, version FROM heads") if v is not None}
+        self._above = {key for key in self._versions if key[1] > self._heads.get(key[0], -1)}
+        self._history: Iterator[tuple[Any, ...]] = _paged(
+            journal, "SELECT seq, fragment, version, digest FROM history WHERE seq < ? ORDER BY seq DESC"
+        )
+
+    def problem(self) -> str:
+        """The first difference; empty where there is none."""
+        if self._above:
+            return f"version {min(self._above)[1]} is above the head of its fragment"
+        last = None
+        for last in self._entries():
+            found = self._look_at(last)
+            if found:
+                return found
+            if not self._everything and last.seq <= self._since and not self._missing():
+                return self._of_the_end()
+        if last is not None and (last.seq, last.prev_hash) != (1, START):
+            return f"the audit log begins at entry {last.seq}"
+        return self._unfounded() or self._of_the_end()
+
+    def _entries(self) -> Iterator[AuditRow]:
+        """From the last one on; each is what its hash and the entry behind it say.
+
+        Raises:
+            StateCorrupt: one is not.
+        """
+        behind: AuditRow | None = None
+        for values in _paged(self._journal, "SELECT * FROM audit WHERE seq < ? ORDER BY seq DESC"):
+            row = AuditRow(*values)
+            follows = behind is None or (behind.seq, behind.prev_hash) == (row.seq + 1, row.hash)
+            if not follows or hash_of(row) != row.hash:
+                number = row.seq if follows or behind is None else behind.seq - 1
+                raise StateCorrupt(
+                    f"The audit log is broken at entry {number}: it was changed or removed.",
+                    "Compare the directory with a backup.",
+                )
+            yield row
+            behind = row
+
+    def _missing(self) -> bool:
+        return bool(self._accepted or self._versions or self._heads)
+
+    def _look_at(self, entry: AuditRow) -> str:
+        detail = json.loads(entry.detail_json)
+        match entry.what:
+            case "accepted":
+                return self._accepted_entry(entry.seq, detail)
+            case "refused" | "expired":
+                self._decided([detail["ticket"]], entry.what)
+            case "reopened":
+                self._decided(detail["tickets"], "reopened")
+            case "fell back":
+                self._decided(detail["tickets"], "expired")
+                return self._head(detail, entry.seq)
+            case "committed":
+                self._decided(detail["tickets"], "counted", detail["version"])
+                return self._head(detail, entry.seq) or self._committed(detail, entry.seq)
+        return ""
+
+    def _decided(self, tickets: list[int], state: str, version: int | None = None) -> None:
+        for ticket in tickets:
+            self._latest.setdefault(ticket, (state, version))
+
+    def _accepted_entry(self, seq: int, detail: Mapping[str, Any]) -> str:
+        ticket = detail["ticket"]
+        if ticket in self._seen:  # it was accepted again since
+            return ""
+        self._seen.add(ticket)
+        self._accepted.discard(ticket)
+        state, version = self._latest.pop(ticket, ("accepted", None))
+        found = self._journal.rows(f"SELECT state, version, {', '.join(_UPDATE)} FROM tickets WHERE ticket = ?", ticket)
+        if not found:
+            return f"ticket {ticket} is missing; entry {seq} of the audit log tells of it"
+        if state == "reopened":
+            return ""
+        told = {"state": state, "version": version}
+        if state in ("accepted", "counted"):
+            told |= {name: detail[name] for name in _UPDATE}
+        row = dict(zip(("state", "version", *_UPDATE), found[0], strict=True))
+        return next(
+            (
+                f"ticket {ticket} has the {name} {row[name]!r}, entry {seq} of the audit log says {value!r}"
+                for name, value in told.items()
+                if row[name] != value
+            ),
+            "",
+        )
+
+    def _head(self, detail: Mapping[str, Any], seq: int) -> str:
+        """The newest entry of a fragment says which its head is."""
+        fragment, version = detail["fragment"], detail["version"]
+        head = self._heads.pop(fragment, None)
+        if head is None or head == version:
+            return ""
+        return f"fragment {fragment} has the head {head}, entry {seq} of the audit log says {version}"
+
+    def _committed(self, detail: Mapping[str, Any], seq: int) -> str:
+        key = detail["fragment"], detail["version"]
+        _, *history = next(self._history, (0, None, None, None))
+        for table, digest in (
+            ("version", self._versions.pop(key, detail["digest"])),
+            ("row of the history of version", history[2] if (history[0], history[1]) == key else None),
+        ):
+            if digest != detail["digest"]:
+                return (
+                    f"the {table} {key[1]} of fragment {key[0]} has the digest {digest!r}, "
+                    f"entry {seq} of the audit log says {detail['digest']!r}"
+                )
+        return ""
+
+    def _unfounded(self) -> str:
+        """Rows of which the whole log does not tell."""
+        for ticket in sorted(self._accepted):
+            return f"the audit log does not tell of the accepted ticket {ticket}"
+        for fragment, version in sorted(self._versions):
+            return f"the audit log does not tell of version {version} of fragment {fragment}"
+        for fragment in sorted(self._heads):
+            return f"the audit log does not tell of the head of fragment {fragment}"
+        if next(self._history, None) is not None:
+            return "the history has versions of which the audit log does not tell"
+        if self._everything:
+            counted = "SELECT ticket FROM tickets WHERE state IN ('accepted', 'counted') AND ticket > ? ORDER BY ticket"
+            last = 0
+            while page := self._journal.rows(f"{counted} LIMIT {_PAGE}", last):
+                for (last,) in page:
+                    if last not in self._seen:
+                        return f"the audit log does not tell of the accepted ticket {last}"
+        return ""
+
+    def _of_the_end(self) -> str:
+        """Whether the run is finished, as the last entry about it says."""
+        told = self._journal.rows(
+            "SELECT what FROM audit WHERE what IN ('finished', 'continued', 'fell back') ORDER BY seq DESC LIMIT 1"
+        )
+        finished = bool(told and told[0][0] == "finished")
+        ((found,),) = self._journal.rows("SELECT finished FROM meta")
+        if bool(found) == finished:
+            return ""
+        return f"the run is {'' if found else 'not '}finished, and the audit log says otherwise"
+
+
+def _paged(journal: Rows, sql: str) -> Iterator[tuple[Any, ...]]:
+    """Rows in descending order of their first column, in bounded memory."""
+    below = 2**62
+    while page := journal.rows(f"{sql} LIMIT {_PAGE}", below):
+        yield from page
+        below = page[-1][0]

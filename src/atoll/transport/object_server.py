@@ -1,0 +1,530 @@
+"""Serves objects from this process: to whoever can reach it and has a reference.
+
+Each object is a file without a name, so that nothing is left of it however the process ends. It is written once, when
+it is published, and read by byte range: no receiver waits for another, and one that stands still costs a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import errno
+import logging
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from aiohttp import web
+from blake3 import blake3
+
+from atoll.blobs.manifest import Cut
+from atoll.blobs.object_file import Extent, write_object
+from atoll.errors import (
+    AtollError,
+    BadRequest,
+    ConfigError,
+    DiskFull,
+    Gone,
+    PartCorrupt,
+    PortInUse,
+    StoreError,
+    UsageError,
+)
+from atoll.failpoints import failpoint
+from atoll.latch import Latch
+from atoll.posix import FULL, nameless_file, read_at
+from atoll.protocol import routes
+from atoll.protocol.object_manifest import FileManifest, Manifest, new_id, require_secret, seal
+from atoll.tensors.chunks import CHUNK_BYTES
+from atoll.tensors.layout import Part
+from atoll.tensors.payload import Packed
+from atoll.tensors.reference import TensorRef, address_of
+from atoll.transport.listener import files_limit, open_door, runner_of
+from atoll.transport.receive_upload import break_off
+from atoll.transport.resumable_transfer import Memory, Parts, Sink
+from atoll.transport.serve_range import problem, serve_file
+from atoll.transport.tls import is_loopback, server_context
+
+
+@dataclass(eq=False)
+class Served:
+    """An object of this process.
+
+    Attributes:
+        inline: whether its bytes go with its manifest.
+        until_s: monotonic, when it expires.
+        readers: requests that read `fd` at this moment; on the host's loop alone.
+        gone: it is served no more.
+        on_bytes: told what was sent.
+    """
+
+    sealed: str
+    manifest: Manifest | FileManifest
+    inline: bool
+    fd: int
+    until_s: float
+    digest: str
+    on_bytes: Callable[[int], None]
+    readers: int = 0
+    gone: threading.Event = field(default_factory=threading.Event)
+
+    def close_if_unread(self) -> None:
+        if self.gone.is_set() and not self.readers and self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def nameless(folder: Path | None) -> int:
+    """`nameless_file`, for what is published.
+
+    Raises:
+        StoreError: the folder takes none.
+    """
+    try:
+        return nameless_file(folder)
+    except OSError as error:
+        raise StoreError(
+            f"No file can be made in {folder or tempfile.gettempdir()}: {error.strerror}.",
+            "Give a folder that can be written to; TMPDIR decides where files lie by default.",
+        ) from error
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An object on disk that nobody serves yet; nothing in it refers to the tensors any more.
+
+    Attributes:
+        fd: of a file without a name.
+        digests: BLAKE3 of every part.
+    """
+
+    fd: int
+    extent: Extent
+    digests: list[bytes]
+    inline: bool
+
+    @property
+    def digest(self) -> str:
+        return self.extent.digest(self.digests)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
+    """Write a tree to disk.
+
+    Raises:
+        UsageError: it is too much to be inline, or for one object.
+        DiskFull, StoreError: the disk's.
+    """
+    fd = nameless(folder)
+    try:
+        extent, digests = write_object(packed, fd, cut)
+        if cut.inline and extent.nbytes > routes.INLINE_BYTES:
+            raise UsageError(
+                f"The object has {extent.nbytes} bytes, too many to travel inline (chunk_bytes = 0).",
+                f"At most {routes.INLINE_BYTES}; leave chunk_bytes out for a larger one.",
+            )
+    except BaseException as error:
+        os.close(fd)
+        raise (disk_error(error) if isinstance(error, OSError) else error) from error
+    return Draft(fd, extent, digests, cut.inline)
+
+
+def disk_error(error: OSError) -> StoreError:
+    """What an error of a temporary file means."""
+    where = "the folder of temporary files"
+    remedy = "Make space, or give another folder; TMPDIR decides where files lie by default."
+    if error.errno in FULL:
+        return DiskFull(f"The disk of {where} is full.", remedy)
+    return StoreError(f"A file in {where} failed: {error.strerror}.", remedy)
+
+
+@dataclass(frozen=True)
+class OwnFile:
+    """A served file; takes the place of `Parts` for who reads it in the same process.
+
+    Attributes:
+        fd: of its own; `close` gives it back.
+        gone: it is served no more, and may be rewritten.
+        on_read: told what was read.
+    """
+
+    fd: int
+    manifest: Manifest | FileManifest
+    gone: threading.Event
+    on_read: Callable[[int], None] = lambda _: None
+
+    def read(self, path: str, most_bytes: int) -> bytearray:
+        """As `Parts.read`: the manifest, which is all that is ever read so.
+
+        Raises:
+            BadRequest: it has more than `most_bytes`.
+        """
+        message = self.manifest.message().model_dump_json().encode()
+        if len(message) > most_bytes:
+            raise BadRequest(f"{path}, served here, has a manifest of more than {most_bytes} bytes.")
+        return bytearray(message)
+
+    def pull(
+        self,
+        path: str,
+        digests: Sequence[bytes],
+        parts: Sequence[Part],
+        sinks: Sequence[Sink],
+        *,
+        into: Memory | None = None,
+        on_bytes: Callable[[int], None] | None = None,
+        on_part: Callable[[Part], None] | None = None,
+    ) -> None:
+        """As `Parts.pull`.
+
+        Raises:
+            Gone: it was withdrawn meanwhile. PartCorrupt: the disk has damaged it.
+        """
+        scratch = memoryview(bytearray(CHUNK_BYTES))
+        for part in parts:
+            hasher, offset = blake3(), part.start
+            while offset < part.stop:
+                most = min(CHUNK_BYTES, part.stop - offset)
+                room = into.room(offset, most) if into is not None else None
+                run = scratch[:most] if room is None else room
+                self._read(run, offset, part, path)
+                hasher.update(run)
+                if into is not None and room is None:
+                    into.write(offset, run)
+                for sink in sinks:
+                    sink.write(offset, run)
+                offset += len(run)
+                self.on_read(len(run))
+                if on_bytes:
+                    on_bytes(len(run))
+            if self.gone.is_set():  # asked after the reading: what was right until here is right
+                raise Gone(f"{path} is served here no more.")
+            if hasher.digest() != digests[part.index]:
+                raise PartCorrupt(f"Part {part.index} of {path}, served here, is not what it was.", "Look at the disk.")
+            failpoint("pull.part")
+            if on_part:
+                on_part(part)
+
+    def _read(self, run: memoryview, offset: int, part: Part, path: str) -> None:
+        try:
+            read_at(self.fd, run, offset)
+        except (OSError, EOFError) as error:  # over a socket it would be a peer that breaks off
+            if self.gone.is_set():
+                raise Gone(f"{path} is served here no more.") from error
+            raise PartCorrupt(f"Part {part.index} of {path}, served here: {error}.", "Look at the disk.") from error
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+Ranges = Parts | OwnFile
+"""Where parts are pulled from: over connections, or in this process."""
+
+
+LOG = logging.getLogger("atoll.objects")
+
+T = TypeVar("T")
+
+THREADS = 4
+"""They move bytes of all receivers in turn; each holds one chunk."""
+LONGEST_S = 10 * 365 * 86400.0
+
+
+class ObjectHost:
+    """The objects of one process, and the thread that serves them.
+
+    Args:
+        host, port: to listen on; port 0 takes any free one.
+        name: under which others reach this machine; by default `host`.
+        tls_cert, tls_key: PEM files; needed where others can reach `host`, unless `insecure`.
+        idle_timeout_s: a receiver that takes no byte for so long is broken off.
+        folder: where the bytes lie; by default that of temporary files.
+
+    Raises:
+        ConfigError: the address needs TLS, or is not this machine's. PortInUse: somebody else has the port.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        name: str | None,
+        tls_cert: Path | None,
+        tls_key: Path | None,
+        insecure: bool,
+        idle_timeout_s: float,
+        folder: Path | None,
+    ) -> None:
+        if (tls_cert is None) != (tls_key is None):
+            raise ConfigError("Only one of tls_cert and tls_key is given.", "Give both, or neither.")
+        if tls_cert is None and not is_loopback(host) and not insecure:
+            raise ConfigError(
+                f"Objects would be published on {host}, which others can reach, without TLS.",
+                "Give tls_cert and tls_key, or publish on 127.0.0.1 or through the server (server=), or say "
+                "insecure=True if the network is your own.",
+            )
+        self._context = server_context(tls_cert, tls_key) if tls_cert and tls_key else None
+        self._folder, self._idle_timeout_s = folder, idle_timeout_s
+        self._objects: dict[str, Served] = {}
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="atoll-objects")
+        self._stopping, self._ready = asyncio.Event(), threading.Event()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._listener = _listen(host, port)
+        self.port: int = self._listener.getsockname()[1]
+        self.name = name or (socket.gethostname() if host in ("0.0.0.0", "::") else host)
+        self._loop = asyncio.new_event_loop()
+        self._over = Latch()  # Thread.join, broken off by a signal, takes the thread for one that ended
+        self._thread = threading.Thread(target=self._main, name="atoll-objects", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+
+    # -- what a publisher does
+
+    def publish(self, packed: Packed, cut: Cut, *, expires_s: float) -> TensorRef:
+        """Write a tree to disk and serve it; nothing of it is referred to afterwards.
+
+        Raises:
+            UsageError: it is too much to be inline; or the host is closed.
+            DiskFull, StoreError: the disk's.
+        """
+        draft = written(packed, cut, self._folder)
+        try:
+            return self._put(draft.fd, Manifest(draft.extent, tuple(draft.digests)), cut.inline, expires_s)
+        except BaseException:
+            draft.close()
+            raise
+
+    def serve(
+        self,
+        fd: int,
+        nbytes: int,
+        digest: str,
+        digests: Sequence[bytes],
+        on_bytes: Callable[[int], None] = lambda _: None,
+    ) -> TensorRef:
+        """Serve a file as it is, until it is withdrawn; it must not change meanwhile.
+
+        Args:
+            fd: stays the caller's.
+            nbytes: of the file.
+            digest: what names it; both sides know how it follows from those of its parts, and how it is cut.
+            digests: BLAKE3 of its parts.
+            on_bytes: told what was sent of it.
+        """
+        mine = os.dup(fd)
+        try:
+            return self._put(mine, FileManifest(nbytes, digest, tuple(digests)), False, LONGEST_S, on_bytes)
+        except BaseException:
+            os.close(mine)
+            raise
+
+    def _put(
+        self,
+        fd: int,
+        manifest: Manifest | FileManifest,
+        inline: bool,
+        expires_s: float,
+        on_bytes: Callable[[int], None] = lambda _: None,
+    ) -> TensorRef:
+        secret, object_id, digest = new_id(), new_id(), manifest.digest
+        served = Served(seal(secret), manifest, inline, fd, time.monotonic() + expires_s, digest, on_bytes)
+        self._on_loop(lambda: self._begin(object_id, served, expires_s))
+        expires_at = int(time.time() + expires_s)
+        return TensorRef(self.name, self.port, self._context is not None, object_id, secret, digest, expires_at)
+
+    @property
+    def address(self) -> str:
+        """Where others reach this host."""
+        return address_of(self.name, self.port, secure=self._context is not None)
+
+    def withdraw(self, ref: TensorRef) -> bool:
+        """Serve an object no more; who pulls it is broken off. False where it is none of this host's."""
+
+        def work() -> bool:
+            served = self._objects.get(ref.object)
+            if served is None:
+                return False
+            require_secret(ref.secret, served.sealed, ref.object)
+            self._drop(ref.object)
+            return True
+
+        return self._on_loop(work)
+
+    def opened(self, ref: TensorRef, on_read: Callable[[int], None]) -> OwnFile | None:
+        """What a reference names, to be read here, and closed then; None where it is none of this host's."""
+
+        def work() -> OwnFile | None:
+            served = self._objects.get(ref.object)
+            if served is None:
+                return None
+            require_secret(ref.secret, served.sealed, ref.object)
+            return OwnFile(os.dup(served.fd), served.manifest, served.gone, on_read)
+
+        return self._on_loop(work)
+
+    def close(self) -> None:
+        """Serve nothing any more, and give the disk back. Idempotent."""
+        with self._lock:
+            done, self._closed = self._closed, True
+        if not done:
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        self._over.wait()
+
+    def _on_loop(self, work: Callable[[], T]) -> T:
+        async def call() -> T:
+            return work()
+
+        with self._lock:  # so that it is not closed in between
+            if self._closed:
+                raise UsageError("The publisher is closed.", "Make a new one.")
+            future = asyncio.run_coroutine_threadsafe(call(), self._loop)
+        return future.result(timeout=30.0)
+
+    # -- on the loop
+
+    def _begin(self, object_id: str, served: Served, expires_s: float) -> None:
+        self._objects[object_id] = served
+        self._loop.call_later(min(expires_s, LONGEST_S), self._drop, object_id)
+
+    def _drop(self, object_id: str) -> None:
+        served = self._objects.pop(object_id, None)
+        if served is not None:
+            served.gone.set()
+            served.close_if_unread()
+
+    def _find(self, request: web.Request) -> Served:
+        object_id = request.match_info["object"]
+        served = self._objects.get(object_id)
+        if served is None or served.until_s <= time.monotonic():
+            raise Gone(
+                f"Object {object_id[:8]} is not published here: it has expired, was withdrawn, or never was.",
+                "Publish it again, with a longer expires_s if it is fetched late.",
+            )
+        require_secret(request.headers.get(routes.SECRET_HEADER), served.sealed, object_id)
+        return served
+
+    async def _manifest(self, request: web.Request) -> web.StreamResponse:
+        served = self._find(request)
+        message = served.manifest.message()
+        if served.inline:
+            data = bytearray(served.manifest.nbytes)
+            read_at(served.fd, memoryview(data), 0)
+            message = message.model_copy(update={"inline": base64.b64encode(data).decode()})
+        return web.Response(body=message.model_dump_json().encode(), content_type="application/json")
+
+    async def _data(self, request: web.Request) -> web.StreamResponse:
+        served = self._find(request)
+        served.readers += 1
+        try:
+            return await serve_file(
+                request,
+                served.fd,
+                served.manifest.nbytes,
+                served.digest,
+                pool=self._pool,
+                idle_timeout_s=self._idle_timeout_s,
+                revoked=served.gone.is_set,
+                on_bytes=served.on_bytes,
+            )
+        finally:
+            served.readers -= 1
+            served.close_if_unread()
+
+    async def _remove(self, request: web.Request) -> web.StreamResponse:
+        self._find(request)
+        self._drop(request.match_info["object"])
+        return web.Response(status=204)
+
+    # -- the thread
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            self._error = error
+        finally:
+            try:
+                self._ready.set()
+                self._listener.close()
+                self._pool.shutdown(wait=True)
+                self._loop.close()
+            finally:
+                self._over.set()
+
+    async def _serve(self) -> None:
+        app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard])
+        app.router.add_get(routes.OBJECT, self._manifest)
+        app.router.add_get(routes.OBJECT_DATA, self._data)
+        app.router.add_delete(routes.OBJECT, self._remove)
+        app.router.add_get(routes.HEALTH, _health)
+        runner = runner_of(app, LOG, read_bytes=2**16, linger_s=0.5)
+        door = await open_door(
+            self._listener, runner, self._context, files=files_limit(), idle_timeout_s=self._idle_timeout_s
+        )
+        self._ready.set()
+        try:
+            await self._stopping.wait()
+        finally:
+            for object_id in list(self._objects):
+                self._drop(object_id)
+            await door.close()
+            await runner.cleanup()
+
+
+async def _health(_: web.Request) -> web.StreamResponse:
+    return web.Response(text="ok\n")
+
+
+@web.middleware
+async def _guard(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except AtollError as error:
+        return problem(error.code, error.message, error.remedy, error.retry_after_s)
+    except web.HTTPException as error:
+        return problem("not_found" if error.status == 404 else "method", "Only published objects are served here.")
+    except ConnectionError as error:
+        LOG.debug("%s %r: %s", request.method, request.path, error)
+        break_off(request)
+        return web.Response()  # to nobody
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"host {host!r} is not known: {error.strerror}.", "Give an address of this machine."
+        ) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+        return listener
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(f"host {host!r} is not an address of this machine.", "Give one that is.") from error
+        raise PortInUse(
+            f"Objects cannot be published on {host}, port {port}: {error.strerror}.",
+            "Give a free port; 0 takes any.",
+        ) from error
