@@ -157,7 +157,11 @@ def test_imports_point_one_way() -> None:
     ("name", "text", "expected"),
     [
         ("tensors/lazy_tensors.py", "from atoll.store import journal", "tensors imports atoll.store.journal"),
-        ("tensors/lazy_tensors.py", "def f():\n    import atoll.server.app", "tensors imports atoll.server.app"),
+        (
+            "tensors/lazy_tensors.py",
+            "def f():\n    import atoll.server.http.app",
+            "tensors imports atoll.server.http.app",
+        ),
         (
             "store/update_spool.py",
             "from atoll.transport.http_client import Client",
@@ -168,12 +172,12 @@ def test_imports_point_one_way() -> None:
         ("errors.py", "import atoll.failpoints", "errors imports atoll.failpoints"),
         ("cli/main.py", "from atoll.testing import faults", "cli imports atoll.testing.faults"),
         (
-            "worker/session.py",
+            "worker/session/session.py",
             "from atoll import DiLoCo",
             "worker imports atoll.DiLoCo; take it from the room",
         ),
         (
-            "server/app.py",
+            "server/http/app.py",
             "if TYPE_CHECKING:\n    from atoll.cli import main",
             "server imports atoll.cli.main",
         ),

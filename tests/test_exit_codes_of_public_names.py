@@ -15,12 +15,12 @@ import pytest
 import atoll
 import atoll.recipes
 from atoll.border import is_border
-from atoll.worker.federated import Worker
-from atoll.worker.federated_round import FederatedRound
-from atoll.worker.functional import Received
-from atoll.worker.local import LocalRound, LocalWorker
-from atoll.worker.task import Task
-from atoll.worker.tasks import TaskWorker
+from atoll.worker.tasks.task import Task
+from atoll.worker.tasks.task_loop import TaskWorker
+from atoll.worker.training.alone import LocalRound, LocalWorker
+from atoll.worker.training.federated_loop import Worker
+from atoll.worker.training.federated_round import FederatedRound
+from atoll.worker.training.functional_loop import Received
 
 GIVEN = (FederatedRound, LocalRound, LocalWorker, Received, Task, TaskWorker, Worker)
 """Classes of what public functions return."""

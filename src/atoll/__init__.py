@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from atoll._version import VERSION as __version__
     from atoll.config import Settings
     from atoll.errors import AtollError
-    from atoll.server.embed import Server
+    from atoll.server.serve import Server
     from atoll.simulate.simulation import Simulation
     from atoll.tensors.lazy_tensors import resolve
     from atoll.tensors.reference import TensorRef
-    from atoll.worker.by_hand import FedProx, Scaffold
-    from atoll.worker.client import Client
-    from atoll.worker.diloco import DiLoCo
-    from atoll.worker.federated import join
-    from atoll.worker.fetch import fetch
-    from atoll.worker.functional import init, is_running, receive, send
-    from atoll.worker.publish import Publisher, publish, withdraw
-    from atoll.worker.tasks import tasks
+    from atoll.worker.correction.by_hand import FedProx, Scaffold
+    from atoll.worker.objects.fetch import fetch
+    from atoll.worker.objects.publish import Publisher, publish, withdraw
+    from atoll.worker.tasks.task_loop import tasks
+    from atoll.worker.training.client import Client
+    from atoll.worker.training.diloco_loop import DiLoCo
+    from atoll.worker.training.federated_loop import join
+    from atoll.worker.training.functional_loop import init, is_running, receive, send
 
 __all__ = [
     "AtollError",
@@ -69,26 +69,26 @@ __all__ = [
 
 _HOMES = {
     "AtollError": "atoll.errors:AtollError",
-    "Client": "atoll.worker.client:Client",
-    "DiLoCo": "atoll.worker.diloco:DiLoCo",
-    "FedProx": "atoll.worker.by_hand:FedProx",
-    "Publisher": "atoll.worker.publish:Publisher",
-    "Scaffold": "atoll.worker.by_hand:Scaffold",
-    "Server": "atoll.server.embed:Server",
+    "Client": "atoll.worker.training.client:Client",
+    "DiLoCo": "atoll.worker.training.diloco_loop:DiLoCo",
+    "FedProx": "atoll.worker.correction.by_hand:FedProx",
+    "Publisher": "atoll.worker.objects.publish:Publisher",
+    "Scaffold": "atoll.worker.correction.by_hand:Scaffold",
+    "Server": "atoll.server.serve:Server",
     "Settings": "atoll.config:Settings",
     "Simulation": "atoll.simulate.simulation:Simulation",
     "TensorRef": "atoll.tensors.reference:TensorRef",
     "__version__": "atoll._version:VERSION",
-    "fetch": "atoll.worker.fetch:fetch",
-    "init": "atoll.worker.functional:init",
-    "is_running": "atoll.worker.functional:is_running",
-    "join": "atoll.worker.federated:join",
-    "publish": "atoll.worker.publish:publish",
-    "receive": "atoll.worker.functional:receive",
+    "fetch": "atoll.worker.objects.fetch:fetch",
+    "init": "atoll.worker.training.functional_loop:init",
+    "is_running": "atoll.worker.training.functional_loop:is_running",
+    "join": "atoll.worker.training.federated_loop:join",
+    "publish": "atoll.worker.objects.publish:publish",
+    "receive": "atoll.worker.training.functional_loop:receive",
     "resolve": "atoll.tensors.lazy_tensors:resolve",
-    "send": "atoll.worker.functional:send",
-    "tasks": "atoll.worker.tasks:tasks",
-    "withdraw": "atoll.worker.publish:withdraw",
+    "send": "atoll.worker.training.functional_loop:send",
+    "tasks": "atoll.worker.tasks.task_loop:tasks",
+    "withdraw": "atoll.worker.objects.publish:withdraw",
 }
 
 

@@ -72,7 +72,7 @@ TABLES: dict[str, dict[str, str]] = {
         "inverse_sqrt": "atoll.reducers.staleness_weight:inverse_sqrt",
     },
     "workflows": {
-        "cross_site_evaluation": "atoll.server.evaluation:cross_site_evaluation",
+        "cross_site_evaluation": "atoll.server.tasks.cross_site_evaluation:cross_site_evaluation",
     },
 }
 """kind → name → "module:attribute". One line here is all that a built-in extension adds outside its own file."""

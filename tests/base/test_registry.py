@@ -11,7 +11,7 @@ import pytest
 
 from atoll import registry
 from atoll.errors import ConfigError
-from atoll.worker import departure
+from atoll.worker.session import leave_at_exit
 
 
 @pytest.fixture
@@ -150,8 +150,8 @@ def test_an_unknown_name_lists_the_known_ones_and_offers_the_nearest(plugins: li
 def test_code_that_exits_is_named_where_a_worker_of_this_process_follows_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(departure, "_exit", None)
-    monkeypatch.setattr(sys, "exit", departure._remembering_exit(sys.exit))
+    monkeypatch.setattr(leave_at_exit, "_exit", None)
+    monkeypatch.setattr(sys, "exit", leave_at_exit._remembering_exit(sys.exit))
     (tmp_path / "their.py").write_text("import sys\nsys.exit('too old')\n")
     with pytest.raises(ConfigError) as caught:
         registry.load_attribute(f"{tmp_path}/their.py:build")

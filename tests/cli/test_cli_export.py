@@ -12,7 +12,7 @@ from torch import nn
 
 from atoll.cli import export
 from atoll.errors import Gone, StateCorrupt, StateLocked, UsageError
-from atoll.server.embed import Server
+from atoll.server.serve import Server
 
 
 class Tied(nn.Module):

@@ -129,7 +129,7 @@ def test_the_server_says_that_it_starts_before_it_loads_what_is_slow(monkeypatch
     caplog.set_level("INFO", "atoll")
     for name in ("log_lines", "raise_on_sigterm"):
         monkeypatch.setattr(server, name, lambda: None)
-    monkeypatch.setitem(sys.modules, "atoll.server.embed", None)  # importing it fails: nothing before it needs it
+    monkeypatch.setitem(sys.modules, "atoll.server.serve", None)  # importing it fails: nothing before it needs it
     with pytest.raises(ImportError):
         server.run_until_finished(Settings(name="mine"))
     assert caplog.messages == ["mine starts; loading PyTorch takes a few seconds"]

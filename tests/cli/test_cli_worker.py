@@ -12,7 +12,7 @@ import pytest
 from atoll.cli import worker
 from atoll.cli.main import main
 from atoll.errors import ConfigError, ServerUnreachable
-from atoll.worker.given import sync_retries
+from atoll.worker.arguments import sync_retries
 
 SHOW = """
 import os
@@ -32,7 +32,7 @@ def test_the_script_finds_its_server_in_the_environment(canned, atoll_command, t
 
 @pytest.mark.covers("L23")
 def test_sync_retries_reach_the_script(canned, atoll_command, monkeypatch) -> None:
-    script = "from atoll.worker.given import sync_retries; print('tries', sync_retries(None), sync_retries(1))"
+    script = "from atoll.worker.arguments import sync_retries; print('tries', sync_retries(None), sync_retries(1))"
     flags = ("--server", canned.url, "--max-sync-retries", "2")
     outcome = atoll_command("worker", *flags, "--", sys.executable, "-c", script)
     assert "tries 2 1" in outcome.stdout

@@ -18,9 +18,9 @@ from atoll.aggregation.user_aggregator import Update
 from atoll.config import NOT_SETTINGS, Settings
 from atoll.protocol.openapi import OPERATIONS
 from atoll.recipes import Recipe, RunResult
-from atoll.server.workflow import Controller
-from atoll.worker.federated import FederatedRound, Worker
-from atoll.worker.functional import Received
+from atoll.server.tasks.workflow_controller import Controller
+from atoll.worker.training.federated_loop import FederatedRound, Worker
+from atoll.worker.training.functional_loop import Received
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pages import ROOT, prose

@@ -129,7 +129,7 @@ def test_only_the_sites_that_are_named_evaluate(tmp_path: Path) -> None:
 def test_where_the_server_is_another_machine_a_model_goes_by_it_unless_a_publisher_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atoll.worker.evaluating.is_loopback", lambda host: False)
+    monkeypatch.setattr("atoll.worker.tasks.evaluate_models.is_loopback", lambda host: False)
     sent: dict[str, int] = {}
     for way in ("server", "publisher"):
         with serve(tmp_path / way, **ALONE, has_model=False) as server:

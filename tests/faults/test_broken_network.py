@@ -21,7 +21,7 @@ from atoll.errors import AtollError, Conflict, Superseded, TicketClosed
 from atoll.protocol import messages, routes
 from atoll.tensors.layout import update_layout, version_layout
 from atoll.tensors.module_tensors import named_tensors, schema_of
-from atoll.worker.session import Session
+from atoll.worker.session.session import Session
 
 VERSION = version_layout(schema_of(build()), PART_BYTES)
 UPDATE = update_layout(schema_of(build()).tensors, lambda _: NoneCodec(), PART_BYTES)

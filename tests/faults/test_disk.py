@@ -18,7 +18,7 @@ from harness.processes import Nursery, wait_until
 
 from atoll import failpoints
 from atoll.errors import StoreError
-from atoll.server import run
+from atoll.server.coordinator import run
 
 
 @pytest.fixture(scope="module")

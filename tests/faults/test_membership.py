@@ -14,7 +14,7 @@ from harness.processes import Nursery, free_port, wait_until
 from torch import nn
 
 import atoll
-from atoll.worker.session import Session
+from atoll.worker.session.session import Session
 
 
 @pytest.mark.covers("F33")

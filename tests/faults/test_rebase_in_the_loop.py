@@ -11,7 +11,7 @@ from kit import Threads
 from torch import nn
 
 import atoll
-from atoll.worker.session import Session
+from atoll.worker.session.session import Session
 
 
 @pytest.mark.covers("L25")

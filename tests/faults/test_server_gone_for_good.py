@@ -18,7 +18,7 @@ from small_run import build
 
 import atoll
 from atoll.errors import ConfigError, ServerLost
-from atoll.worker.silence import Silence, give_up_s
+from atoll.worker.session.connection import Silence, give_up_s
 
 SCRIPT = str(Path(__file__).with_name("lost_worker.py"))
 

@@ -14,7 +14,7 @@ from kit import FederatedSites, build_model, serve
 
 import atoll
 from atoll.errors import ServerLost
-from atoll.worker import connection
+from atoll.worker.session import connection
 
 AFTER_15_S = 7
 """Attempts that earlier were all that a site made."""

@@ -17,7 +17,7 @@ import atoll
 from atoll.errors import AuthError, ServerUnreachable
 from atoll.protocol import messages, routes
 from atoll.transport.ask import ask
-from atoll.worker.client import status
+from atoll.worker.training.client import status
 
 
 def start(nursery: Nursery, folder: Path, *flags: str, **settings: object) -> tuple[int, str]:

@@ -19,9 +19,9 @@ from atoll.codecs.encoded_layout import codecs_of, encoded_layout
 from atoll.errors import ServerUnreachable
 from atoll.tensors.fragments import split
 from atoll.tensors.module_tensors import schema_of
-from atoll.worker import streaming
-from atoll.worker.connection import Connection
-from atoll.worker.exchange import Exchange
+from atoll.worker.exchange.exchange import Exchange
+from atoll.worker.session.connection import Connection
+from atoll.worker.training import streaming
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import atoll
 from atoll.tensors.fragments import split
 from atoll.tensors.layout import version_layout
 from atoll.tensors.module_tensors import schema_of
-from atoll.worker.session import Session
+from atoll.worker.session.session import Session
 
 
 @pytest.fixture

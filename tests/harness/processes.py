@@ -44,9 +44,9 @@ _PARENT = f"import sys; sys.path.insert(0, {_TESTS!r}); from harness.processes i
 _PRELOAD = (
     "atoll.cli.main",
     "atoll.cli.server",
-    "atoll.server.embed",
-    "atoll.worker.federated",
-    "atoll.worker.diloco",
+    "atoll.server.serve",
+    "atoll.worker.training.federated_loop",
+    "atoll.worker.training.diloco_loop",
     "torch._dynamo",  # torch.optim imports it when the first optimizer is made
 )
 

@@ -40,11 +40,12 @@ def serve(options: dict[str, Any]) -> None:
 
     from atoll.config import Settings
     from atoll.errors import AtollError
-    from atoll.server import app, embed, handlers  # noqa: F401
+    from atoll.server import serve
+    from atoll.server.coordinator import handlers  # noqa: F401
 
     settings = Settings.build(options["settings"])
     tell("imported")
-    server = embed.Server(settings=settings).start()
+    server = serve.Server(settings=settings).start()
     stopping = threading.Event()
 
     def watch() -> None:
@@ -68,7 +69,7 @@ def work(options: dict[str, Any]) -> None:
     from blake3 import blake3
 
     from atoll.tensors.chunks import bytes_of
-    from atoll.worker.federated import join
+    from atoll.worker.training.federated_loop import join
     from harness import round_model
 
     torch.set_num_threads(1)

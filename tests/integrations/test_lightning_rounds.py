@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 import atoll
 import atoll.lightning
 from atoll.errors import UsageError
-from atoll.worker.federated_round import FederatedRound
-from atoll.worker.session import Session
+from atoll.worker.session.session import Session
+from atoll.worker.training.federated_round import FederatedRound
 
 pytestmark = pytest.mark.usefixtures("each_package")
 

@@ -124,7 +124,7 @@ def test_every_source_has_the_same_effect(tmp_path: Path, monkeypatch: pytest.Mo
     flags = {key: str(value) for key, value in given.items()} if source == "flag" else {}
     settings = atoll.Server(**given).settings if source == "keyword" else Settings.read(path, flags, environ)
     seen: list[float] = []
-    monkeypatch.setattr("atoll.worker.answering.fetch", _noting(seen, atoll.fetch))
+    monkeypatch.setattr("atoll.worker.tasks.answer_tasks.fetch", _noting(seen, atoll.fetch))
     assert both_ways(tmp_path, settings, monkeypatch) == [CASES["torch inline"][2]] * 2
     assert seen == [7.5]
 

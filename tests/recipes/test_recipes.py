@@ -30,7 +30,7 @@ from atoll.recipes import (
     SwarmRecipe,
 )
 from atoll.rounds.state import Rules
-from atoll.server.model import initial_model, schema_for
+from atoll.server.initial_model import initial_model, schema_for
 
 
 @pytest.fixture(autouse=True)

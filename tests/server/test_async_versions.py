@@ -19,8 +19,8 @@ from torch import nn
 import atoll
 from atoll.errors import Gone
 from atoll.rounds.events import TicketRequested, VersionCommitted
-from atoll.server.exports import Exports
-from atoll.server.run import Run
+from atoll.server.coordinator.exports import Exports
+from atoll.server.coordinator.run import Run
 
 
 @pytest.mark.covers("L5")

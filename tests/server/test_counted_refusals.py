@@ -11,7 +11,7 @@ from kit import build_model, serve
 import atoll
 from atoll.errors import UpdateRefused
 from atoll.tensors.module_tensors import named_tensors
-from atoll.worker.session import Session
+from atoll.worker.session.session import Session
 
 SETTINGS: dict[str, Any] = {
     "num_workers": 1,

@@ -18,7 +18,7 @@ from torch import nn
 
 import atoll
 from atoll.protocol import routes
-from atoll.server import embed
+from atoll.server import serve
 from atoll.transport import listener
 
 SILENT = 30
@@ -27,7 +27,7 @@ SILENT = 30
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[atoll.Server]:
     """It takes 20 connections."""
-    monkeypatch.setattr(embed, "raise_files_limit", lambda: listener.RESERVED_FILES + 20 * listener.FILES_OF_ONE)
+    monkeypatch.setattr(serve, "raise_files_limit", lambda: listener.RESERVED_FILES + 20 * listener.FILES_OF_ONE)
     with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state", algorithm="fedavg") as server:
         yield server
 
@@ -112,7 +112,7 @@ def test_who_never_reads_his_answers_is_ended(tmp_path: Path, tls: bool) -> None
 def test_who_never_finishes_a_handshake_takes_no_place_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embed, "raise_files_limit", lambda: listener.RESERVED_FILES + 20 * listener.FILES_OF_ONE)
+    monkeypatch.setattr(serve, "raise_files_limit", lambda: listener.RESERVED_FILES + 20 * listener.FILES_OF_ONE)
     options, context = certificate(tmp_path) | {"algorithm": "fedavg"}, trusting()
     with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state", **options) as server:
         for word in (b"", b"GET / HTTP/1.1\r\n\r\n"):

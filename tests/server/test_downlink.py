@@ -18,7 +18,7 @@ from atoll.codecs.version_difference import Downlink
 from atoll.errors import ConfigError
 from atoll.tensors.layout import version_layout
 from atoll.tensors.module_tensors import schema_of
-from atoll.worker.files import BaseFile
+from atoll.worker.exchange.base_and_outbox import BaseFile
 
 WHOLE = version_layout(schema_of(start(), ("bn.*",)), 2**16)
 """What a version of the small model has."""

@@ -17,8 +17,8 @@ from torch import nn
 
 import atoll
 from atoll.errors import AtollError, SchemaMismatch
-from atoll.server.exports import Exports
-from atoll.worker.client import status
+from atoll.server.coordinator.exports import Exports
+from atoll.worker.training.client import status
 
 
 def tiny(seed: int = 0) -> nn.Module:

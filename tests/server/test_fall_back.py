@@ -14,9 +14,9 @@ from harness.processes import free_port, wait_until
 from torch import nn
 
 import atoll
-from atoll.server.outcome import staleness
+from atoll.server.coordinator.ticket_outcome import staleness
 from atoll.store.store import Store
-from atoll.worker.files import OutboxNote
+from atoll.worker.exchange.base_and_outbox import OutboxNote
 
 
 def damage_head(state: Path) -> None:

@@ -17,7 +17,7 @@ from atoll.protocol import messages, routes
 from atoll.store.file_slots import WRITER
 from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.http_client import Http
-from atoll.worker.session import Session
+from atoll.worker.session.session import Session
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import SchemaMismatch, UpdateRefused, UsageError
-from atoll.worker.exchange import MAX_REFUSALS
+from atoll.worker.exchange.exchange import MAX_REFUSALS
 
 
 def submit_nan(url: str, folder: Path, trained: list[int]) -> None:

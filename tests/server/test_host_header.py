@@ -12,7 +12,7 @@ import pytest
 from kit import FederatedSites, serve
 
 from atoll.errors import AuthError
-from atoll.server.auth import Gate
+from atoll.server.http.auth import Gate
 
 LOCAL = [
     "127.0.0.1",

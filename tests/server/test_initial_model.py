@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import atoll
 from atoll.config import Settings
 from atoll.errors import ConfigError
-from atoll.server.model import initial_model, is_known, schema_for
+from atoll.server.initial_model import initial_model, is_known, schema_for
 
 RUN = """\
 algorithm = "fedavg"

@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 import atoll
-from atoll.server.run import Run
+from atoll.server.coordinator.run import Run
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -17,7 +17,7 @@ from torch import nn
 import atoll
 from atoll.errors import AuthError, ConfigError, SchemaMismatch, ServerUnreachable
 from atoll.protocol import messages, routes
-from atoll.server.auth import Gate
+from atoll.server.http.auth import Gate
 from atoll.tensors.module_tensors import schema_of
 from atoll.transport.http_client import Http, network_error
 from atoll.transport.tls import client_context, read_token, server_context

@@ -17,7 +17,7 @@ from torch import nn
 import atoll
 from atoll.protocol import routes
 from atoll.store.file_slots import PULL, WRITER
-from atoll.worker.session import Session
+from atoll.worker.session.session import Session
 
 BEGUN = 300_000
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import atoll
 from atoll.protocol.openapi import OPERATIONS, STATUS_OF, openapi
-from atoll.server.handlers import Handlers
+from atoll.server.coordinator.handlers import Handlers
 
 
 @pytest.fixture(scope="module")

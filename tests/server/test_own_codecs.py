@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import atoll
 from atoll.codecs.encoded_layout import codecs_of
 from atoll.errors import ConfigError, StoreError
-from atoll.worker.session import Session
+from atoll.worker.session.session import Session
 
 OWN = '''
 from dataclasses import dataclass

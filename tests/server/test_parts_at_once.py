@@ -17,11 +17,11 @@ from torch import nn
 
 import atoll
 from atoll.protocol import messages, routes
-from atoll.server.uploads import PARTS_PER_CONNECTION
+from atoll.server.coordinator.receive_parts import PARTS_PER_CONNECTION
 from atoll.tensors.module_tensors import named_tensors
 from atoll.transport import serve_range
 from atoll.transport.http_client import Http
-from atoll.worker.session import Session
+from atoll.worker.session.session import Session
 
 PART_BYTES, DIGEST_BYTES = 2**16, routes.DIGEST_BYTES
 
@@ -102,7 +102,7 @@ def test_little_is_held_of_a_body_that_nobody_reads(server: atoll.Server, monkey
         limits.append(request.content.get_read_buffer_limits()[1])
         return await serve(request, *arguments, **options)
 
-    monkeypatch.setattr("atoll.server.versions.serve_file", spied)
+    monkeypatch.setattr("atoll.server.http.version_routes.serve_file", spied)
     http = Http(server.url)
     manifest = http.get(routes.MANIFEST.format(fragment=0, version=0), messages.Manifest)
     http.close()

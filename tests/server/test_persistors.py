@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.errors import ConfigError, SchemaMismatch
-from atoll.server import begin
-from atoll.server.persistor import Best, Persistor
+from atoll.server import startup
+from atoll.server.coordinator.persistor import Best, Persistor
 from atoll.tensors.lazy_tensors import LazyTensor
 
 START = {"w": torch.arange(3.0), "bn.running_mean": torch.ones(1)}
@@ -179,7 +179,7 @@ def test_it_gives_the_same_two_again_where_the_run_was_killed_before_its_first_v
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(begin, "write_version", killed)
+        patch.setattr(startup, "write_version", killed)
         server = server_of(tmp_path, model=f"{__name__}:Tied")
         with pytest.raises(KeyboardInterrupt):
             server.start()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from atoll.protocol import messages
-from atoll.server import roster
-from atoll.server.roster import STILL, Presence
+from atoll.server.coordinator import roster
+from atoll.server.coordinator.roster import STILL, Presence
 
 
 def test_every_displaced_process_is_known_also_after_a_third_join() -> None:

@@ -15,7 +15,7 @@ from atoll.errors import AtollError, Conflict, Gone, LeaseLost, Superseded, Tick
 from atoll.protocol import messages, routes
 from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.resumable_transfer import Parts
-from atoll.worker.session import Session
+from atoll.worker.session.session import Session
 
 
 class Tied(nn.Module):

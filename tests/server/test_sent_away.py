@@ -14,9 +14,9 @@ from harness.processes import wait_until
 import atoll
 from atoll.errors import Busy, RunFailed
 from atoll.protocol import messages, routes, task_messages
-from atoll.server.workflow import Controller
+from atoll.server.tasks.workflow_controller import Controller
 from atoll.transport.http_client import Http
-from atoll.worker.session import Session
+from atoll.worker.session.session import Session
 
 START = {"w": torch.ones(4)}
 

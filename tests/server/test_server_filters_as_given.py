@@ -16,7 +16,7 @@ from atoll.filters import NormClip
 
 def test_every_site_has_a_filter_of_its_own(tmp_path: Path) -> None:
     """Filters keep state between `begin` and `apply`: one for both would give the second site the first one's."""
-    from atoll.server.site_filters import SiteFilters
+    from atoll.server.filter_table import SiteFilters
 
     filters = SiteFilters(Settings(), [NormClip(1.0)])
     (a,), (b,) = filters.of("a"), filters.of("b")

@@ -18,7 +18,7 @@ from atoll import failpoints
 from atoll.errors import DiskFull, RunFailed
 from atoll.filters import Drop, Filter, Outgoing
 from atoll.protocol import messages, routes
-from atoll.server.filters import HOLDER
+from atoll.server.update_filters import HOLDER
 from atoll.store.rows import TicketRow
 
 

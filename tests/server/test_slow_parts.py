@@ -15,7 +15,7 @@ from torch import nn
 from atoll.posix import read_at
 from atoll.protocol import routes
 from atoll.tensors.module_tensors import named_tensors
-from atoll.worker.session import Session
+from atoll.worker.session.session import Session
 
 PARTS = 3
 

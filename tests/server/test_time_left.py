@@ -15,8 +15,8 @@ from torch import nn
 import atoll
 from atoll.cli import status as cli_status
 from atoll.protocol import messages
-from atoll.server.left import ROUNDS, TimeLeft, left_s
-from atoll.worker.reporting import in_wait
+from atoll.server.coordinator.time_left import ROUNDS, TimeLeft, left_s
+from atoll.worker.log_lines import in_wait
 
 
 @pytest.mark.covers("X4")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-from atoll.server.turnstile import Turnstile
+from atoll.server.coordinator.long_polls import Turnstile
 
 
 def test_between_two_who_waited_the_loop_serves_others() -> None:

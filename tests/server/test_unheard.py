@@ -11,10 +11,10 @@ from torch import nn
 import atoll
 from atoll.cli.status import COLUMNS, worker_row
 from atoll.cli.text import awaited
-from atoll.server import embed
+from atoll.server import serve
 from atoll.tensors.module_tensors import named_tensors
-from atoll.worker.connection import Connection
-from atoll.worker.session import Session
+from atoll.worker.session.connection import Connection
+from atoll.worker.session.session import Session
 
 UNHEARD = "not heard since the server restarted"
 
@@ -124,8 +124,8 @@ def test_a_site_that_is_silent_since_the_restart_is_shown_with_the_version_it_ha
 def test_the_end_says_for_whom_it_waits_and_who_never_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(embed, "GRACE_S", 0.5)
-    monkeypatch.setattr(embed, "GRACE_SAID_S", 0.0)
+    monkeypatch.setattr(serve, "GRACE_S", 0.5)
+    monkeypatch.setattr(serve, "GRACE_SAID_S", 0.0)
     caplog.set_level(logging.INFO, "atoll.server")
     model = nn.Linear(4, 3)
     with atoll.Server(model, port=0, algorithm="fedavg", rounds=1, num_workers=1, state_dir=tmp_path / "s") as server:

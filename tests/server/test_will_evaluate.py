@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from atoll.config import Settings
-from atoll.server.course import EVALUATES, Course
-from atoll.server.fit import will_evaluate
-from atoll.server.task_filters import TaskFilters
+from atoll.server.coordinator.admission import will_evaluate
+from atoll.server.tasks.task_filters import TaskFilters
+from atoll.server.tasks.workflow_schedule import EVALUATES, Course
 
 
 def test_a_site_is_asked_by_an_evaluation_that_is_still_to_come(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import atoll
 from atoll.filters import NormClip
 from atoll.protocol import routes
-from atoll.worker import diloco as diloco_module
-from atoll.worker.ranks import Ranks
+from atoll.worker.session.ranks import Ranks
+from atoll.worker.training import diloco_loop as diloco_module
 
 
 def local(value: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from atoll.config import Settings
 from atoll.errors import ConfigError, UsageError
-from atoll.worker.ranks import Ranks
+from atoll.worker.session.ranks import Ranks
 
 
 @pytest.mark.covers("P4", "X3")

@@ -12,7 +12,7 @@ from atoll.protocol.messages import Outcome
 from atoll.sealed import NoteDamaged
 from atoll.simulate import kept_state
 from atoll.tensors.schema import TensorSpec
-from atoll.worker.turns import Turns
+from atoll.worker.exchange.local_state import Turns
 
 SPECS = [TensorSpec("w", "F32", (4,))]
 

@@ -26,7 +26,7 @@ from atoll.cli.simulate import summary
 from atoll.errors import ConfigError, RunFailed, UsageError
 from atoll.protocol import messages
 from atoll.protocol.status_messages import RoundSummary
-from atoll.server.handlers import Handlers
+from atoll.server.coordinator.handlers import Handlers
 from atoll.simulate import schedule_sites
 from atoll.simulate.simulation import threads_of
 

@@ -66,9 +66,9 @@ def test_neither_a_ticket_nor_its_slot_outlives_what_was_undone(store: Store, fl
 
     assert store.issue_ticket(1, "b", 0, 0) == store.ticket(1) == journals()
     assert store.ticket(1).slot is None
-    update_spool = store.spool(1)
+    spool = store.spool(1)
     assert store.ticket(1) == journals()
-    assert store.ticket(1).slot == update_spool.slot.number
+    assert store.ticket(1).slot == spool.slot.number
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -15,7 +15,7 @@ from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from streaming_world import Sites, build, serve
 
 import atoll
-from atoll.worker.session import Session
+from atoll.worker.session.session import Session
 
 OPTIONS = {"num_workers": 2, "num_fragments": 2, "sync_every": 4, "rounds": 3}
 

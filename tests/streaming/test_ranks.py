@@ -15,7 +15,7 @@ from harness.processes import free_port
 from streaming_world import Trace, expected, require_close, serve
 from torch import Tensor, nn
 
-from atoll.worker.ranks import Ranks
+from atoll.worker.session.ranks import Ranks
 
 SCRIPT = Path(__file__).with_name("rank_of_a_site.py")
 

@@ -13,7 +13,7 @@ import atoll
 from atoll.errors import ConfigError
 from atoll.tensors.fragments import split
 from atoll.tensors.module_tensors import schema_of
-from atoll.worker.connection import Connection
+from atoll.worker.session.connection import Connection
 
 THREE: dict[str, Any] = {"num_fragments": 3, "sync_every": 9}
 PLAIN: dict[str, Any] = {"outer_lr": None, "outer_momentum": None}

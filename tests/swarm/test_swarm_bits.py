@@ -18,14 +18,14 @@ from swarm_world import ROUNDS, SETTINGS, Result, Sites, left_by, serving
 from atoll.config import Settings
 from atoll.protocol import routes
 from atoll.protocol.swarm_messages import Close, PeerWork
-from atoll.server.begin import plan_of
+from atoll.server.startup import plan_of
 from atoll.tensors.layout import version_layout
 from atoll.tensors.module_tensors import schema_of
 from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Http
-from atoll.worker import swarm
-from atoll.worker.outlet import Outlet
-from atoll.worker.swarm import SwarmPeer
+from atoll.worker.peer import agent
+from atoll.worker.peer.agent import SwarmPeer
+from atoll.worker.peer.serve_peers import Outlet
 
 DEFAULT: dict[str, Any] = {"outer_optimizer": None, "outer_lr": None, "outer_momentum": None}
 RUNS = [
@@ -112,7 +112,7 @@ def test_versions_that_nobody_needs_any_more_are_let_go_of(tmp_path: Path, monke
 @pytest.mark.covers("P10")
 def test_an_aggregator_shows_progress_from_its_first_byte_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks at all updates once more before it reduces them, which takes its time where they are large."""
-    moved, close = list[int](), swarm.reduced
+    moved, close = list[int](), agent.reduced
 
     def told(*arguments: Any, on_bytes: Any, **options: Any) -> Any:
         def count(nbytes: int) -> None:
@@ -121,7 +121,7 @@ def test_an_aggregator_shows_progress_from_its_first_byte_on(tmp_path: Path, mon
 
         return close(*arguments, on_bytes=count, **options)
 
-    monkeypatch.setattr(swarm, "reduced", told)
+    monkeypatch.setattr(agent, "reduced", told)
     left_by(tmp_path / "swarm", rounds=1)
     planned = plan_of(Settings.build(SETTINGS | {"state_dir": tmp_path}), build(), None).fragments[0]
     assert sum(moved) == len(SITES) * planned.update.nbytes + planned.version.nbytes
@@ -187,7 +187,7 @@ def test_an_answer_that_a_later_one_has_overtaken_is_not_followed(
     """A worker asks twice at once, as soon as it has news: what it is told of before would have it reduce again."""
     undisturbed, _ = left_by(tmp_path / "undisturbed")
     post, told, reduced = Http.post, defaultdict[int, list[PeerWork]](list), list[int]()
-    close = swarm.reduced
+    close = agent.reduced
 
     def late(self: Http, path: str, *arguments: Any, **options: Any) -> Any:
         """Every third time, what was told two times before."""
@@ -202,7 +202,7 @@ def test_an_answer_that_a_later_one_has_overtaken_is_not_followed(
         return close(plan, work, *arguments, **options)
 
     monkeypatch.setattr(Http, "post", late)
-    monkeypatch.setattr(swarm, "reduced", counting)
+    monkeypatch.setattr(agent, "reduced", counting)
     ours, _ = left_by(tmp_path / "swarm")
     assert ours.bits == undisturbed.bits
     assert reduced == [1, 2, 3]

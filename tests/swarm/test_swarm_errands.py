@@ -17,17 +17,17 @@ from atoll.config import Settings
 from atoll.errors import Gone, PartCorrupt, StoreError
 from atoll.posix import write_at
 from atoll.protocol.swarm_messages import Collect, Hold, Source
-from atoll.server.begin import plan_of
+from atoll.server.startup import plan_of
 from atoll.store.file_slots import SPOOL, STATE, VERSION, Slot, region_digest
 from atoll.tensors.layout import Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport import object_server
 from atoll.transport.http_client import Http
 from atoll.transport.object_server import ObjectHost, OwnFile
-from atoll.worker.errands import Errands
-from atoll.worker.holding import Shelf, Version
-from atoll.worker.outlet import Outlet
-from atoll.worker.peering import spans
+from atoll.worker.peer.peer_store import Shelf, Version
+from atoll.worker.peer.peer_transfers import spans
+from atoll.worker.peer.pull_from_peers import Errands
+from atoll.worker.peer.serve_peers import Outlet
 
 SETTINGS = {"outer_optimizer": "sgd", "outer_lr": 0.7, "outer_momentum": 0.9, "num_workers": 3, "part_bytes": 2**16}
 

@@ -12,8 +12,8 @@ from atoll.errors import ConfigError
 from atoll.protocol import messages
 from atoll.protocol.swarm_messages import Close, Closed, Held, Hold, PeerReport, PeerWork, Share, Source, Unreached
 from atoll.rounds.leases import Member
-from atoll.server.peers import Peers
-from atoll.server.places import Places
+from atoll.server.swarm.aggregation_places import Places
+from atoll.server.swarm.peer_reachability import Peers
 
 DIGEST, OTHER = "1" * 64, "2" * 64
 
@@ -88,7 +88,7 @@ def test_who_has_other_bytes_of_a_version_does_not_have_it() -> None:
 
 @pytest.mark.covers("P10", "X3")
 def test_whom_most_do_not_reach_is_sent_away_and_the_last_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.server.peers.SETTLED_S", 0.0)
+    monkeypatch.setattr("atoll.server.swarm.peer_reachability.SETTLED_S", 0.0)
     peers = some("a", "b", "c")
     report(peers, "b", 1, reached="c", unreached="a")
     report(peers, "c", 1, reached="b", unreached="a")
@@ -110,7 +110,7 @@ def test_whom_most_do_not_reach_is_sent_away_and_the_last_of_two(monkeypatch: py
 @pytest.mark.covers("P10", "X3")
 def test_who_was_started_again_is_not_judged_by_what_was_tried_before(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr("atoll.server.peers.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("atoll.server.swarm.peer_reachability.time", SimpleNamespace(monotonic=lambda: now_s))
     peers = some("a", "b")
     report(peers, "a", 1, unreached="b")  # which has died
     now_s += 60
@@ -128,7 +128,7 @@ def test_who_was_started_again_is_not_judged_by_what_was_tried_before(monkeypatc
 
 @pytest.mark.covers("P10")
 def test_who_was_sent_away_comes_back_as_another_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.server.peers.SETTLED_S", 0.0)
+    monkeypatch.setattr("atoll.server.swarm.peer_reachability.SETTLED_S", 0.0)
     peers = some("a", "b")
     report(peers, "a", 1, unreached="b")
     report(peers, "b", 1)

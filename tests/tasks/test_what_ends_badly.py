@@ -21,8 +21,8 @@ from atoll.errors import RunFailed, Superseded
 from atoll.filters import Filter, Outgoing
 from atoll.protocol import routes
 from atoll.protocol import task_messages as tm
-from atoll.server.site_filters import SiteFilters
-from atoll.worker.connection import Connection
+from atoll.server.filter_table import SiteFilters
+from atoll.worker.session.connection import Connection
 
 SCRIPT = Path(__file__).with_name("small_disk_process.py")
 

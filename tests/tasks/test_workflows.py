@@ -22,7 +22,7 @@ from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import pack
 from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Http
-from atoll.worker.connection import Connection
+from atoll.worker.session.connection import Connection
 
 SCRIPT = Path(__file__).with_name("task_process.py")
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import UsageError
-from atoll.worker.correction import Correction
+from atoll.worker.correction.optimizer_hooks import Correction
 
 
 class One(nn.Module):

@@ -14,8 +14,8 @@ from torch import nn
 import atoll
 from atoll.errors import UsageError
 from atoll.tensors.module_tensors import named_tensors
-from atoll.worker.files import ScratchFile
-from atoll.worker.session import Session
+from atoll.worker.exchange.base_and_outbox import ScratchFile
+from atoll.worker.session.session import Session
 
 
 def model() -> nn.Linear:

@@ -17,9 +17,9 @@ import atoll
 from atoll.errors import ConfigError
 from atoll.protocol import messages
 from atoll.tensors.schema import Schema, TensorSpec
-from atoll.worker.files import ScratchFile
-from atoll.worker.residuals import Residuals
-from atoll.worker.session import Session
+from atoll.worker.exchange.base_and_outbox import ScratchFile
+from atoll.worker.exchange.residuals import Residuals
+from atoll.worker.session.session import Session
 
 START = {"w": torch.zeros(2)}
 

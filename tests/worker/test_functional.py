@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import atoll
 from atoll.errors import UsageError
 from atoll.filters import Drop
-from atoll.worker import functional
+from atoll.worker.training import functional_loop
 
 ROUNDS = 2
 
@@ -35,10 +35,10 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(functional, "_part", None)
+    monkeypatch.setattr(functional_loop, "_part", None)
     yield
-    if functional._part is not None:
-        functional._part.leave()
+    if functional_loop._part is not None:
+        functional_loop._part.leave()
 
 
 def ones() -> nn.Linear:

@@ -15,8 +15,8 @@ from torch import nn
 
 import atoll
 from atoll.protocol import status_messages
-from atoll.worker import connection
-from atoll.worker.session import Session
+from atoll.worker.session import connection
+from atoll.worker.session.session import Session
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.worker.reports import Reports
+from atoll.worker.metrics import Reports
 
 
 def report(reports: Reports, **values: float | None) -> None:

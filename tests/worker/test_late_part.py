@@ -18,8 +18,8 @@ import atoll
 from atoll.errors import Conflict
 from atoll.protocol import messages, routes
 from atoll.tensors.module_tensors import named_tensors
-from atoll.worker.sending import MAX_CONFLICTS
-from atoll.worker.session import Session
+from atoll.worker.exchange.send_update import MAX_CONFLICTS
+from atoll.worker.session.session import Session
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 
 EIGHT_LOOPS = """
 import logging, threading, time
-from atoll.worker.reporting import LOG, ensure_lines
+from atoll.worker.log_lines import LOG, ensure_lines
 {before}
 class Slow(logging.StreamHandler):
     def __init__(self, *stream):

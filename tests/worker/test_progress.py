@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from atoll.protocol import messages
-from atoll.worker.reporting import Progress, in_words
+from atoll.worker.log_lines import Progress, in_words
 
 MB = 1_000_000
 

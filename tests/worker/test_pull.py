@@ -13,9 +13,9 @@ from atoll.errors import ServerUnreachable, StoreError
 from atoll.tensors.layout import Part
 from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.resumable_transfer import Parts
-from atoll.worker import files
-from atoll.worker.files import BaseNote
-from atoll.worker.session import Session
+from atoll.worker.exchange import base_and_outbox
+from atoll.worker.exchange.base_and_outbox import BaseNote
+from atoll.worker.session.session import Session
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_a_note_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     """Guards against `write_note` that writes into the note itself."""
     path = tmp_path / "base.json"
     note = BaseNote("run", 0, 1, "0" * 64, [], True)
-    files.write_note(path, note)
+    base_and_outbox.write_note(path, note)
 
     def half(self: Path, text: str, *_: object, **__: object) -> int:
         with open(self, "w") as file:
@@ -129,8 +129,8 @@ def test_a_note_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Path, "write_text", half)
     with pytest.raises(StoreError, match="No space left"):
-        files.write_note(path, BaseNote("run", 0, 2, "1" * 64, [], True))
-    assert files.read_note(path, BaseNote) == note
+        base_and_outbox.write_note(path, BaseNote("run", 0, 2, "1" * 64, [], True))
+    assert base_and_outbox.read_note(path, BaseNote) == note
 
 
 @pytest.mark.covers("F31")

@@ -12,9 +12,9 @@ from torch import nn
 
 import atoll
 from atoll.errors import UsageError
-from atoll.worker.controls import Controls
-from atoll.worker.correction import Correction, Proximal
-from atoll.worker.scaffold import Shifted
+from atoll.worker.correction.control_variates import Controls
+from atoll.worker.correction.optimizer_hooks import Correction, Proximal
+from atoll.worker.correction.scaffold_steps import Shifted
 
 ROUNDS = 3
 

@@ -15,9 +15,9 @@ from atoll.errors import LeaseLost, UsageError
 from atoll.protocol import messages, routes
 from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.http_client import Http
-from atoll.worker import update
-from atoll.worker.files import Outbox
-from atoll.worker.session import Session
+from atoll.worker.exchange import encode_update
+from atoll.worker.exchange.base_and_outbox import Outbox
+from atoll.worker.session.session import Session
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_while_an_update_is_formed_no_note_names_the_one_before(
     session, ticket, tensors = pulled(server, tmp_path / "w")
     session.form(ticket, tensors, weight=1.0, steps=1, metrics={})
     with monkeypatch.context() as patch:
-        patch.setattr(update, "form_update", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(encode_update, "form_update", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             session.form(ticket, tensors, weight=1.0, steps=1, metrics={})
     assert Outbox(session.folder, session.outbox.layout).note is None

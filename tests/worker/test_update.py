@@ -18,10 +18,10 @@ from atoll.tensors.chunks import bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype
 from atoll.tensors.layout import Layout, update_layout, version_header, version_layout
 from atoll.tensors.module_tensors import schema_of
-from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote, ScratchFile, locked
-from atoll.worker.residuals import Residuals
-from atoll.worker.stretches import Stretches
-from atoll.worker.update import advance_base_, form_update, load_, rebase_
+from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote, ScratchFile, locked
+from atoll.worker.exchange.encode_update import advance_base_, form_update, load_, rebase_
+from atoll.worker.exchange.residuals import Residuals
+from atoll.worker.exchange.update_runs import Stretches
 
 CODECS = {"none": NoneCodec(), "bf16": Bf16Codec()}
 

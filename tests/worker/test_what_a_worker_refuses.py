@@ -11,9 +11,9 @@ from torch import nn
 import atoll
 from atoll.errors import UsageError, VersionSkew
 from atoll.tensors.module_tensors import named_tensors
-from atoll.worker.connection import Connection
-from atoll.worker.given import finite_metrics
-from atoll.worker.session import Session
+from atoll.worker.arguments import finite_metrics
+from atoll.worker.session.connection import Connection
+from atoll.worker.session.session import Session
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])

@@ -108,8 +108,8 @@ def _evaluated(settings: Settings, asked: dict[str, Any], run_file: Path) -> Eva
             sys.path.insert(0, folder)
     _lines_on_stderr()
     raise_on_sigterm()
-    from atoll.server.embed import Server
-    from atoll.server.global_models import is_file
+    from atoll.server.serve import Server
+    from atoll.server.tasks.models_to_evaluate import is_file
 
     server = Server(settings=settings, evaluation=asked)
     try:

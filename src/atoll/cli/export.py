@@ -130,7 +130,7 @@ def best_of_directory(state_dir: Path, out: Path) -> int:
     Raises:
         UsageError: there is none.
     """
-    from atoll.server.best import MODEL
+    from atoll.server.coordinator.best_version import MODEL
 
     path = state_dir / "exports" / MODEL
     if not path.is_file():
@@ -296,7 +296,7 @@ def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: La
     """
     from atoll.errors import AtollError
     from atoll.protocol import routes
-    from atoll.worker.peering import connected
+    from atoll.worker.peer.peer_transfers import connected
 
     why = "no worker that is here has it."
     for source in manifest.sources:
@@ -333,7 +333,7 @@ def _checked(parts: Parts, path: str, nbytes: int) -> memoryview:
 
 def _write(sources: Sequence[Source], out: Path, schema: Schema) -> None:
     """Copy versions into the order of a file for people, tied tensors again; `out` appears in one step."""
-    from atoll.server.exports import export_header, model_runs
+    from atoll.server.coordinator.exports import export_header, model_runs
 
     header, owners = export_header(schema)
     with _beside(out) as (fd, path):

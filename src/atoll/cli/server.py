@@ -43,7 +43,7 @@ from atoll.rounds.closing_policy import listed
 
 if TYPE_CHECKING:
     from atoll.protocol import status_messages
-    from atoll.server.embed import Server
+    from atoll.server.serve import Server
 
 LOG = logging.getLogger("atoll.cli")
 
@@ -88,7 +88,7 @@ def run_until_finished(settings: Settings) -> None:
     raise_on_sigterm()
     threading.Thread(target=end_without_memory, name="memory", daemon=True).start()
     LOG.info("%s starts; loading PyTorch takes a few seconds", settings.name)
-    from atoll.server.embed import Server
+    from atoll.server.serve import Server
 
     server = Server(settings=settings)
     begin = time.monotonic()

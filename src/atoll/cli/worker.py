@@ -22,7 +22,7 @@ import typer
 
 from atoll.children import END_WITH_PARENT
 from atoll.errors import ConfigError, ServerUnreachable, UsageError, VersionSkew
-from atoll.worker.departure import LEASES, leave_for
+from atoll.worker.session.leave_at_exit import LEASES, leave_for
 
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
@@ -86,7 +86,7 @@ def _require_server(address: str, told: list[int]) -> str:
     from atoll.format_text import duration
     from atoll.protocol import messages, routes
     from atoll.transport.ask import ask
-    from atoll.worker.silence import give_up_s
+    from atoll.worker.session.connection import give_up_s
 
     most_s = give_up_s()
     end = time.monotonic() + most_s

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from atoll.errors import ConfigError, UsageError
-from atoll.worker.reporting import LOG
+from atoll.worker.log_lines import LOG
 
 if TYPE_CHECKING:
-    from atoll.worker.diloco import DiLoCo
+    from atoll.worker.training.diloco_loop import DiLoCo
 
 GLOBAL_PREFIX = "global_"
 """Before the names of metrics that `trainer.validate` gave of the global model."""

@@ -24,14 +24,14 @@ from atoll.filters.base import Filter, require_filters
 from atoll.integrations import fitting
 from atoll.protocol import messages
 from atoll.tensors.module_tensors import named_tensors
-from atoll.worker.address import server_of
-from atoll.worker.correction import Correction, following
-from atoll.worker.diloco import DiLoCo
-from atoll.worker.federated import Worker, join, run_here, takes_part
-from atoll.worker.local import ALONE, Round
-from atoll.worker.ranks import Ranks
-from atoll.worker.reporting import LOG, ensure_lines
-from atoll.worker.site import default_site, require_site
+from atoll.worker.correction.optimizer_hooks import Correction, following
+from atoll.worker.log_lines import LOG, ensure_lines
+from atoll.worker.session.address import server_of
+from atoll.worker.session.ranks import Ranks
+from atoll.worker.site_name import default_site, require_site
+from atoll.worker.training.alone import ALONE, Round
+from atoll.worker.training.diloco_loop import DiLoCo
+from atoll.worker.training.federated_loop import Worker, join, run_here, takes_part
 
 NOTHING_LEFT = "The run is finished: this fit trains nothing."
 

@@ -10,7 +10,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from atoll.errors import UsageError
-from atoll.worker.given import finite_metrics
+from atoll.worker.arguments import finite_metrics
 
 T = TypeVar("T")
 

@@ -25,15 +25,15 @@ from atoll.border import border
 from atoll.errors import UsageError
 from atoll.filters.base import Filter, require_filters
 from atoll.integrations.fitting import require_alone
-from atoll.worker.address import server_of
-from atoll.worker.correction import Correction
-from atoll.worker.departure import what_ends
-from atoll.worker.diloco import DiLoCo
-from atoll.worker.federated import join, run_here, takes_part
-from atoll.worker.local import Round
-from atoll.worker.optimizers import innermost
-from atoll.worker.reporting import LOG
-from atoll.worker.site import default_site
+from atoll.worker.correction.optimizer_hooks import Correction
+from atoll.worker.correction.optimizers import innermost
+from atoll.worker.log_lines import LOG
+from atoll.worker.session.address import server_of
+from atoll.worker.session.leave_at_exit import what_ends
+from atoll.worker.site_name import default_site
+from atoll.worker.training.alone import Round
+from atoll.worker.training.diloco_loop import DiLoCo
+from atoll.worker.training.federated_loop import join, run_here, takes_part
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -158,7 +158,7 @@ class InitialModel:
 
     def tensors(self, settings: Settings) -> nn.Module | Tensors:
         """The model as the server sees it; its values are those of the checkpoint only where there is nothing else."""
-        from atoll.server.model import initial_model
+        from atoll.server.initial_model import initial_model
 
         if self._is_module:
             module: nn.Module = self._model
@@ -170,7 +170,7 @@ class InitialModel:
     def _weights(self) -> Tensors | None:
         if self._checkpoint is None:
             return None
-        from atoll.server.model import initial_model
+        from atoll.server.initial_model import initial_model
 
         state = initial_model(Settings.build({"model": self._checkpoint}), None)
         if not isinstance(state, Mapping):
@@ -192,7 +192,7 @@ def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None)
     """
     from torch import nn
 
-    from atoll.server.exports import export_header
+    from atoll.server.coordinator.exports import export_header
     from atoll.tensors.chunks import bytes_of
     from atoll.tensors.module_tensors import Told, named_tensors, schema_of, unwrapped
     from atoll.tensors.schema import BUFFERS

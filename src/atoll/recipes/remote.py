@@ -20,8 +20,8 @@ from atoll.recipes.local import environment
 from atoll.recipes.recipe import Strict, require_number
 from atoll.recipes.result import RunResult, ended_by_sigterm
 from atoll.transport.ask import ask
-from atoll.worker import last_status
-from atoll.worker.site import require_site
+from atoll.worker.session import last_status
+from atoll.worker.site_name import require_site
 
 if TYPE_CHECKING:
     from atoll.recipes.recipe import Recipe
@@ -130,9 +130,9 @@ class ServerEnv(Strict):
 def differences(recipe: Recipe, info: RunInfo, status: Status) -> list[str]:
     """What a server tells of its run that the recipe would have otherwise, each as `name is … there, … here`."""
     from atoll.rounds.state import Rules
-    from atoll.server.begin import plan_of
-    from atoll.server.info import run_info
-    from atoll.server.status import outer_in_words
+    from atoll.server.coordinator.build_status import outer_in_words
+    from atoll.server.coordinator.run_info import run_info
+    from atoll.server.startup import plan_of
 
     settings = recipe.settings()
     plan = plan_of(settings, recipe.initial_tensors(settings))

@@ -18,7 +18,7 @@ from atoll import registry
 from atoll.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from atoll.worker.federated import Worker
+    from atoll.worker.training.federated_loop import Worker
 
 inside = False
 """Whether this process belongs to a simulation: what is imported here may not begin another one."""

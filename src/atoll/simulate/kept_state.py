@@ -1,7 +1,7 @@
 """What a site keeps between its rounds, on its way to a process that has another disk, and back.
 
-Written back in the order in which `worker/turns.py` writes: first the note without what is pending, then the file that
-is pending, then the note. So whoever is killed in between leaves a state from which the round can be trained again.
+Written back in the order in which `worker/exchange/local_state.py` writes: first the note without what is pending, then
+the file that is pending, then the note. A kill in between leaves a state from which the round can be trained again.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from atoll.worker.notes import note_from, read_note, write_note
-from atoll.worker.turns import TurnNote
+from atoll.worker.exchange.local_state import TurnNote
+from atoll.worker.json_notes import note_from, read_note, write_note
 
 NAMES = ("control", "residual")
 """Of the files: NAME-0.bin and NAME-1.bin take turns, NAME.json says which counts."""

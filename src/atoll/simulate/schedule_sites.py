@@ -23,18 +23,18 @@ from atoll.protocol import messages, routes, status_messages
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
 from atoll.rounds import leases, machine
-from atoll.server.auth import IDENTITY, Identity
-from atoll.server.handlers import Handlers
-from atoll.server.outcome import outcome_of
-from atoll.server.roster import Lease
-from atoll.server.run import Run
-from atoll.server.space import require_space
+from atoll.server.coordinator.handlers import Handlers
+from atoll.server.coordinator.roster import Lease
+from atoll.server.coordinator.run import Run
+from atoll.server.coordinator.ticket_outcome import outcome_of
+from atoll.server.free_space import require_space
+from atoll.server.http.auth import IDENTITY, Identity
 from atoll.simulate.job_messages import ATTEMPTS, Answer, Engine, Job
 from atoll.simulate.kept_state import pending
 from atoll.store.file_slots import WRITER
 from atoll.store.handles import PinnedVersion
 from atoll.store.store import Store
-from atoll.worker.reporting import told
+from atoll.worker.log_lines import told
 
 
 class Bases:

@@ -22,12 +22,12 @@ from atoll.config import Settings
 from atoll.errors import ConfigError, UsageError
 from atoll.latch import Latch
 from atoll.protocol import status_messages
-from atoll.server.begin import open_run
-from atoll.server.handlers import Handlers
-from atoll.server.persistor import Persistor
-from atoll.server.run import Run
-from atoll.server.site_filters import Given
-from atoll.server.task_filters import TaskFilters
+from atoll.server.coordinator.handlers import Handlers
+from atoll.server.coordinator.persistor import Persistor
+from atoll.server.coordinator.run import Run
+from atoll.server.filter_table import Given
+from atoll.server.startup import open_run
+from atoll.server.tasks.task_filters import TaskFilters
 from atoll.simulate.client import name_of, require_outside
 from atoll.simulate.engines import require_engine
 from atoll.simulate.job_messages import Beginning, Engine
@@ -35,7 +35,7 @@ from atoll.simulate.local_engine import LocalEngine
 from atoll.simulate.schedule_sites import Conductor, now
 from atoll.simulate.site_session import lasts
 from atoll.tensors.module_tensors import Tensors
-from atoll.worker.site import require_site
+from atoll.worker.site_name import require_site
 
 LOG = logging.getLogger("atoll.simulate")
 

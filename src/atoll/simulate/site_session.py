@@ -27,18 +27,18 @@ from atoll.tensors.layout import Layout, Part, version_layout
 from atoll.tensors.module_tensors import Tensors
 from atoll.transport.descriptor import Descriptor
 from atoll.transport.http_client import Counters
-from atoll.worker import update
-from atoll.worker.controls import Controls
-from atoll.worker.federated import Worker
-from atoll.worker.federated_round import FederatedRound
-from atoll.worker.files import BaseFile, BaseNote, Outbox, OutboxNote
-from atoll.worker.local import Model
-from atoll.worker.losses import Losses
-from atoll.worker.matching import matching
-from atoll.worker.residuals import Residuals
-from atoll.worker.session import Session
-from atoll.worker.stretches import Stretches
-from atoll.worker.turns import Owner, Together
+from atoll.worker.correction.control_variates import Controls
+from atoll.worker.exchange import encode_update
+from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote
+from atoll.worker.exchange.local_state import Owner, Together
+from atoll.worker.exchange.residuals import Residuals
+from atoll.worker.exchange.update_runs import Stretches
+from atoll.worker.exchange.zero_updates import Losses
+from atoll.worker.session.session import Session
+from atoll.worker.training.alone import Model
+from atoll.worker.training.federated_loop import Worker
+from atoll.worker.training.federated_round import FederatedRound
+from atoll.worker.training.match_model import matching
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class VirtualSession(Session):
         """Load the version of the round, which is there already."""
         self._version.pulled = True
         if into is not None:
-            update.load_(into, self._version)
+            encode_update.load_(into, self._version)
             self._counters.add(down=self.layout.nbytes)
 
     def submit(
@@ -283,9 +283,9 @@ class VirtualSession(Session):
         weight: float,
         steps: int,
         metrics: dict[str, float],
-        control_difference: update.Runs | None = None,
+        control_difference: encode_update.Runs | None = None,
         max_retries: int | None = None,
-    ) -> update.Formed:
+    ) -> encode_update.Formed:
         """Form the update of the ticket, in its spool; the server refuses what cannot count."""
         formed = self.form(
             ticket, tensors, weight=weight, steps=steps, metrics=metrics, control_difference=control_difference

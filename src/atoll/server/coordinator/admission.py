@@ -1,0 +1,123 @@
+"""Who may take part: a site that could not is refused before anything moves."""
+
+from __future__ import annotations
+
+import logging
+
+from atoll.aggregation.plan import Plan
+from atoll.errors import ConfigError, SchemaMismatch, ServerLost, VersionSkew
+from atoll.format_text import size
+from atoll.protocol import messages, routes
+from atoll.server.http.auth import Identity
+from atoll.server.tasks.workflow_schedule import EVALUATES, Course
+from atoll.store.rows import TicketRow
+from atoll.store.store import Store
+
+LOG = logging.getLogger("atoll.server")
+
+
+def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: Store) -> None:
+    """Refuse who could not take part.
+
+    Raises:
+        VersionSkew: it speaks another protocol. ServerLost: it means another run. AuthError: the site is not its own.
+        SchemaMismatch: another model.
+        ConfigError: another H, or another number of fragments; or it has not the control that the run counts on.
+    """
+    if message.protocol != routes.PROTOCOL:
+        older = f"worker {message.site}" if message.protocol < routes.PROTOCOL else "the server"
+        raise VersionSkew(
+            f"Worker {message.site} speaks protocol {message.protocol}, this server {routes.PROTOCOL}.",
+            f"Upgrade Atoll at {older}.",
+        )
+    identity.require_site(message.site)
+    run = store.run.run_id if store.run else ""
+    if message.run not in ("", run):
+        raise ServerLost(
+            f"The server has another run now: {plan.settings.name} ({run}). Worker {message.site} takes part in "
+            f"{message.run}, which is over, or was begun anew.",
+            "Start the script again to take part in the new run. To go on with the old one, start its server with the "
+            "state_dir that it had.",
+        )
+    model = plan.schema.model  # a worker's own model has no controls
+    if message.schema_digest not in (None, plan.schema.digest, model.digest):
+        raise SchemaMismatch(
+            f"The model of worker {message.site} has the schema {str(message.schema_digest)[:12]}, "
+            f"the run's {model.digest[:12]}: {len(model.tensors)} tensors, {size(model.nbytes)}, "
+            f"the first is {model.tensors[0]}.",
+            "Build the same architecture in the same dtype on both sides; the schema of the run is at "
+            f"{routes.SCHEMA}.",
+        )
+    sync_every = plan.algorithm.sync_every
+    if sync_every and message.sync_every not in (None, sync_every):
+        raise ConfigError(
+            f"Worker {message.site} synchronises every {message.sync_every} steps, the run every {sync_every}.",
+            f"Set sync_every={sync_every} at the worker, or leave it out.",
+        )
+    fragments = len(plan.fragments)
+    if message.num_fragments not in (None, fragments):
+        raise ConfigError(
+            f"Worker {message.site} has {message.num_fragments} fragments, the run has {fragments}.",
+            f"Set num_fragments={fragments} at the worker, or leave it out.",
+        )
+    if message.controls:
+        _require_controls(message, store)
+
+
+def will_evaluate(course: Course | None, site: str) -> bool:
+    """Whether a cross-site evaluation that is still to come asks a site for measurements."""
+    return course is not None and any(
+        step.entry.kind == EVALUATES and step.state != "done" and site in (step.entry.args.get("sites") or [site])
+        for step in course.steps
+    )
+
+
+def _require_controls(message: messages.Join, store: Store) -> None:
+    """Refuse a site without the c_i that the run's c has counted, unless it begins at zero on purpose."""
+    site, count = message.site, _updates(message.site, store)
+    if not count:
+        return  # it comes for the first time, or is to begin again: zero is what it has
+    if message.controls == "kept" and _stands(message, store):
+        return
+    told = f"1 update of {site} is" if count == 1 else f"{count} updates of {site} are"
+    told += " in this run's controls"
+    if message.controls == "new" or message.new_controls:
+        LOG.warning("%s, and the site has lost its own: it begins at zero again", told)
+        return
+    host = message.host or "its machine"
+    raise ConfigError(
+        f"{told}, and on {host} the site has none of its own: another folder or machine, or its files were removed."
+        if message.controls == "missing"
+        else f"{told}, and what the site has of its own on {host} is of another moment or site: a folder was restored "
+        "from an older copy, at the site or at the server, or folders were swapped.",
+        f"Set ATOLL_DIR to where it took part before, or bring {site}/{store.run.run_id if store.run else ''} "
+        "from there; without it, begin a new run from the export, or set ATOLL_NEW_CONTROLS=1 to begin at zero.",
+    )
+
+
+def _updates(site: str, store: Store) -> int:
+    """How many updates of a site the run has counted, or is going to."""
+    counted = next((member.rounds_counted for member in store.members() if member.site == site), 0)
+    last = store.last_ticket(site)
+    return counted + (last is not None and last.state == "accepted")
+
+
+def counted_of(site: str, store: Store) -> messages.Counted:
+    """The update of a site that its control has to stand for."""
+    row = store.last_counted(site)
+    return messages.Counted() if row is None else _named(row)
+
+
+def _named(row: TicketRow) -> messages.Counted:
+    return messages.Counted(base_version=row.base_version, digest=row.digest or "")
+
+
+def _stands(message: messages.Join, store: Store) -> bool:
+    """Whether the site has c_i as it is behind its last update that counts, and behind one that is going to."""
+    if not message.controls_of:
+        return True  # an earlier worker does not tell
+    last = store.last_ticket(message.site)
+    wanted = [counted_of(message.site, store)]
+    if last is not None and last.state == "accepted":
+        wanted.append(_named(last))
+    return all(any(each.names(other) for each in message.controls_of) for other in wanted)

@@ -1,0 +1,223 @@
+"""What a run looks like at this moment: one message, for `atoll status` and whoever else asks."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from atoll.algorithms.resolve import ResolvedAlgorithm
+from atoll.protocol import routes, status_messages
+from atoll.rounds import machine
+from atoll.server.coordinator.ticket_outcome import staleness
+
+if TYPE_CHECKING:
+    from atoll.server.coordinator.roster import Presence
+    from atoll.server.coordinator.run import Run
+
+LOG = logging.getLogger("atoll.server")
+
+HISTORY = 20
+"""Rounds that a status shows; `metrics.jsonl` has them all."""
+QUIET_BEATS = 2.5
+"""Heartbeats that did not come, from which on a site is said to be silent."""
+
+
+@functools.lru_cache(maxsize=4 * HISTORY)
+def _summary(text: str) -> status_messages.RoundSummary:
+    """Of a round; of hundreds of workers they are long, and the same ones are asked for again and again."""
+    return status_messages.RoundSummary.model_validate_json(text)
+
+
+def status_of(run: Run) -> status_messages.Status:
+    """The status of a run."""
+    now_s = time.monotonic()
+    settings, algorithm = run.settings, run.plan.algorithm
+    lost = [run.store.lost_versions(f) if each.lost else () for f, each in enumerate(run.state.rounds)]
+    assert run.store.run is not None
+    history = [_summary(row.summary_json) for row in run.store.history(HISTORY) if row.summary_json]
+    return status_messages.Status(
+        run=run.store.run.run_id,
+        name=settings.name,
+        algorithm=algorithm.name,
+        policy=str(run.state.rules.policy),
+        protocol=routes.PROTOCOL,
+        epoch=run.store.epoch,
+        rounds=settings.rounds,
+        finished=run.state.finished if run.course is None else run.desk.finished,
+        stopped=run.state.rules.tracking.why(run.state.progress),
+        address=run.address,
+        best=_best(run),
+        uptime_s=now_s - run.started_s,
+        left_s=run.left.of(run.state, now_s),
+        model_bytes=0 if run.plan.schema.is_nothing else run.plan.schema.model.nbytes,
+        codec=algorithm.codec,
+        outer=outer_in_words(algorithm, settings.outer_lrs),
+        tau=settings.tau,
+        alpha=settings.alpha,
+        dylu=settings.dylu,
+        downlink_codec=settings.downlink_codec or "none",
+        sync_every=algorithm.sync_every,
+        fragments=[_fragment(run, index, now_s) for index in range(len(run.state.rounds))],
+        workers=[_worker(run, presence, now_s, lost) for _, presence in sorted(run.roster.items())],
+        history=history,
+        bytes_up=run.bytes_up,
+        bytes_down=run.bytes_down,
+        deaths=run.attendance.deaths,
+        refused=run.refused,
+        staleness={str(behind): count for behind, count in sorted(run.stale.counts.items())},
+        tasks=run.desk.counts if run.desk.active else {},
+        workflows=run.course.status() if run.course is not None else [],
+        sent=run.desk.status(),
+        durability=settings.durability,
+        durable_version=min(durable) if (durable := _durable(run)) else None,
+        warnings=[
+            *run.trouble.values(),
+            *run.advice,
+            *run.attendance.warnings(run.state),
+            *run.stale.warnings,
+            *run.desk.warnings.values(),
+            *(presence.rival for _, presence in sorted(run.roster.items()) if presence.rival),
+            *(
+                f"{presence.site}: {text}"
+                for _, presence in sorted(run.roster.items())
+                for text in presence.beat.warnings
+            ),
+        ],
+    )
+
+
+def keep_status(run: Run) -> status_messages.Status:
+    """The status of a run, also kept for questions when no server runs; a full disk is no reason to fail."""
+    status = status_of(run)
+    path = run.settings.state_dir / status_messages.KEPT
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(status.model_dump_json(), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        LOG.info("%s cannot be written: %s", path, error.strerror)
+    return status
+
+
+def outer_in_words(algorithm: ResolvedAlgorithm, lrs: Mapping[str, float]) -> str:
+    """`sgd(lr=0.7, momentum=0.9)`; delayed Nesterov's N by that name, its first steps not: the policy has them."""
+    names, shown = {"delay": "N"}, algorithm.outer_options
+    if algorithm.outer_name == "delayed_nesterov":
+        shown = {key: value for key, value in shown.items() if key != "undelayed"}
+    options = [f"{names.get(key, key)}={value}" for key, value in shown.items()]
+    options += [f"lr of {pattern}={lr:g}" for pattern, lr in lrs.items()]
+    return f"{algorithm.outer_name}({', '.join(options)})"
+
+
+def _best(run: Run) -> status_messages.BestStatus | None:
+    tracking, progress = run.state.rules.tracking, run.state.progress
+    if not tracking.metric:
+        return None
+    status = status_messages.BestStatus(metric=tracking.metric, mode=tracking.mode, stale=progress.stale)
+    if progress.best is None:
+        return status
+    is_there = run.behind.best.saved == progress.best
+    return status.model_copy(
+        update={
+            "version": progress.best.version,
+            "round": progress.best.round,
+            "value": progress.best.value,
+            "file": str(run.behind.best.path.absolute()) if is_there else "",
+        }
+    )
+
+
+def _fragment(run: Run, index: int, now_s: float) -> status_messages.FragmentStatus:
+    round_ = run.state.rounds[index]
+    waiting = [
+        status_messages.Missing(site=site, for_s=max(0.0, now_s - since))
+        for site, since in machine.missing(run.state, index)
+    ]
+    return status_messages.FragmentStatus(
+        fragment=index,
+        version=round_.head,
+        phase=round_.phase,
+        waiting_for=waiting,
+        reason=run.trouble.get(index) or why(run, index, now_s),
+        place=run.swarm.status(index) if run.swarm is not None else None,
+    )
+
+
+def why(run: Run, index: int, now_s: float) -> str:
+    """What the fragment waits for; also who of them may not even know that the server is back, or may be dead."""
+    missing = [site for site, _ in machine.missing(run.state, index)]
+    unheard = [site for site in missing if site in run.roster and not run.roster[site].heard]
+    silent = f"not heard since the server restarted: {', '.join(unheard)}" if unheard else ""
+    place = run.swarm.trouble(index) if run.swarm is not None else ""
+    quiet = _quiet(run, [site for site in missing if site not in unheard], now_s)
+    hangs = _hanging(run, missing)
+    return "; ".join(filter(None, [machine.why(run.state, index, now_s), place, silent, quiet, hangs]))
+
+
+def _hanging(run: Run, sites: Sequence[str]) -> str:
+    """Which of these train no further although their heartbeats come."""
+    patience_s = 2 * (run.settings.heartbeat_timeout_s or HANGS_S)
+    still = {site: run.roster[site].hangs_s(patience_s) for site in sites if site in run.roster}
+    return "; ".join(
+        f"{site} answers, but its training has not moved for {still_s:.0f} s: look at its process"
+        for site, still_s in still.items()
+        if still_s
+    )
+
+
+HANGS_S = 120.0
+"""Twice this without a step is reported where `heartbeat_timeout_s` is 0."""
+
+
+def _quiet(run: Run, sites: Sequence[str], now_s: float) -> str:
+    """Who of these has let heartbeats out, and what comes of it; the same words until it does."""
+    interval_s, timeout_s = run.settings.heartbeat_interval_s, run.settings.heartbeat_timeout_s
+    seen_s = run.state.seen_s
+    quiet = [site for site in sites if interval_s and now_s - seen_s.get(site, now_s) >= QUIET_BEATS * interval_s]
+    if not quiet:
+        return ""
+    then = f" (declared dead after {timeout_s:g} s of silence)" if timeout_s else ""
+    return f"no sign of life from {', '.join(quiet)}{then}"
+
+
+def _durable(run: Run) -> list[int]:
+    """The durable version of each fragment; nothing where one has none yet."""
+    found = [run.store.durable_version(fragment) for fragment in range(len(run.state.rounds))]
+    return [version for version in found if version is not None] if None not in found else []
+
+
+def _worker(run: Run, presence: Presence, now_s: float, lost: Sequence[Sequence[int]]) -> status_messages.WorkerStatus:
+    beat = presence.beat
+    bases = [presence.bases.get(fragment, 0) for fragment in range(len(run.state.rounds))]
+    version = max(beat.version, min(bases))
+    behind = (
+        staleness(round_.head, max(version, base), gone)
+        for round_, base, gone in zip(run.state.rounds, bases, lost, strict=True)
+    )
+    return status_messages.WorkerStatus(
+        site=presence.site,
+        host=presence.host,
+        state=presence.state,
+        doing=beat.state,
+        joined_at=presence.joined_at,
+        last_heartbeat_s=max(0.0, now_s - presence.heard_s),
+        heard=presence.heard,
+        step=beat.step,
+        steps_per_s=beat.steps_per_s,
+        rounds=presence.rounds,
+        version=version,
+        staleness=max(behind),
+        bytes_up=presence.bytes_up,
+        bytes_down=presence.bytes_down,
+        gradient_bytes=presence.gradient_bytes,
+        retries=beat.retries,
+        reconnections=beat.reconnections,
+        metrics=dict(beat.metrics),
+        labels=presence.labels,
+        local_steps=run.local_steps(presence.site),
+        error=presence.error,
+    )

@@ -1,0 +1,49 @@
+"""What the round machine decided, as rows of the journal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import MutableMapping
+
+from atoll.rounds import events as fx
+from atoll.server.coordinator.roster import Presence
+from atoll.store.store import Store
+
+
+def write(
+    effect: fx.Effect, store: Store, roster: MutableMapping[str, Presence], *, keep_weights: bool = False
+) -> None:
+    """Write the row of one effect; inside the caller's transaction.
+
+    Args:
+        keep_weights: whether a site keeps its first weight (`Store.freeze`).
+    """
+    match effect:
+        case fx.LeaseGranted(site, lease):
+            presence = roster.setdefault(site, Presence(site))
+            store.put_member(
+                site,
+                lease,
+                process=presence.holder,
+                host=presence.host,
+                labels_json=json.dumps(presence.labels),
+            )
+        case fx.LeaseEnded(site, lease, why, detail):
+            store.end_member(site, lease, why, detail)
+        case fx.RoundOpened(fragment, base_version, expected):
+            store.open_round(fragment, base_version, expected)
+        case fx.ExpectedChanged(fragment, base_version, expected):
+            store.set_expected(fragment, base_version, expected)
+        case fx.TicketIssued(site, ticket, fragment, base_version, new):
+            if new:
+                store.issue_ticket(ticket, site, fragment, base_version)
+        case fx.TicketsExpired(tickets, reason):
+            store.expire(tickets, reason)
+        case fx.RoundReopened(fragment, base_version, tickets, reason):
+            store.reopen(fragment, base_version, tickets, reason)
+        case fx.RoundClosed(fragment, base_version, tickets):
+            store.freeze(fragment, base_version, tickets, keep_weights=keep_weights)
+        case fx.RunFinished():
+            store.finish()
+        case _:
+            pass

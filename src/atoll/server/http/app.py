@@ -1,0 +1,200 @@
+"""HTTP on top of a run: one handler per operation of `protocol/openapi.py`, errors as `Problem`s, limits first."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from pydantic import BaseModel, ValidationError
+
+from atoll.errors import AtollError, BadRequest, StoreError
+from atoll.protocol import messages, routes
+from atoll.protocol.openapi import OPERATIONS, Operation, openapi
+from atoll.server.coordinator.handlers import Handlers
+from atoll.server.coordinator.run import Run
+from atoll.server.http.auth import IDENTITY, Gate
+from atoll.server.transient_errors import directory_gone, journal_failed, no_more_files, out_of_memory, passing
+from atoll.transport.receive_upload import break_off, bypass_of
+from atoll.transport.serve_range import problem
+
+LOG = logging.getLogger("atoll.server")
+HTTP_LOG = logging.getLogger("atoll.server.http")
+"""For aiohttp, instead of its own."""
+
+
+class _OwnFaults(logging.Filter):
+    """Passes on what went wrong here; not what a peer did to its connection or wrote into it, with a traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, (ConnectionError, HttpProcessingError))
+
+
+HTTP_LOG.addFilter(_OwnFaults())
+
+Message = TypeVar("Message", bound=BaseModel)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_app(run: Run, gate: Gate, version: str) -> web.Application:
+    """The application that serves a run.
+
+    Raises:
+        AttributeError: an operation has no handler.
+    """
+    app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard(gate, run)])
+    handlers = Handlers(run)
+    document = openapi(version)
+    for operation in OPERATIONS:
+        if operation.name == "get_openapi":
+            handler: Handler = _document(document)
+        else:
+            handler = _adapt(operation, getattr(handlers, operation.name), run)
+        app.router.add_route(operation.method, operation.path, handler, name=operation.name)
+    return app
+
+
+def _document(document: dict[str, Any]) -> Handler:
+    async def get_openapi(_: web.Request) -> web.StreamResponse:
+        return web.json_response(document)
+
+    return get_openapi
+
+
+def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], run: Run) -> Handler:
+    """Read what the operation takes, call the handler, write what it gives."""
+    takes_message = isinstance(operation.request, type) and issubclass(operation.request, BaseModel)
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        arguments: dict[str, Any] = {
+            name: _READERS.get(name, _number)(name, text) for name, text in request.match_info.items()
+        }
+        if operation.secret:
+            arguments["secret"] = _hex("the secret", request.headers.get(routes.SECRET_HEADER, ""), 32)
+        if operation.lease:
+            arguments["lease"] = run.require_lease(request.headers.get(routes.LEASE_HEADER))
+        if takes_message:
+            arguments["message"] = await _read(request, operation.request, operation.body_bytes)  # type: ignore[arg-type]
+        if operation.request is bytes or operation.reply is bytes or operation.name == "join":
+            arguments["request"] = request
+        result = await method(**arguments)
+        if isinstance(result, web.StreamResponse):
+            return result
+        if result is None:
+            return web.Response(status=204)
+        if isinstance(result, str):
+            return web.Response(text=result)
+        return web.Response(body=result.model_dump_json().encode(), content_type="application/json")
+
+    return handle
+
+
+async def _read(request: web.Request, kind: type[Message], most_bytes: int) -> Message:
+    if request.content_type != "application/json":
+        raise BadRequest(f"The body is {request.content_type}.", "Send application/json.")
+    if (request.content_length or 0) > most_bytes:
+        raise web.HTTPRequestEntityTooLarge(most_bytes, request.content_length or 0)
+    async with asyncio.timeout(10.0):
+        body = await request.clone(client_max_size=most_bytes).read()
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _readable(kind, error) from error
+
+
+def _readable(kind: type[BaseModel], error: ValidationError) -> AtollError:
+    first = error.errors()[0]
+    where = ".".join(str(step) for step in first["loc"]) or "the body"
+    if first["type"] == "extra_forbidden":
+        return BadRequest(
+            f"{kind.__name__} has a field {where!r} that this server does not know.",
+            "Use the same Atoll version on both sides.",
+        )
+    return BadRequest(f"{kind.__name__}: {where}: {first['msg']}.", "See /openapi.json for what is expected.")
+
+
+def _number(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 19 and int(text) < messages.NUMBER_BELOW):
+        raise BadRequest(f"{name} is {text[:40]!r}, not a number that this server has issued.")
+    return int(text)
+
+
+def _hex(name: str, text: str, digits: int) -> str:
+    if len(text) != digits or not re.fullmatch("[0-9a-f]+", text):
+        shown = "" if name == "the secret" else f" {text[:80]!r},"
+        raise BadRequest(f"{name} is{shown} not what this server has issued.", f"It has {digits} hexadecimal digits.")
+    return text
+
+
+_READERS: dict[str, Callable[[str, str], Any]] = {
+    "digest": lambda name, text: _hex(name, text, 64),
+    "object": lambda name, text: _hex(name, text, 32),
+    "task": lambda name, text: _hex(name, text, 32),
+}
+"""Parameters of a path that are no numbers."""
+
+
+def _guard(gate: Gate, run: Run) -> Any:
+    state_dir = run.settings.state_dir
+    open_names = {operation.name for operation in OPERATIONS if operation.open}
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            gate.require_host(request.headers.getall("Host", []))
+            if request.match_info.route.name not in open_names:
+                request[IDENTITY] = gate.admit(request.headers.get("Authorization"))
+            return await handler(request)
+        except AtollError as error:
+            if no_more_files(error):
+                return _come_back(error)
+            if isinstance(error, StoreError) and (journal_failed(error) or directory_gone(state_dir)):
+                run.fail(error)
+            return problem(error.code, error.message, error.remedy, error.retry_after_s)
+        except web.HTTPNotFound:
+            return problem("not_found", f"There is nothing at {request.path[:100]!r}.", "See /openapi.json.")
+        except web.HTTPMethodNotAllowed as refused:
+            response = problem("method", f"{request.method[:20]} is not possible here.", "See /openapi.json.")
+            response.headers["Allow"] = ", ".join(sorted(refused.allowed_methods))
+            return response
+        except web.HTTPRequestEntityTooLarge as refused:
+            return problem("too_large", f"{refused.text}.", "Send less.")
+        except ConnectionError as error:  # an ordinary lost worker; it joins again or is declared dead
+            LOG.debug("%s %r: %s", request.method, request.path, error)
+            break_off(request)
+            return web.Response()  # to nobody
+        except (TimeoutError, asyncio.CancelledError):
+            raise
+        except OSError as error:
+            if no_more_files(error):
+                return _come_back(error)
+            if gone := directory_gone(state_dir):
+                run.fail(gone)
+            else:
+                LOG.exception("%s %r", request.method, request.path)
+            return problem("store", f"The server's disk failed: {os.strerror(error.errno or 0)}.")
+        except web.HTTPException:
+            raise
+        except Exception as error:
+            LOG.exception("%s %r", request.method, request.path)
+            if (failed := out_of_memory(error)) is not None:
+                run.fail(failed)
+                return problem("busy", failed.message, "Ask again when it was started again.", 2.0)
+            return problem("error", "The server failed; its log says why.")
+        finally:
+            bypass = bypass_of(request)
+            if bypass is not None and request.method == "PUT":
+                bypass.end_part()
+
+    return guard
+
+
+def _come_back(error: Exception) -> web.Response:
+    LOG.error("%s", passing(error))
+    return problem("busy", "The server has too many files open.", "It takes requests again when there are fewer.", 2.0)

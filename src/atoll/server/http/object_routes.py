@@ -1,0 +1,175 @@
+"""The operations on objects: what one process publishes through the server, and others pull from it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from aiohttp import web
+from blake3 import blake3
+
+from atoll.blobs.object_file import Extent
+from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
+from atoll.protocol import messages, routes
+from atoll.server.coordinator.run import Run
+from atoll.server.free_space import require_space
+from atoll.store.kept_objects import Kept
+from atoll.tensors.layout import Part
+from atoll.transport.receive_upload import Fill, break_off
+from atoll.transport.serve_range import Incoming, parts_within, serve_file
+
+AT_ONCE = 64
+"""Parts of objects that may be on their way in, of all publishers together."""
+SCRATCH_BYTES = 2**18
+
+
+class ObjectHandlers:
+    """The operations on objects of the server that serves `run`."""
+
+    run: Run
+
+    def __init__(self) -> None:
+        self._arriving: dict[tuple[str, int], _Arrival] = {}
+
+    async def open_object(self, message: messages.ObjectOpen) -> messages.ObjectOpened:
+        extent = Extent(message.head_bytes, message.nbytes, message.part_bytes)
+        extent.require_sound("The object")
+        if message.inline and message.nbytes > routes.INLINE_BYTES:
+            raise BadRequest(
+                f"The object has {message.nbytes} bytes, too many to travel inline.",
+                f"At most {routes.INLINE_BYTES}; give chunk_bytes for a larger one.",
+            )
+        require_space(self.run.store, self.run.settings)
+        kept, secret = self.run.objects.open(extent, inline=message.inline, expires_s=message.expires_s)
+        return messages.ObjectOpened(
+            object=kept.object, secret=secret, expires_s=max(0.0, kept.expires_at - time.time())
+        )
+
+    async def put_object_part(
+        self, object: str, part: int, secret: str, request: web.Request
+    ) -> messages.ObjectPartReceipt:
+        if (request.content_length or 0) <= routes.DIGEST_BYTES:
+            raise BadRequest("The request has no part in it.", "Send its bytes and then their BLAKE3.")
+        kept = self.run.objects.find(object, secret)
+        if kept.fd < 0:
+            raise Conflict(f"Object {object[:8]} is complete.", "It never changes: publish another.")
+        if part >= kept.extent.count:
+            raise BadRequest(f"Object {object[:8]} has no part {part}; it has {kept.extent.count}.")
+        wanted = kept.extent.part(part)
+        parts_within(request, [wanted.nbytes])
+        require_space(self.run.store, self.run.settings)
+        async with self._arrival(kept, wanted, request) as arrival:
+            incoming = Incoming(
+                request,
+                pool=self.run.io,
+                idle_timeout_s=self.run.settings.idle_timeout_s,
+                on_bytes=lambda count: self._count_up(kept, count),
+            )
+            sent = await incoming.part(arrival)
+            if arrival.hasher.digest() != sent:
+                raise PartCorrupt(f"Part {part} of object {object[:8]} arrived damaged.", "Send this part again.")
+            if kept.gone.is_set():
+                raise Gone(f"Object {object[:8]} was withdrawn while it arrived.", "Publish it again.")
+            kept.digests[part] = sent
+        return messages.ObjectPartReceipt(object=object, part=part, digest=sent.hex())
+
+    @asynccontextmanager
+    async def _arrival(self, kept: Kept, part: Part, request: web.Request) -> AsyncIterator[_Arrival]:
+        """Room for a part; one that still arrives under the same number is broken off, and writes no more."""
+        key = (kept.object, part.index)
+        before = self._arriving.get(key)
+        if before is None and len(self._arriving) >= AT_ONCE:
+            busy = Busy(f"{AT_ONCE} parts of objects are on their way to this server.", "Publish again later.")
+            busy.retry_after_s = 1.0
+            raise busy
+        kept.digests.pop(part.index, None)
+        arrival = self._arriving[key] = _Arrival(self.run, kept, part, request)
+        try:
+            if before is not None:
+                break_off(before.request)
+                await asyncio.get_running_loop().run_in_executor(self.run.io, before.end)
+            yield arrival
+        finally:
+            if self._arriving.get(key) is arrival:
+                del self._arriving[key]
+            await asyncio.shield(asyncio.get_running_loop().run_in_executor(self.run.io, arrival.end))
+
+    def _count_up(self, kept: Kept, count: int) -> None:
+        kept.touched_s = time.monotonic()
+        self.run.bytes_up += count
+
+    async def complete_object(self, object: str, secret: str, message: messages.ObjectComplete) -> None:
+        self.run.objects.complete(self.run.objects.find(object, secret), message.digest)
+
+    async def get_object(self, object: str, secret: str) -> messages.ObjectManifest:
+        kept = self.run.objects.complete_one(object, secret)
+        return self.run.objects.manifest(kept).message()
+
+    async def get_object_data(self, object: str, secret: str, request: web.Request) -> web.StreamResponse:
+        kept = self.run.objects.complete_one(object, secret)
+        fd = self.run.objects.reader(kept)
+        try:
+            return await serve_file(
+                request,
+                fd,
+                kept.extent.nbytes,
+                kept.digest,
+                pool=self.run.io,
+                idle_timeout_s=self.run.settings.idle_timeout_s,
+                revoked=kept.gone.is_set,
+                on_bytes=self._count_down_object,
+            )
+        finally:
+            os.close(fd)
+
+    def _count_down_object(self, count: int) -> None:
+        self.run.bytes_down += count
+
+    async def remove_object(self, object: str, secret: str) -> None:
+        self.run.objects.remove(object, secret)
+
+
+@dataclass(eq=False)
+class _Arrival:
+    """One part on its way to the disk, written and hashed by a thread of the pool."""
+
+    run: Run
+    kept: Kept
+    part: Part
+    request: web.Request
+    written: int = 0
+    ended: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.hasher = blake3()
+        self.scratch = memoryview(bytearray(min(SCRATCH_BYTES, self.part.nbytes)))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it is written."""
+        return self.written == self.part.nbytes
+
+    def take(self, fill: Fill) -> None:
+        """Write what there is."""
+        while not self.complete:
+            with self.lock:
+                count = fill(self.scratch[: self.part.nbytes - self.written])
+                if not count:
+                    return
+                if self.ended or self.kept.gone.is_set():
+                    raise ConnectionAbortedError("nobody waits for this part any more")
+                run = self.scratch[:count]
+                self.run.objects.write(self.kept, run, self.part.start + self.written)
+                self.hasher.update(run)
+                self.written += count
+
+    def end(self) -> None:
+        """Nothing is written any more once this returns."""
+        with self.lock:
+            self.ended = True

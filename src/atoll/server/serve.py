@@ -1,0 +1,400 @@
+"""`atoll.Server`: a run served from inside a program, or by `atoll server`."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import errno
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from atoll._version import VERSION
+from atoll.border import bordered
+from atoll.config import DEFAULT_PORT, Settings
+from atoll.errors import AtollError, ConfigError, PortInUse, UsageError
+from atoll.latch import Latch
+from atoll.protocol import status_messages
+from atoll.protocol.task_messages import Evaluation
+from atoll.server.coordinator.build_status import keep_status, status_of
+from atoll.server.coordinator.exports import export_model
+from atoll.server.coordinator.persistor import Persistor
+from atoll.server.coordinator.run import Run
+from atoll.server.filter_table import Given
+from atoll.server.http.app import HTTP_LOG, make_app
+from atoll.server.http.auth import open_gate
+from atoll.server.initial_model import NO_MODEL
+from atoll.server.startup import open_run
+from atoll.server.tasks.task_filters import TaskFilters
+from atoll.server.tasks.workflow_controller import Function
+from atoll.server.tasks.workflow_schedule import Course
+from atoll.tensors.module_tensors import Tensors
+from atoll.tensors.reference import address_of
+from atoll.transport.listener import Door, open_door, raise_files_limit, runner_of
+from atoll.transport.tls import server_context
+
+LOG = logging.getLogger("atoll.server")
+T = TypeVar("T")
+
+PORTS_TO_TRY = 100
+GRACE_S = 30.0
+"""After the last round, how long the server stays for workers that have not fetched the result yet."""
+GRACE_SAID_S = 1.0
+"""Workers that live take it sooner than that; from then on it is said who is awaited."""
+WATCHED_S = 3.0
+"""Who asked for the status so shortly ago asks every second, and is to see that the run is finished."""
+READ_BYTES = 2**16
+"""Of a body that is held before anybody reads it; a part's reader takes more. Who sends bodies that nobody asked for
+costs no more than this."""
+
+
+@bordered
+class Server:
+    """Serves one run.
+
+    Args:
+        model: the initial model: a module, a mapping name → tensor, or what the setting `model` may be. Read once, when
+            the run begins. None where the settings name it, or the state directory has the run already.
+        workflow: a function of a `controller`, in place of the setting `workflow`.
+        outer_optimizer: a class of `torch.optim`, or a function (parameters, **outer_options) → optimizer; or what the
+            setting may be. A function is called more than once, with parameters of its own making each time: it may
+            not depend on them. What it makes is tried before the run, and refused where a step is not that of each
+            tensor by itself.
+        filters: that updates, or answers to tasks, pass through at the server, for all sites or by a site's name; for
+            answers also `{site: {task: filters}}`. In place of the setting `task_result_filters`.
+        data_filters: that payloads of tasks pass through before they are sent, in the same forms; in place of the
+            setting `task_data_filters`.
+        evaluation: arguments of a cross-site evaluation: the server does that alone, over what its state directory has,
+            and leaves the run where it is.
+        settings: of the run; or give them as keywords: `Server(model, num_workers=3, rounds=10)`.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Tensors | str | None = None,
+        settings: Settings | None = None,
+        *,
+        workflow: Function | None = None,
+        outer_optimizer: Callable[..., Optimizer] | str | None = None,
+        filters: Given = (),
+        data_filters: Given = (),
+        evaluation: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(model, str):
+            options["model"], model = model, None
+        if isinstance(workflow, str):
+            options["workflow"], workflow = workflow, None
+        if isinstance(outer_optimizer, str):
+            options["outer_optimizer"], outer_optimizer = outer_optimizer, None
+        if settings is not None and options:
+            raise UsageError(
+                f"Server got settings, and beside them {', '.join(sorted(options))}.", "Give it among the settings."
+            )
+        self._outer = outer_optimizer
+        self.settings = settings or Settings.build(options)
+        if self.settings.placement == "swarm":
+            _require_none_of_its_own(workflow=workflow, outer_optimizer=outer_optimizer, filters=filters)
+        self._model = model
+        self._filters = TaskFilters(self.settings, data_filters, filters)
+        self._course = Course.of(self.settings, workflow, self._filters, evaluation)
+        if self._course is None or not self._course.sends_tasks:
+            self._filters.require_rounds()
+        if (
+            self._course is not None
+            and not self._course.trains
+            and model is None
+            and self.settings.model is None
+            and not self.settings.persistor
+        ):
+            self._model = NO_MODEL
+        self._gate = open_gate(self.settings)
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._run: Run | None = None
+        self._stopping: asyncio.Event | None = None
+        self._ready = Latch()
+        self._finished = Latch()
+        self._over = Latch()  # Thread.join, broken off by a signal, takes the thread for one that ended
+        self._error: BaseException | None = None
+        self._last_status: status_messages.Status | None = None
+        self._questions: set[concurrent.futures.Future[Any]] = set()
+        self.port = 0
+
+    # -- life
+
+    def start(self) -> Server:
+        """Serve in a thread of its own; returns when the server listens.
+
+        Raises:
+            PortInUse, StateLocked, StateCorrupt, ConfigError: it cannot.
+        """
+        if self._thread is not None:
+            raise UsageError("The server was started already.", "Make a new one for a new start.")
+        self._thread = threading.Thread(target=self._main, name="atoll-server", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            self._over.wait()
+            raise self._error
+        return self
+
+    def run(self) -> None:
+        """Serve until the run is finished and its workers have the result, or until `stop`.
+
+        Raises:
+            AtollError: the run failed; its message says how to go on.
+        """
+        if self._thread is None:
+            self.start()
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """End the server; a next one on the same state directory goes on where it was. Idempotent."""
+        if self._loop is not None and self._stopping is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._over.wait()
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # -- questions
+
+    @property
+    def url(self) -> str:
+        """Where workers find it."""
+        host = socket.gethostname() if self.settings.host in ("0.0.0.0", "::") else self.settings.host
+        return address_of(host, self.port, secure=bool(self.settings.tls_cert))
+
+    @property
+    def exports(self) -> Path:
+        """Folder of `model.safetensors` and `metrics.jsonl`."""
+        return self.settings.exports
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is finished, and its result exported."""
+        return self._error is None and self._run is not None and self._run.finished.is_set()
+
+    def status(self) -> status_messages.Status:
+        """All there is to know at this moment; after the end, what there was to know then."""
+        if self._last_status is not None:
+            return self._last_status
+        try:
+            return self._ask(status_of)
+        except UsageError:
+            if self._last_status is not None:  # it ended while it was asked
+                return self._last_status
+            raise
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The matrix of the last cross-site evaluation, as far as it is; None where there was none."""
+        return self._course.evaluated() if self._course is not None and self._course.evaluated is not None else None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the run is finished; False when the time is over before.
+
+        Raises:
+            AtollError: the run failed.
+        """
+        done = self._finished.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return done
+
+    def save_state(self, path: str | Path) -> Path:
+        """Write the head as a safetensors file of its own; the state directory itself is always up to date."""
+        run = self._require_run()
+        return export_model(run.plan, run.store, Path(path))
+
+    @classmethod
+    def load_state(cls, path: str | Path, **options: Any) -> Server:
+        """A server that begins a new run from a file that `save_state` wrote."""
+        return cls(str(path), **options)
+
+    def _require_run(self) -> Run:
+        if self._run is None:
+            raise UsageError("The server is not running.", "Call start() first.")
+        return self._run
+
+    def _ask(self, question: Callable[[Run], T]) -> T:
+        """Answer on the server's own loop, where nothing changes meanwhile."""
+        run, loop = self._require_run(), self._loop
+        assert loop is not None
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._questions.add(answer)
+
+        def work() -> None:
+            if self._last_status is not None:
+                answer.cancel()
+            else:
+                answer.set_result(question(run))
+
+        try:
+            loop.call_soon_threadsafe(work)
+            return answer.result(timeout=30.0)
+        except (RuntimeError, concurrent.futures.CancelledError) as error:
+            raise UsageError("The server has stopped.", "Ask while it runs.") from error
+        finally:
+            self._questions.discard(answer)
+
+    # -- the thread
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._finished.set()
+            self._ready.set()
+            self._over.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        files = raise_files_limit()
+        listener = _listen(self.settings)
+        try:
+            course = self._course
+            if course is not None:
+                course.load()
+            persistor = Persistor(self.settings) if self.settings.persistor else None
+            opened = open_run(self.settings, self._model, persistor, self._outer)
+            run = Run(*opened, persistor, self._filters.results, course)
+        except BaseException:
+            listener.close()
+            raise
+        self._model = None  # version 0 is on disk; nothing here keeps the memory of a model
+        runner = runner_of(make_app(run, self._gate, VERSION), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
+        door: Door | None = None
+        try:
+            await runner.setup()
+            context = None
+            if self.settings.tls_cert and self.settings.tls_key:
+                context = server_context(self.settings.tls_cert, self.settings.tls_key)
+            self.port = listener.getsockname()[1]
+            run.start(self.url)
+            self._run = run
+            if course is not None:
+                course.start(run)
+            door = await open_door(listener, runner, context, files=files, idle_timeout_s=self.settings.idle_timeout_s)
+            self._ready.set()
+            await self._until_end(run)
+        finally:
+            if course is not None:
+                course.stop()
+            run.send_away()
+            if door is not None:
+                await door.close()
+            listener.close()
+            await runner.cleanup()
+            if self._run is not None:  # else it never began, and the reason is on its way
+                self._last_status = keep_status(run)
+            await run.stop()
+            for question in self._questions:
+                question.cancel()
+        if run.failed is not None:
+            raise run.failed
+
+    async def _until_end(self, run: Run) -> None:
+        assert self._stopping is not None
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._stopping, run.ended, run.finished)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if run.finished.is_set() and not self._stopping.is_set() and run.failed is None:
+            self._finished.set()
+            await self._until_left(run)
+        for wait in waits:
+            wait.cancel()
+
+    async def _until_left(self, run: Run) -> None:
+        """Stay until every worker has taken the result and left, for a while at most."""
+        assert self._stopping is not None
+        loop = asyncio.get_running_loop()
+        begin_s, said = loop.time(), False
+        while there := ", ".join(sorted(site for site, member in run.state.members.items() if member.alive)):
+            waited_s = loop.time() - begin_s
+            if self._stopping.is_set():
+                return
+            if waited_s >= GRACE_S:
+                LOG.warning("%s did not take the result in %g s; whoever needs it has the export", there, GRACE_S)
+                return
+            if not said and waited_s >= GRACE_SAID_S:
+                said = True
+                LOG.info("waiting for %s to take the result, %g s at most; Ctrl-C does not wait", there, GRACE_S)
+            await run.changed(0.25)
+        watched_s = run.watched_s
+        while watched_s is not None and time.monotonic() - watched_s < WATCHED_S and not self._stopping.is_set():
+            if run.watched_s != watched_s:  # and it was told that the run is finished
+                return
+            await run.changed(0.1)
+
+
+def _listen(settings: Settings) -> socket.socket:
+    """A bound socket: the port that was asked for, or the first free one from 8512 on.
+
+    Raises:
+        PortInUse: somebody else has the port. ConfigError: the address is not this machine's.
+    """
+    wanted = range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TO_TRY) if settings.port is None else [settings.port]
+    try:
+        family, _, _, _, address = socket.getaddrinfo(settings.host, None, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"host {settings.host!r} is not known: {error.strerror}.", "Give an address of this machine."
+        ) from error
+    for port in wanted:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart takes the same port at once
+        try:
+            listener.bind((address[0], port, *address[2:]))
+            listener.listen(1024)
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(
+                    f"host {settings.host!r} is not an address of this machine.", "Give one that is."
+                ) from error
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    raise PortInUse(
+        f"Port {f'{wanted[0]} to {wanted[-1]}' if len(wanted) > 1 else wanted[0]} on {settings.host} is in use.",
+        "End what uses it, or choose another with --port; 0 takes any free one.",
+    )
+
+
+def _require_none_of_its_own(**given: Any) -> None:
+    """In a swarm updates are taken, filtered and reduced by workers, who run no code of the server's program.
+
+    Raises:
+        ConfigError: something was given.
+    """
+    for name, value in given.items():
+        if value is not None and not (isinstance(value, Sequence) and not value):
+            raise ConfigError(
+                f"Server got {name}, and placement is 'swarm': workers run no code that a server has.",
+                "Set what the run file can name, filter at the sites, or set placement = 'server'.",
+            )
+
+
+__all__ = ["AtollError", "Server"]

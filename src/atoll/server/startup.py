@@ -1,0 +1,250 @@
+"""How a run begins, or goes on: the state directory, the first version, and what may not change between two starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import uuid
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from atoll.aggregation.plan import FragmentPlan, Plan, cpu_capability, torch_build
+from atoll.algorithms.resolve import resolve
+from atoll.config import Settings
+from atoll.config.lasting import FROZEN
+from atoll.errors import ConfigError, StateCorrupt
+from atoll.format_text import size
+from atoll.server.coordinator.best_version import require_files
+from atoll.server.coordinator.persistor import Persistor
+from atoll.server.coordinator.roster import now_text
+from atoll.server.initial_model import initial_model, is_known, loaded_model, schema_for, write_version
+from atoll.store.journal import NEW_RUN
+from atoll.store.rows import Recovered, RunRow
+from atoll.store.store import Store
+from atoll.tensors.fragments import split, split_of
+from atoll.tensors.module_tensors import Tensors
+from atoll.tensors.schema import CONTROL
+
+LOG = logging.getLogger("atoll.server")
+
+Outer = Callable[..., Optimizer] | None
+"""The outer optimizer that a program gives: a class, or a function (parameters, **options) → optimizer."""
+
+UNNAMED = {"num_fragments": 1, "ranks": 1, "placement": "server"}
+"""What the journal of an earlier Atoll means that does not name them."""
+
+SAME_BITS = ("torch", "cpu_capability")
+"""Written down with the outer optimizer: another one is told of, and not refused."""
+
+
+def open_run(
+    settings: Settings,
+    given: nn.Module | Tensors | None,
+    persistor: Persistor | None = None,
+    outer: Outer = None,
+) -> tuple[Plan, Store, Recovered]:
+    """Begin a run in its state directory, or find the one that is there as its journal has it.
+
+    Args:
+        given: the initial model; else that of the persistor, else that of the settings.
+        persistor: asked for the initial model where the run begins.
+        outer: the outer optimizer, in place of the setting's.
+
+    Raises:
+        ConfigError: the model or a setting cannot be used, or is not the one that the run was begun with.
+        StateLocked: another server owns the directory.
+        StateCorrupt: no version in it is whole.
+        StoreError: a folder lies where the best version is to be.
+    """
+    store = Store.open(
+        settings.state_dir,
+        durability=settings.durability,
+        keep_versions=settings.keep_versions,
+        max_pins=settings.max_pins,
+        in_memory=not settings.download_to_disk,
+    )
+    try:
+        if settings.best_metric:
+            require_files(settings.exports)
+        if store.run and store.in_memory:
+            raise ConfigError(
+                f"{settings.state_dir} has a run, and with download_to_disk = false a run ends with its server.",
+                "Begin a new one in another state_dir; model may name an export.",
+            )
+        if persistor is not None and given is None and not store.run and (loaded := persistor.load()) is not None:
+            given = loaded_model(settings, loaded)
+        plan = _take_up(settings, given, outer, store.run) if store.run else _create(settings, given, outer, store)
+        _tell_of_the_way_down(plan)
+        shapes = [fragment.shapes() for fragment in plan.fragments]
+        store.shape([each.elsewhere() for each in shapes] if plan.is_swarm else shapes)
+        recovered = store.recover()
+        if len(recovered.heads) < len(plan.fragments):
+            # the run was begun, but killed before its first version
+            if persistor is not None and given is None and (loaded := persistor.load()) is not None:
+                given = loaded_model(settings, loaded, plan.schema.model)
+            _write_first(plan, store, initial_model(settings, given), recovered.heads)
+            recovered = store.recover()
+    except BaseException:
+        store.close()
+        raise
+    return plan, store, recovered
+
+
+def _tell_of_the_way_down(plan: Plan) -> None:
+    """Say where differences are no less than versions: workers then pull these."""
+    downlinks = [fragment.downlink for fragment in plan.fragments]
+    down, whole = sum(each.layout.nbytes for each in downlinks if each), sum(each.nbytes for each in plan.versions)
+    if any(downlinks) and down >= whole:
+        LOG.warning(
+            "downlink_codec %r saves nothing: a difference would take %s, a version has %s, and is pulled whole. The "
+            "model is of small tensors, or of a narrow dtype; leave downlink_codec out.",
+            plan.settings.downlink_codec,
+            size(down),
+            size(whole),
+        )
+
+
+def plan_of(settings: Settings, given: nn.Module | Tensors | None = None, outer: Outer = None) -> Plan:
+    """The plan of a run that begins with these settings.
+
+    Args:
+        given, outer: as `open_run`.
+
+    Raises:
+        ConfigError: the model or a setting cannot be used.
+    """
+    schema = schema_for(settings, initial_model(settings, given))
+    if CONTROL in resolve(settings).algorithm.reduce:
+        schema = schema.with_controls()
+    return Plan.make(settings, split(schema, settings.num_fragments), outer)
+
+
+def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, store: Store) -> Plan:
+    plan = plan_of(settings, given, outer)
+    schema = plan.schema
+    places = {"fragments": list(plan.split.places)} if plan.streams else {}
+    store.create_run(
+        RunRow(
+            run_id=uuid.uuid4().hex,
+            settings_json=_frozen(settings, plan),
+            schema_json=json.dumps(schema.to_json() | places),
+            schema_digest=schema.digest,
+            torch_build=torch_build(),
+            cpu_capability=cpu_capability(),
+            created_at=now_text(),
+        )
+    )
+    return plan
+
+
+def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, row: RunRow) -> Plan:
+    """The plan of the run that is there; refused under settings or a model that it was not begun with."""
+    plan = Plan.make(settings, split_of(json.loads(row.schema_json)), outer)
+    _require_same(settings, UNNAMED | _read_settings(settings, row), json.loads(_frozen(settings, plan)))
+    if given is not None or settings.model is not None:
+        if not is_known(settings, given, plan.schema.model):
+            mine = schema_for(settings, initial_model(settings, given))
+            mine.require_equal(plan.schema.model, mine="this start", theirs=f"the run in {settings.state_dir}")
+        LOG.info("going on with the model of %s; the initial model is not read again", settings.state_dir)
+    if (row.torch_build, row.cpu_capability) != (torch_build(), cpu_capability()):
+        LOG.warning(
+            "the run was begun with torch %s on %s, and goes on with %s on %s: bits may differ from an undisturbed run",
+            row.torch_build,
+            row.cpu_capability,
+            torch_build(),
+            cpu_capability(),
+        )
+    return plan
+
+
+def _read_settings(settings: Settings, row: RunRow) -> dict[str, Any]:
+    """The settings that the run was begun with."""
+    try:
+        found: dict[str, Any] = json.loads(row.settings_json)
+    except ValueError as error:
+        raise StateCorrupt(f"The settings of the run in {settings.state_dir} are damaged: {error}.", NEW_RUN) from None
+    return found
+
+
+def _require_same(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse what a run lives by and this start has otherwise.
+
+    Raises:
+        ConfigError: the first such setting, both values, and the remedy.
+    """
+    for key in sorted(before, key=(*FROZEN, *before).index):
+        old, new = before[key], now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            old, new = _differing(old, new)
+        if old != new:
+            raise ConfigError(
+                f"{settings.state_dir} has a run with {key} = {old!r}, this start says {new!r}.",
+                "Start it with the old value, or begin a new run in another state_dir.",
+            )
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What two tables do not have in common, options of the outer optimizer among their other entries."""
+    flat = [{**{k: v for k, v in each.items() if k != "options"}, **each.get("options", {})} for each in (old, new)]
+    same = {key for key in flat[0] if key in flat[1] and flat[0][key] == flat[1][key]} | set(SAME_BITS)
+    return [{key: value for key, value in each.items() if key not in same} for each in flat]
+
+
+def _frozen(settings: Settings, plan: Plan) -> str:
+    algorithm = plan.algorithm
+    chosen: dict[str, object] = {key: getattr(settings, key) for key in FROZEN}
+    chosen |= {"codec": algorithm.codec, "downlink_codec": settings.downlink_codec or "none"}
+    chosen |= {"sync_every": algorithm.sync_every, "local_options": algorithm.local}
+    return json.dumps(chosen | {"outer_optimizer": plan.rule.describe()}, sort_keys=True, default=str)
+
+
+def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors, there: Container[int]) -> None:
+    """Version 0: the initial model, and zeros beside it.
+
+    Args:
+        there: the fragments that have theirs already.
+    """
+    schema_for(plan.settings, model).require_equal(plan.schema.model, mine="the initial model", theirs="the run")
+    for index, fragment in enumerate(plan.fragments):
+        if index not in there:
+            _write_fragment(index, fragment, store, model, is_swarm=plan.is_swarm)
+
+
+@contextmanager
+def initial_file(folder: Path, fragment: int, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Version 0 of a fragment of a swarm, which the first worker pulls from the server."""
+    fd = os.open(folder / f"initial-{fragment}.safetensors", flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _write_fragment(
+    index: int, plan: FragmentPlan, store: Store, model: nn.Module | Tensors, *, is_swarm: bool
+) -> None:
+    draft = store.begin_version(index, 0)
+    try:
+        if is_swarm:
+            with initial_file(store.directory, index, os.O_RDWR | os.O_CREAT) as fd:
+                digests = write_version(fd, plan.version, plan.header, model)
+                os.fsync(fd)
+        else:
+            digests = write_version(draft.version_fd, plan.version, plan.header, model)
+    except BaseException:
+        draft.abandon()
+        raise
+    store.commit_version(
+        draft,
+        digest=plan.version.update_digest(digests),
+        part_digests=tuple(digests),
+        state_digests=(),
+        summary_json="",
+        tickets=(),
+    )

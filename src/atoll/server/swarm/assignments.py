@@ -1,0 +1,387 @@
+"""A swarm seen from its server: who holds which version, who aggregates, and what each worker is to have and to do.
+
+The server sees no tensor. Workers report all that they have; from that, the journal and `rounds/sampling.py` follows
+what each of them is told, so a server that was killed needs nothing but their next reports. What an aggregating worker
+had collected is lost with it: its round is opened again, and the updates come from their outboxes once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import Sequence
+
+from atoll.aggregation.overflow import Overflow
+from atoll.aggregation.plan import Plan
+from atoll.aggregation.version_digests import digests_in
+from atoll.errors import UpdateRefused
+from atoll.failpoints import failpoint
+from atoll.protocol import messages, status_messages
+from atoll.protocol.swarm_messages import Close, Closed, PeerReport, PeerWork, Share
+from atoll.rounds import events as ev
+from atoll.rounds.sampling import appointed
+from atoll.server.coordinator.aggregate_round import Frozen, frozen_round, summary_of
+from atoll.server.coordinator.roster import Lease
+from atoll.server.swarm.aggregation_places import Floor, Offer, Place, Places
+from atoll.server.swarm.peer_reachability import Peer
+from atoll.store.rows import VersionRow
+from atoll.store.store import Store
+
+LOG = logging.getLogger("atoll.server")
+
+LOOK_S = 1.0
+"""Between two looks at a round that is reduced, where nothing is reported."""
+PULLS = 3
+"""Of one update by one worker, after which another one tries."""
+SLOWER = 10
+"""Times as long as in any round before, after which another worker tries, once in a round: is it the worker?"""
+WARY = 10
+"""Rounds in which a worker that could not aggregate one is asked after the others."""
+
+
+class Reopened(Exception):
+    """The round that was to be reduced is open again."""
+
+
+class Swarm(Places):
+    """Decides on the server's loop; nothing here waits for a disk or for a peer."""
+
+    def __init__(self, plan: Plan, store: Store, floor: Floor) -> None:
+        super().__init__(plan, store, floor)
+        self._news = asyncio.Event()
+        self._longest_s: dict[int, float] = {}  # fragment → that a round before has had its aggregator busy
+        self._lost_at: dict[tuple[int, str], int] = {}  # fragment and site → the version from which it could not
+        self._reopened = [0] * len(self.places)  # fragment → how often its round lost who aggregated it; rises only
+        self._answers, self._since_ms = 0, int(1e3 * time.time())
+
+    # -- what workers say
+
+    async def report(self, lease: Lease, message: PeerReport) -> PeerWork:
+        """Take what a worker says, and tell it what it is to have and to do; waits until that is something else."""
+        site = lease.site
+        peer = self.peers.known(site, message.address, lease.process)
+        peer.require_own(site, *(text for held in message.held for text in (held.source.version, held.source.state)))
+        if peer.take(message, self._settings.idle_timeout_s):
+            self.look()
+        until_s = time.monotonic() + message.wait_s
+        while True:
+            work = self.work(site)
+            left_s = until_s - time.monotonic()
+            goes = message.leaving and not work.stay
+            if work.stamp != message.seen or left_s <= 0 or goes or message.number < peer.number:
+                self._answers += 1
+                peer.answered(work)
+                return work.model_copy(update={"server": self._since_ms, "order": self._answers})
+            await self.news(left_s)
+
+    def offer(self, site: str, ticket: int, fragment: int, said: messages.Complete) -> None:
+        """A worker has formed an update, and keeps it until it counts."""
+        if (peer := self.peers.get(site)) is not None:
+            peer.require_own(site, said.source)
+        offer = Offer(site, fragment, said)
+        if self.offers.get(ticket) != offer:
+            self.offers[ticket] = offer
+            self.look()
+
+    async def news(self, timeout_s: float) -> None:
+        """Return when something has changed, or after the time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # -- what workers are told
+
+    def waits(self, site: str, fragment: int) -> str:
+        """Why a site gets no ticket yet; empty where it does."""
+        if self._floor.state.rounds[fragment].phase in ("finished", "gathering") or not self.peers.is_alive(site):
+            return ""
+        if strangers := self.peers.strangers_of(site):
+            return f"{site} and {', '.join(strangers)} are finding out whether they reach each other"
+        return "" if self.places[fragment].aggregator else self._why_nobody(fragment)
+
+    def trouble(self, fragment: int) -> str:
+        """What keeps a fragment from its next version that its round knows nothing of; empty where nothing does."""
+        place, phase = self.places[fragment], self._floor.state.rounds[fragment].phase
+        if phase in ("open", "closing") and not place.aggregator and self.peers.alive:
+            return f"waits: {self._why_nobody(fragment)}"
+        if phase == "closing" and self._closed(place) is not None and not place.checker:
+            return f"waits for a second worker: version {place.version + 1} is there, and nobody is to check it"
+        if phase in ("open", "closing") and place.losses > 1:
+            return f"{place.losses} workers in turn could not aggregate it; the last was {place.lost}"
+        return ""
+
+    # -- what follows
+
+    def look(self) -> None:
+        """Bring every fragment to where the reports have it."""
+        state = self._floor.state
+        for fragment, round_ in enumerate(state.rounds):
+            place = self.places[fragment]
+            if place.version != round_.head:
+                self._longest_s[fragment] = max(self._longest_s.get(fragment, 0.0), place.busy_s)
+                self.places[fragment] = place = Place(round_.head, before=place.aggregator)
+            if round_.phase == "finished":
+                place.aggregator, place.closing = "", None
+            elif round_.phase != "gathering":  # by then all are there who could be asked
+                self._look_at(fragment, place)
+        live = {
+            ticket.id for round_ in self._floor.state.rounds for ticket in round_.tickets.values() if ticket.is_live
+        }
+        self.offers = {ticket: offer for ticket, offer in self.offers.items() if ticket in live}
+        if (apart := self.peers.apart()) is not None:
+            self._floor.apply(ev.WorkerLeft(*apart))
+        self._tell()
+
+    def _look_at(self, fragment: int, place: Place) -> None:
+        if place.aggregator and (reason := self._why_lost(fragment, place)):
+            self._lose(fragment, place, reason)
+        if not place.aggregator:
+            holders = self._holding(fragment, place.version)
+            order = self._order(fragment, place.version)
+            wary = {site for site in order if self._is_wary_of(site, fragment, place.version)}
+            named = self._settings.aggregators
+            chosen = appointed(order, holders, place.excluded, {place.before, *wary}, named) or ""
+            place.aggregator = "" if chosen in place.excluded and self._pause_s(place) > 0 else chosen
+            place.since_s = None
+            if place.aggregator:
+                self._floor.wake()
+        if place.aggregator:
+            self._take_in(fragment, place)
+            self._watch(fragment, place)
+
+    def _take_in(self, fragment: int, place: Place) -> None:
+        """Accept or refuse what the aggregating worker has collected."""
+        collected = self.peers[place.aggregator].collected
+        for ticket in self._wanted(fragment):
+            offer, found = self.offers[ticket], collected.get(ticket)
+            if found is None or found.digest != offer.said.digest:
+                continue
+            if found.failed:
+                if found.source == offer.said.source:
+                    self._could_not(fragment, place, ticket, offer, found.failed)
+            elif self._store.ticket(ticket).state == "open":
+                self._judge(ticket, offer, found.norm, found.bad)
+            if self.places[fragment] is not place or not place.aggregator:  # that closed the round, or cost it
+                return
+
+    def _could_not(self, fragment: int, place: Place, ticket: int, offer: Offer, why: str) -> None:
+        """An update could not be pulled: whoever still is there offers it anew; if that is no help, others try."""
+        site = place.aggregator
+        place.failures[ticket, site] += 1
+        if place.failures[ticket, site] < PULLS or self._store.ticket(ticket).state != "open":
+            LOG.info("%s could not pull the update of %s: %s", site, offer.site, why)
+            del self.offers[ticket]
+            return
+        tried = {each for each, count in place.failures.items() if count >= PULLS and each[0] == ticket}
+        others = set(self._holding(fragment, place.version)) & set(self._order(fragment, place.version))
+        if others - {each for _, each in tried} - {offer.site}:
+            self._lose(fragment, place, f"it could not pull the update of {offer.site}: {why}")
+        else:
+            self._judge(ticket, offer, 0.0, f"{site} could not pull it: {why}")
+
+    def _judge(self, ticket: int, offer: Offer, norm: float, bad: str) -> None:
+        try:
+            if bad:
+                self._floor.judge.refuse(offer.site, ticket, bad)
+            self._floor.judge.accept(offer.site, ticket, offer.said, norm)
+        except UpdateRefused:  # the journal has it; its worker is told when it asks
+            del self.offers[ticket]
+
+    def _watch(self, fragment: int, place: Place) -> None:
+        """Since when the aggregating worker has had something to do."""
+        collected = self.peers[place.aggregator].collected
+        todo = place.closing is not None and self._closed(place) is None
+        todo = todo or any(ticket not in collected for ticket in self._wanted(fragment))
+        if place.since_s is not None:
+            place.busy_s = max(place.busy_s, time.monotonic() - place.since_s)
+        if not todo:
+            place.since_s = None
+        elif place.since_s is None:
+            place.since_s = time.monotonic()
+
+    def _why_lost(self, fragment: int, place: Place) -> str:
+        """Why the aggregating worker can do it no more; empty where it can."""
+        site = place.aggregator
+        if not self.peers.is_alive(site):
+            return "it has gone"
+        peer, others = self.peers[site], set(self._holding(fragment, place.version)) - {site}
+        if peer.leaving and others:
+            return "it leaves"
+        if place.closing is not None and (failed := self._why_not_closed(place)):
+            return failed
+        if (fragment, place.version) not in peer.held:
+            return f"it has not got version {place.version} any more"
+        tickets = self._floor.state.rounds[fragment].tickets.values()
+        accepted = [ticket for ticket in tickets if ticket.state == "accepted"]
+        if gone := next((ticket.site for ticket in accepted if self._is_nowhere(peer, ticket.id)), ""):
+            return f"the update of {gone} is nowhere any more"
+        at_work = place.since_s is not None or place.closing is not None
+        if at_work and not self.peers.is_heard(site) and any(map(self.peers.is_heard, others)):
+            return "it does not report any more"
+        still_s = time.monotonic() - max(peer.bytes_s, place.since_s or time.monotonic())
+        if place.since_s is not None and still_s > self._settings.idle_timeout_s and others:
+            return f"it has moved no byte for {still_s:.0f} s"
+        longest_s = self._longest_s.get(fragment, 0.0)
+        patience_s = max(SLOWER * longest_s, self._settings.idle_timeout_s)
+        if others and longest_s and not place.excluded and place.busy_s > patience_s:
+            return f"it has been at it for {place.busy_s:.1f} s, and no round before took longer than {longest_s:.1f} s"
+        return ""
+
+    def _is_wary_of(self, site: str, fragment: int, version: int) -> bool:
+        lost_at = self._lost_at.get((fragment, site))
+        return lost_at is not None and version - lost_at <= WARY
+
+    def _is_nowhere(self, peer: Peer, ticket: int) -> bool:
+        found = peer.collected.get(ticket)
+        return (found is None or bool(found.failed)) and ticket not in self.offers
+
+    def _lose(self, fragment: int, place: Place, reason: str) -> None:
+        LOG.warning(
+            "%s no longer aggregates round %d: %s; another worker does, and collects the updates again",
+            place.aggregator,
+            self._floor.state.rounds[fragment].number,
+            reason,
+        )
+        place.lost = f"{place.aggregator}: {reason}"
+        place.excluded.pop(place.aggregator, None)  # behind those that have failed longer ago
+        place.excluded[place.aggregator] = None
+        self._lost_at[fragment, place.aggregator] = place.version
+        place.aggregator, place.closing, place.checker, place.since_s, place.busy_s = "", None, "", None, 0.0
+        place.unable.clear()
+        place.losses += 1
+        place.lost_s = time.monotonic()
+        self._reopened[fragment] += 1
+        self._floor.apply(ev.AggregatorLost(fragment, reason))
+        self._tell()
+
+    def _pause_s(self, place: Place) -> float:
+        """How long nobody is asked where all have failed: longer each time, up to the idle timeout."""
+        times = min(place.losses - len(place.excluded), 16)  # a power of any size is no number
+        pause_s = min(2.0 ** max(0, times), self._settings.idle_timeout_s)
+        return place.lost_s + pause_s - time.monotonic()
+
+    def _why_nobody(self, fragment: int) -> str:
+        place = self.places[fragment]
+        if place.losses and self._holding(fragment, place.version):
+            return f"no worker could aggregate it, and they are asked again in turn; the last was {place.lost}"
+        if place.version < 1:  # -1 before anybody has looked
+            return "the first worker pulls the initial model"
+        summary = json.loads(self._store.version(fragment, place.version).summary_json or "{}")
+        had = [summary[who] for who in ("aggregator", "checker") if summary.get(who)]
+        away = [site for site in (*had, *self._floor.state.members) if not self.peers.is_alive(site)]
+        looking = [site for site in had if self.peers.is_alive(site) and self.peers[site].number < 0]
+        told = f"no worker that is here has version {place.version}"
+        if looking:
+            return f"{told} yet: {' and '.join(looking)} still look through their files"
+        if away:  # others may have come to hold it, too
+            return f"{told}; start {' or '.join(dict.fromkeys(away))} again, with its folder"
+        lost = f"{' and '.join(had)} have lost it"
+        return f"{told}, and {lost}: export a version before it, and begin a new run from that"
+
+    # -- closing a round
+
+    async def close(
+        self, fragment: int, base_version: int, tickets: Sequence[int], number: int
+    ) -> tuple[VersionRow, status_messages.RoundSummary]:
+        """Have a frozen round reduced by its worker and checked by another, then move the head.
+
+        Raises:
+            Reopened: the worker was lost; the round is open again.
+            Overflow: of every worker that could reduce the round, the result overflows.
+            DiskFull: the journal could not be written; the same call may be made again.
+        """
+        losses = self._reopened[fragment]  # not the place's: that of the round before may still be there
+
+        def is_frozen() -> bool:  # the same tickets may be frozen once more, with other updates
+            as_then = self._floor.state.rounds[fragment].frozen == tuple(tickets)
+            return as_then and self._reopened[fragment] == losses
+
+        if not is_frozen():  # that came before this was begun
+            raise Reopened
+        frozen = frozen_round(self._plan, self._store, fragment, base_version, tickets)
+        closing = _close_of(frozen, fragment, base_version, self._store.next_version(fragment))
+        self.look()
+        while is_frozen():
+            place = self.places[fragment]
+            if place.closing != closing:
+                place.closing = closing
+                failpoint("swarm.asked")
+                self._tell()
+            closed = self._closed(place)
+            if closed is not None:
+                self._choose_checker(fragment, place)
+                if place.checker and self._has(place.checker, closed):
+                    return self._commit(frozen, place, closed, number)
+            await self.news(LOOK_S)
+        place = self.places[fragment]
+        if place.overflowed and place.overflowed.issuperset(self._holding(fragment, base_version)):
+            raise Overflow(place.lost)  # every worker that could reduce the round has found the same
+        raise Reopened
+
+    def _choose_checker(self, fragment: int, place: Place) -> None:
+        """Have somebody check the version that is made; somebody else, where no byte comes to who was chosen."""
+        order = [site for site in self._order(fragment, place.version + 1) if site != place.aggregator]
+        if place.checker in order and len(order) > 1:
+            still_s = time.monotonic() - max(place.checks_s, self.peers[place.checker].bytes_s)
+            if still_s > self._settings.idle_timeout_s:
+                LOG.warning("%s does not come to have version %d; another checks it", place.checker, place.version + 1)
+                place.unable.add(place.checker)
+        able = [site for site in order if site not in place.unable]
+        if order and not able:
+            self._lose(fragment, place, f"nobody could pull version {place.version + 1} from it")
+        elif place.checker not in able and (place.checker or able):
+            place.checker, place.checks_s = next(iter(able), ""), time.monotonic()
+            self._tell()
+
+    def _commit(
+        self, frozen: Frozen, place: Place, closed: Closed, number: int
+    ) -> tuple[VersionRow, status_messages.RoundSummary]:
+        grad_norm = math.inf if closed.grad_norm is None else closed.grad_norm
+        summary = summary_of(closed.fragment, number, closed.version, frozen, closed.seconds, grad_norm)
+        summary = summary.model_copy(update={"aggregator": place.aggregator, "checker": place.checker})
+        draft = self._store.begin_version(closed.fragment, closed.version)
+        try:
+            assert closed.digest is not None
+            row = self._store.commit_version(
+                draft,
+                digest=closed.digest,
+                part_digests=digests_in(closed.part_digests),
+                state_digests=digests_in(closed.state_digests),
+                summary_json=summary.model_dump_json(),
+                tickets=[row.ticket for row in frozen.rows],
+            )
+        except BaseException:
+            draft.abandon()
+            raise
+        return row, summary
+
+
+def _close_of(frozen: Frozen, fragment: int, base_version: int, version: int) -> Close:
+    return Close(
+        fragment=fragment,
+        base_version=base_version,
+        version=version,
+        updates=[
+            Share(
+                ticket=row.ticket,
+                site=row.site,
+                digest=row.digest or "",
+                weight=row.weight,
+                norm=row.norm,
+                steps=row.steps,
+                scale=scale,
+            )
+            for row, scale in zip(frozen.rows, frozen.scales, strict=True)
+        ],
+        total_weight=frozen.total_weight,
+        control_scale=frozen.control_scale,
+    )

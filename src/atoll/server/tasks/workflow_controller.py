@@ -1,0 +1,381 @@
+"""Workflows: a function of the user's that sends tasks to the sites and collects results, in a thread of the server.
+
+    def main(controller):
+        model = {"w": torch.zeros(10)}
+        for _ in range(3):
+            results = controller.broadcast("train", model, min_responses=2, timeout_s=600)
+            model = {"w": sum(result.payload["w"] for result in results) / len(results)}
+
+A server that is started again begins the function again from its beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from atoll.blobs.manifest import ChunkSizes
+from atoll.errors import RunFailed, UsageError
+from atoll.protocol import messages
+from atoll.protocol import task_messages as tm
+from atoll.registry import nearest
+from atoll.server.coordinator.run import Run
+from atoll.server.tasks.progress_signs import Patience
+from atoll.server.tasks.task_filters import TaskFilters
+from atoll.server.tasks.task_payloads import Packing, Parcels
+from atoll.server.tasks.task_queue import Answer, Open
+from atoll.server.tasks.task_result import Result
+from atoll.tensors.payload import pack
+
+LOG = logging.getLogger("atoll.server")
+T = TypeVar("T")
+
+SAY_S = 30.0
+"""How long sites are awaited before the log says so."""
+
+_SITE: TypeAdapter[str] = TypeAdapter(messages.Site)
+
+Function = Callable[["Controller"], Any]
+
+
+class ServerStops(BaseException):
+    """Ends a workflow's thread when its server stops; no error, so that no `except Exception` goes on after it."""
+
+
+class Controller:
+    """What a workflow is given: it sends tasks and collects what sites answer.
+
+    Several threads of a workflow may use it at a time: a site gets the tasks one after the other, oldest first.
+
+    Attributes:
+        name: of the workflow, as the run file has it.
+        run: the server's own state, for workflows that come with Atoll; it changes without notice.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        loop: asyncio.AbstractEventLoop,
+        filters: TaskFilters,
+        name: str = "workflow",
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.name, self.run = name, run
+        self._run, self._loop, self._note = run, loop, note
+        self._lock, self._stopped = threading.Lock(), False
+        self._asked: set[concurrent.futures.Future[Any]] = set()
+        self._sizes = ChunkSizes(run.settings.tensor_download_chunk_size, run.settings.np_download_chunk_size)
+        self._filters = filters
+        self._packing = Packing(run, filters, self._sizes, self.ask)
+
+    def note(self, text: str) -> None:
+        """Let the status say how far the workflow is; also a sign of life, by which its progress limit goes."""
+        self._note(str(text)[:200])
+
+    def sites(self, at_least: int = 0, *, timeout_s: float | None = None) -> list[str]:
+        """The sites that take part at this moment, in the order of their names.
+
+        Args:
+            at_least: wait until so many do.
+            timeout_s: for so long at most; None: for ever.
+
+        Raises:
+            RunFailed: they did not come in time.
+        """
+
+        async def wait() -> list[str]:
+            deadline_s = _deadline(timeout_s)
+            while len(there := self._run.desk.alive()) < at_least:
+                if time.monotonic() >= deadline_s:
+                    names = ", ".join(there) or "none"
+                    raise RunFailed(
+                        f"{len(there)} of {at_least} sites joined within {timeout_s:g} s: {names}.",
+                        "Start the others, or wait longer.",
+                    )
+                await self._run.changed(min(deadline_s - time.monotonic(), 1.0))
+            return there
+
+        return self.ask(wait())
+
+    def broadcast(
+        self,
+        task: str,
+        payload: Any = None,
+        *,
+        sites: Sequence[str] | None = None,
+        min_responses: int | None = None,
+        timeout_s: float | None = None,
+        progress_timeout_s: float = 0.0,
+    ) -> list[Result]:
+        """Send a task to several sites and collect what they answer.
+
+        It waits until every site has answered: with a payload, or with the error that its handler raised.
+
+        Args:
+            task: its name: `train`, `validate`, `submit_model`, or one of your own.
+            payload: nested dicts, lists and tuples with tensors, arrays and plain values. It is written once for all,
+                and once more for each site that has filters.
+            sites: their names; by default all that take part when it is sent, at least `min_responses` of them.
+            min_responses: payloads that suffice where the sites that are missing are dead or have left, and without
+                which this is an error. None: a site that is gone is waited for, and whatever has come is returned.
+            timeout_s: seconds from when it is sent, after which nothing more is waited for; None: for ever. For as long
+                a full disk is waited for; and a site whose filters take longer is not sent it, which is its answer.
+            progress_timeout_s: a site that shows nothing for so long (no byte, no step, no other word of what it does)
+                is given up, which is its answer; 0: never.
+
+        Returns:
+            A result for each site that answered, in the order of their names.
+
+        Raises:
+            RunFailed: fewer than `min_responses` payloads came; who failed or is missing is named.
+            UsageError: the payload cannot travel, the name is none, `timeout_s` is no time, or `sites` are no names, or
+                have one that has never joined, though `num_workers` sites have.
+            DiskFull: the server's disk was full for `timeout_s`, or became full while the payload was written.
+        """
+        patience = Patience(_limit(progress_timeout_s))
+        return self._send(task, payload, sites, min_responses, timeout_s, patience)
+
+    def _send(
+        self,
+        task: str,
+        payload: Any,
+        sites: Sequence[str] | None,
+        min_responses: int | None,
+        timeout_s: float | None,
+        patience: Patience,
+    ) -> list[Result]:
+        _require_name(task)
+        _deadline(timeout_s)  # refused before anything is written
+        if min_responses is not None and (not _is_number(min_responses) or min_responses < 0):
+            raise UsageError(f"min_responses is {min_responses!r}.", "Give how many answers suffice; None: all.")
+        if sites is None:
+            chosen = self.sites(min_responses or 1, timeout_s=timeout_s)
+        else:
+            chosen, begin_s = _named(sites), time.monotonic()
+            if not patience.gone_too:
+                self.ask(self._require_joined(task, chosen, timeout_s))
+            if timeout_s is not None:
+                timeout_s = max(0.0, timeout_s - (time.monotonic() - begin_s))
+        if min_responses is not None and min_responses > len(chosen):
+            raise UsageError(
+                f"min_responses is {min_responses}, but task {task!r} goes to {len(chosen)} sites.",
+                "Ask for fewer, or send it to more.",
+            )
+        parcels = self._packing.parcels(task, chosen, pack(payload), timeout_s)
+        del payload
+        try:
+            answers = self.ask(self._collect(task, chosen, parcels, min_responses, timeout_s, patience))
+        finally:
+            parcels.discard()
+        self._filters.warn_of_strangers(self._run.roster)
+        return [Result(task, answer) for answer in sorted(answers, key=lambda answer: answer.site)]
+
+    def send(
+        self,
+        site: str,
+        task: str,
+        payload: Any = None,
+        *,
+        timeout_s: float | None = None,
+        progress_timeout_s: float = 0.0,
+    ) -> Result:
+        """Send a task to one site, as `broadcast`.
+
+        Raises:
+            RunFailed: it did not answer in time.
+        """
+        results = self.broadcast(
+            task, payload, sites=[site], timeout_s=timeout_s, progress_timeout_s=progress_timeout_s
+        )
+        if not results:
+            raise RunFailed(f"Site {site} did not answer task {task!r} within {timeout_s:g} s.", "Look at its log.")
+        return results[0]
+
+    def attempt(self, site: str, task: str, payload: Any, progress_timeout_s: float) -> Result:
+        """Send a task to one site; that it has gone, or moves nothing, is a result, too (`Result.lost`)."""
+        patience = Patience(progress_timeout_s, gone_too=True)
+        return self._send(task, payload, [site], None, None, patience)[0]
+
+    # -- inside
+
+    async def _require_joined(self, task: str, sites: Sequence[str], timeout_s: float | None) -> None:
+        """Wait until these sites have joined once, as long as fewer than `num_workers` sites have.
+
+        Raises:
+            UsageError: one has not; the nearest is named.
+        """
+        deadline_s, say_s, warnings = _deadline(timeout_s), time.monotonic(), self._run.desk.warnings
+        roster, wanted, waits = self._run.roster, self._run.settings.num_workers, f"{task} waits"
+        try:
+            while unknown := next((site for site in sites if site not in roster), None):
+                joined, now_s = sorted(roster), time.monotonic()
+                if len(joined) >= wanted or now_s >= deadline_s:
+                    raise UsageError(
+                        f"Task {task!r} is for the site {unknown!r}, which has never joined.",
+                        nearest(
+                            unknown,
+                            joined,
+                            f"Sites that have: {', '.join(joined) or 'none'}. Wait for further ones with "
+                            "controller.sites(at_least=…).",
+                        ),
+                    )
+                warnings[waits] = (
+                    f"task {task!r} waits for {unknown!r}, which has never joined; {len(joined)} of {wanted} sites "
+                    f"have: {', '.join(joined) or 'none'}. {nearest(unknown, joined)}"
+                ).strip()
+                if now_s >= say_s:
+                    say_s = now_s + 10 * SAY_S
+                    LOG.warning("%s", warnings[waits])
+                await self._run.changed(min(deadline_s - now_s, 1.0))
+        finally:
+            warnings.pop(waits, None)
+
+    async def _collect(
+        self,
+        name: str,
+        sites: Sequence[str],
+        parcels: Parcels,
+        min_responses: int | None,
+        timeout_s: float | None,
+        patience: Patience,
+    ) -> list[Answer]:
+        desk = self._run.desk
+        streamed = name in self._run.settings.stream_tasks
+        task = desk.open(name, sites, *parcels.hold(), parcels.failed, streamed=streamed, sizes=self._sizes)
+        try:
+            await self._answered(task, min_responses, timeout_s, patience)
+            if min_responses is not None and task.good < min_responses:
+                raise RunFailed(
+                    f"Task {name!r} got {task.good} of {min_responses} answers: {_lacking(task)}.",
+                    "Look at the logs of these sites.",
+                )
+            return list(task.answers.values())
+        except BaseException:
+            for answer in task.answers.values():
+                answer.close()
+            raise
+        finally:
+            desk.close(task)
+
+    async def _answered(
+        self, task: Open, min_responses: int | None, timeout_s: float | None, patience: Patience
+    ) -> None:
+        deadline_s, say_s = _deadline(timeout_s), time.monotonic() + SAY_S
+        while task.missing:
+            for site in task.missing:
+                lost, why = patience.over(self._run, site)
+                if lost:
+                    self._run.desk.give_up(task, site, lost, why)
+            missing = task.missing
+            if not missing:
+                return
+            alive, now_s = self._run.desk.alive(), time.monotonic()
+            enough = min_responses is not None and task.good >= min_responses
+            if now_s >= deadline_s or (enough and not any(site in alive for site in missing)):
+                return
+            if now_s >= say_s:
+                say_s = now_s + 10 * SAY_S
+                LOG.info("task %r waits for %s", task.message.name, ", ".join(missing))
+            await self._run.changed(min(deadline_s - now_s, 1.0))
+
+    def ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do it on the server's loop.
+
+        Raises:
+            ServerStops: the server ends.
+        """
+        with self._lock:
+            if self._stopped:
+                work.close()
+                raise ServerStops
+            asked = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._asked.add(asked)
+        try:
+            result: T = asked.result()
+            return result
+        except concurrent.futures.CancelledError:
+            raise ServerStops from None
+        finally:
+            with self._lock:
+                self._asked.discard(asked)
+
+    def require_running(self) -> None:
+        """For threads of a workflow that wait for something else.
+
+        Raises:
+            ServerStops: the server ends, or the workflow was given up.
+        """
+        if self._stopped:
+            raise ServerStops
+
+    def stop(self) -> None:
+        """End what the workflow waits for, and refuse the rest."""
+        with self._lock:
+            self._stopped = True
+            asked = list(self._asked)
+        for future in asked:
+            future.cancel()
+
+
+def _lacking(task: Open) -> str:
+    failed = [f"{site} failed: {answer.error}" for site, answer in sorted(task.answers.items()) if answer.error]
+    return "; ".join([*failed, *(f"{site} did not answer" for site in task.missing)])
+
+
+def _deadline(timeout_s: float | None) -> float:
+    """Monotonic.
+
+    Raises:
+        UsageError: there is no such time.
+    """
+    if timeout_s is None:
+        return float("inf")
+    if not _is_number(timeout_s) or not timeout_s >= 0:  # NaN, too, with which nothing would ever be late
+        raise UsageError(f"timeout_s is {timeout_s!r}.", "Give seconds, 0 or more; or None to wait for ever.")
+    return time.monotonic() + timeout_s
+
+
+def _limit(progress_timeout_s: float) -> float:
+    """Seconds.
+
+    Raises:
+        UsageError: it is no time.
+    """
+    if not _is_number(progress_timeout_s) or not 0 <= progress_timeout_s < float("inf"):
+        raise UsageError(f"progress_timeout_s is {progress_timeout_s!r}.", "Give seconds; 0 sets no limit.")
+    return progress_timeout_s
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _named(sites: Sequence[str]) -> list[str]:
+    """Sites in the order of their names, each once."""
+    if isinstance(sites, str):
+        raise UsageError(f"sites is the string {sites!r}.", f"Give a list: [{sites!r}].")
+    given = list(sites)
+    for site in given:
+        try:
+            _SITE.validate_python(site, strict=True)
+        except ValidationError:
+            raise UsageError(
+                f"{site!r} in sites is not the name of a site.", "Give names as controller.sites() has them."
+            ) from None
+    return sorted(set(given))
+
+
+def _require_name(task: str) -> None:
+    try:
+        TypeAdapter(tm.TaskName).validate_python(task)
+    except ValidationError:
+        raise UsageError(
+            f"{task!r} is not the name of a task.", "Use 1 to 64 letters, digits, dots, hyphens and underscores."
+        ) from None

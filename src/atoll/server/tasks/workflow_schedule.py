@@ -1,0 +1,397 @@
+"""The workflows of a run, one after the other: its rounds, evaluations, functions of the user's.
+
+Where a server is killed, finished workflows are not run again, since the journal has them; training goes on where it
+was; a workflow of tasks begins again from its beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from atoll.config import TRAIN, Settings, WorkflowEntry, entries_of
+from atoll.errors import AtollError, ConfigError, DiskFull, RunFailed, UsageError
+from atoll.failpoints import failpoint
+from atoll.protocol import status_messages
+from atoll.protocol.task_messages import Evaluation
+from atoll.rounds import events as ev
+from atoll.server.coordinator.run import Run
+from atoll.server.free_space import RETRY_S
+from atoll.server.tasks import progress_signs
+from atoll.server.tasks.components import Parts
+from atoll.server.tasks.task_filters import TaskFilters
+from atoll.server.tasks.workflow_controller import Controller, Function, ServerStops
+from atoll.store import run_log as journal
+
+LOG = logging.getLogger("atoll.server")
+
+LOOK_S = 1.0
+"""How often it is looked whether something has moved."""
+LATER_START_S = 600.0
+"""How long an evaluation behind other workflows waits for a site: none may be left."""
+EVALUATES = "cross_site_evaluation"
+
+
+@dataclass(eq=False)
+class Step:
+    """One workflow, and how far it is. Times are monotonic."""
+
+    entry: WorkflowEntry
+    function: Function | None = None
+    state: Literal["to come", "running", "done", "failed"] = "to come"
+    begun_s: float = 0.0
+    ended_s: float = 0.0
+    moved_s: float = 0.0
+    detail: str = ""
+    notes: int = 0
+
+    @property
+    def trains(self) -> bool:
+        return self.entry.kind == TRAIN
+
+    def note(self, text: str) -> None:
+        """From any thread."""
+        self.detail = text
+        self.notes += 1
+
+    def status(self) -> status_messages.WorkflowStatus:
+        """What people are told of it."""
+        running, now_s = self.state == "running", time.monotonic()
+        end_s = now_s if running else self.ended_s
+        return status_messages.WorkflowStatus(
+            name=self.entry.name,
+            kind=self.entry.kind,
+            state=self.state,
+            seconds=max(0.0, end_s - self.begun_s) if self.begun_s else 0.0,
+            quiet_s=max(0.0, now_s - self.moved_s) if running else 0.0,
+            detail=self.detail,
+        )
+
+
+class Course:
+    """All workflows of a run.
+
+    Args:
+        settings: name them, by `workflows` or `workflow`.
+        given: a function in place of these.
+        filters: of what is sent and answered.
+        evaluation: arguments of the only one, a cross-site evaluation beside the run.
+
+    Raises:
+        ConfigError: a table is not understood.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        given: Function | None,
+        filters: TaskFilters,
+        evaluation: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._settings, self._filters = settings, filters
+        self.recorded = bool(settings.workflows) and given is None and evaluation is None
+        entries = entries_of(settings.workflows)
+        if evaluation is not None:
+            entries = entries_of([{"kind": EVALUATES, "args": dict(evaluation)}])
+        elif not self.recorded:
+            path: Any = given if given is not None else settings.workflow
+            entries = (WorkflowEntry(str(settings.workflow or getattr(given, "__name__", "workflow")), path=path),)
+        self.steps = [Step(entry) for entry in entries]
+        files = Counter(step.entry.file_name for step in self.steps if step.entry.kind == EVALUATES)
+        name, times = next(iter(files.most_common(1)), ("", 0))
+        if times > 1:
+            raise ConfigError(
+                f"{times} evaluations write their results to {name}.json, which is named after each.",
+                'Give each a name of its own: {kind = "cross_site_evaluation", name = "before"}.',
+            )
+        self.evaluated: Callable[[], Evaluation] | None = None  # the last matrix, as far as it is
+        self._controller: Controller | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        given: Function | None,
+        filters: TaskFilters,
+        evaluation: Mapping[str, Any] | None = None,
+    ) -> Course | None:
+        """The course of a server; None where it has rounds alone.
+
+        Raises:
+            UsageError: two are named, or a swarm's models are to be evaluated. ConfigError: it has rounds, too.
+        """
+        if evaluation is not None:
+            if settings.placement == "swarm":
+                raise UsageError(
+                    "The run is a swarm: its models lie at its sites, and its server has none to evaluate.",
+                    "Evaluate the model.safetensors of a site by a run of its own: [[workflows]] with kind = "
+                    '"cross_site_evaluation" and versions = ["model.safetensors"]; see docs/cross-site-evaluation.md.',
+                )
+            return cls(settings, None, filters, evaluation)
+        if given is not None and (settings.workflow is not None or settings.workflows):
+            raise UsageError("Server got a workflow, and its settings name another.", "Give one of them.")
+        if given is not None and settings.rounds:
+            raise ConfigError(
+                f"A workflow is given, and rounds is {settings.rounds}: a run has a workflow or rounds.",
+                'Leave rounds out; or give both in order: workflows=[{"kind": "train"}, {"path": function}].',
+            )
+        if given is None and settings.workflow is None and not settings.workflows:
+            return None
+        return cls(settings, given, filters)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run has rounds at any time."""
+        return any(step.trains for step in self.steps)
+
+    @property
+    def sends_tasks(self) -> bool:
+        """Whether it sends tasks at any time."""
+        return not all(step.trains for step in self.steps)
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether what sites submit is asked for later."""
+        return self.trains and any(
+            step.entry.kind == EVALUATES and step.entry.args.get("site_models", True) for step in self.steps
+        )
+
+    def load(self) -> None:
+        """Import the functions, and make the components; before anything of the run is touched.
+
+        Raises:
+            ConfigError: one cannot be found or called so, or is none.
+        """
+        parts = Parts(self._settings)
+        for step in self.steps:
+            if not step.trains:
+                step.function = parts.function_of(step.entry)
+
+    def start(self, run: Run) -> None:
+        """Begin, or go on; called on the server's event loop."""
+        self._run, desk = run, run.desk
+        desk.active, desk.trains = self.sends_tasks, self.trains
+        desk.rounds = "to come"
+        trains = [place for place, step in enumerate(self.steps) if step.trains]
+        desk.follows = bool(trains) and trains[0] + 1 < len(self.steps)
+        if self._filters.results and self.sends_tasks:  # without them no answer needs a thread
+            desk.received = self._filters.received
+        if self._filters.data:
+            LOG.info("what is sent to sites passes through filters: %s", self._filters.data)
+        self._take_up(trains)
+        self._task = asyncio.get_running_loop().create_task(self._main())
+
+    def stop(self) -> None:
+        """Let go of what runs: what a function asks from now on ends it."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._controller is not None:
+            self._controller.stop()
+
+    def status(self) -> list[status_messages.WorkflowStatus]:
+        """All of them, in their order."""
+        return [step.status() for step in self.steps]
+
+    # -- on the loop
+
+    def _take_up(self, trains: list[int]) -> None:
+        """Know what has ended before this start.
+
+        Raises:
+            ConfigError: other workflows have.
+        """
+        if not self.recorded:
+            return
+        ended = journal.finished(self._run.store.journal)
+        for place, name in ended.items():
+            entry = self.steps[place].entry if place < len(self.steps) else None
+            now = entry.name if entry else "none"
+            if entry is None or name not in (now, entry.path):  # an earlier Atoll took the path for the name
+                raise ConfigError(
+                    f"{self._settings.state_dir} has a run whose workflow {place + 1} was {name!r} and has ended, this "
+                    f"start says {now!r}.",
+                    "Start it with the old ones, further ones behind them; or begin a new run in another state_dir.",
+                )
+        if trains and trains[0] in ended and not self._run.state.finished:  # more rounds were asked for
+            journal.forget_from(self._run.store.journal, trains[0])
+            ended = {place: name for place, name in ended.items() if place < trains[0]}
+        for place in ended:
+            self.steps[place].state = "done"
+        if trains and trains[0] in ended:
+            self._run.desk.rounds = "over"
+
+    async def _main(self) -> None:
+        for place, step in enumerate(self.steps):
+            if step.state == "done":
+                LOG.info("workflow %d of %d, %s, ended before this start", place + 1, len(self.steps), step.entry.name)
+                continue
+            step.state, step.begun_s = "running", time.monotonic()
+            step.moved_s = step.begun_s
+            if self.recorded:
+                LOG.info("workflow %d of %d begins: %s", place + 1, len(self.steps), step.entry.name)
+            try:
+                await (self._train(step) if step.trains else self._tasks(step, place))
+                step.state = "done"
+                if self.recorded:
+                    await self._record(place, step)
+            except AtollError as error:
+                step.state, step.detail = "failed", f"{error.message} {error.remedy}"
+                self._run.fail(error)
+                return
+            finally:
+                step.ended_s = time.monotonic()
+        if self.trains:
+            await self._run.trained.wait()  # the result is exported, also where a start found training over
+        LOG.info("the workflow %s has ended", self.steps[-1].entry.name)
+        self._filters.warn_of_unsent(self._run.desk.names)
+        self._run.desk.finish()
+        self._run.finished.set()
+
+    async def _record(self, place: int, step: Step) -> None:
+        while True:
+            try:
+                journal.finish(self._run.store.journal, place, step.entry.name)
+                failpoint("workflow.ended")
+                return
+            except DiskFull as error:
+                LOG.error("the end of %s cannot be written: %s Trying again.", step.entry.name, error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _train(self, step: Step) -> None:
+        run, desk = self._run, self._run.desk
+        desk.rounds = "now"
+        run.state = replace(run.state, rules=replace(run.state.rules, held=False))
+        with contextlib.suppress(DiskFull):  # time passes again
+            run.apply(ev.TimePassed())
+        run.wake()
+        try:
+            await self._watched(run.trained.wait(), step, self._require_begun)
+        finally:
+            desk.rounds = "over"
+            run.wake()
+
+    def _require_begun(self, step: Step) -> None:
+        """Training begins when `num_workers` have joined.
+
+        Raises:
+            RunFailed: they did not in time.
+        """
+        limit_s = step.entry.start_timeout_s or 0.0
+        gathers = any(round_.phase == "gathering" for round_ in self._run.state.rounds)
+        if gathers:  # nothing can move before
+            step.moved_s = time.monotonic()
+        if limit_s and gathers and time.monotonic() - step.begun_s >= limit_s:
+            raise _nobody(step, self._run.desk.alive(), self._settings.num_workers, limit_s)
+
+    async def _tasks(self, step: Step, place: int) -> None:
+        await self._gathered(step, place)
+        loop = asyncio.get_running_loop()
+        self._controller = controller = Controller(self._run, loop, self._filters, step.entry.name, step.note)
+        ended: asyncio.Future[BaseException | None] = loop.create_future()
+        work = (step.function, controller, loop, ended)
+        threading.Thread(target=_call, args=work, name="atoll-workflow", daemon=True).start()
+        try:
+            error = await self._watched(ended, step)
+        finally:
+            controller.stop()  # what it has left running in threads of its own
+        if isinstance(error, AtollError) and step.entry.kind:
+            raise error
+        if error is not None:  # sys.exit, too: the server would wait for ever
+            LOG.error("the workflow %s failed", step.entry.name, exc_info=error)
+            raise RunFailed(
+                f"The workflow {step.entry.name} failed: {type(error).__name__}: {error}",
+                "The traceback is in the log; a start of the server begins it again.",
+            )
+
+    async def _gathered(self, step: Step, place: int) -> None:
+        """Wait for the first sites.
+
+        Raises:
+            RunFailed: they did not come in time.
+        """
+        limit_s = step.entry.start_timeout_s
+        if limit_s is None:
+            if not step.entry.kind:
+                return  # a function waits by itself, with controller.sites()
+            limit_s = LATER_START_S if place else 0.0
+        while True:
+            members = self._run.state.members.values()
+            there, away = self._run.desk.alive(), sum(member.why in ("left", "failed") for member in members)
+            wanted = max(1, self._settings.num_workers - (away if place else 0))
+            if len(there) >= wanted:
+                step.detail = ""
+                return
+            step.detail = f"waits for sites, {len(there)} of {wanted} are there"
+            if limit_s and time.monotonic() - step.begun_s >= limit_s:
+                raise _nobody(step, there, wanted, limit_s)
+            await asyncio.sleep(0.1)
+
+    async def _watched(self, work: Awaitable[Any], step: Step, look: Callable[[Step], None] = lambda step: None) -> Any:
+        """Wait for it as long as something moves; returns what it gives.
+
+        Raises:
+            RunFailed: nothing did for `progress_timeout_s`. Whatever `look` raises.
+        """
+        future, limit_s = asyncio.ensure_future(work), step.entry.progress_timeout_s
+        seen: object = None
+        try:
+            while not future.done():
+                now_s, found = time.monotonic(), (step.notes, progress_signs.of_run(self._run))
+                if found != seen:
+                    seen, step.moved_s = found, now_s
+                look(step)
+                if limit_s and now_s - step.moved_s >= limit_s:
+                    raise RunFailed(
+                        f"The workflow {step.entry.name} made no progress for {limit_s:g} s: no answer, no byte, no "
+                        "word of any site or of its own.",
+                        "Look at the logs of the sites; it begins again when the server is started again. Raise "
+                        "progress_timeout_s, or call controller.note(...) where it works for so long by itself.",
+                    )
+                await asyncio.wait([future], timeout=min(LOOK_S, limit_s / 4 if limit_s else LOOK_S))
+            return await future
+        finally:
+            future.cancel()
+
+
+def _nobody(step: Step, there: list[str], wanted: int, limit_s: float) -> RunFailed:
+    names = ", ".join(there) or "none"
+    return RunFailed(
+        f"The workflow {step.entry.name} waited {limit_s:g} s for {wanted} sites, and {len(there)} take part: {names}.",
+        "Start the others, or raise start_timeout_s. A script without handlers leaves when training is over: register "
+        "one, worker.evaluates(function).",
+    )
+
+
+def _call(
+    function: Function | None,
+    controller: Controller,
+    loop: asyncio.AbstractEventLoop,
+    ended: asyncio.Future[BaseException | None],
+) -> None:
+    """In a thread of its own; what the function raises is given on, not raised: it may be sys.exit."""
+    assert function is not None
+    error: BaseException | None = None
+    try:
+        given: Any = function(controller)
+        if inspect.isawaitable(given) or inspect.isgenerator(given) or inspect.isasyncgen(given):
+            error = RunFailed(f"it gave a {type(given).__name__}, which nobody runs.", "Write it as a plain function.")
+    except ServerStops:
+        return
+    except BaseException as raised:
+        error = raised
+
+    def end() -> None:
+        if not ended.done():
+            ended.set_result(error)
+
+    with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+        loop.call_soon_threadsafe(end)

@@ -1,0 +1,298 @@
+"""The server's filters: what it makes of a site's update before anything is aggregated.
+
+The spool stays as it was received. When the last part is in, and before the update is accepted, it is read tensor by
+tensor, and what the filters leave is written to a file without a name, laid out and encoded as the update is. The
+reducers, or the user's aggregator, read that file in place of the spool. A filter that fails then refuses the update;
+`min_workers` says whether the round goes on without it. A server that was killed has lost the file, and makes it again
+from the spool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.aggregation.plan import FragmentPlan, Plan
+from atoll.codecs.base import Codec
+from atoll.errors import ConfigError, RunFailed, TicketClosed, UsageError
+from atoll.failpoints import failpoint
+from atoll.filters.base import About, BadFilter, Chain, Filter
+from atoll.posix import OwnedFile, read_at, write_at
+from atoll.server.filter_table import SiteFilters
+from atoll.server.tasks.user_threads import Aside
+from atoll.store.file_slots import disk_error
+from atoll.store.rows import TicketRow
+from atoll.store.store import Store
+from atoll.tensors.alone import alone
+from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of
+from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
+from atoll.tensors.layout import Piece, chunks
+from atoll.tensors.schema import CONTROL, PARAMS, TensorSpec
+
+LOG = logging.getLogger("atoll.server")
+
+_Key = tuple[int, str | None]
+"""A ticket and the digest of an update for it: another may come in its place until one is accepted."""
+
+HOLDER = "filters"
+"""What a slot's holds call a spool that is being read."""
+
+
+class FilterRefused(Exception):
+    """A filter cannot make anything of an update; the text goes on after "its update is refused: "."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the pass finds an update.
+
+    Attributes:
+        fd: laid out as an update; whoever has it closes it not.
+        norm: L2, of its `params`.
+    """
+
+    fd: int
+    norm: float
+
+
+@dataclass(eq=False)
+class _Left(OwnedFile):
+    """What the filters have left of an update, in an open file without a name.
+
+    Attributes:
+        norm: L2, of its `params`.
+    """
+
+    fd: int
+    norm: float = 0.0
+
+
+class Filtering:
+    """The filters of a run at work, and the files that they have written; on the server's loop, but for `source`.
+
+    Args:
+        aside: where they work: one that hangs holds up its own site alone.
+    """
+
+    def __init__(self, filters: SiteFilters, plan: Plan, store: Store, aside: Aside) -> None:
+        self.filters, self._plan, self._store, self._aside = filters, plan, store, aside
+        self._kept: dict[_Key, _Left] = {}
+        self._going: dict[_Key, asyncio.Task[None]] = {}
+
+    def has(self, site: str) -> bool:
+        """Whether the updates of a site are filtered."""
+        return bool(self.filters) and bool(self.filters.of(site))
+
+    async def prepare(self, row: TicketRow, number: int) -> None:
+        """Filter an update whose parts are all there, and keep what comes of it; who asks again meanwhile waits, too.
+
+        Args:
+            row: its ticket, with the digest of the update and what the site said of it.
+            number: of the round.
+
+        Raises:
+            FilterRefused: a filter failed, or left what is not finite; filter and tensor are named.
+            DiskFull: no space for the file.
+            TicketClosed, Gone: the round is over.
+        """
+        if _key(row) in self._kept:
+            return
+        going = self._going.get(_key(row))
+        if going is None:
+            going = self._going[_key(row)] = asyncio.create_task(self._prepare(row, number))
+            going.add_done_callback(functools.partial(self._is_done, _key(row)))
+        try:
+            await asyncio.shield(going)
+        except asyncio.CancelledError:
+            if not going.cancelled():
+                raise
+            raise TicketClosed(
+                f"Round {number} is over, and the server's filters were not done with the update of {row.site}.",
+                "Ask for the next ticket.",
+            ) from None
+
+    async def _prepare(self, row: TicketRow, number: int) -> None:
+        what = f"The server's filters at the update of {row.site} for round {number}"
+        work = functools.partial(self._filtered, row, number)
+        self._kept[_key(row)] = await self._aside.run(work, what, f"from {row.site}")
+
+    def _is_done(self, key: _Key, done: asyncio.Task[None]) -> None:
+        del self._going[key]
+        if not done.cancelled():
+            done.exception()  # whoever asked was told, or asks again
+
+    async def refusal(self, row: TicketRow, number: int) -> str:
+        """As `prepare`; returns why the update is refused, nothing where it is not."""
+        try:
+            await self.prepare(row, number)
+        except FilterRefused as error:
+            return str(error)
+        return ""
+
+    async def prepare_accepted(self, rows: Sequence[TicketRow], number: int) -> None:
+        """As `prepare`, of accepted updates: after a restart nothing is left of what was made of them.
+
+        Raises:
+            RunFailed: a filter that took one of them before the restart now fails.
+        """
+        for row in rows:
+            if not self.has(row.site):
+                continue
+            try:
+                await self.prepare(row, number)
+            except FilterRefused as error:
+                raise RunFailed(
+                    f"The accepted update of {row.site} for round {number} cannot be used: {error}.",
+                    "Nothing is lost: mend the filter and start the server again, which goes on with the same updates.",
+                ) from error.__cause__
+
+    def source(self, row: TicketRow) -> Source:
+        """What is aggregated of an accepted update: its spool, or what the filters have left of it; from any thread."""
+        if not self.has(row.site):
+            return Source(self._store.spool(row.ticket).fd, row.norm)
+        left = self._kept[_key(row)]
+        return Source(left.fd, left.norm)
+
+    def sweep(self) -> None:
+        """Let go of what no round can use any more."""
+        for key in [*self._going, *self._kept]:
+            if not self._store.ticket(key[0]).is_live:
+                self._forget(key)
+
+    def _forget(self, key: _Key) -> None:
+        going, kept = self._going.get(key), self._kept.pop(key, None)
+        if going is not None:
+            going.cancel()
+        if kept is not None:
+            kept.close()
+
+    def close(self) -> None:
+        """Give the files back; what is still being filtered is of no use."""
+        for key in [*self._going, *self._kept]:
+            self._forget(key)
+
+    def _filtered(self, row: TicketRow, number: int) -> _Left:
+        spool = self._store.spool(row.ticket)
+        base = self._store.pin_version(row.fragment, row.base_version)
+        spool.pool.hold(spool.slot, HOLDER)
+        left, done = _Left(-1), False
+        try:
+            planned = self._plan.fragments[row.fragment]
+            left.fd = self._plan.new_file("filters", planned.update.nbytes)
+            about = About(
+                row.site,
+                number,
+                row.base_version,
+                row.weight,
+                row.steps,
+                dict(row.metrics),
+                fragment=row.fragment,
+            )
+            model = [spec.name for spec in self._plan.schema.tensors] if self._plan.streams else []
+            left.norm = _Work(planned, self._plan.codecs, spool.fd, base.fd).write(
+                left.fd, self.filters.of(row.site), about, model
+            )
+            done = True
+            return left
+        except BadFilter as error:
+            if error.raised:
+                LOG.error("the filter %r failed", error.filter, exc_info=error.__cause__)
+            raise FilterRefused(f"the server's filter {error}") from error.__cause__
+        except SystemExit as error:
+            raise FilterRefused(f"a filter of the server called sys.exit({error.code!r})") from error
+        except (UsageError, ConfigError) as error:  # as shipped filters have it
+            raise FilterRefused(f"a filter of the server says: {error.message}") from error
+        except OSError as error:
+            raise disk_error(error, self._plan.settings.state_dir / "filters") from error
+        finally:
+            spool.pool.drop(spool.slot, HOLDER)
+            base.release()
+            if not done:
+                left.close()  # the traceback would keep it for a while
+
+
+def _key(row: TicketRow) -> _Key:
+    return row.ticket, row.digest
+
+
+class _Work:
+    """One update on its way through the filters, a run at a time."""
+
+    def __init__(self, plan: FragmentPlan, codecs: Mapping[str, Codec], spool_fd: int, base_fd: int) -> None:
+        self._spool_fd, self._base_fd, self._codecs = spool_fd, base_fd, codecs
+        self._layout, self._version = plan.update, plan.version
+
+    def write(self, fd: int, filters: Sequence[Filter], about: About, model: Collection[str]) -> float:
+        """Write what the filters leave; returns the L2 norm of its `params`."""
+        specs = {each.spec.name: each.spec for each in self._layout.segments if each.spec.group != CONTROL}
+        squares = []
+        with torch.no_grad(), alone():
+            chain = Chain(filters, specs, about, self._change, model=model)
+            for part in self._layout.parts:
+                for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
+                    run = self._layout.piece(piece.segment, start, stop)
+                    encoded, spec = self._run(chain, run), run.segment.spec
+                    if spec.is_float:
+                        values = self._decoded(encoded, run).double()
+                        if not bool(torch.isfinite(values).all()):
+                            raise FilterRefused(
+                                f"what the server's {_names(filters)} left of {spec.name!r} is not finite"
+                            )
+                        if spec.group == PARAMS:
+                            squares.append(float(values.square().sum()))
+                    failpoint("filters.write")
+                    write_at(fd, bytes_of(encoded), run.offset)
+        return math.sqrt(math.fsum(squares))
+
+    def _run(self, chain: Chain, run: Piece) -> Tensor:
+        """A run as it is to be aggregated, encoded."""
+        spec, start, stop = run.segment.spec, run.start, run.stop
+        if spec.group != CONTROL and not spec.is_float and not chain.sends(spec.name):
+            return self._base(spec, start, stop).view(torch.uint8)
+        if spec.group == CONTROL or not spec.is_float:
+            return self._bytes(run)
+        if spec.group == PARAMS:
+            values = chain.change(spec.name, start, stop)
+        elif not chain.sends(spec.name):
+            values = self._base(spec, start, stop)
+        else:  # its own value, to the bit, where no filter changed it
+            values = chain.taken(spec.name, start, stop).add_(self._decoded(self._bytes(run), run))
+        encoded = torch.empty(run.nbytes, dtype=torch.uint8)
+        self._codecs[run.segment.codec].encode_(values, encoded, spec.dtype)
+        return encoded
+
+    def _change(self, name: str, start: int, stop: int) -> Tensor:
+        """version − local, as it was received."""
+        segment = self._layout.by_name[name]
+        run = self._layout.piece(segment, start, stop)
+        values = self._decoded(self._bytes(run), run)
+        if segment.spec.group == PARAMS:
+            return values
+        return self._base(segment.spec, start, stop).to(values.dtype).sub_(values)
+
+    def _bytes(self, run: Piece) -> Tensor:
+        encoded = torch.empty(run.nbytes, dtype=torch.uint8)
+        read_at(self._spool_fd, bytes_of(encoded), run.offset)
+        return encoded
+
+    def _decoded(self, encoded: Tensor, run: Piece) -> Tensor:
+        spec = run.segment.spec
+        values = torch.empty(run.numel, dtype=accumulate_dtype(spec.dtype))
+        self._codecs[run.segment.codec].decode_(encoded, values, spec.dtype)
+        return values
+
+    def _base(self, spec: TensorSpec, start: int, stop: int) -> Tensor:
+        values = torch.empty(stop - start, dtype=torch_dtype(spec.dtype))
+        read_at(self._base_fd, bytes_of(values), self._version.by_name[spec.name].offset + start * spec.item_bytes)
+        return values
+
+
+def _names(filters: Sequence[Filter]) -> str:
+    return f"filter{'s' if len(filters) > 1 else ''} {', '.join(map(repr, filters))}"

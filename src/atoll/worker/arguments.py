@@ -1,0 +1,104 @@
+"""What a script hands over, checked before it travels: weights, metrics, numbers of steps."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from atoll.errors import ConfigError, UsageError
+from atoll.protocol import messages
+from atoll.worker.log_lines import LOG
+
+
+def positive(weight: float) -> float:
+    """A weight that can count.
+
+    Raises:
+        UsageError: it is zero, negative or not finite.
+    """
+    try:
+        value = math.nan if isinstance(weight, str) else float(weight)
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not 0 < value < float("inf"):
+        raise UsageError(f"The weight is {weight}.", "Give the number of samples or tokens: positive and finite.")
+    return value
+
+
+def counted(steps: int) -> int:
+    """A number of steps.
+
+    Raises:
+        UsageError: it is negative, or no integer.
+    """
+    try:
+        value = operator.index(steps)
+    except TypeError:
+        value = -1
+    if not 0 <= value < messages.NUMBER_BELOW:
+        raise UsageError(f"steps is {steps!r}.", "Give the number of local optimizer steps in the round.")
+    return value
+
+
+def number(given: Any) -> float:
+    """As `float`; of a loss, too, of which torch would warn that it requires a gradient."""
+    return float(given.detach() if hasattr(given, "detach") else given)
+
+
+def finite_metrics(metrics: dict[str, float], site: str, said: set[str] | None = None) -> dict[str, float]:
+    """The finite ones as floats; the others are dropped with a warning.
+
+    Args:
+        said: keys that were warned of, and have not been finite since: nothing more is said of them.
+
+    Raises:
+        UsageError: a name or a value is none, or there are too many; it is named.
+    """
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"The metrics are a {type(metrics).__name__}.", "Give a dict: name → number.")
+    if len(metrics) > messages.METRICS:
+        raise UsageError(
+            f"There are {len(metrics)} metrics, and an update has {messages.METRICS} at most.",
+            "Report those that the run is judged by.",
+        )
+    values: dict[str, float] = {}
+    for key, given in metrics.items():
+        if not isinstance(key, str) or len(key) > messages.METRIC_CHARS:
+            raise UsageError(
+                f"{str(key)[:80]!r} is no name of a metric.", f"Give texts of {messages.METRIC_CHARS} letters at most."
+            )
+        try:
+            values[key] = number(given)
+        except OverflowError:
+            values[key] = math.inf
+        except (TypeError, ValueError, RuntimeError):
+            raise UsageError(f"The metric {key!r} is {given!r}.", "Give a number.") from None
+    for key, value in values.items():
+        if abs(value) < float("inf"):
+            if said is not None:
+                said.discard(key)
+        elif said is None or key not in said:
+            LOG.warning("%s: the metric %r is %s; it is left out", site, key, value)
+            if said is not None:
+                said.add(key)
+    return {key: value for key, value in values.items() if abs(value) < float("inf")}
+
+
+SYNC_RETRIES = 6
+
+
+def sync_retries(given: int | None) -> int:
+    """Attempts before a synchronisation is skipped: as given, else `ATOLL_MAX_SYNC_RETRIES`, else 6.
+
+    Raises:
+        ConfigError: the variable holds no whole number from 0 on.
+    """
+    text = os.environ.get("ATOLL_MAX_SYNC_RETRIES", "")
+    if given is not None or not text:
+        return SYNC_RETRIES if given is None else given
+    if not text.isdecimal():
+        raise ConfigError(f"ATOLL_MAX_SYNC_RETRIES is {text!r}.", "Set it to a whole number, at least 0.")
+    return int(text)

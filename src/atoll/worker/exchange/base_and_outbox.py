@@ -1,0 +1,374 @@
+"""A worker's two files: the base it trains from and the outbox it sends from.
+
+Both have the size of the model, are preallocated and rewritten in place, and live in the page cache: anonymous
+memory holds no second copy of the model. Beside each lies a small JSON note, replaced atomically, that says what is
+in it; a file without its note is scrap.
+
+    base.safetensors + base.json      the version that was pulled; opens with safetensors
+    outbox.bin       + outbox.json    the encoded update of one ticket; kept until the next one is formed
+
+They lie in a folder for each run; `earlier.py` removes those of runs that the site has left.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from atoll.errors import DiskFull, StateLocked, StoreError, VersionSkew
+from atoll.failpoints import failpoint
+from atoll.posix import Held, read_at, take_folder, write_at
+from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
+from atoll.tensors.dtypes import torch_dtype
+from atoll.tensors.layout import Layout, Part, Piece, Segment
+from atoll.transport.descriptor import Descriptor
+from atoll.worker.json_notes import read_note, write_note
+from atoll.worker.log_lines import LOG
+
+
+@dataclass(frozen=True)
+class BaseNote:
+    """Which version the base file holds, or is about to hold."""
+
+    run: str
+    fragment: int
+    version: int
+    digest: str
+    part_digests: list[str]
+    complete: bool
+
+
+@dataclass(frozen=True)
+class OutboxNote:
+    """The update in the outbox: complete when the note exists. `sent` when the server has it in its journal.
+
+    `site` is the one that formed it; empty in a note of an earlier Atoll.
+    """
+
+    run: str
+    ticket: int
+    fragment: int
+    base_version: int
+    base_digest: str
+    layout_digest: str
+    digest: str
+    part_digests: list[str]
+    weight: float
+    steps: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    round: int = 0
+    sent: bool = False
+    site: str = ""
+
+
+class ScratchFile:
+    """A preallocated file of fixed size that is rewritten in place, read and written at offsets by many threads.
+
+    Attributes:
+        is_new: it was not there, or had another size: whatever a note says of it, it holds zeros.
+
+    Args:
+        used: (offset, nbytes) of what is going to be written, which has to find room; by default all.
+    """
+
+    def __init__(self, path: Path, nbytes: int, used: Iterable[tuple[int, int]] | None = None) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self._descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        self._one_writes = threading.Lock()  # the kernel lets one write at a time, and lets the others spin
+        try:
+            self.is_new = os.fstat(self.fd).st_size != nbytes
+            if self.is_new:
+                os.ftruncate(self.fd, 0)
+                os.ftruncate(self.fd, nbytes)
+                for offset, count in ((0, nbytes),) if used is None else used:
+                    if count:
+                        os.posix_fallocate(self.fd, offset, count)
+        except OSError as error:
+            self.close()
+            path.unlink(missing_ok=True)
+            raise DiskFull(
+                f"{path.parent} has no room for {nbytes / 1e9:.2f} GB ({error.strerror}).",
+                "Free some disk, or set ATOLL_DIR to a folder with more.",
+            ) from error
+
+    @property
+    def fd(self) -> int:
+        return self._descriptor.number
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of `data`; from any thread, even while another one closes the file.
+
+        Raises:
+            StoreError: this machine's disk is full, or fails.
+        """
+        try:
+            failpoint("worker.write")
+            with self._descriptor.used() as fd, self._one_writes:
+                write_at(fd, data, offset)
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} cannot be written ({error.strerror}).",
+                "Look at the disk, or set ATOLL_DIR to a folder on another one.",
+            ) from error
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` from the file's byte `offset` on.
+
+        Raises:
+            EOFError: the file ends before.
+        """
+        try:
+            read_at(self.fd, target, offset)
+        except EOFError as error:
+            raise EOFError(f"{self.path}: {error}") from None
+
+    def values(self, segment: Segment, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the tensor that lies at `segment` of the file as it is, in new memory."""
+        values = torch.empty(stop - start, dtype=torch_dtype(segment.spec.dtype), device="cpu")
+        self.read_into(segment.offset + start * segment.spec.item_bytes, bytes_of(values))
+        return values
+
+    def read_scattered(self, offset: int, targets: Sequence[memoryview]) -> None:
+        """Read what follows `offset` into one target after the other; at most 1,024."""
+        if os.preadv(self.fd, targets, offset) == sum(map(len, targets)):
+            return
+        for target in targets:  # it ended early: once more, each until it is full
+            self.read_into(offset, target)
+            offset += len(target)
+
+    def digest(self, part: Part) -> bytes:
+        """BLAKE3 of a part as it lies on disk."""
+        hasher, scratch = blake3(), bytearray(CHUNK_BYTES)
+        for offset in range(part.start, part.stop, CHUNK_BYTES):
+            view = memoryview(scratch)[: min(CHUNK_BYTES, part.stop - offset)]
+            self.read_into(offset, view)
+            hasher.update(view)
+        return hasher.digest()
+
+    def content_digest(self) -> str:
+        """BLAKE3 in hex of all runs of 2 MiB that are not zeros, each with its place: holes need not be read."""
+        hasher, zeros = blake3(), bytes(CHUNK_BYTES)
+        offset = 0
+        while (offset := _data_from(self.fd, offset, self.nbytes)) < self.nbytes:
+            offset -= offset % CHUNK_BYTES
+            run = bytearray(min(CHUNK_BYTES, self.nbytes - offset))
+            self.read_into(offset, memoryview(run))
+            if not zeros.startswith(run):
+                hasher.update(offset.to_bytes(8, "little"))
+                hasher.update(run)
+            offset += len(run)
+        return hasher.hexdigest()
+
+    def close(self) -> None:
+        self._descriptor.close()
+
+
+def _data_from(fd: int, offset: int, nbytes: int) -> int:
+    """Where from here on something was written; `nbytes` where nothing was. Some systems do not tell: here, then."""
+    if offset >= nbytes:
+        return nbytes
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA)
+    except OSError as error:
+        return nbytes if error.errno == errno.ENXIO else offset
+
+
+class PartsFile(ScratchFile):
+    """One that is cut into parts; where those of one rank are all that it holds, it has holes.
+
+    Args:
+        parts: that it holds.
+        count: of all parts, whosever.
+    """
+
+    def __init__(self, path: Path, nbytes: int, parts: Sequence[Part], count: int) -> None:
+        used = None if len(parts) == count else ((part.start, part.nbytes) for part in parts)
+        super().__init__(path, nbytes, used)
+        self._parts, self._count = parts, count
+
+    def differing(self, digests: Sequence[str], among: Collection[Part] | None = None) -> list[Part]:
+        """The parts whose bytes do not have their digest.
+
+        Args:
+            digests: in hex, of every part in order, whosever, whichever are looked at.
+            among: the parts to look at; by default all that are ours.
+        """
+        looked_at = self._parts if among is None else among
+        if len(digests) != self._count:  # of another cut: none can be told to be right
+            return list(looked_at)
+        return [part for part in looked_at if self.digest(part).hex() != digests[part.index]]
+
+
+class BaseFile(PartsFile):
+    """The version that a worker trains from, byte for byte as the server has it."""
+
+    def __init__(self, folder: Path, layout: Layout, name: str = "base") -> None:
+        super().__init__(folder / f"{name}.safetensors", layout.nbytes, layout.parts, len(layout.all_parts))
+        self.layout, self.name = layout, name
+        self._note_path = folder / f"{name}.json"
+        if self.is_new:
+            self._note_path.unlink(missing_ok=True)
+        self.note = read_note(self._note_path, BaseNote)
+        self._seen = False  # whether the bytes of a complete note are known to be in the file
+
+    def holds(self, run: str, digest: str) -> bool:
+        """Whether this version is here, every byte; what an earlier process left is read once before it is believed.
+
+        Its note survives what the bytes may not: they are written behind, and a disk may damage them.
+        """
+        note: BaseNote | None = self.note
+        if note is None or not note.complete or (note.run, note.digest) != (run, digest):
+            return False
+        if not self._seen:
+            wrong = self.differing(note.part_digests)
+            if wrong:
+                LOG.warning(
+                    "%s: %d of %d parts are not what was pulled, and are pulled again. Look at the disk.",
+                    self.path,
+                    len(wrong),
+                    len(self.layout.parts),
+                )
+                self._write_note(replace(note, complete=False))
+                return False
+            self._seen = True
+        return True
+
+    def begin(self, note: BaseNote) -> list[Part]:
+        """Say which version is about to be written; returns the parts that are not there already.
+
+        A pull that broke off left parts of the same version behind: what still has its digest is kept.
+        """
+        resumed = self.note is not None and (self.note.run, self.note.digest) == (note.run, note.digest)
+        wanted = self.differing(note.part_digests) if resumed else list(self.layout.parts)
+        self._write_note(note)
+        return wanted
+
+    def finish(self) -> None:
+        """The version is complete."""
+        assert self.note is not None
+        self._write_note(BaseNote(**{**asdict(self.note), "complete": True}))
+        self._seen = True
+
+    def begin_local(self, note: BaseNote) -> None:
+        """The file is about to hold something that is no version: no digest names it any more."""
+        self._write_note(BaseNote(**{**asdict(note), "digest": "", "part_digests": []}))
+
+    def elements(self, piece: Piece, start: int, stop: int, scratch: memoryview, dtype: torch.dtype) -> Tensor:
+        """Elements [start, stop) of a piece's tensor, in `scratch`."""
+        item = piece.segment.spec.item_bytes
+        view = scratch[: (stop - start) * item]
+        self.read_into(self.layout.by_name[piece.segment.spec.name].offset + start * item, view)
+        return torch.frombuffer(view, dtype=dtype)
+
+    def values_of(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a tensor of the version, in new memory."""
+        return self.values(self.layout.by_name[name], start, stop)
+
+    def replace_with(self, other: BaseFile) -> None:
+        """Become `other`, which must be complete: its file and note take the place of these."""
+        assert other.note is not None
+        os.replace(other.path, self.path)
+        other._note_path.unlink(missing_ok=True)
+        self._descriptor, other._descriptor = other._descriptor, self._descriptor
+        other.close()
+        self._seen = other._seen
+        self._write_note(other.note)
+
+    def _write_note(self, note: BaseNote) -> None:
+        self.note = note
+        write_note(self._note_path, note)
+
+
+class Outbox(PartsFile):
+    """The update that a worker has formed and must be able to send until what it counts in is durable."""
+
+    def __init__(self, folder: Path, layout: Layout, name: str = "outbox", site: str = "") -> None:
+        super().__init__(folder / f"{name}.bin", layout.nbytes, layout.parts, len(layout.all_parts))
+        self.layout = layout
+        self._note_path = folder / f"{name}.json"
+        self.note = read_note(self._note_path, OutboxNote)
+        if self.note is not None and self.note.layout_digest != layout.digest:
+            self.clear()
+        elif self.note is not None and site and self.note.site not in ("", site):
+            LOG.warning("%s is of site %s: it is not sent. Bring each site its own folder.", self.path, self.note.site)
+            self.note = None
+
+    def is_damaged(self) -> bool:
+        """Whether it is not what its note says. The note survives what the bytes may not: they are written behind."""
+        return self.note is not None and bool(self.differing(self.note.part_digests))
+
+    def begin(self, layout_digest: str) -> None:
+        """An update of this layout is about to be formed: what is in the file counts no more.
+
+        Raises:
+            VersionSkew: the file is laid out in another way.
+        """
+        if layout_digest != self.layout.digest:
+            raise VersionSkew(
+                "The server lays the update out in another way than this worker.",
+                "Upgrade Atoll to the same version on both sides.",
+            )
+        self.clear()
+
+    def seal(self, note: OutboxNote) -> None:
+        """The update is complete: from here on it survives this process."""
+        failpoint("outbox.seal")
+        self.note = note
+        write_note(self._note_path, note)
+        failpoint("outbox.sealed")
+
+    def mark_sent(self) -> None:
+        """The server has it; kept, since a server that lost power may ask for it again."""
+        if self.note is not None:
+            self.note = replace(self.note, sent=True)
+            write_note(self._note_path, self.note)
+
+    def clear(self) -> None:
+        """The update can never count, or not again: the file may be rewritten."""
+        self.note = None
+        self._note_path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(folder: Path, site: str) -> Iterator[None]:
+    """Own a worker's folder.
+
+    Raises:
+        StateLocked: another process of the same site runs on this machine.
+    """
+    fd = None
+    while fd is None:
+        fd = _lock(folder, site)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def _lock(folder: Path, site: str) -> int | None:
+    """The lock, held; None where the folder was removed at that moment (`remove_earlier`), to be tried again."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        return take_folder(folder)
+    except FileNotFoundError:
+        return None
+    except Held as holder:
+        raise StateLocked(
+            f"The site {site!r} is taken: {holder} takes part as it, with the folder {str(folder)!r}.",
+            "Give this one another site name, or end the other.",
+        ) from None
+    except OSError as error:
+        raise StoreError(
+            f"{folder / 'lock'} cannot be opened ({error.strerror}).",
+            "It has to be a plain file that this user may write; remove what is there, or set ATOLL_DIR elsewhere.",
+        ) from error

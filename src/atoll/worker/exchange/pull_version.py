@@ -1,0 +1,295 @@
+"""How a version of the model comes to a worker: whole, or as what makes it of the version that the worker has.
+
+Part by part into its base file, and on the way into its tensors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from atoll.codecs.version_difference import Downlink
+from atoll.errors import Busy, DiskFull, Gone, PartCorrupt
+from atoll.failpoints import failpoint
+from atoll.protocol import messages, routes
+from atoll.tensors.chunks import Scatter
+from atoll.tensors.layout import Layout, Part
+from atoll.tensors.module_tensors import Tensors
+from atoll.transport.object_server import Ranges
+from atoll.transport.resumable_transfer import Parts
+from atoll.worker.broken_off import UNPULLED
+from atoll.worker.exchange import encode_update
+from atoll.worker.exchange.apply_difference import DeltaFile, apply_
+from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, PartsFile
+from atoll.worker.json_notes import name_of
+from atoll.worker.log_lines import LOG, progress
+from atoll.worker.peer.serve_peers import Outlet
+from atoll.worker.session.connection import Connection
+
+QUIET_S, LOOK_S = 5.0, 0.1
+"""How long it is waited for a worker of a swarm that has a version before it is said, and between two looks."""
+
+
+class Puller:
+    """Brings versions of one fragment to a worker.
+
+    Args:
+        parts: over which connections.
+        folder: of the site in the run; locked by the caller.
+        layout: of versions.
+        fragment: its number; None: the run has one.
+    """
+
+    def __init__(
+        self, worker: Connection, parts: Parts, folder: Path, layout: Layout, fragment: int | None = None
+    ) -> None:
+        self._worker, self._parts, self._folder, self._layout = worker, parts, folder, layout
+        self._fragment, self._delta_name = fragment or 0, name_of("delta", fragment)
+        self._named = "" if fragment is None else f" of fragment {fragment}"
+        info = worker.info
+        self._downlink = Downlink.of(layout, info.downlink_codec, info.downlink_codec_options, sent=True)
+
+    def pull(
+        self,
+        version: int,
+        digest: str,
+        into: Tensors | None,
+        base: BaseFile,
+        source: BaseFile | None = None,
+        max_retries: int | None = None,
+        *,
+        waits: bool = True,
+    ) -> None:
+        """Bring a version into the base file, and on its way into the tensors.
+
+        Args:
+            source: the base that may have an earlier version; `base` itself unless said.
+            max_retries: attempts with a lost server.
+            waits: whether it is waited for, whatever `max_retries`, once bytes have moved into the tensors: half a
+                version is no model.
+
+        Raises:
+            Gone: the server no longer keeps it; ask for the head. The tensors may hold a part of it.
+            NetworkLost: the attempts are over; without `waits` the tensors may hold a part of the version.
+        """
+        worker = self._worker
+        if base.holds(worker.info.run, digest):
+            if into is not None:
+                encode_update.load_(into, base)
+            return
+        manifest = self.manifest(version, max_retries)
+        if manifest.digest != digest:
+            raise Gone(f"Version {version} is no longer the one that was offered.", "Ask for the head again.")
+        held = (source or base).note
+        if held is not None and held.run == worker.info.run and held.version > version:
+            LOG.warning(
+                "%s: the server went back from version %d to %d: restored, or fell back after a power loss",
+                worker.site,
+                held.version,
+                version,
+            )
+        worker.tell(state=f"pulling version {version}")
+        patience = None if into is not None and waits else max_retries
+        wrong = self._go_down(manifest, base, source or base, into, max_retries, patience)
+        if wrong is None:
+            self._pull_whole(manifest, base, into, patience)
+        elif wrong:
+            self._pull_parts(manifest, base, wrong, None, patience)
+        failpoint("pull.done")
+        base.finish()
+        if wrong and into is not None:
+            encode_update.load_(into, base)
+
+    def manifest(self, version: int, max_retries: int | None) -> messages.Manifest:
+        """What the server says of a version.
+
+        Raises:
+            Gone: it no longer keeps it.
+        """
+        path = routes.MANIFEST.format(fragment=self._fragment, version=version)
+        return self._worker.patiently(
+            lambda: self._worker.http.get(path, messages.Manifest), max_retries, f"pull version {version}"
+        )
+
+    # -- whole
+
+    def _pull_whole(
+        self, manifest: messages.Manifest, base: BaseFile, into: Tensors | None, max_retries: int | None
+    ) -> None:
+        held = base.note
+        resumed = held is not None and held.digest == manifest.digest
+        wanted = base.begin(self._note(manifest))
+        fresh = into is not None and not resumed
+        model = Scatter(base.layout, into) if into is not None and fresh else None
+        self._pull_parts(manifest, base, wanted, model, max_retries)
+        if into is not None and not fresh:
+            encode_update.load_(into, base)
+
+    def _pull_parts(
+        self,
+        manifest: messages.Manifest,
+        base: BaseFile,
+        wanted: Sequence[Part],
+        model: Scatter | None,
+        max_retries: int | None,
+    ) -> None:
+        path = routes.VERSION_DATA.format(fragment=self._fragment, version=manifest.version, digest=manifest.digest)
+        self._bring(path, manifest.version, manifest.part_digests, base, wanted, model, max_retries)
+
+    def _bring(
+        self,
+        path: str,
+        version: int,
+        digests: Sequence[str],
+        file: PartsFile,
+        wanted: Sequence[Part],
+        model: Scatter | None,
+        max_retries: int | None,
+    ) -> None:
+        """Pull parts into a file. Where the connection breaks, only what has not arrived yet is asked for again.
+
+        What has arrived is remembered, not looked up in the file: a part may be there since it was the same in the
+        version before, and the model has not got it.
+
+        Args:
+            path: where they are.
+            version: that they make, for people.
+            digests: of all parts of the file.
+            model: gets them on the way.
+        """
+        worker, expected = self._worker, [bytes.fromhex(text) for text in digests]
+        arrived = set[int]()
+
+        def pull(parts: Ranges, at: str) -> None:
+            todo = [part for part in wanted if part.index not in arrived]
+            bar.resume()
+            parts.pull(
+                at, expected, todo, [file], into=model, on_bytes=bar.add, on_part=lambda part: arrived.add(part.index)
+            )
+
+        def fetch() -> None:
+            if worker.outlet is None:
+                pull(self._parts, path)
+            else:
+                self._from_workers(worker.outlet, version, pull)
+
+        of = f"{worker.site}: pulling version {version}{self._named}"
+        with progress(of, sum(part.nbytes for part in wanted)) as bar:
+            worker.patiently(fetch, max_retries, f"pull version {version}")
+
+    def _from_workers(self, outlet: Outlet, version: int, pull: Callable[[Ranges, str], None]) -> None:
+        """In a swarm: pull from one worker after the other that has a version; from this one, where it does.
+
+        Raises:
+            Busy: none of them can give it at this moment. Gone: the server says that it is no longer kept.
+        """
+        worker = self._worker
+        path, until_s = routes.MANIFEST.format(fragment=self._fragment, version=version), time.monotonic() + QUIET_S
+        while not (sources := worker.http.get(path, messages.Manifest).sources) and time.monotonic() < until_s:
+            time.sleep(LOOK_S)
+            worker.on_wait()
+        why = "none that is here has it."
+        for source in outlet.in_order(sources):
+            try:
+                with outlet.connected(source, worker.info.idle_timeout_s) as (ref, parts):
+                    return pull(parts, routes.OBJECT_DATA.format(object=ref.object))
+            except UNPULLED as error:  # it may have let go of it at this moment, or have ended
+                why = error.message
+                LOG.info("%s: version %d is asked of another worker: %s", worker.site, version, why)
+        raise Busy(
+            f"No worker can give version {version} at this moment: {why}", "It goes on when one is back that has it."
+        )
+
+    def _note(self, manifest: messages.Manifest) -> BaseNote:
+        run, fragment = self._worker.info.run, self._fragment
+        return BaseNote(run, fragment, manifest.version, manifest.digest, manifest.part_digests, complete=False)
+
+    # -- as a difference
+
+    def _go_down(
+        self,
+        manifest: messages.Manifest,
+        base: BaseFile,
+        source: BaseFile,
+        into: Tensors | None,
+        max_retries: int | None,
+        patience: int | None,
+    ) -> list[Part] | None:
+        """Make the version of the one that `source` has, over those between.
+
+        Args:
+            patience: attempts once `base` has changed.
+
+        Returns:
+            The parts that did not come out right; None where the version is to be pulled whole.
+        """
+        if self._downlink is None or not (steps := self._steps(manifest, source, max_retries)):
+            return None
+        site, wrong = self._worker.site, list[Part]()
+        try:
+            file = DeltaFile(self._folder, self._downlink, self._delta_name)
+        except DiskFull as error:
+            LOG.warning("%s: version %d is pulled whole: %s", site, manifest.version, error)
+            return None
+        try:
+            for number, step in enumerate(steps, 1):
+                if number > 1:
+                    base.finish()
+                last = number == len(steps)
+                self._receive(step, file, max_retries if number == 1 else patience)
+                wrong = apply_(file, source, base, self._note(step), into if last else None)
+                if wrong:
+                    LOG.warning(
+                        "%s: %d of %d parts of version %d did not come of what went down, and are pulled whole",
+                        site,
+                        len(wrong),
+                        len(base.layout.parts),
+                        step.version,
+                    )
+                    if not last:
+                        return None
+                source = base
+        except (Gone, PartCorrupt) as error:
+            LOG.info("%s: version %d is pulled whole: %s", site, manifest.version, error)
+            return None
+        finally:
+            file.close()
+        return wrong
+
+    def _steps(self, manifest: messages.Manifest, source: BaseFile, max_retries: int | None) -> list[messages.Manifest]:
+        """The versions from that in `source` to this one, each with what it is made by; none where whole is less."""
+        assert self._downlink is not None
+        run, note = self._worker.info.run, source.note
+        if note is None or note.run != run or not note.complete or not note.digest:
+            return []
+        steps, nbytes = list[messages.Manifest](), 0
+        while True:
+            delta = manifest.delta
+            if delta is None or delta.layout_digest != self._downlink.layout.digest:
+                return []
+            steps, nbytes = [manifest, *steps], nbytes + delta.nbytes
+            if nbytes >= self._layout.nbytes:
+                return []
+            if delta.base_digest == note.digest:
+                return steps if source.holds(run, note.digest) else []
+            if delta.base_version <= note.version:
+                return []
+            try:
+                manifest = self.manifest(delta.base_version, max_retries)
+            except Gone:
+                return []
+            if manifest.digest != delta.base_digest:
+                return []
+
+    def _receive(self, manifest: messages.Manifest, file: DeltaFile, max_retries: int | None) -> None:
+        """Have all of what a version is made by in the file.
+
+        Raises:
+            Gone: the server no longer keeps it. PartCorrupt: its disk damaged it.
+        """
+        delta = manifest.delta
+        assert delta is not None  # `_steps` gives none without
+        path = routes.DELTA_DATA.format(fragment=self._fragment, version=manifest.version, digest=delta.digest)
+        wanted = file.begin(delta, manifest.digest)
+        self._bring(path, manifest.version, delta.part_digests, file, wanted, None, max_retries)

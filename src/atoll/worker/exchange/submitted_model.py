@@ -1,0 +1,73 @@
+"""The model that a site submitted last, as it was before it left: a file that is there when others want to evaluate it.
+
+    local.safetensors     beside base and outbox; replaced with every update, whole or not at all
+
+It is written only in runs that say they will ask for it, in runs of some MiB. After a kill it is there again.
+"""
+
+from __future__ import annotations
+
+import os
+
+from atoll.blobs.model_file import packed_state
+from atoll.errors import AtollError, UsageError
+from atoll.posix import write_at
+from atoll.tensors.chunks import runs_of
+from atoll.tensors.layout import safetensors_header
+from atoll.tensors.lazy_tensors import LazyState
+from atoll.tensors.module_tensors import Tensors
+from atoll.tensors.payload import Packed
+from atoll.worker.log_lines import LOG
+from atoll.worker.session.session import Session
+
+NAME = "local.safetensors"
+
+
+def keep_local(session: Session, tensors: Tensors, round_number: int) -> None:
+    """Write the model of this round; where that fails training goes on, and the site has none."""
+    path, temporary = session.folder / NAME, session.folder / f".{NAME}.tmp"
+    specs = session.schema.model.tensors
+    header = safetensors_header(specs, {"format": "pt", "round": str(round_number)})
+    try:
+        with open(temporary, "wb") as file:
+            write_at(file.fileno(), memoryview(header), 0)
+            at = len(header)
+            for spec in specs:
+                for run in runs_of(tensors[spec.name].detach()):
+                    write_at(file.fileno(), run, at)
+                    at += len(run)
+        os.replace(temporary, path)
+    except OSError as error:
+        for stale in (temporary, path):  # an older one would pass for this round's
+            stale.unlink(missing_ok=True)
+        LOG.warning(
+            "%s: the model of round %d could not be kept for later workflows: %s",
+            session.site,
+            round_number,
+            error.strerror,
+        )
+
+
+def local_model(session: Session) -> Packed:
+    """The model as it travels, read in runs.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if session.filters:
+        raise UsageError(
+            f"Site {session.site} has filters for what it submits, and its model as it is would leave without passing "
+            "them.",
+            "Say with worker.submits(function) which model may leave; it passes the filters as an answer does.",
+        )
+    path = session.folder / NAME
+    try:
+        state = LazyState.open(path)
+    except (OSError, AtollError):
+        raise UsageError(
+            f"Site {session.site} has no model: none of this run is kept there. A site keeps what it submits while the "
+            "run's list has a cross_site_evaluation that asks for it.",
+            "Say with worker.submits(function) which model it has, train with that list, or leave sites' models out "
+            "(site_models = false, --no-site-models).",
+        ) from None
+    return packed_state(state, dict(session.schema.model.aliases))

@@ -1,0 +1,400 @@
+"""A worker of a swarm: it serves what it has, aggregates when it is its turn, and checks what others made.
+
+It is told by the server what it is to have and to do, and says what it has and has done (`protocol/swarm_messages.py`).
+What it is told is compared with what is there; what is missing is begun, one job each, and what is not wanted any more
+goes. So nothing hangs on the order of messages, and a lost one costs nothing.
+
+    hold      pull a version and the outer state beside it, from whoever has it, and check every byte
+    collect   pull an update into a spool, and look at it: finite, and its norm
+    close     reduce a frozen round with the same pass as a server's, into the next version
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from atoll.aggregation.plan import Plan
+from atoll.aggregation.version_digests import digest_of
+from atoll.errors import AtollError, LeaseLost, StateCorrupt, Superseded
+from atoll.failpoints import failpoint
+from atoll.protocol import routes
+from atoll.protocol.swarm_messages import (
+    Close,
+    Closed,
+    Collect,
+    Collected,
+    Held,
+    Hold,
+    PeerReport,
+    PeerWork,
+    Share,
+    Unreached,
+)
+from atoll.store.file_slots import SPOOL, STATE, VERSION, Slot
+from atoll.transport.http_client import Http
+from atoll.worker.broken_off import UNPULLED, NetworkLost
+from atoll.worker.log_lines import LOG, Troubles, told
+from atoll.worker.peer.peer_store import Shelf, Spool, Version
+from atoll.worker.peer.pull_from_peers import Errands
+from atoll.worker.peer.reduce_round import Key, UpdateDamaged, failed, failed_by, keep_result, key_of, reduced
+from atoll.worker.peer.serve_peers import Outlet, ServedVersions
+
+RESULT = "model.safetensors"
+"""In the worker's folder: what a finished run has come to."""
+JOBS = 3
+"""At a time."""
+KNOWN, UNREACHED = 1024, 64
+"""Addresses in a report, at most."""
+BUSY_S = 1.0
+"""Between two reports of a worker that is at work: the server sees that bytes move."""
+ANSWER_S = 10.0
+"""Beyond what it was asked to wait, after which a server that does not answer is asked again."""
+
+
+class SwarmPeer:
+    """One worker's part in a swarm; `start` it once the worker has joined.
+
+    Args:
+        http: to the server; sends the worker's lease.
+        outlet: what the worker serves to others.
+        plan: of the run, as the server has it.
+        folder: of the worker in the run; locked by the caller.
+        run: its id.
+        rejoin: takes the lease anew that is no longer valid.
+    """
+
+    def __init__(
+        self,
+        site: str,
+        http: Http,
+        outlet: Outlet,
+        plan: Plan,
+        folder: Path,
+        run: str,
+        idle_timeout_s: float,
+        rejoin: Callable[[str], None],
+    ) -> None:
+        self.site, self._http, self._outlet, self._plan = site, http, outlet, plan
+        self._idle_timeout_s, self._rejoin = idle_timeout_s, rejoin
+        self._shelf, self._result = Shelf(plan, folder, run), folder.parent / RESULT
+        self._versions = ServedVersions(plan, outlet)
+        self._errands = Errands(plan, http, outlet, idle_timeout_s, self._move)
+        self._lock = threading.RLock()  # guards what follows
+        self._work = PeerWork(stamp=0)
+        self._number = self._moved = 0
+        self._spools: dict[int, Spool] = {}  # by ticket
+        self._collected: dict[int, Collected] = {}
+        self._closed: dict[Key, Closed] = {}
+        self._reached: dict[str, None] = {}  # in their order
+        self._unreached: dict[str, str] = {}
+        self._jobs: set[Key] = set()
+        self._troubles = Troubles()
+        self._leaving = False
+        self._stopping, self._stayed = threading.Event(), threading.Event()
+        self._pool = ThreadPoolExecutor(JOBS, thread_name_prefix="atoll-swarm")
+        self._thread = threading.Thread(target=self._main, name="atoll-swarm", daemon=True)
+
+    # -- life
+
+    def start(self) -> None:
+        """Begin to ask what there is to do."""
+        for version in self._shelf.versions():
+            self._versions.add(version, self._versions.state_parts(version))
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Stay until nobody else needs what is only here, as long as bytes move; then stop. Idempotent."""
+        if not self._stopping.is_set() and self._thread.is_alive():
+            self._leaving = True
+            self._stayed.clear()
+            self._say()
+            moved, at_s = -1, time.monotonic()
+            while self._thread.is_alive() and not self._stayed.wait(BUSY_S / 4):
+                if (now := self._moved + self._outlet.served) != moved:
+                    moved, at_s = now, time.monotonic()
+                if time.monotonic() - at_s > self._idle_timeout_s:
+                    LOG.warning("%s: leaves, though others may need what only it has: nobody pulls it", self.site)
+                    break
+            keep_result(self.site, self._plan, self._work, self._shelf, self._result)
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Let go of everything; after `leave`."""
+        self._stopping.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._thread.is_alive():
+            self._thread.join(ANSWER_S + 5.0 if self._thread is not threading.current_thread() else 0)
+        self._pool.shutdown(wait=True)
+        self._shelf.close()
+
+    # -- what is said and heard
+
+    def _main(self) -> None:
+        pause_s = 0.25
+        while not self._stopping.is_set():
+            lease = self._http.lease
+            if self._leaving and self._stayed.is_set():
+                return
+            try:
+                self._ask(BUSY_S if self._jobs or self._leaving else routes.LONG_POLL_S / 4)
+                pause_s = 0.25
+            except LeaseLost:
+                try:
+                    self._rejoin(lease)
+                except NetworkLost:
+                    pass
+                except AtollError as error:  # the worker's own next request is told so, too
+                    LOG.debug("%s: no longer takes part: %s", self.site, error)
+                    return
+                self._stopping.wait(pause_s)
+            except Superseded:
+                return
+            except AtollError as error:
+                level = LOG.debug if isinstance(error, NetworkLost) else LOG.warning
+                level("%s: cannot ask what there is to do: %s", self.site, error)
+                self._stopping.wait(pause_s)
+                pause_s = min(2 * pause_s, 8.0)
+
+    def _say(self) -> None:
+        """Report at once what has changed; where that fails, the next turn does."""
+        with contextlib.suppress(AtollError):
+            self._ask(0.0)
+
+    def _ask(self, wait_s: float) -> None:
+        with self._lock:
+            self._number += 1
+            report = self._report(wait_s)
+        work = self._http.post(routes.SWARM, report, PeerWork, timeout_s=wait_s + ANSWER_S)
+        with self._lock:
+            if work.server != self._work.server or work.order > self._work.order:  # else a later one has overtaken it
+                self._work = work
+            self._follow(self._work)
+            if self._leaving and report.leaving and not self._work.stay:
+                self._stayed.set()
+
+    def _report(self, wait_s: float) -> PeerReport:
+        return PeerReport(
+            address=self._outlet.address,
+            number=self._number,
+            seen=self._work.stamp,
+            wait_s=wait_s,
+            moved=self._moved,
+            leaving=self._leaving,
+            held=[
+                Held(
+                    fragment=each.fragment,
+                    version=each.version,
+                    digest=each.digest,
+                    state_digest=digest_of(each.state_digests),
+                    source=source,
+                )
+                for each in self._shelf.versions()
+                if (source := self._versions.source_of(each)) is not None
+            ],
+            collected=list(self._collected.values()),
+            closed=list(self._closed.values()),
+            reached=sorted(self._reached),
+            unreached=[Unreached(address=address, why=why) for address, why in self._unreached.items()],
+        )
+
+    def _follow(self, work: PeerWork) -> None:
+        """Drop what is not wanted any more, begin what is missing."""
+        if self._stopping.is_set():
+            return
+        rounds = {key_of(each) for each in work.close}
+        self._closed = {key: closed for key, closed in self._closed.items() if key in rounds}
+        wanted = {(hold.fragment, hold.version, hold.digest) for hold in work.hold}
+        wanted |= {(closed.fragment, closed.version, closed.digest or "") for closed in self._closed.values()}
+        for version in self._shelf.versions():
+            if (version.fragment, version.version, version.digest) not in wanted:
+                self._drop(version)
+        for ticket in self._collected.keys() - {collect.ticket for collect in work.collect}:
+            self._forget(ticket)
+        for each in work.collect:
+            known = self._collected.get(each.ticket)
+            if known is not None and (known.digest != each.digest or (known.failed and known.source != each.source)):
+                self._forget(each.ticket)
+        for address in work.probe:
+            self._begin(("probe", address), partial(self._probe, address))
+        for hold in work.hold:
+            if self._shelf.get(hold.fragment, hold.version) is None and (hold.sources or not hold.version):
+                self._begin(("hold", hold.fragment, hold.version), partial(self._hold, hold))
+        for collect in work.collect:
+            if collect.ticket not in self._collected:
+                self._begin(("collect", collect.ticket), partial(self._collect, collect))
+        for closing in work.close:
+            if key_of(closing) not in self._closed and all(map(self._is_here, closing.updates)):
+                self._begin(key_of(closing), partial(self._close, closing))
+
+    def _is_here(self, share: Share) -> bool:
+        """Whether this very update has been collected."""
+        found = self._collected.get(share.ticket)
+        return found is not None and not found.failed and found.digest == share.digest
+
+    def _begin(self, key: Key, job: Callable[[], None]) -> None:
+        if key in self._jobs:
+            return
+        self._jobs.add(key)
+        try:
+            self._pool.submit(self._do, key, job)
+        except RuntimeError:  # it is being closed
+            self._jobs.discard(key)
+
+    def _do(self, key: Key, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except CancelledError:
+            pass
+        except AtollError as error:
+            self._troubles.say(key, f"{self.site}: {' '.join(map(str, key))}: {error}")
+            self._stopping.wait(BUSY_S)
+        except Exception:
+            LOG.exception("%s: %s failed", self.site, " ".join(map(str, key)))
+            self._stopping.wait(BUSY_S)
+        else:
+            self._troubles.end(key)
+        finally:
+            with self._lock:
+                self._jobs.discard(key)
+        if not self._stopping.is_set():
+            self._say()
+            if key[0] == "close":
+                failpoint("swarm.told")
+
+    def _move(self, count: int) -> None:
+        with self._lock:
+            self._moved += count
+
+    # -- jobs
+
+    def _probe(self, address: str) -> None:
+        """Find out whether another worker is to be reached."""
+        why = self._outlet.why_unreached(address, self._stopping.wait)
+        with self._lock:
+            if why:
+                self._unreached[address] = why
+            elif not self._stopping.is_set():
+                self._reached[address] = None
+                self._unreached.pop(address, None)
+            while len(self._reached) > KNOWN:  # of workers that were started again; who is forgotten is tried again
+                del self._reached[next(iter(self._reached))]
+            while len(self._unreached) > UNREACHED:
+                del self._unreached[next(iter(self._unreached))]
+
+    def _hold(self, hold: Hold) -> None:
+        """Have a version, and the outer state beside it."""
+        fragment, planned = hold.fragment, self._plan.fragments[hold.fragment]
+        slot, state = self._shelf.take(VERSION, fragment), None
+        assert slot is not None
+        try:
+            state = self._shelf.take(STATE, fragment) if hold.state_digest else None
+            version, state_parts = self._errands.version(hold, slot, state)
+            failpoint("swarm.held")
+            with self._lock:
+                self._keep(version, state_parts)
+        except BaseException:
+            self._shelf.give_back(VERSION, fragment, slot)
+            self._shelf.give_back(STATE, fragment, state)
+            raise
+        LOG.debug("%s: has version %d (%d bytes)", self.site, hold.version, planned.version.nbytes)
+
+    def _collect(self, collect: Collect) -> None:
+        """Have an update in a spool, and know what it holds."""
+        fragment, ticket = collect.fragment, collect.ticket
+        slot = self._shelf.take(SPOOL, fragment)
+        assert slot is not None
+        try:
+            spool, norm, bad = self._errands.update(collect, slot)
+            failpoint("swarm.collected")
+            found = Collected(ticket=ticket, digest=collect.digest, source=collect.source, norm=norm, bad=bad)
+        except UNPULLED as error:
+            self._shelf.give_back(SPOOL, fragment, slot)
+            why = told(error, 500)
+            with self._lock:
+                self._collected[ticket] = Collected(
+                    ticket=ticket, digest=collect.digest, source=collect.source, failed=why
+                )
+            return
+        except BaseException:
+            self._shelf.give_back(SPOOL, fragment, slot)
+            raise
+        with self._lock:
+            self._spools[ticket], self._collected[ticket] = spool, found
+
+    def _close(self, work: Close) -> None:
+        """Make the next version of a frozen round."""
+        key, fragment = key_of(work), work.fragment
+        base = self._shelf.get(fragment, work.base_version)
+        with self._lock:
+            spools = dict(self._spools)
+            lacking = [share.site for share in work.updates if share.ticket not in spools]
+        if base is None or lacking:
+            what = f"version {work.base_version}" if base is None else f"the update of {lacking[0]}"
+            self._ended(key, failed(work, f"it has lost {what}"))
+            return
+        version: Slot | None = None
+        state: Slot | None = None
+        try:
+            version, state = self._shelf.take(VERSION, fragment), self._shelf.take(STATE, fragment)
+            assert version is not None
+            with (
+                self._shelf.reading(VERSION, fragment, [base.slot]),
+                self._shelf.reading(STATE, fragment, [base.state]),
+                self._shelf.reading(SPOOL, fragment, [spools[share.ticket].slot for share in work.updates]),
+            ):
+                made, closed = reduced(
+                    self._plan, work, base, spools, version, state, cancelled=self._stopping, on_bytes=self._move
+                )
+            failpoint("swarm.closed")
+            state_parts = self._versions.state_parts(made)
+            with self._lock:
+                if (known := self._shelf.get(fragment, work.version)) is not None:
+                    self._drop(known)
+                self._keep(made, state_parts)
+                self._ended(key, closed)
+        except BaseException as error:
+            self._shelf.give_back(VERSION, fragment, version)
+            self._shelf.give_back(STATE, fragment, state)
+            if isinstance(error, CancelledError) or not isinstance(error, Exception):
+                raise
+            ended = failed_by(error, work, self._shelf.folder)
+            with self._lock:  # both are said in one report
+                if isinstance(error, StateCorrupt):
+                    self._let_go(base, error)
+                self._ended(key, ended)
+
+    def _let_go(self, base: Version, error: StateCorrupt) -> None:
+        """What the disk has changed is not here any more: others have it, or have it still."""
+        LOG.warning("%s: %s", self.site, error)
+        self._forget(error.ticket) if isinstance(error, UpdateDamaged) else self._drop(base)
+
+    def _ended(self, key: Key, closed: Closed) -> None:
+        with self._lock:
+            self._closed[key] = closed
+
+    # -- what is here
+
+    def _keep(self, version: Version, state_parts: Sequence[bytes]) -> None:
+        """Have a version from now on; where that fails, its slots stay the caller's."""
+        self._versions.add(version, state_parts)
+        try:
+            self._shelf.put(version)
+        except BaseException:
+            self._versions.remove(version)
+            raise
+
+    def _drop(self, version: Version) -> None:
+        self._versions.remove(version)
+        self._shelf.drop(version)
+
+    def _forget(self, ticket: int) -> None:
+        self._collected.pop(ticket, None)
+        spool = self._spools.pop(ticket, None)
+        if spool is not None:
+            self._shelf.give_back(SPOOL, spool.fragment, spool.slot)

@@ -1,0 +1,108 @@
+"""`atoll.tasks`: answer the tasks that a workflow at the server sends.
+
+    with atoll.tasks("http://host:8512", site="clinic-a") as worker:
+
+        @worker.task("train")
+        def train(payload):
+            return {"w": payload["w"] + 1}
+
+        worker.run()                           # until the workflow has ended
+
+        for task in worker.tasks():            # or, in a loop of your own
+            task.answer({"w": task.payload["w"] + 1})
+
+A process that is killed and started again gets its open task again. A server that is gone is waited for.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+from atoll.border import border, bordered, say_interrupt_in_a_line
+from atoll.errors import UsageError
+from atoll.filters.payload_filter import ByTask, for_tasks
+from atoll.worker.log_lines import LOG, ensure_lines
+from atoll.worker.session.address import server_of
+from atoll.worker.session.connection import Connection
+from atoll.worker.session.leave_at_exit import last_words
+from atoll.worker.site_name import default_site, require_site
+from atoll.worker.tasks.answer_tasks import Answering, Answers
+
+
+@bordered
+class TaskWorker(Answers):
+    """A site that answers tasks; made by `atoll.tasks`. Use it as a context manager."""
+
+    def __init__(
+        self,
+        server: str,
+        site: str,
+        labels: dict[str, str] | None,
+        request_task_tensors: bool,
+        filters: ByTask,
+    ) -> None:
+        for_tasks(filters)  # refused before anything is asked
+        self._connection = Connection(server, site, labels=labels)
+        folder = Path(os.environ.get("ATOLL_DIR", ""))
+        kept_in = folder if os.environ.get("ATOLL_DIR") and folder.is_dir() else None
+        ahead = not request_task_tensors
+        super().__init__(Answering(self._connection, filters, pulls_ahead=ahead, folder=kept_in, join="atoll.tasks"))
+        self._connection.join()
+        LOG.info("%s: takes part in %s at %s", site, self._connection.info.name, self._connection.http.server)
+
+    @property
+    def site(self) -> str:
+        """Its name."""
+        return self._connection.site
+
+    @border
+    def __enter__(self) -> TaskWorker:
+        self._answering.require_joined()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        say_interrupt_in_a_line(error)
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Deregister. Idempotent."""
+        self._answering.close()
+        self._connection.leave(last_words(error))
+
+
+@border
+def tasks(
+    server: str | None = None,
+    site: str | None = None,
+    *,
+    labels: dict[str, str] | None = None,
+    request_task_tensors: bool = True,
+    filters: ByTask = (),
+) -> TaskWorker:
+    """Take part in a run that has a workflow.
+
+    Args:
+        server: address of the server; by default `ATOLL_SERVER`.
+        site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
+        labels: shown in status.
+        request_task_tensors: whether a task's tensors are asked for once it has arrived. False: those of the next one
+            are pulled ahead, to disk, while a task is still worked on. What a task is given is the same.
+        filters: that every answer of this site passes through, in this order, before any byte of it leaves; or by the
+            name of a task.
+
+    Returns:
+        The worker; a context manager that deregisters it.
+
+    Raises:
+        UsageError: there is no address: without a server nobody sends tasks; or a filter is none.
+        ServerUnreachable: nobody answers. VersionSkew: the two sides speak different protocols.
+    """
+    ensure_lines()
+    server = server_of(server)
+    if not server:
+        raise UsageError("Tasks come from a server, and none is named.", "Give its address, or set ATOLL_SERVER.")
+    return TaskWorker(server, require_site(site or default_site()), labels, request_task_tensors, filters)

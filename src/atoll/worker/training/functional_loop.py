@@ -1,0 +1,195 @@
+"""The loop over rounds as functions, for scripts that cannot be turned into one:
+
+    atoll.init()
+    while atoll.is_running():
+        atoll.receive(into=model)
+        train(model)
+        atoll.send(model)
+
+One run at a time in a process; settings come from ATOLL_SERVER, ATOLL_SITE and ATOLL_DIR, as `atoll worker` sets them.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from atoll.border import border, bordered
+from atoll.errors import UsageError
+from atoll.filters.base import Filter
+from atoll.tensors.arrays import Arrays
+from atoll.worker.correction.optimizer_hooks import Correction
+from atoll.worker.correction.optimizers import Given
+from atoll.worker.session.leave_at_exit import what_ends
+from atoll.worker.training.alone import LocalWorker, Model, Round
+from atoll.worker.training.federated_loop import Worker, join
+
+
+@bordered
+class Received:
+    """The global model of one round.
+
+    Attributes:
+        number: of the round, from 1.
+        params: name → CPU tensor or numpy array; empty where `receive(into=model)` filled a model, and after `send`,
+            unless that was told to keep it.
+        sent: what was sent, where `send` was told to keep it.
+    """
+
+    def __init__(self, round_: Round, params: dict[str, Any]) -> None:
+        self._round = round_
+        self.number = round_.number
+        self.params = params
+        self.sent: nn.Module | Arrays | None = None
+
+    @border
+    def correct(self, model: nn.Module, optimizer: Given) -> Correction:
+        """Have the run's algorithm correct local training, as `round.correct` does."""
+        return self._round.correct(model, optimizer)
+
+    def global_controls(self) -> dict[str, Any]:
+        """SCAFFOLD's c, as `round.global_controls`."""
+        return self._round.global_controls()
+
+    def own_controls(self) -> dict[str, Any]:
+        """SCAFFOLD's c_i, as `round.own_controls`."""
+        return self._round.own_controls()
+
+
+class _Part:
+    """What this process knows of its run."""
+
+    def __init__(self, worker: Worker | LocalWorker) -> None:
+        self.worker = worker
+        self.rounds: Iterator[Round] = iter(worker)
+        self.round: Round | None = None
+        self.received: Received | None = None
+        self.over = False
+
+    def next_round(self) -> Round | None:
+        """The open round, or the next one; it is waited for. None at the end, when the worker has left."""
+        if self.round is None and not self.over:
+            self.round = next(self.rounds, None)
+            if self.round is None:
+                self.leave()
+        return self.round
+
+    def leave(self, error: BaseException | None = None) -> None:
+        self.over, self.round, self.received = True, None, None
+        self.worker.leave(error)
+
+
+_part: _Part | None = None
+
+
+@border
+def init(
+    server: str | None = None,
+    site: str | None = None,
+    *,
+    folder: str | Path | None = None,
+    labels: dict[str, str] | None = None,
+    filters: Sequence[Filter] = (),
+    require_server: bool = False,
+) -> None:
+    """Take part in a run; the arguments are those of `join`. Without a server the script runs alone, for one round.
+
+    The process leaves the run when the run is over, or when the process ends.
+
+    Raises:
+        UsageError: it takes part in one already.
+        ConfigError, ServerUnreachable, StateLocked: as `join`.
+    """
+    global _part
+    if _part is not None and not _part.over:
+        raise UsageError("atoll.init() was called twice.", "Call it once, before the loop.")
+    worker = join(server, site, folder=folder, labels=labels, filters=filters, require_server=require_server)
+    _part = _Part(worker)
+    atexit.register(_leave_at_exit, _part)
+
+
+@border
+def is_running() -> bool:
+    """Whether there is another round; it is waited for, as only then that is known.
+
+    Raises:
+        UsageError: `init` was not called.
+    """
+    return _current().next_round() is not None
+
+
+@border
+def receive(into: Model | None = None, *, framework: Literal["torch", "numpy"] = "torch") -> Received | None:
+    """The global model of this round; None when the run is over. Asked again in the same round, the same.
+
+    Args:
+        into: a model to be filled in place; then no new tensors are made.
+        framework: of `params`.
+
+    Raises:
+        UsageError: `init` was not called.
+        SchemaMismatch: `into` is not the model of the run.
+    """
+    part = _current()
+    round_ = part.next_round()
+    if round_ is None:
+        return None
+    if into is not None:
+        round_.load_into(into)
+    if part.received is None:
+        part.received = Received(round_, {} if into is not None else round_.state_dict(framework))
+    return part.received
+
+
+@border
+def send(
+    model: nn.Module | Arrays,
+    *,
+    weight: float = 1.0,
+    metrics: dict[str, float] | None = None,
+    steps: int = 0,
+    control_difference: Arrays | None = None,
+    clear_cache: bool = True,
+) -> None:
+    """Submit what the model has become; the arguments are those of `round.submit`. This ends the round.
+
+    Args:
+        clear_cache: forget what was received and sent, so that its memory is free while others are awaited; `params` of
+            what `receive` gave is emptied. With False both are kept, in `params` and `sent`.
+
+    Raises:
+        UsageError: `init` was not called, or nothing was received since the last `send`.
+        SchemaMismatch, UsageError: as `round.submit`.
+    """
+    part = _current()
+    if part.round is None or part.received is None:
+        raise UsageError("There is no round to send to.", "Call atoll.receive() first, once in every round.")
+    part.round.submit(model, weight=weight, metrics=metrics, steps=steps, control_difference=control_difference)
+    if clear_cache:
+        part.received.params = {}
+    else:
+        part.received.sent = model
+    part.round, part.received = None, None
+
+
+def forget() -> None:
+    """Another virtual worker of this process may begin, however the one before has ended."""
+    global _part
+    _part = None
+    atexit.unregister(_leave_at_exit)
+
+
+def _current() -> _Part:
+    if _part is None:
+        raise UsageError("Atoll was not initialised.", "Call atoll.init() first.")
+    return _part
+
+
+def _leave_at_exit(part: _Part) -> None:
+    """Tell the server that this process ends, and by which error, where nothing caught it."""
+    if not part.over:
+        part.leave(what_ends())

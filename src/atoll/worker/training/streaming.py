@@ -1,0 +1,389 @@
+"""Streaming DiLoCo at a worker: one fragment after the other is synchronised, while training goes on.
+
+Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch (Douillard et al., arXiv 2501.18512),
+Algorithm 2. Every H/K local steps one fragment p is due:
+
+    Δ_p ← b_p − w_p        taken at once, on the training thread, into the fragment's outbox
+    b_p ← outer step       a thread of its own sends Δ_p, waits for the result and pulls it to disk
+    w_p ← (1−α)·b_p + α·w_p     τ steps later, on the training thread
+
+Between taking and merging, local steps change w_p further; what α leaves of them is in the next Δ_p. Nothing but the
+fragment's own tensors changes; the inner optimizer keeps its state.
+
+Which fragment is due: in rounds that wait for their workers, the one with the lowest (round, number) of those that this
+worker has not submitted. In the undisturbed run that is the cycle 0 … K−1. Where a synchronisation was skipped, or the
+worker came later, all still go by the same order; so nobody ever waits for somebody who waits for him.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+
+from atoll.errors import TicketClosed, UpdateRefused
+from atoll.protocol import messages
+from atoll.tensors.module_tensors import Tensors
+from atoll.worker.exchange import encode_update
+from atoll.worker.exchange.base_and_outbox import BaseFile
+from atoll.worker.exchange.settle import BROKE_OFF, begin_from_base, ended_without_us, pull_newest, settle, unsettled
+from atoll.worker.log_lines import LOG, why_skipped
+from atoll.worker.metrics import Measured, Said
+from atoll.worker.session.session import Session
+from atoll.worker.training.outage import Outage
+from atoll.worker.training.pending_sync import LOOK_S, Flight, Fragment, begin_from, pulled
+
+DRAIN_S = 60.0
+"""At the end, how long what is under way is waited for."""
+
+
+class Streaming:
+    """The synchronisations of one worker, driven by its optimizer steps.
+
+    Args:
+        session: of the worker.
+        tensors: gives the model's own, by name.
+        said: gives weight and metrics of the update that is about to be formed from a version, by its digest.
+        measured: is shown the global model after each merge.
+        sync_every: H.
+        max_retries: attempts before a synchronisation with a lost server is skipped.
+
+    Attributes:
+        rounds: results that were merged.
+        skipped: turns that broke off.
+        merges_waited: results that were not there when they were to be merged, so that training waited.
+        merges_late: those that were merged later instead, as in asynchronous runs.
+        newest_step: the last step after which something was taken.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        tensors: Callable[[], Tensors],
+        said: Said,
+        measured: Measured,
+        *,
+        sync_every: int,
+        max_retries: int,
+    ) -> None:
+        self._session, self._tensors, self._said, self._max_retries = session, tensors, said, max_retries
+        self._measured = measured
+        self._outage = Outage()  # in it a turn tries once, and holds up nothing
+        info = session.info
+        self._tau, self._alpha, self._max_inflight = info.tau, info.alpha, info.max_inflight
+        self._waits = info.mode == "sync"
+        self._sync_every = sync_every
+        self._fragments = [Fragment(exchange) for exchange in session.fragments]
+        self._next = session.due  # fragment, where nobody waits
+        self._step = self._due_step = 0  # the last one, and the last after which a fragment had its turn
+        self._flights: list[Flight] = []  # oldest first
+        self.rounds = self.skipped = self.merges_waited = self.merges_late = self.newest_step = 0
+        self.finished = False
+
+    @property
+    def under_way(self) -> int:
+        return len(self._flights)
+
+    @property
+    def counted_step(self) -> int:
+        """The last step after which an update was taken that the server has, of any fragment."""
+        return max(each.counted_step for each in self._fragments)
+
+    @property
+    def merges_in_words(self) -> str:
+        """How many results were late: whether tau is long enough."""
+        late = f", {self.merges_late} merged late" if self.merges_late else ""
+        return f"fragments merged; {self.merges_waited} of them waited for{late}"
+
+    @property
+    def _retries(self) -> int:
+        return 0 if self._outage.is_on else self._max_retries
+
+    # -- life
+
+    def begin(self) -> None:
+        """Send what an earlier process left, and pull every fragment into the model."""
+        replies = begin_from(self._fragments, waits=self._waits)
+        for fragment, reply in zip(self._fragments, replies, strict=True):
+            self._reset(fragment, reply, 0, begins=True)
+        self._begins_anew()
+
+    def drain(self) -> None:
+        """Finish what is under way, within `DRAIN_S`, and merge it.
+
+        Nobody may wait for a next update of this worker meanwhile: it would wait for them in turn.
+        """
+        end_s = time.monotonic() + DRAIN_S
+        for flight in self._flights:
+            flight.sent.wait(max(0.0, end_s - time.monotonic()))
+        if not all(flight.done.is_set() for flight in self._flights):
+            self._session.end()
+        for flight in list(self._flights):
+            if not flight.done.wait(max(0.0, end_s - time.monotonic())):
+                LOG.warning(
+                    "%s: the result of fragment %d did not come in %g s; it is not in this model",
+                    self._session.site,
+                    flight.fragment.index,
+                    DRAIN_S,
+                )
+                self.abandon()
+                return
+            self._land(flight)
+
+    def abandon(self) -> None:
+        """Leave what is under way as it is: its threads move no byte any more, and end."""
+        if self._flights:
+            self._fragments[0].exchange.parts.break_off()
+
+    # -- one step
+
+    def after_step(self, step: int) -> bool:
+        """A local step was made: merge what is to be merged, and take what is due; returns whether anything was."""
+        self._step = step
+        ready = [flight for flight in self._flights if self._is_ready(flight)]
+        for flight in ready:
+            if flight in self._flights:  # else it was landed while another one was waited for
+                self._land(flight)
+        due = not self.finished and self._is_due()
+        if due:
+            self._due_step = step
+            self._turn()
+        return due or bool(ready)
+
+    def _is_due(self) -> bool:
+        """Whether a fragment's turn has come: every H/K steps, or H_w/K where this worker has an H_w of its own."""
+        h = min((each.local_steps for each in self._fragments if each.local_steps), default=self._sync_every)
+        return self._step - self._due_step >= max(1, h // len(self._fragments))
+
+    def _is_ready(self, flight: Flight) -> bool:
+        """Whether a result is to be merged now; where the run waits for its workers, it then is waited for."""
+        if self._step < flight.step + self._tau:
+            return flight in self._broken()  # its turn comes again, before what is later in the order
+        if flight.done.is_set():
+            return True
+        if not self._waits and not flight.late:
+            flight.late = True
+            self.merges_late += 1
+        return self._waits
+
+    def _turn(self) -> None:
+        while len(self._flights) >= self._max_inflight:
+            if not self._waits:
+                return  # what is local stays, and is in the fragment's next update
+            self._land(self._flights[0])
+        self._submit_next()
+
+    def _submit_next(self) -> None:
+        """Take the fragment whose turn it is."""
+        fragment: Fragment | None = None
+        try:
+            for _ in range(2 * len(self._fragments)):  # a fragment may turn out to be further than was known
+                fragment = self._pick()
+                if fragment is None or not self._prepare(fragment):
+                    break
+                self._outage.ended(self._session.site, f"synchronising again from step {self._step} on")
+                if fragment is self._pick():
+                    self._take(fragment)
+                    break
+        except BROKE_OFF as error:
+            assert fragment is not None
+            self._skip(fragment, error)
+        self._look_whether_finished()
+
+    def _pick(self) -> Fragment | None:
+        """The fragment whose turn it is; None where each is finished or under way."""
+        busy = {flight.fragment.index for flight in self._flights}
+        free = [each for each in self._fragments if not each.finished and each.index not in busy]
+        waits = [each for each in free if self._waits or each.number <= self._session.info.sync_rounds_first]
+        if waits:
+            return min(waits, key=lambda each: (each.number, each.index))
+        return min(free, key=lambda each: (each.index - self._next) % len(self._fragments), default=None)
+
+    def _prepare(self, fragment: Fragment) -> bool:
+        """Have a ticket against the base, in the order that all go by.
+
+        Returns:
+            Whether the turn goes on, with whichever fragment it then is. Else what is local comes in a later one.
+        """
+        exchange = fragment.exchange
+        if (note := unsettled(exchange)) is not None:
+            fragment.base_step += settle(exchange, note, self._retries)
+            fragment.ticket = None
+        elif fragment.ticket is not None and exchange.is_over(fragment.ticket, self._retries):
+            fragment.ticket = None
+        reply: messages.TicketReply | None = None
+        waited = False
+        if fragment.ticket is None:
+            reply = exchange.next_round(wait_s=0.0, max_retries=self._retries)
+            waited = reply.status == "wait"
+            while reply.status == "wait":
+                if self._broken():
+                    return False  # others may wait for it, and we for them
+                reply = exchange.next_round(wait_s=LOOK_S if self._flights else None, max_retries=self._retries)
+            fragment.heard(reply)
+            if fragment.finished:
+                self._reset(fragment, reply, fragment.base_step)
+                return True
+        ticket, base = fragment.ticket, exchange.base.note
+        if ticket is not None and base is not None and ticket.base_digest == base.digest:
+            return True
+        if reply is None:
+            reply = exchange.next_round(wait_s=0.0, max_retries=self._retries)
+            fragment.heard(reply)
+        return self._catch_up(fragment, reply) and not waited  # the others had their turn with it while we waited
+
+    def _catch_up(self, fragment: Fragment, reply: messages.TicketReply) -> bool:
+        """The head moved without us; returns whether what is local was carried over to it."""
+        if self._session.info.on_missed == "reset":
+            self._reset(fragment, reply, self.newest_step)
+            return False
+        self._rebase(fragment, reply)
+        return True
+
+    def _take(self, fragment: Fragment) -> None:
+        """Form the update, and send it on its way."""
+        ticket, exchange = fragment.ticket, fragment.exchange
+        if fragment.finished or ticket is None:  # none where the head moved while it was pulled, and moves again
+            return
+        weight, metrics = self._said(ticket.base_digest, fragment.index)
+        steps = self._step - fragment.base_step
+        exchange.form(ticket, self._own(fragment), weight=weight, steps=steps, metrics=metrics)
+        fragment.ticket = None
+        self._next = (fragment.index + 1) % len(self._fragments)
+        self.newest_step = self._step
+        flight = Flight(fragment, self._step, self._retries)
+        self._flights.append(flight)
+        if self._tau == 0:
+            flight.run()
+            self._land(flight)
+        else:
+            flight.start()
+
+    def _land(self, flight: Flight) -> None:
+        """Merge a result, once it is there."""
+        fragment = flight.fragment
+        exchange = fragment.exchange
+        if not flight.done.is_set():
+            self.merges_waited += 1
+            self._session.tell(state="waiting for the others")
+            self._await(flight)
+        self._flights.remove(flight)
+        reply, moved = flight.reply, flight.moved
+        if isinstance(flight.error, UpdateRefused):
+            # refused: the server named what is wrong; begin again from the global model
+            LOG.warning(
+                "%s: local steps of fragment %d since version %d are lost",
+                self._session.site,
+                fragment.index,
+                fragment.version,
+            )
+            exchange.outbox.clear()
+            exchange.refused(flight.error)
+        elif isinstance(flight.error, BROKE_OFF):
+            self._skip(fragment, flight.error)
+            return
+        elif flight.error is not None:
+            raise flight.error
+        assert reply is not None
+        assert moved is not None
+        alpha = 0.0 if flight.error is not None else self._alpha
+        encode_update.merge_(self._own(fragment), moved, alpha)
+        if flight.error is None:
+            self.rounds += 1
+        fragment.heard(reply)
+        self._begins_from(fragment, moved, flight.step)
+        self._begins_anew()
+
+    def _await(self, flight: Flight) -> None:
+        """Wait for a result.
+
+        An update that is before it in the order that all go by, and broke off, is submitted meanwhile: others may wait
+        for that one, and have not come to this one yet.
+        """
+        while not flight.done.wait(LOOK_S):
+            for broken in self._broken():
+                self._land(broken)
+            may = self._waits and len(self._flights) < self._max_inflight
+            due, mine = self._pick() if may else None, flight.fragment
+            if due is not None and (due.number, due.index) < (mine.number, mine.index):
+                self._submit_next()
+
+    def _broken(self) -> list[Flight]:
+        """Updates whose way broke off, so that they may have to be submitted anew."""
+        return [flight for flight in self._flights if flight.done.is_set() and isinstance(flight.error, BROKE_OFF)]
+
+    # -- what else may come
+
+    def _rebase(self, fragment: Fragment, reply: messages.TicketReply) -> None:
+        """The head moved without us: carry local progress over to it."""
+        reply, moved = pulled(fragment.exchange, reply, self._retries)
+        with closing(moved):
+            encode_update.rebase_(self._own(fragment), fragment.exchange.base, moved)
+            fragment.heard(reply)
+            self._begins_from(fragment, moved, fragment.base_step)
+        LOG.info(
+            "%s: fragment %d moved on to version %d; local steps were carried over",
+            self._session.site,
+            fragment.index,
+            fragment.version,
+        )
+
+    def _reset(self, fragment: Fragment, reply: messages.TicketReply, step: int, *, begins: bool = False) -> None:
+        """The fragment becomes the head's; at the begin the server is waited for."""
+        exchange, moved = fragment.exchange, None
+        own, retries = self._own(fragment), None if begins else self._retries
+        if exchange.is_following(reply.head_digest):  # an earlier process was about to merge it
+            reply, moved = pulled(exchange, reply, retries)
+            encode_update.load_(own, moved)
+        else:
+            newer = pull_newest(exchange, reply.head_version, reply.head_digest, own, max_retries=retries)
+            reply = newer or reply
+        fragment.heard(reply)
+        self._begins_from(fragment, moved, step)
+
+    def _begins_from(self, fragment: Fragment, moved: BaseFile | None, step: int) -> None:
+        """The fragment's local progress is what comes after `step`, beyond `moved`, or beyond what the base holds."""
+        exchange = fragment.exchange
+        if moved is not None:
+            exchange.base.replace_with(moved)
+        note = exchange.base.note
+        assert note is not None
+        begin_from_base(exchange)
+        fragment.base_step, fragment.version = step, note.version
+        version = min(each.version for each in self._fragments)
+        self._session.tell(version=version, state="training")
+
+    def _skip(self, fragment: Fragment, error: BaseException) -> None:
+        """A turn broke off: training goes on, and the next update of the fragment holds it all."""
+        take = partial(self._reset, fragment, step=fragment.base_step)
+        if isinstance(error, TicketClosed) and ended_without_us(fragment.exchange, take):
+            self._look_whether_finished()
+            return
+        self.skipped += 1
+        fragment.ticket, fragment.finished = None, False  # its last version is not here yet
+        why = why_skipped(error, self._session.info)
+        self._outage.skipped(error, self._session.site, f"of fragment {fragment.index}", why)
+
+    def _begins_anew(self) -> None:
+        self._look_whether_finished()
+        if not self.finished:  # the global model is measured, as far as it is here
+            parts = [(self._own(each), each.exchange.base) for each in self._fragments]
+            self._measured.look_at(parts, local=self._alpha > 0)
+
+    def _look_whether_finished(self) -> None:
+        """Where the run is over: the model becomes the run's, with every fragment as the last round left it."""
+        if self.finished or self._flights or not all(fragment.finished for fragment in self._fragments):
+            return
+        self.finished = True
+        for fragment in self._fragments:
+            encode_update.load_(self._own(fragment), fragment.exchange.base)
+        LOG.info(
+            "%s: the run is finished at version %d; further steps stay local",
+            self._session.site,
+            min(fragment.version for fragment in self._fragments),
+        )
+
+    def _own(self, fragment: Fragment) -> Tensors:
+        tensors = self._tensors()
+        return {spec.name: tensors[spec.name] for spec in fragment.exchange.schema.tensors}
