@@ -31,8 +31,8 @@ with atoll.join():
 
 FORKED_AND_ENDED = """
 import array, fcntl, os, signal, termios, threading
-from atoll.worker import departure
-departure._end_a_hang = lambda reader: None  # what is written for it stays in the pipe
+from atoll.worker.session import leave_at_exit
+leave_at_exit._end_a_hang = lambda reader: None  # what is written for it stays in the pipe
 
 def end_at_once():
     if ends_itself:
@@ -94,12 +94,12 @@ with atoll.join():
 DROPPED = """
 import os, signal, threading, time
 import atoll
-from atoll.worker import departure
+from atoll.worker.session import leave_at_exit
 
 def be_ended():
     signal.pthread_kill(other.ident, signal.SIGTERM)  # this thread may hold signals back
     deadline = time.monotonic() + 60
-    while not departure._handled and time.monotonic() < deadline:
+    while not leave_at_exit._handled and time.monotonic() < deadline:
         pass
     print("goes on", flush=True)
 
@@ -152,26 +152,26 @@ with atoll.join():
 ENDS_LATE = """
 import atexit, os, signal, time
 import atoll
-from atoll.worker import departure
+from atoll.worker.session import leave_at_exit
 
 class Slow:
     def leave(self, error=None):
         print("leaves by", error, flush=True)
         {in_leave}
-        time.sleep(8 * departure.AGAIN_S)
+        time.sleep(8 * leave_at_exit.AGAIN_S)
         print("has left", flush=True)
 
 def upload():
     os.kill(os.getpid(), signal.SIGTERM)
-    while not departure._handled:
+    while not leave_at_exit._handled:
         pass
 
 def close():
-    time.sleep(8 * departure.AGAIN_S)
+    time.sleep(8 * leave_at_exit.AGAIN_S)
     print("closed", flush=True)
 
 slow, worker = Slow(), atoll.join()
-departure.watch_exit(slow)
+leave_at_exit.watch_exit(slow)
 atexit.register(close)  # called behind the one that is registered after it, if any
 {at_exit}
 """
