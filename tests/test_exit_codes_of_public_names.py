@@ -15,11 +15,10 @@ import pytest
 import atoll
 import atoll.recipes
 from atoll.border import is_border
-from atoll.worker.tasks.task import Task
+from atoll.worker.tasks.answer_tasks import Task
 from atoll.worker.tasks.task_loop import TaskWorker
 from atoll.worker.training.alone import LocalRound, LocalWorker
-from atoll.worker.training.federated_loop import Worker
-from atoll.worker.training.federated_round import FederatedRound
+from atoll.worker.training.federated_loop import FederatedRound, Worker
 from atoll.worker.training.functional_loop import Received
 
 GIVEN = (FederatedRound, LocalRound, LocalWorker, Received, Task, TaskWorker, Worker)

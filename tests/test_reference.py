@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.config import NOT_SETTINGS, Settings, lasting
+from atoll.config import NOT_SETTINGS, Settings, settings
 from atoll.errors import BY_CODE
 from atoll.protocol.messages import RunInfo
 
@@ -39,7 +39,7 @@ def test_every_setting_has_its_flag_and_variable(pages: Path) -> None:
 
 def test_every_setting_says_what_becomes_of_it_when_it_is_changed(pages: Path) -> None:
     """`tests/server/test_changed_settings.py` shows some of each kind."""
-    kinds = (lasting.FROZEN, lasting.FROZEN_OUTER, lasting.AT_THE_BEGINNING, lasting.FOR_SITES)
+    kinds = (settings.FROZEN, settings.FROZEN_OUTER, settings.AT_THE_BEGINNING, settings.FOR_SITES)
     named = [key for kind in kinds for key in kind]
     assert len(set(named)) == len(named)
     assert set(named) <= set(Settings.model_fields)
@@ -50,7 +50,7 @@ def test_every_setting_says_what_becomes_of_it_when_it_is_changed(pages: Path) -
 
 def test_what_sites_are_told_when_they_join_does_not_change_below_them() -> None:
     """`rounds` comes with every reply that counts them; of the other two the server alone makes use."""
-    lasting_kinds = {*lasting.FROZEN, *lasting.AT_THE_BEGINNING, *lasting.FOR_SITES}
+    lasting_kinds = {*settings.FROZEN, *settings.AT_THE_BEGINNING, *settings.FOR_SITES}
     told = set(RunInfo.model_fields) & set(Settings.model_fields)
     assert told - lasting_kinds == {"rounds", "heartbeat_timeout_s", "name"}
 

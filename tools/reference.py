@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from atoll import config, errors
-from atoll.config import lasting
+from atoll.config import settings
 
 KINDS: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -66,8 +66,8 @@ LASTING = {
 
 def _lasts(key: str) -> str:
     """The key of `LASTING` for a setting."""
-    tables = {"frozen": lasting.FROZEN + lasting.FROZEN_OUTER, "beginning": lasting.AT_THE_BEGINNING}
-    tables |= {"sites": lasting.FOR_SITES, "run": ("state_dir",)}
+    tables = {"frozen": settings.FROZEN + settings.FROZEN_OUTER, "beginning": settings.AT_THE_BEGINNING}
+    tables |= {"sites": settings.FOR_SITES, "run": ("state_dir",)}
     return next((how for how, keys in tables.items() if key in keys), "free")
 
 

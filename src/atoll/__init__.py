@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from atoll.tensors.lazy_tensors import resolve
     from atoll.tensors.reference import TensorRef
     from atoll.worker.correction.by_hand import FedProx, Scaffold
-    from atoll.worker.objects.fetch import fetch
-    from atoll.worker.objects.publish import Publisher, publish, withdraw
+    from atoll.worker.objects.object_client import Publisher, fetch, publish, withdraw
     from atoll.worker.tasks.task_loop import tasks
     from atoll.worker.training.client import Client
     from atoll.worker.training.diloco_loop import DiLoCo
@@ -72,23 +71,23 @@ _HOMES = {
     "Client": "atoll.worker.training.client:Client",
     "DiLoCo": "atoll.worker.training.diloco_loop:DiLoCo",
     "FedProx": "atoll.worker.correction.by_hand:FedProx",
-    "Publisher": "atoll.worker.objects.publish:Publisher",
+    "Publisher": "atoll.worker.objects.object_client:Publisher",
     "Scaffold": "atoll.worker.correction.by_hand:Scaffold",
     "Server": "atoll.server.serve:Server",
     "Settings": "atoll.config:Settings",
     "Simulation": "atoll.simulate.simulation:Simulation",
     "TensorRef": "atoll.tensors.reference:TensorRef",
     "__version__": "atoll._version:VERSION",
-    "fetch": "atoll.worker.objects.fetch:fetch",
+    "fetch": "atoll.worker.objects.object_client:fetch",
     "init": "atoll.worker.training.functional_loop:init",
     "is_running": "atoll.worker.training.functional_loop:is_running",
     "join": "atoll.worker.training.federated_loop:join",
-    "publish": "atoll.worker.objects.publish:publish",
+    "publish": "atoll.worker.objects.object_client:publish",
     "receive": "atoll.worker.training.functional_loop:receive",
     "resolve": "atoll.tensors.lazy_tensors:resolve",
     "send": "atoll.worker.training.functional_loop:send",
     "tasks": "atoll.worker.tasks.task_loop:tasks",
-    "withdraw": "atoll.worker.objects.publish:withdraw",
+    "withdraw": "atoll.worker.objects.object_client:withdraw",
 }
 
 

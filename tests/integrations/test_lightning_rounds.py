@@ -18,7 +18,7 @@ import atoll
 import atoll.lightning
 from atoll.errors import UsageError
 from atoll.worker.session.session import Session
-from atoll.worker.training.federated_round import FederatedRound
+from atoll.worker.training.federated_loop import FederatedRound
 
 pytestmark = pytest.mark.usefixtures("each_package")
 

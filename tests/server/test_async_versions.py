@@ -19,7 +19,7 @@ from torch import nn
 import atoll
 from atoll.errors import Gone
 from atoll.rounds.events import TicketRequested, VersionCommitted
-from atoll.server.coordinator.exports import Exports
+from atoll.server.coordinator.background_writes import Exports
 from atoll.server.coordinator.run import Run
 
 

@@ -8,8 +8,7 @@ from atoll.protocol.status_messages import RoundSummary
 from atoll.rounds import events as fx
 from atoll.rounds.state import Rules, State
 from atoll.rounds.state_rows import initial
-from atoll.server.coordinator.missing_sites import Attendance
-from atoll.server.coordinator.roster import Presence
+from atoll.server.coordinator.roster import Attendance, Presence
 
 SITES = "abcdefghij"
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import AtollError, SchemaMismatch
-from atoll.server.coordinator.exports import Exports
+from atoll.server.coordinator.background_writes import Exports
 from atoll.worker.training.client import status
 
 

@@ -14,7 +14,7 @@ from harness.processes import free_port, wait_until
 from torch import nn
 
 import atoll
-from atoll.server.coordinator.ticket_outcome import staleness
+from atoll.server.coordinator.ledger_rows import staleness
 from atoll.store.store import Store
 from atoll.worker.exchange.base_and_outbox import OutboxNote
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import atoll
 from atoll.errors import UsageError
 from atoll.filters import Drop, Filter, NormClip, Outgoing
-from atoll.worker.training.federated_round import FederatedRound
+from atoll.worker.training.federated_loop import FederatedRound
 
 
 def serving(folder: Path, model: nn.Module, **settings: object) -> atoll.Server:

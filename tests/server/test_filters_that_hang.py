@@ -23,7 +23,7 @@ from atoll.errors import Superseded
 from atoll.filters import Filter
 from atoll.server.tasks import user_threads
 from atoll.server.update_filters import Filtering
-from atoll.store.rows import TicketRow
+from atoll.store.journal_tables import TicketRow
 
 START = {"w": torch.zeros(2)}
 

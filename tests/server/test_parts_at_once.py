@@ -102,7 +102,7 @@ def test_little_is_held_of_a_body_that_nobody_reads(server: atoll.Server, monkey
         limits.append(request.content.get_read_buffer_limits()[1])
         return await serve(request, *arguments, **options)
 
-    monkeypatch.setattr("atoll.server.http.version_routes.serve_file", spied)
+    monkeypatch.setattr("atoll.server.http.byte_routes.serve_file", spied)
     http = Http(server.url)
     manifest = http.get(routes.MANIFEST.format(fragment=0, version=0), messages.Manifest)
     http.close()

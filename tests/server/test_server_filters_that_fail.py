@@ -19,7 +19,7 @@ from atoll.errors import DiskFull, RunFailed
 from atoll.filters import Drop, Filter, Outgoing
 from atoll.protocol import messages, routes
 from atoll.server.update_filters import HOLDER
-from atoll.store.rows import TicketRow
+from atoll.store.journal_tables import TicketRow
 
 
 @pytest.mark.covers("T8")

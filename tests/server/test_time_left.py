@@ -15,7 +15,7 @@ from torch import nn
 import atoll
 from atoll.cli import status as cli_status
 from atoll.protocol import messages
-from atoll.server.coordinator.time_left import ROUNDS, TimeLeft, left_s
+from atoll.server.coordinator.build_status import ROUNDS, TimeLeft, left_s
 from atoll.worker.log_lines import in_wait
 
 

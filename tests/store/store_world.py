@@ -15,8 +15,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from atoll.store.journal_tables import RunRow, TicketRow, VersionRow
 from atoll.store.model_copies import Files
-from atoll.store.rows import RunRow, TicketRow, VersionRow
 from atoll.store.store import FileShape, FragmentShapes, Recovered, Store
 
 HEADER = b"version:"

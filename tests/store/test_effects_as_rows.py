@@ -7,7 +7,7 @@ from pathlib import Path
 from store_world import begin, write_version
 
 from atoll.rounds import events as fx
-from atoll.server.coordinator import journal_effects
+from atoll.server.coordinator import ledger_rows
 from atoll.server.coordinator.roster import Presence
 
 
@@ -30,7 +30,7 @@ def test_effects_outlive_the_process(tmp_path: Path) -> None:
     ]
     for effect in decided:
         with store.transaction():
-            journal_effects.write(effect, store, roster)
+            ledger_rows.write(effect, store, roster)
     store.close()
     store, _ = begin(tmp_path)
     round_ = store.round(0, 0)

@@ -13,7 +13,7 @@ from store_world import SHAPES, accept, first, play_round, read, send_part, slot
 from atoll import failpoints
 from atoll.errors import BadRequest, Conflict, DiskFull, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.store import file_slots, update_spool
-from atoll.store.rows import TicketRow
+from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 from atoll.store.tickets import COLUMNS, to_ticket
 from atoll.store.update_spool import WriterCancelled

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from atoll.worker.peer.pull_from_peers import Errands
+from atoll.worker.peer.peer_transfers import Errands
 
 update, enough = Errands.update, Path(os.environ["ENOUGH"])
 

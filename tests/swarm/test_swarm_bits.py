@@ -25,7 +25,7 @@ from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Http
 from atoll.worker.peer import agent
 from atoll.worker.peer.agent import SwarmPeer
-from atoll.worker.peer.serve_peers import Outlet
+from atoll.worker.peer.peer_transfers import Outlet
 
 DEFAULT: dict[str, Any] = {"outer_optimizer": None, "outer_lr": None, "outer_momentum": None}
 RUNS = [

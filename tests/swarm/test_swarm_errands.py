@@ -12,7 +12,7 @@ import pytest
 from swarm_run import build
 
 from atoll.aggregation.plan import PLACED, Plan, placed_settings
-from atoll.aggregation.version_digests import digest_of
+from atoll.aggregation.result_file import digest_of
 from atoll.config import Settings
 from atoll.errors import Gone, PartCorrupt, StoreError
 from atoll.posix import write_at
@@ -25,9 +25,7 @@ from atoll.transport import object_server
 from atoll.transport.http_client import Http
 from atoll.transport.object_server import ObjectHost, OwnFile
 from atoll.worker.peer.peer_store import Shelf, Version
-from atoll.worker.peer.peer_transfers import spans
-from atoll.worker.peer.pull_from_peers import Errands
-from atoll.worker.peer.serve_peers import Outlet
+from atoll.worker.peer.peer_transfers import Errands, Outlet, spans
 
 SETTINGS = {"outer_optimizer": "sgd", "outer_lr": 0.7, "outer_momentum": 0.9, "num_workers": 3, "part_bytes": 2**16}
 

@@ -18,7 +18,7 @@ import atoll
 from atoll.errors import BadRequest
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import Closed, Held, PeerReport, PeerWork, Source
-from atoll.server.swarm.aggregation_places import Place
+from atoll.server.swarm.assignments import Place
 from atoll.transport.http_client import Http
 
 ADDRESS = "http://127.0.0.1:9"

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from atoll.aggregation.version_digests import digest_of, in_text
+from atoll.aggregation.result_file import digest_of, in_text
 from atoll.errors import ConfigError
 from atoll.protocol import messages
 from atoll.protocol.swarm_messages import Close, Closed, Held, Hold, PeerReport, PeerWork, Share, Source, Unreached
 from atoll.rounds.leases import Member
-from atoll.server.swarm.aggregation_places import Places
+from atoll.server.swarm.assignments import Places
 from atoll.server.swarm.peer_reachability import Peers
 
 DIGEST, OTHER = "1" * 64, "2" * 64

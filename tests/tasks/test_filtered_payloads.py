@@ -26,18 +26,18 @@ from atoll.blobs.object_file import Contents, Stored, write_object
 from atoll.config import Settings
 from atoll.errors import UsageError
 from atoll.filters import About, Cast, Drop, Filter, NormClip, Outgoing
-from atoll.filters.payload_filter import filtered
+from atoll.filters.base import filtered
 from atoll.payloads import Stream, register
 from atoll.posix import read_at
 from atoll.server.tasks.task_filters import TaskFilters
 from atoll.server.tasks.task_queue import Answer, read_contents
-from atoll.server.tasks.task_result import Result
 from atoll.server.tasks.user_threads import Aside
+from atoll.server.tasks.workflow_controller import Result
 from atoll.store.kept_objects import ObjectStore
 from atoll.tensors.chunks import CHUNK_ELEMENTS
 from atoll.tensors.payload import Packed, names_of, pack
 from atoll.testing.payloads import MORE_BYTES, peak_growth
-from atoll.worker.exchange.filtering import AnswerFilters
+from atoll.worker.exchange.encode_update import AnswerFilters
 
 PART_BYTES = 2**20
 

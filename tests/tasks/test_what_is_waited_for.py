@@ -21,7 +21,7 @@ from atoll.filters import Drop, Filter
 from atoll.server.coordinator.build_status import status_of
 from atoll.server.tasks import task_payloads, task_routes, user_threads
 from atoll.server.tasks.task_queue import Answer
-from atoll.server.tasks.task_result import Result
+from atoll.server.tasks.workflow_controller import Result
 from atoll.store.store import Store
 
 TREE = {"w": torch.ones(3)}

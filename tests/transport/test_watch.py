@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from atoll.transport.watch import Watch
+from atoll.transport.http_client import Watch
 
 
 class Waits:

@@ -16,8 +16,7 @@ from torch import nn
 import atoll
 from atoll.errors import StateLocked, StoreError
 from atoll.protocol import messages
-from atoll.worker.exchange.base_and_outbox import locked
-from atoll.worker.exchange.earlier_runs import folder_of, remove_earlier
+from atoll.worker.exchange.base_and_outbox import folder_of, locked, remove_earlier
 
 
 def one_run(folder: Path, name: str) -> Path:

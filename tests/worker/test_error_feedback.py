@@ -18,7 +18,7 @@ from atoll.errors import ConfigError
 from atoll.protocol import messages
 from atoll.tensors.schema import Schema, TensorSpec
 from atoll.worker.exchange.base_and_outbox import ScratchFile
-from atoll.worker.exchange.residuals import Residuals
+from atoll.worker.exchange.local_state import Residuals
 from atoll.worker.session.session import Session
 
 START = {"w": torch.zeros(2)}

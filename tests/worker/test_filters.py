@@ -17,8 +17,7 @@ from atoll.filters.base import require_filters
 from atoll.tensors.chunks import CHUNK_ELEMENTS
 from atoll.tensors.schema import BUFFERS, TensorSpec
 from atoll.worker.exchange.base_and_outbox import BaseFile, Outbox
-from atoll.worker.exchange.encode_update import form_update
-from atoll.worker.exchange.filtering import Filtered
+from atoll.worker.exchange.encode_update import Filtered, form_update
 
 START = {"w": torch.zeros(2), "head": torch.ones(2), "bn.running_mean": torch.tensor([0.0]), "n": torch.tensor(7)}
 LOCAL = {

@@ -18,7 +18,7 @@ import atoll
 from atoll.errors import Conflict
 from atoll.protocol import messages, routes
 from atoll.tensors.module_tensors import named_tensors
-from atoll.worker.exchange.send_update import MAX_CONFLICTS
+from atoll.worker.exchange.exchange import MAX_CONFLICTS
 from atoll.worker.session.session import Session
 
 

@@ -15,7 +15,7 @@ from atoll.codecs.block_quantization import Int8Codec
 from atoll.codecs.plain import Bf16Codec
 from atoll.filters.base import Filter
 from atoll.tensors.schema import Schema, TensorSpec
-from atoll.worker.exchange.zero_updates import Losses
+from atoll.worker.exchange.encode_update import Losses
 
 OWN = '''
 from dataclasses import dataclass

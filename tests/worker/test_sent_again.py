@@ -6,7 +6,7 @@ import pytest
 
 from atoll.protocol import messages
 from atoll.worker.exchange.base_and_outbox import OutboxNote
-from atoll.worker.exchange.resend_note import sent_again
+from atoll.worker.exchange.exchange import sent_again
 
 A, B, LAYOUT = "a" * 64, "b" * 64, "c" * 64
 LOST = messages.Outcome(ticket=8, state="expired", base_version=3)

@@ -19,9 +19,8 @@ from atoll.tensors.dtypes import accumulate_dtype
 from atoll.tensors.layout import Layout, update_layout, version_header, version_layout
 from atoll.tensors.module_tensors import schema_of
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote, ScratchFile, locked
-from atoll.worker.exchange.encode_update import advance_base_, form_update, load_, rebase_
-from atoll.worker.exchange.residuals import Residuals
-from atoll.worker.exchange.update_runs import Stretches
+from atoll.worker.exchange.encode_update import Stretches, advance_base_, form_update, load_, rebase_
+from atoll.worker.exchange.local_state import Residuals
 
 CODECS = {"none": NoneCodec(), "bf16": Bf16Codec()}
 

@@ -31,27 +31,152 @@ from blake3 import blake3
 from torch import Tensor
 
 from atoll.aggregation.decode_updates import Updates, rows_at_once
-from atoll.aggregation.delta import DeltaWriter
 from atoll.aggregation.jobs import run_jobs
 from atoll.aggregation.outer_state import MASTER, RUNS, Column, region_digest, tail_region
-from atoll.aggregation.overflow import require_finite
 from atoll.aggregation.scratch import Scratch, read_at
 from atoll.aggregation.tables import Tables
 from atoll.aggregation.values import PassInputs, PassOutputs, PassResult, UpdateSource
-from atoll.aggregation.whole import step_whole
-from atoll.aggregation.wholes import Wholes
+from atoll.aggregation.whole_tensors import Wholes, step_whole
 from atoll.aggregation.windows import Window
 from atoll.codecs.base import Codec
-from atoll.errors import StateCorrupt
+from atoll.codecs.version_difference import Downlink
+from atoll.errors import RunFailed, StateCorrupt
 from atoll.failpoints import failpoint
 from atoll.outer_optimizers.torch_optimizer import OuterRule, State, Stepper
 from atoll.posix import write_at
 from atoll.reducers.base import Reducer
 from atoll.reducers.means import Maximum, WeightedMean
 from atoll.tensors.alone import stay_alone
+from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
-from atoll.tensors.layout import TILE, Part
-from atoll.tensors.schema import PARAMS
+from atoll.tensors.layout import ALIGN_BYTES, TILE, Part
+from atoll.tensors.schema import FLOATS, PARAMS
+
+# -- No version holds Inf or NaN: a step, or a sum, beyond what the dtype can hold ends the run before it is
+# published.
+#
+# The initial model and every update are finite, so what is not finite came of the round's own arithmetic.
+
+
+class Overflow(RunFailed):
+    """The next version would hold a value that its dtype cannot."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            message,
+            "Begin a new run in another state_dir from that version (atoll export) with a lower outer_lr or "
+            "outer_momentum, smaller updates (the filter norm_clip), or a model in bf16 or fp32. A server that is "
+            "started on this state_dir again comes to the same.",
+        )
+
+
+def require_finite(window: Window, values: Tensor, base_fd: int) -> None:
+    """Check what the next version is to have of a window.
+
+    Args:
+        values: [numel], in the version's dtype.
+        base_fd: of the version before it, for the message.
+
+    Raises:
+        Overflow: one of them is Inf or NaN.
+    """
+    if window.dtype not in FLOATS:
+        return
+    wide = values.to(accumulate_dtype(window.dtype))
+    if bool(torch.dot(wide, wide).isfinite()):  # as a sum of squares: one quick pass, which no Inf or NaN survives
+        return
+    bad = wide.isfinite().logical_not_().nonzero()
+    if not len(bad):
+        return
+    at = int(bad[0])
+    for extent in window.extents:
+        if at < extent.numel:
+            break
+        at -= extent.numel
+    spec, dtype = extent.spec, torch_dtype(window.dtype)
+    before = torch.empty(1, dtype=dtype)
+    read_at(base_fd, bytes_of(before), extent.segment.offset + (extent.start + at) * dtype.itemsize)
+    raise Overflow(
+        f"The round's result overflows {window.dtype}, which holds values up to {torch.finfo(dtype).max:g}: element "
+        f"{extent.start + at} of {spec.name!r} would go from {float(before):g} to {float(wide[bad[0]]):g}. No version "
+        "is published; the last one stays."
+    )
+
+
+# -- What goes down of the next version: encoded window by window, in the pass that makes it.
+#
+# θ' is stepped from the master, b is what the base holds; the difference is encoded, and b' = b + what it decodes
+# to is what the version file gets. Codecs are fixed-rate and windows begin at tiles, so that each is encoded for
+# itself.
+
+
+class DeltaWriter:
+    """One thread's: writes the parts of a delta, one at a time, through a buffer of fixed size.
+
+    Args:
+        downlink: its layout.
+        fd: of the delta.
+        scratch: of the thread.
+    """
+
+    def __init__(self, downlink: Downlink, fd: int, scratch: Scratch) -> None:
+        self._downlink, self._fd = downlink, fd
+        self._buffer = scratch.raw("delta", scratch.nbytes)
+        self._hasher = blake3()
+        self._part: Part
+        self._begin = self._end = 0  # of what the buffer holds, in the delta
+
+    def begin(self, index: int) -> None:
+        """The part of this number comes next."""
+        self._part, self._hasher = self._downlink.parts[index], blake3()
+        self._begin = self._end = self._part.start
+
+    def add(self, window: Window, values: Tensor, theta: Tensor | None) -> None:
+        """Encode the next window of the part.
+
+        Args:
+            values: of the window [n]. Of parameters b, which becomes b'; else what the next version has.
+            theta: θ' [n] of parameters, in the dtype of accumulation.
+        """
+        layout, at = self._downlink.layout, 0
+        for extent in window.extents:
+            piece = layout.piece(layout.by_name[extent.spec.name], extent.start, extent.stop)
+            run, target = values[at : at + extent.numel], self._room(piece.offset, piece.nbytes)
+            if theta is None:
+                self._downlink.codecs[piece.segment.codec].encode_(run, target, extent.spec.dtype)
+            else:
+                self._downlink.encode_(piece.segment, theta[at : at + extent.numel], run, target)
+            at += extent.numel
+
+    def end(self) -> bytes:
+        """The part is complete; returns its BLAKE3."""
+        self._room(self._part.stop, 0)
+        self._flush()
+        return self._hasher.digest()
+
+    def _room(self, offset: int, nbytes: int) -> Tensor:
+        """Where bytes [offset, offset + nbytes) of the delta go; what is between them and the last ones is zero.
+
+        Offsets in memory are as aligned as those in the file.
+        """
+        low = self._begin - self._begin % ALIGN_BYTES
+        if offset + nbytes - low > len(self._buffer):
+            self._flush()
+            low = self._begin - self._begin % ALIGN_BYTES
+            if offset + nbytes - low > len(self._buffer):  # a codec that makes more of few elements than they are
+                self._buffer = torch.empty(offset + nbytes - low, dtype=torch.uint8)
+        self._buffer[self._end - low : offset - low].zero_()
+        self._end = offset + nbytes
+        return self._buffer[offset - low : self._end - low]
+
+    def _flush(self) -> None:
+        shift = self._begin % ALIGN_BYTES
+        data = bytes_of(self._buffer)[shift : shift + self._end - self._begin]
+        self._hasher.update(data)
+        failpoint("pass.delta")
+        write_at(self._fd, data, self._begin)
+        self._begin = self._end
+
 
 MANY_UPDATES = 100
 """Fewer are reduced in about the time that it takes to hand a window from thread to thread."""

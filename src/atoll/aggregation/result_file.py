@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from blake3 import blake3
+
 from atoll.aggregation.plan import Plan
 from atoll.posix import read_at, write_at
+from atoll.protocol.routes import DIGEST_BYTES
 from atoll.store.file_slots import disk_error
 from atoll.tensors.layout import BUFFER_NAMES, TIED, safetensors_header
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
@@ -75,3 +79,26 @@ def write_result(plan: Plan, fds: Sequence[int], target: Path) -> None:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise disk_error(error, target) from error
+
+
+# -- Digests of a version's files as server and workers of a swarm tell them to each other.
+
+
+def digest_of(digests: Sequence[bytes]) -> str:
+    """What names an outer state: BLAKE3 over the digests of its regions; empty where there is none."""
+    return blake3(b"".join(digests)).hexdigest() if digests else ""
+
+
+def in_text(digests: Sequence[bytes]) -> str:
+    """BLAKE3 digests as a message carries them."""
+    return base64.b64encode(b"".join(digests)).decode()
+
+
+def digests_in(text: str) -> tuple[bytes, ...]:
+    """What `in_text` made of them."""
+    return split(base64.b64decode(text))
+
+
+def split(data: bytes) -> tuple[bytes, ...]:
+    """Digests that are one behind the other."""
+    return tuple(data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES))

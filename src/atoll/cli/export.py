@@ -130,9 +130,9 @@ def best_of_directory(state_dir: Path, out: Path) -> int:
     Raises:
         UsageError: there is none.
     """
-    from atoll.server.coordinator.best_version import MODEL
+    from atoll.server.coordinator.background_writes import BEST_MODEL
 
-    path = state_dir / "exports" / MODEL
+    path = state_dir / "exports" / BEST_MODEL
     if not path.is_file():
         raise UsageError(
             f"There is no {str(path)!r}.",
@@ -333,7 +333,7 @@ def _checked(parts: Parts, path: str, nbytes: int) -> memoryview:
 
 def _write(sources: Sequence[Source], out: Path, schema: Schema) -> None:
     """Copy versions into the order of a file for people, tied tensors again; `out` appears in one step."""
-    from atoll.server.coordinator.exports import export_header, model_runs
+    from atoll.server.coordinator.background_writes import export_header, model_runs
 
     header, owners = export_header(schema)
     with _beside(out) as (fd, path):

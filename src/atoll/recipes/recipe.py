@@ -192,7 +192,7 @@ def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None)
     """
     from torch import nn
 
-    from atoll.server.coordinator.exports import export_header
+    from atoll.server.coordinator.background_writes import export_header
     from atoll.tensors.chunks import bytes_of
     from atoll.tensors.module_tensors import Told, named_tensors, schema_of, unwrapped
     from atoll.tensors.schema import BUFFERS

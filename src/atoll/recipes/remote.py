@@ -130,8 +130,8 @@ class ServerEnv(Strict):
 def differences(recipe: Recipe, info: RunInfo, status: Status) -> list[str]:
     """What a server tells of its run that the recipe would have otherwise, each as `name is … there, … here`."""
     from atoll.rounds.state import Rules
+    from atoll.server.coordinator.admission import run_info
     from atoll.server.coordinator.build_status import outer_in_words
-    from atoll.server.coordinator.run_info import run_info
     from atoll.server.startup import plan_of
 
     settings = recipe.settings()

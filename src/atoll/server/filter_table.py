@@ -10,8 +10,7 @@ from typing import Any, Literal
 from atoll import registry
 from atoll.config import Settings
 from atoll.errors import ConfigError, UsageError
-from atoll.filters.base import Filter
-from atoll.filters.payload_filter import ByTask, for_tasks
+from atoll.filters.base import ByTask, Filter, for_tasks
 
 LOG = logging.getLogger("atoll.server")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from atoll.rounds.early_stopping import Progress
 from atoll.rounds.leases import Member
 from atoll.rounds.machine import FragmentSnapshot, FrozenRound, OpenRound, Snapshot, Ticket
-from atoll.store.rows import Recovered
+from atoll.store.journal_tables import Recovered
 
 
 def snapshot_of(recovered: Recovered, progress: Progress) -> Snapshot:

@@ -24,8 +24,8 @@ from atoll.errors import AtollError, ConfigError, PortInUse, UsageError
 from atoll.latch import Latch
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
+from atoll.server.coordinator.background_writes import export_model
 from atoll.server.coordinator.build_status import keep_status, status_of
-from atoll.server.coordinator.exports import export_model
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.run import Run
 from atoll.server.filter_table import Given

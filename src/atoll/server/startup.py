@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 from atoll.aggregation.plan import FragmentPlan, Plan, cpu_capability, torch_build
 from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
-from atoll.config.lasting import FROZEN
+from atoll.config.settings import FROZEN
 from atoll.errors import ConfigError, StateCorrupt
 from atoll.format_text import size
-from atoll.server.coordinator.best_version import require_files
+from atoll.server.coordinator.background_writes import require_files
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.roster import now_text
 from atoll.server.initial_model import initial_model, is_known, loaded_model, schema_for, write_version
 from atoll.store.journal import NEW_RUN
-from atoll.store.rows import Recovered, RunRow
+from atoll.store.journal_tables import Recovered, RunRow
 from atoll.store.store import Store
 from atoll.tensors.fragments import split, split_of
 from atoll.tensors.module_tensors import Tensors

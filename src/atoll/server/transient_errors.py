@@ -1,4 +1,4 @@
-"""What a trouble of the server comes of: too little of something, which passes, or a directory that is gone."""
+"""Troubles of the server that pass, as too little of something does; and whether there is room for what comes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import errno
 import sqlite3
 from pathlib import Path
 
+from atoll.config import Settings
 from atoll.errors import DiskFull, RunFailed, StoreError, SyncFailed, causes
+from atoll.store.store import Store
 
 _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
 
@@ -58,3 +60,27 @@ def out_of_memory(error: BaseException | None) -> RunFailed | None:
         "The server has run out of memory.",
         "Give it more, or lower max_pins or threads. Start it again: what was acknowledged is not lost.",
     )
+
+
+# -- Whether there is room for what a server is about to write: it keeps some of its disk free.
+
+
+RETRY_S = 2.0
+"""After which somebody who was refused asks again."""
+
+
+def require_space(store: Store, settings: Settings) -> None:
+    """Refuse what takes disk, or memory in runs without a disk, while little of it is left.
+
+    Raises:
+        DiskFull: it can be asked for again later.
+    """
+    free = store.free_bytes()
+    if free < settings.min_free_bytes:
+        what = "memory left" if store.in_memory else "disk left"
+        error = DiskFull(
+            f"The server has {free / 1e6:.0f} MB of {what}, and keeps {settings.min_free_bytes / 1e6:.0f} MB free.",
+            "It goes on when there is space; nothing is lost.",
+        )
+        error.retry_after_s = RETRY_S
+        raise error

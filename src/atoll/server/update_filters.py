@@ -28,7 +28,7 @@ from atoll.posix import OwnedFile, read_at, write_at
 from atoll.server.filter_table import SiteFilters
 from atoll.server.tasks.user_threads import Aside
 from atoll.store.file_slots import disk_error
-from atoll.store.rows import TicketRow
+from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 from atoll.tensors.alone import alone
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of

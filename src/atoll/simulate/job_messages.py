@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from atoll.aggregation.check_arriving_parts import PartStats
 from atoll.protocol import messages
-from atoll.store.handles import PinnedVersion
+from atoll.store.versions import PinnedVersion
 
 ATTEMPTS = 3
 """Processes that may end under one virtual worker, before it is the one that fails."""

@@ -24,16 +24,16 @@ from atoll.rounds import events as ev
 from atoll.rounds import events as fx
 from atoll.rounds import leases, machine
 from atoll.server.coordinator.handlers import Handlers
+from atoll.server.coordinator.ledger_rows import outcome_of
 from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.run import Run
-from atoll.server.coordinator.ticket_outcome import outcome_of
-from atoll.server.free_space import require_space
 from atoll.server.http.auth import IDENTITY, Identity
+from atoll.server.transient_errors import require_space
 from atoll.simulate.job_messages import ATTEMPTS, Answer, Engine, Job
 from atoll.simulate.kept_state import pending
 from atoll.store.file_slots import WRITER
-from atoll.store.handles import PinnedVersion
 from atoll.store.store import Store
+from atoll.store.versions import PinnedVersion
 from atoll.worker.log_lines import told
 
 

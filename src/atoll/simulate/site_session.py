@@ -30,14 +30,11 @@ from atoll.transport.http_client import Counters
 from atoll.worker.correction.control_variates import Controls
 from atoll.worker.exchange import encode_update
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote
-from atoll.worker.exchange.local_state import Owner, Together
-from atoll.worker.exchange.residuals import Residuals
-from atoll.worker.exchange.update_runs import Stretches
-from atoll.worker.exchange.zero_updates import Losses
+from atoll.worker.exchange.encode_update import Losses, Stretches
+from atoll.worker.exchange.local_state import Owner, Residuals, Together
 from atoll.worker.session.session import Session
 from atoll.worker.training.alone import Model
-from atoll.worker.training.federated_loop import Worker
-from atoll.worker.training.federated_round import FederatedRound
+from atoll.worker.training.federated_loop import FederatedRound, Worker
 from atoll.worker.training.match_model import matching
 
 

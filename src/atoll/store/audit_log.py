@@ -30,7 +30,7 @@ from atoll.errors import StateCorrupt, StoreError
 from atoll.posix import OwnedFile, write_at
 from atoll.sealed import NoteDamaged, seal, unseal
 from atoll.store.journal import Journal
-from atoll.store.rows import AuditRow, now
+from atoll.store.journal_tables import AuditRow, now
 
 START = "0" * 64
 

@@ -14,9 +14,9 @@ from atoll.store.file_slots import DELTA, SPOOL, STATE, VERSION, FileShape, Frag
 from atoll.store.journal import Durability, Journal
 
 if TYPE_CHECKING:
-    from atoll.store.handles import PinnedVersion
-    from atoll.store.rows import TicketRow
+    from atoll.store.journal_tables import TicketRow
     from atoll.store.update_spool import Spool
+    from atoll.store.versions import PinnedVersion
 
 STATE_SLOTS = 4
 """Of the head, the version before, `durable_version` and the one being written."""

@@ -11,8 +11,8 @@ from atoll.failpoints import failpoint
 from atoll.store import audit_log
 from atoll.store.file_slots import DELTA, SPOOL, STATE, VERSION, Slot, is_slot_name, region_digest, verify
 from atoll.store.journal import NEW_RUN
+from atoll.store.journal_tables import PartRow, Recovered, TicketRow, VersionRow
 from atoll.store.model_copies import remove_half_written
-from atoll.store.rows import PartRow, Recovered, TicketRow, VersionRow
 from atoll.store.tickets import COLUMNS as TICKET_COLUMNS
 from atoll.store.tickets import to_ticket
 from atoll.store.versions import Versions

@@ -14,7 +14,7 @@ from atoll.errors import StoreError
 from atoll.store import audit_log
 from atoll.store.core import Core
 from atoll.store.journal import Journal, placeholders
-from atoll.store.rows import AuditRow, HistoryRow, MemberRow, RoundRow, RunRow, Totals, now
+from atoll.store.journal_tables import AuditRow, HistoryRow, MemberRow, RoundRow, RunRow, Totals, now
 
 _RUN = "run_id, settings_json, schema_json, schema_digest, torch_build, cpu_capability, created_at"
 _MEMBER = "site, lease, state, joined_at, host, labels_json, detail, rounds_counted, process, weight"

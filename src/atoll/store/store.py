@@ -25,9 +25,9 @@ from atoll.store import audit_log, recover_at_start, verify_journal
 from atoll.store.audit_log import NAME, AuditHeadFile, read_head, tip
 from atoll.store.file_slots import VERSION, FileShape, FragmentShapes, is_slot_name
 from atoll.store.journal import Durability, Journal
+from atoll.store.journal_tables import Recovered
 from atoll.store.model_copies import Contents, write_copy
-from atoll.store.reading import Reading
-from atoll.store.rows import Recovered
+from atoll.store.versions import Reading
 
 LOG = logging.getLogger("atoll.server")
 

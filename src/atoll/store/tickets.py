@@ -11,7 +11,7 @@ from atoll.errors import AtollError, BadRequest, Conflict, Gone, StoreError, Tic
 from atoll.failpoints import failpoint
 from atoll.store import audit_log
 from atoll.store.file_slots import JOURNAL, SPOOL, WRITER, Slot
-from atoll.store.rows import PartRow, TicketRow, TicketState
+from atoll.store.journal_tables import PartRow, TicketRow, TicketState
 from atoll.store.run_log import Members
 from atoll.store.update_spool import PartWriter, Spool
 

@@ -14,7 +14,7 @@ from atoll.errors import AtollError, BadRequest, StoreError
 from atoll.failpoints import failpoint
 from atoll.posix import write_at
 from atoll.store.file_slots import READER, WRITER, Ranges, Slot, SlotPool, disk_error
-from atoll.store.rows import PartRow
+from atoll.store.journal_tables import PartRow
 
 
 class WriterCancelled(StoreError):

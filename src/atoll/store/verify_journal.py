@@ -15,7 +15,7 @@ from typing import Any
 from atoll.errors import StateCorrupt
 from atoll.sealed import NoteDamaged
 from atoll.store.audit_log import NAME, START, AuditHead, Rows, boot_id, hash_of, read_head, require_same_log, tip
-from atoll.store.rows import AuditRow
+from atoll.store.journal_tables import AuditRow
 
 _UPDATE = ("site", "fragment", "base_version", "digest", "weight", "steps", "norm")
 """What row and entry of an accepted update have in common."""

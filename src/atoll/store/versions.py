@@ -7,16 +7,182 @@ hold `max_pins` further versions; beyond that the oldest is revoked, and its slo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from blake3 import blake3
 
 from atoll.errors import DiskFull, Gone, StoreError, UsageError
 from atoll.failpoints import failpoint
 from atoll.store import audit_log
-from atoll.store.deltas import Deltas, split_digests
-from atoll.store.file_slots import DELTA, JOURNAL, PULL, READER, SPOOL, STATE, VERSION, WRITER, Slot
-from atoll.store.handles import PinnedVersion, VersionDraft
-from atoll.store.rows import VersionRow, now
+from atoll.store.file_slots import DELTA, JOURNAL, PULL, READER, SPOOL, STATE, VERSION, WRITER, Slot, verify
+from atoll.store.journal_tables import DeltaRow, VersionRow, now
+from atoll.store.tickets import Tickets
+
+# -- What goes down in place of a version: committed with it, kept and dropped with it.
+#
+# A version whose delta is lost or damaged is still a version: it is pulled whole.
+
+
+_COLUMNS = "fragment, version, slot, base_version, base_digest, digest, part_digests"
+
+
+class Deltas(Tickets):
+    """Part of `Store`."""
+
+    def delta(self, fragment: int, version: int) -> DeltaRow | None:
+        """What goes down of a version; None where it is pulled whole."""
+        found = self.journal.row(f"SELECT {_COLUMNS} FROM deltas WHERE fragment = ? AND version = ?", fragment, version)
+        return None if found is None else _to_delta(found)
+
+    def insert_delta(self, row: VersionRow, slot: Slot, base: VersionRow, digest: str, parts: Sequence[bytes]) -> None:
+        """What a draft has of a version goes down from `base`; inside the transaction that commits it."""
+        self.journal.execute(
+            f"INSERT INTO deltas ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            row.fragment,
+            row.version,
+            slot.number,
+            base.version,
+            base.digest,
+            digest,
+            b"".join(parts),
+        )
+        self.journal.after_commit(lambda: self.pool(DELTA, row.fragment).hold(slot, JOURNAL))
+
+    def drop_delta(self, fragment: int, version: int) -> None:
+        """Forget what goes down of a version, inside a transaction."""
+        row = self.delta(fragment, version)
+        if row is not None:
+            pool = self.pool(DELTA, fragment)
+            self.forget_delta(row)
+            self.journal.after_commit(lambda: pool.drop(pool[row.slot], JOURNAL))
+
+    def forget_delta(self, row: DeltaRow) -> None:
+        """Remove its row alone."""
+        self.journal.execute("DELETE FROM deltas WHERE fragment = ? AND version = ?", row.fragment, row.version)
+
+    def recover_deltas(self, fragment: int) -> None:
+        """At a start: keep those that are whole and whose version is kept."""
+        shape = self.shapes_of(fragment).delta
+        found = self.journal.rows(f"SELECT {_COLUMNS} FROM deltas WHERE fragment = ?", fragment)
+        kept = {
+            version for (version,) in self.journal.rows("SELECT version FROM versions WHERE fragment = ?", fragment)
+        }
+        with self.transaction():
+            for values in found:
+                row = _to_delta(values)
+                slot = self.pool(DELTA, fragment).adopt(row.slot) if shape and row.version in kept else None
+                if slot is None or shape is None or not verify(slot.fd, shape, row.part_digests):
+                    self.forget_delta(row)
+
+
+def split_digests(joined: bytes) -> tuple[bytes, ...]:
+    return tuple(joined[start : start + blake3.digest_size] for start in range(0, len(joined), blake3.digest_size))
+
+
+def _to_delta(row: tuple[Any, ...]) -> DeltaRow:
+    values = dict(zip(_COLUMNS.split(", "), row, strict=True))
+    return DeltaRow(**{**values, "part_digests": split_digests(values["part_digests"])})
+
+
+# -- What callers hold of a version: a draft while it is written, a pin while it is read.
+
+
+class VersionDraft:
+    """The files of a version that does not exist yet. Ends with `Store.commit_version` or `abandon`."""
+
+    def __init__(
+        self,
+        fragment: int,
+        version: int,
+        slot: Slot,
+        state: Slot | None,
+        delta: Slot | None,
+        drop: Callable[[], None],
+    ) -> None:
+        self.fragment, self.version = fragment, version
+        self.slot, self.state, self.delta = slot, state, delta
+        self._drop = drop
+        self.ended = False
+
+    @property
+    def version_fd(self) -> int:
+        return self.slot.fd
+
+    @property
+    def state_fd(self) -> int | None:
+        return self.state.fd if self.state else None
+
+    @property
+    def delta_fd(self) -> int | None:
+        return self.delta.fd if self.delta else None
+
+    def abandon(self) -> None:
+        """Give the slots back; nothing happens after a commit, or the second time."""
+        if not self.ended:
+            self.ended = True
+            self._drop()
+
+
+class PinnedVersion:
+    """A version that is not rewritten before `release`.
+
+    Attributes:
+        fd: to be read by this holder alone.
+        row: what it is.
+        revoked: set when the slot is wanted back; the holder stops reading and releases. Until it does, it still
+            reads this version and no other.
+    """
+
+    def __init__(self, row: VersionRow, slot: Slot, drop: Callable[[PinnedVersion], None]) -> None:
+        self.row, self.slot = row, slot
+        self.fd = os.dup(slot.fd)
+        self.revoked = threading.Event()
+        self._drop = drop
+        self._close = weakref.finalize(self, os.close, self.fd)
+
+    def release(self) -> None:
+        """Let go; again does nothing."""
+        if self._close.detach():
+            os.close(self.fd)
+            self._drop(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class PinnedDelta:
+    """What goes down of a version, and that version; neither is rewritten before `release`.
+
+    Attributes:
+        fd: to be read by this holder alone.
+        row: what it is.
+    """
+
+    def __init__(self, row: DeltaRow, version: PinnedVersion, slot: Slot, drop: Callable[[], None]) -> None:
+        self.row, self._version = row, version
+        self.revoked = version.revoked
+        self.fd = os.dup(slot.fd)
+        self._drop = drop
+        self._close = weakref.finalize(self, os.close, self.fd)
+
+    def release(self) -> None:
+        """Let go; again does nothing."""
+        if self._close.detach():
+            os.close(self.fd)
+            self._drop()
+            self._version.release()
+
 
 COLUMNS = "fragment, version, slot, state_slot, digest, part_digests, state_digests, summary_json, created_at"
 
@@ -372,3 +538,53 @@ def to_version(row: tuple[Any, ...]) -> VersionRow:
     for name in ("part_digests", "state_digests"):
         values[name] = split_digests(values[name])
     return VersionRow(**values)
+
+
+# -- What is read beside a version: what goes down of it, and the outer state; held so that nobody rewrites it.
+
+
+class Reading(Versions):
+    """Part of `Store`."""
+
+    def pin_delta(self, fragment: int, version: int) -> PinnedDelta:
+        """Hold what goes down of a version for reading, and with it the version, until `release`.
+
+        Raises:
+            Gone: it is not kept.
+        """
+        with self.lock:
+            pin, row = self.pin_version(fragment, version), self.delta(fragment, version)
+            if row is None:
+                pin.release()
+                raise Gone(f"Version {version} of fragment {fragment} has no delta.", "Pull it whole.")
+            pool = self.pool(DELTA, fragment)
+            slot = pool[row.slot]
+            pool.hold(slot, PULL)
+        return PinnedDelta(row, pin, slot, lambda: pool.drop(slot, PULL))
+
+    @contextmanager
+    def pinned(self, fragment: int, version: int) -> Iterator[tuple[int, int | None]]:
+        """As `reading`, of the version alone."""
+        with self.pin_version(fragment, version) as pin:
+            yield pin.fd, None
+
+    @contextmanager
+    def reading(self, fragment: int, version: int) -> Iterator[tuple[int, int | None]]:
+        """Within, a version and the outer state beside it stay as they are; their descriptors.
+
+        Raises:
+            Gone: they are not kept; of the first version there is no outer state.
+        """
+        with self.lock:
+            row = self.version(fragment, version)
+            if row.state_digests and row.state_slot is None:
+                raise Gone(f"The outer state of version {version} is not kept.", "Take the newest version.")
+            kinds = [(VERSION, row.slot)] + ([] if row.state_slot is None else [(STATE, row.state_slot)])
+            held = [(self.pool(kind, fragment), self.pool(kind, fragment)[number]) for kind, number in kinds]
+            for pool, slot in held:
+                pool.hold(slot, READER)
+        try:
+            yield held[0][1].fd, held[1][1].fd if len(held) > 1 else None
+        finally:
+            for pool, slot in held:
+                pool.drop(slot, READER)

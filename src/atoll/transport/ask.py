@@ -15,7 +15,7 @@ from atoll.config import DEFAULT_PORT, Settings
 from atoll.config.run_file import require_known
 from atoll.errors import BY_CODE, AtollError, PeerError, UsageError, VersionSkew
 from atoll.protocol import messages
-from atoll.transport.response import Response
+from atoll.transport.http_client import Response
 from atoll.transport.tls import client_context, read_token
 from atoll.transport.unreachable import no_atoll, unreachable
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from urllib3.util.wait import wait_for_read
 
 from atoll.tensors.chunks import CHUNK_BYTES
-from atoll.transport.response import Response
+from atoll.transport.http_client import Response
 
 
 class Lane:

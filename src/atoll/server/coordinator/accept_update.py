@@ -9,7 +9,7 @@ from atoll.errors import DiskFull, StoreError, UpdateRefused
 from atoll.protocol import messages
 from atoll.rounds import events as ev
 from atoll.server.coordinator.roster import Presence
-from atoll.store.rows import TicketRow
+from atoll.store.journal_tables import TicketRow
 
 if TYPE_CHECKING:
     from atoll.server.coordinator.run import Run

@@ -16,11 +16,11 @@ from atoll.errors import StateCorrupt
 from atoll.format_text import size, time_left
 from atoll.protocol import status_messages
 from atoll.rounds.sampling import Sampling
-from atoll.server.coordinator.ticket_outcome import staleness
+from atoll.server.coordinator.ledger_rows import staleness
 from atoll.server.coordinator.user_aggregator_process import Aggregator
 from atoll.server.update_filters import Filtering
 from atoll.store.file_slots import disk_error
-from atoll.store.rows import TicketRow, VersionRow
+from atoll.store.journal_tables import TicketRow, VersionRow
 from atoll.store.store import Store
 
 

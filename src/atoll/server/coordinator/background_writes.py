@@ -1,28 +1,266 @@
-"""What is written behind the commits of a run: metrics, exports, the durable version, the best one, the result."""
+"""Files written behind the commits of a run: metrics, exports, the durable version, the best one, the result."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
-from collections.abc import Callable, Sequence
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import TypeVar
 
 from atoll.aggregation.plan import Plan
-from atoll.errors import AtollError, Gone
+from atoll.aggregation.result_file import export_header as export_header
+from atoll.errors import AtollError, Gone, StoreError
 from atoll.protocol import status_messages
-from atoll.rounds.early_stopping import Measured
-from atoll.server.coordinator.best_version import BestVersion
-from atoll.server.coordinator.exports import Exports
-from atoll.server.coordinator.persistor import Persistor
-from atoll.server.free_space import RETRY_S
-from atoll.server.transient_errors import passing
-from atoll.store.rows import VersionRow
+from atoll.rounds.early_stopping import Measured, Tracking
+from atoll.server.coordinator.persistor import Best, Persistor
+from atoll.server.model_file import ModelFile
+from atoll.server.transient_errors import RETRY_S, passing
+from atoll.store.journal_tables import HistoryRow, VersionRow
 from atoll.store.store import Store
+from atoll.tensors.layout import Layout
+from atoll.tensors.schema import TensorSpec
+
+# -- Files for people: the model as a safetensors file of its own, and one line of metrics a round.
+
+
+MODEL = "model.safetensors"
+METRICS = "metrics.jsonl"
+
+
+class Exports:
+    """Writes into `save_dir`. A model appears whole, under its name, or not at all; metrics grow by a line a round."""
+
+    def __init__(self, plan: Plan, store: Store) -> None:
+        self._plan, self._store = plan, store
+        self.folder: Path = plan.settings.exports
+        self._lock = threading.Lock()
+
+    def save(self, heads: Sequence[int] | None = None) -> Path:
+        """Export a version (the head by default) as `model-<version>.safetensors`, and as `model.safetensors`.
+
+        Tied tensors are written under each of their names, so that the file loads strictly.
+
+        Args:
+            heads: the version of each fragment; the model's number is the least of them.
+        """
+        with self._lock:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            heads = self._store.heads() if heads is None else heads
+            if self._plan.settings.save_every:
+                export_model(self._plan, self._store, self.folder / f"model-{min(heads):06d}.safetensors", heads)
+            return export_model(self._plan, self._store, self.folder / MODEL, heads)
+
+    def append_metrics(self, summary: status_messages.RoundSummary, at: str) -> None:
+        """Add the line of a round."""
+        with self._lock:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / METRICS).open("a", encoding="utf-8") as file:
+                file.write(_line(summary.model_dump_json(), at))
+
+    def rewrite_metrics(self) -> None:
+        """Make the file what the journal says: a line may have been lost, or belong to a version that fell."""
+        with self._lock:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            temporary = self.folder / f".{METRICS}.tmp"
+            rows = [row for row in self._store.history(None) if row.summary_json]
+            temporary.write_text("".join(_line(row.summary_json, row.created_at) for row in rows), encoding="utf-8")
+            os.replace(temporary, self.folder / METRICS)
+
+
+def export_model(
+    plan: Plan,
+    store: Store,
+    target: Path,
+    heads: Sequence[int] | None = None,
+    told: Mapping[str, str] | None = None,
+) -> Path:
+    """Write a model to `target`, replacing what is there in one step.
+
+    Args:
+        heads: the version of each fragment; by default the newest.
+        told: further metadata of the header.
+
+    Raises:
+        Gone: a version, or what is needed of it, is not kept.
+        DiskFull: nothing is left behind.
+        SyncFailed: fsync failed; the server must end.
+    """
+    header, owners = export_header(plan.schema, told)
+    heads = store.heads() if heads is None else heads
+
+    def contents(files: Sequence[tuple[int, int | None]]) -> Iterator[memoryview]:
+        return model_runs(owners, [(layout, *each) for layout, each in zip(plan.versions, files, strict=True)])
+
+    return store.export(target, heads, header, contents, with_state=plan.has_masters)
+
+
+def model_runs(owners: Sequence[TensorSpec], sources: Sequence[tuple[Layout, int, int | None]]) -> Iterator[memoryview]:
+    """The bytes behind the header of an export.
+
+    Args:
+        owners: the tensors, in order; some perhaps twice.
+        sources: of each fragment the layout of its version, its file, and that of the outer state with the masters.
+    """
+    files = [ModelFile(*source) for source in sources]
+    of = {name: file for (layout, *_), file in zip(sources, files, strict=True) for name in layout.by_name}
+    for spec in owners:
+        yield from of[spec.name].runs(spec)
+
+
+def _line(summary_json: str, at: str) -> str:
+    return json.dumps({"at": at, **json.loads(summary_json)}) + "\n"
+
+
+# -- The best version so far, as files for people: `best.safetensors`, and `best.json` that says which it is.
+#
+# Both are inodes of their own, written whole, fsynced, then renamed; the model first, so what `best.json` names is
+# there. Which version is best the journal's metrics say; these files are made again from it where a kill came
+# between.
+
 
 LOG = logging.getLogger("atoll.server")
+
+BEST_MODEL, BEST_NOTE = "best.safetensors", "best.json"
+
+
+class BestVersion:
+    """Writes into the folder of the exports, one version at a time."""
+
+    def __init__(self, plan: Plan, store: Store, folder: Path) -> None:
+        self._plan, self._store, self._folder = plan, store, folder
+        self.metric = plan.settings.best_metric or ""
+        self.saved: Measured | None = self._noted()
+
+    @property
+    def path(self) -> Path:
+        """Of the model."""
+        return self._folder / BEST_MODEL
+
+    def save(self, measured: Measured) -> None:
+        """Write the version; nothing is done where it is there already.
+
+        Raises:
+            Gone: it is not kept any more.
+            DiskFull: what was there before is still there.
+            SyncFailed: fsync failed; the server must end.
+            StoreError: a folder is in the place of a file.
+        """
+        if self.saved == measured:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        require_files(self._folder)
+        told = {"version": str(measured.version), "round": str(measured.round), self.metric: repr(measured.value)}
+        export_model(self._plan, self._store, self.path, (measured.version,), told)
+        self._write_note(measured)
+        self.saved = measured
+
+    def handed(self, measured: Measured) -> Best:
+        """What a persistor gets of the version that was written last."""
+        rows = (row for row in self._store.history(None, 0) if row.version == measured.version)
+        summary = next((row.summary_json for row in rows), "") or "{}"
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        return Best(measured.version, {self.metric: measured.value}, json.loads(summary), fd)
+
+    def _write_note(self, measured: Measured) -> None:
+        note = {
+            "version": measured.version,
+            "round": measured.round,
+            "metric": self.metric,
+            "mode": self._plan.settings.best_mode,
+            "value": measured.value,
+        }
+        temporary = self._folder / f".{BEST_NOTE}.tmp"
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(note) + "\n")
+            file.flush()
+            self._store.sync(file.fileno(), str(temporary))
+        os.replace(temporary, self._folder / BEST_NOTE)
+        self._store.sync_folder(self._folder)
+
+    def _noted(self) -> Measured | None:
+        """What the files are, by this metric; None where one of them is missing, or they are by another one.
+
+        The model's own header says it, too. A note that differs is damaged, or was to be replaced when the server was
+        killed: it is made again.
+        """
+        path = self._folder / BEST_NOTE
+        if not (path.exists() and self.path.exists()):
+            return None
+        told = self._header()
+        try:
+            note = json.loads(path.read_text(encoding="utf-8"))
+            noted = Measured(int(note["version"]), int(note["round"]), float(note["value"]))
+            metric = note["metric"]
+        except (OSError, ValueError, KeyError, TypeError):
+            noted, metric = None, self.metric
+        if metric == self.metric and told == noted:
+            return noted
+        if told is not None:
+            LOG.warning("%s is damaged, or older than %s: it is made again. Look at the disk.", path, BEST_MODEL)
+            self._write_note(told)
+        return told
+
+    def _header(self) -> Measured | None:
+        """What the model's header says; None where it is of another metric, or damaged."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path, "pt") as file:
+                told = file.metadata()
+            return Measured(int(told["version"]), int(told["round"]), float(told[self.metric]))
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+            return None
+
+
+def require_files(folder: Path) -> None:
+    """Refuse to replace a folder, which may hold anything.
+
+    Raises:
+        StoreError: one lies where one of the files is to be.
+    """
+    for path in (folder / BEST_MODEL, folder / BEST_NOTE):
+        if path.is_dir():
+            raise StoreError(f"{path} is a folder.", "Move it away, and start the server again: the file is made.")
+
+
+def measured_of(history: list[HistoryRow], metric: str) -> list[Measured]:
+    """What the workers of each round measured of the version that they had pulled, in the order of rounds.
+
+    Args:
+        history: every version of one fragment, oldest first.
+    """
+    found, base = [], 0
+    for row in history:
+        if row.summary_json:
+            summary = status_messages.RoundSummary.model_validate_json(row.summary_json)
+            if (value := value_of(summary, metric)) is not None:
+                found.append(Measured(base, summary.round, value))
+        base = row.version
+    return found
+
+
+def value_of(summary: status_messages.RoundSummary, metric: str) -> float | None:
+    """The round's value of the metric; None where nobody reported it, or the mean is not finite."""
+    value = summary.metrics.get(metric)
+    return value if value is not None and math.isfinite(value) else None
+
+
+def missing(summary: status_messages.RoundSummary, tracking: Tracking) -> str:
+    """What to say where a round says nothing about the tracked metric."""
+    has = ", ".join(sorted(summary.metrics)) or "none"
+    return (
+        f"round {summary.round} has no finite {tracking.metric!r} (its metrics: {has}); neither the best version nor "
+        f"early_stop_rounds looks at such a round. Report it: submit(model, metrics={{{tracking.metric!r}: …}})"
+    )
+
+
 T = TypeVar("T")
 
 

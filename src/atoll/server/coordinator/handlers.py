@@ -24,21 +24,19 @@ from atoll.protocol import messages, routes, status_messages, swarm_messages, ta
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
 from atoll.rounds import machine
-from atoll.server.coordinator.admission import counted_of, require_fit, will_evaluate
+from atoll.server.coordinator.admission import counted_of, require_fit, run_info, will_evaluate
 from atoll.server.coordinator.build_status import status_of, why
+from atoll.server.coordinator.ledger_rows import outcome_of
 from atoll.server.coordinator.receive_parts import Uploads
 from atoll.server.coordinator.roster import Lease, Presence, now_text, replaced
 from atoll.server.coordinator.run import Run
-from atoll.server.coordinator.run_info import run_info
-from atoll.server.coordinator.ticket_outcome import outcome_of
-from atoll.server.free_space import require_space
 from atoll.server.http.auth import IDENTITY
-from atoll.server.http.object_routes import ObjectHandlers
+from atoll.server.http.byte_routes import ObjectHandlers, VersionHandlers
 from atoll.server.http.prometheus import prometheus
-from atoll.server.http.version_routes import VersionHandlers
 from atoll.server.swarm.assignments import Swarm
 from atoll.server.tasks.task_routes import TaskHandlers
-from atoll.store.rows import PartRow, TicketRow
+from atoll.server.transient_errors import require_space
+from atoll.store.journal_tables import PartRow, TicketRow
 from atoll.store.tickets import why_closed
 from atoll.store.update_spool import PartWriter
 from atoll.tensors.layout import Layout

@@ -21,29 +21,24 @@ from atoll.rounds import events as fx
 from atoll.rounds import machine
 from atoll.server.coordinator.accept_update import Judge
 from atoll.server.coordinator.aggregate_round import close_round, in_words
-from atoll.server.coordinator.background_writes import Behind, over
-from atoll.server.coordinator.best_version import measured_of, missing, value_of
-from atoll.server.coordinator.build_status import keep_status
-from atoll.server.coordinator.journal_effects import write
+from atoll.server.coordinator.background_writes import Behind, measured_of, missing, over, value_of
+from atoll.server.coordinator.build_status import TimeLeft, keep_status
+from atoll.server.coordinator.ledger_rows import write
 from atoll.server.coordinator.long_polls import Turnstile
-from atoll.server.coordinator.missing_sites import Attendance
 from atoll.server.coordinator.persistor import Persistor
-from atoll.server.coordinator.roster import Lease, forged, lease_refused, roster_of
-from atoll.server.coordinator.staleness_counts import Stale
-from atoll.server.coordinator.time_left import TimeLeft
+from atoll.server.coordinator.roster import Attendance, Lease, Stale, forged, lease_refused, roster_of
 from atoll.server.coordinator.user_aggregator_process import Aggregator
 from atoll.server.coordinator.worker_pace import Pace
 from atoll.server.filter_table import SiteFilters
-from atoll.server.free_space import RETRY_S
 from atoll.server.restore import snapshot_of
 from atoll.server.settings_advice import advice
 from atoll.server.swarm.assignments import Reopened, Swarm
 from atoll.server.tasks.task_queue import Desk
 from atoll.server.tasks.user_threads import Aside
-from atoll.server.transient_errors import directory_gone, passing
+from atoll.server.transient_errors import RETRY_S, directory_gone, passing
 from atoll.server.update_filters import Filtering
+from atoll.store.journal_tables import Recovered, TicketRow
 from atoll.store.kept_objects import ObjectStore
-from atoll.store.rows import Recovered, TicketRow
 from atoll.store.store import Store
 from atoll.tensors.alone import stay_alone
 from atoll.tensors.schema import CONTROL

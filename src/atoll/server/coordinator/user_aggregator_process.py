@@ -27,7 +27,7 @@ from atoll.aggregation.user_aggregator import result_layout
 from atoll.errors import AtollError, ConfigError, RunFailed
 from atoll.server.update_filters import Filtering
 from atoll.store.file_slots import Slot, SlotPool, disk_error
-from atoll.store.rows import TicketRow
+from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 
 HELD_BY_PROCESS = "aggregator"

@@ -25,8 +25,7 @@ from atoll.protocol import messages
 from atoll.protocol.task_messages import Cell, Evaluation, markdown
 from atoll.server.tasks.evaluation_matrix import Board, Row, Source
 from atoll.server.tasks.models_to_evaluate import GlobalModels, is_file
-from atoll.server.tasks.progress_signs import why_gone
-from atoll.server.tasks.workflow_controller import Controller
+from atoll.server.tasks.workflow_controller import Controller, why_gone
 
 LOG = logging.getLogger("atoll.server")
 

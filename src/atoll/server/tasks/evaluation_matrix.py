@@ -12,7 +12,7 @@ from typing import Any
 from atoll.protocol.task_messages import Cell
 from atoll.protocol.task_messages import EvaluatedModel as Row
 from atoll.server.coordinator.run import Run
-from atoll.server.tasks import progress_signs
+from atoll.server.tasks import workflow_controller
 
 __all__ = ["Board", "Row", "Source"]
 
@@ -54,7 +54,7 @@ class Board:
     def __init__(self, sites: list[str], look: Callable[[], None] = lambda: None) -> None:
         self.sites, self.sources, self._look = sites, list[Source](), look
         self.hung: dict[str, str] = {}
-        self._signs: dict[str, progress_signs.Signs] = {}
+        self._signs: dict[str, workflow_controller.Signs] = {}
         self._away_since_s: dict[str, float] = {}
         self._cells: dict[tuple[str, str], Cell] = {}
         self._news = threading.Condition()
@@ -136,12 +136,12 @@ class Board:
 
     def hang(self, run: Run, site: str, why: str) -> None:
         """The site was given up; until it moves again it is asked for nothing."""
-        self._signs[site] = progress_signs.of_site(run, site)
+        self._signs[site] = workflow_controller.of_site(run, site)
         self.hung[site] = why
 
     def moved(self, run: Run, site: str) -> bool:
         """Whether a site that was given up has shown something since."""
-        return progress_signs.of_site(run, site) != self._signs.get(site)
+        return workflow_controller.of_site(run, site) != self._signs.get(site)
 
     @property
     def count(self) -> int:

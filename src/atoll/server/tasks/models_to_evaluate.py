@@ -15,13 +15,11 @@ from atoll.blobs.manifest import Cut
 from atoll.blobs.model_file import packed_state
 from atoll.blobs.object_file import write_object
 from atoll.errors import AtollError, Gone
-from atoll.server.coordinator.best_version import MODEL as BEST
-from atoll.server.coordinator.best_version import NOTE as BEST_NOTE
-from atoll.server.coordinator.exports import export_model
-from atoll.server.free_space import require_space
+from atoll.server.coordinator.background_writes import BEST_MODEL, BEST_NOTE, export_model
 from atoll.server.tasks.evaluation_matrix import Row, Source
 from atoll.server.tasks.task_queue import key_to
 from atoll.server.tasks.workflow_controller import Controller
+from atoll.server.transient_errors import require_space
 from atoll.store.file_slots import disk_error
 from atoll.store.kept_objects import Kept
 from atoll.tensors.lazy_tensors import LazyState
@@ -106,7 +104,7 @@ class GlobalModels:
         if isinstance(version, str) and is_file(version):
             return Path(version), row.model_copy(update={"kind": "file"}), False
         if version == "best":
-            path = exports / BEST
+            path = exports / BEST_MODEL
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 number = int(json.loads((exports / BEST_NOTE).read_text(encoding="utf-8"))["version"])
                 name = f"best (version {number})"

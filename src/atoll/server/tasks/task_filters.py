@@ -11,8 +11,7 @@ from atoll.blobs.manifest import Cut
 from atoll.blobs.object_file import Contents, Stored, write_object
 from atoll.config import Settings
 from atoll.errors import AtollError, ConfigError, PartCorrupt
-from atoll.filters.base import About, Filter
-from atoll.filters.payload_filter import filtered, said
+from atoll.filters.base import About, Filter, filtered, said
 from atoll.posix import nameless_file, read_at
 from atoll.server.filter_table import Given, SiteFilters
 from atoll.server.tasks.task_queue import Answer, read_contents

@@ -14,12 +14,12 @@ from typing import Any
 from atoll.blobs.manifest import ChunkSizes, Way, way_of
 from atoll.blobs.object_file import Extent, write_object
 from atoll.errors import DiskFull, UsageError
-from atoll.filters.payload_filter import said
+from atoll.filters.base import said
 from atoll.protocol import task_messages as tm
 from atoll.server.coordinator.run import Run
-from atoll.server.free_space import RETRY_S, require_space
 from atoll.server.tasks.task_filters import TaskFilters
 from atoll.server.tasks.task_queue import Sent, key_to
+from atoll.server.transient_errors import RETRY_S, require_space
 from atoll.store.file_slots import disk_error
 from atoll.store.kept_objects import ObjectStore
 from atoll.tensors.custom_types import Stream

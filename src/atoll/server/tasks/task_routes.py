@@ -12,8 +12,8 @@ from atoll.errors import AtollError, BadRequest, Conflict, DiskFull
 from atoll.protocol import task_messages as tm
 from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.run import Run
-from atoll.server.free_space import require_space
 from atoll.server.tasks.task_queue import Answer, check_plain, key_of, read_contents
+from atoll.server.transient_errors import require_space
 
 
 class TaskHandlers:

@@ -14,25 +14,169 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from atoll.blobs.manifest import ChunkSizes
-from atoll.errors import RunFailed, UsageError
+from atoll.blobs.manifest import ChunkSizes, read_plain
+from atoll.blobs.object_file import Stored
+from atoll.errors import RunFailed, StoreError, UsageError
+from atoll.posix import read_at
 from atoll.protocol import messages
 from atoll.protocol import task_messages as tm
 from atoll.registry import nearest
 from atoll.server.coordinator.run import Run
-from atoll.server.tasks.progress_signs import Patience
 from atoll.server.tasks.task_filters import TaskFilters
 from atoll.server.tasks.task_payloads import Packing, Parcels
 from atoll.server.tasks.task_queue import Answer, Open
-from atoll.server.tasks.task_result import Result
 from atoll.tensors.payload import pack
+
+if TYPE_CHECKING:
+    from atoll.server.coordinator.run import Run
+
+
+# -- Signs that something moves: what limits go by, in place of total time.
+
+
+Signs = tuple[object, ...]
+
+
+def of_site(run: Run, site: str) -> Signs:
+    """What changes while a site does something: bytes, steps, what it says that it is doing. That it lives is none."""
+    presence = run.roster.get(site)
+    if presence is None:
+        return ()
+    beat = presence.beat
+    return (
+        presence.process,
+        presence.bytes_up,
+        presence.bytes_down,
+        beat.state,
+        beat.step,
+        beat.bytes_up,
+        beat.bytes_down,
+    )
+
+
+def of_run(run: Run) -> Signs:
+    """What changes while anything of a run moves, at the server or at a site."""
+    return (
+        run.desk.moves,
+        run.bytes_up,
+        run.bytes_down,
+        tuple(round_.head for round_ in run.state.rounds),
+        run.state.next_ticket,
+        *(of_site(run, site) for site in sorted(run.roster)),
+    )
+
+
+def why_gone(run: Run, site: str) -> str:
+    """Why a site cannot be asked, in words without a subject; empty where it takes part."""
+    member = run.state.members.get(site)
+    if member is not None and member.alive:
+        return ""
+    presence = run.roster.get(site)
+    if member is None or presence is None:
+        return f"has never joined. {nearest(site, sorted(run.roster))}".rstrip(" .")
+    return f"{presence.ended}: {presence.error}" if presence.error else presence.ended
+
+
+@dataclass
+class Patience:
+    """How long an answer of a site is waited for.
+
+    Args:
+        progress_timeout_s: without a sign of the site; 0: for ever.
+        gone_too: whether a site that has gone is given up at once.
+    """
+
+    progress_timeout_s: float
+    gone_too: bool = False
+    _seen: dict[str, tuple[Signs, float]] = field(default_factory=dict)
+
+    def over(self, run: Run, site: str) -> tuple[str, str]:
+        """(`gone` or `stuck`, why) where it is given up, else two empty texts."""
+        if self.gone_too and (why := why_gone(run, site)):
+            return "gone", f"the site {why}"
+        now_s, signs = time.monotonic(), of_site(run, site)
+        before, since_s = self._seen.setdefault(site, (signs, now_s))
+        if before != signs:
+            self._seen[site] = (signs, now_s)
+        elif self.progress_timeout_s and now_s - since_s >= self.progress_timeout_s:
+            doing = run.roster[site].beat.state if site in run.roster else ""
+            told = f" (it said: {doing})" if doing else ""
+            return "stuck", f"the site moved nothing for {self.progress_timeout_s:g} s{told}"
+        return "", ""
+
+
+# -- What a site answered to a task, as a workflow gets it.
+
+
+class Result:
+    """What a site answered.
+
+    Attributes:
+        site: its name.
+        task: the task's name.
+        error: what the site failed with; empty where it did not.
+        lost: `gone` or `stuck` where the site was given up, and `error` says why; else empty.
+    """
+
+    def __init__(self, task: str, answer: Answer) -> None:
+        self.site, self.task, self.error, self.lost = answer.site, task, answer.error, answer.lost
+        self._text = answer.text
+        self._stored: Stored | None = None
+        self._loaded: list[Any] = []
+        self._loading = threading.Lock()
+        if answer.contents is not None:
+            fd, answer.fd = answer.fd, -1
+            self._stored = Stored(
+                answer.contents,
+                lambda offset, memory: _read(fd, memory, offset),
+                lambda: os.close(fd),
+                behind=answer.contents.behind,
+            )
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a payload."""
+        return not self.error
+
+    @property
+    def payload(self) -> Any:
+        """What the site sent, with the same structure; its tensors are loaded when it is first asked for.
+
+        Raises:
+            RunFailed: the site failed.
+        """
+        with self._loading:
+            if not self._loaded:
+                self._loaded.append(self._tree())
+                self._stored = None  # the file goes here
+            return self._loaded[0]
+
+    def _tree(self) -> Any:
+        if self.error:
+            raise RunFailed(
+                f"Site {self.site} failed at task {self.task!r}: {self.error}", "Look at its log; skip results not ok."
+            )
+        return read_plain(self._text or "") if self._stored is None else self._stored.tree()
+
+    def __repr__(self) -> str:
+        return f"Result(site={self.site!r}, task={self.task!r}{f', error={self.error!r}' if self.error else ''})"
+
+
+def _read(fd: int, memory: memoryview, offset: int) -> None:
+    try:
+        read_at(fd, memory, offset)
+    except EOFError as error:
+        raise StoreError(f"The file of a result was cut off: {error}.") from None
+
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")

@@ -24,11 +24,11 @@ from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.rounds import events as ev
 from atoll.server.coordinator.run import Run
-from atoll.server.free_space import RETRY_S
-from atoll.server.tasks import progress_signs
+from atoll.server.tasks import workflow_controller
 from atoll.server.tasks.components import Parts
 from atoll.server.tasks.task_filters import TaskFilters
 from atoll.server.tasks.workflow_controller import Controller, Function, ServerStops
+from atoll.server.transient_errors import RETRY_S
 from atoll.store import run_log as journal
 
 LOG = logging.getLogger("atoll.server")
@@ -345,7 +345,7 @@ class Course:
         seen: object = None
         try:
             while not future.done():
-                now_s, found = time.monotonic(), (step.notes, progress_signs.of_run(self._run))
+                now_s, found = time.monotonic(), (step.notes, workflow_controller.of_run(self._run))
                 if found != seen:
                     seen, step.moved_s = found, now_s
                 look(step)

@@ -18,7 +18,7 @@ from atoll.worker.exchange.encode_update import Runs
 
 if TYPE_CHECKING:
     from atoll.worker.correction.control_variates import OwnControls
-    from atoll.worker.exchange.filtering import Filtered
+    from atoll.worker.exchange.encode_update import Filtered
 
 
 class Shifted(Correction):

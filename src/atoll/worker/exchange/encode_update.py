@@ -6,9 +6,13 @@ as raw values. Memory is a few fixed scratches, whatever the model's size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
 from blake3 import blake3
@@ -17,19 +21,383 @@ from torch.autograd.graph import increment_version
 
 from atoll.codecs.base import Codec
 from atoll.errors import UsageError
+from atoll.filters.base import About, BadFilter, ByTask, Chain, Filter, filtered, for_tasks
 from atoll.tensors.alone import alone
 from atoll.tensors.chunks import CHUNK_BYTES, CHUNK_ELEMENTS, Held, assign_run_, bytes_of, run_of, writable_bytes
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
-from atoll.tensors.layout import ALIGN_BYTES, Part, chunks
+from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece, chunks
 from atoll.tensors.module_tensors import Tensors
-from atoll.tensors.schema import CONTROL, PARAMS
+from atoll.tensors.payload import Packed
+from atoll.tensors.schema import CONTROL, PARAMS, Schema, TensorSpec
 from atoll.worker.exchange.base_and_outbox import BaseFile, Outbox
-from atoll.worker.exchange.filtering import Filtered
-from atoll.worker.exchange.update_runs import MOST_TARGETS, Stretch, Stretches
+from atoll.worker.log_lines import LOG, told
 
 if TYPE_CHECKING:
-    from atoll.worker.exchange.residuals import Residuals
-    from atoll.worker.exchange.zero_updates import Losses
+    from atoll.worker.exchange.local_state import Residuals
+
+
+# -- A site's filters, between the model and the outbox, or between an answer to a task and its file: each run
+# passes through all of them, in their order.
+
+
+T = TypeVar("T")
+
+
+class Filtered:
+    """The change of a model as it leaves the site.
+
+    Args:
+        filters: in their order.
+        base: the version that was trained from.
+        tensors: the model's own, by name; not changed.
+        about: the update's metadata.
+        model: names of all tensors of the model, where the update is of one fragment of it.
+
+    Raises:
+        UsageError: what a filter's `begin` raised, naming the filter.
+    """
+
+    def __init__(
+        self, filters: Sequence[Filter], base: BaseFile, tensors: Tensors, about: About, model: Collection[str] = ()
+    ) -> None:
+        self._base, self._tensors = base, tensors
+        specs = {each.spec.name: each.spec for each in base.layout.segments if each.spec.group != CONTROL}
+        raw = partial(_raw, base, tensors)  # no method: a cycle would hold the model until the collector runs
+        self._chain = _told(lambda: Chain(filters, specs, about, raw, model=model))
+
+    def sends(self, name: str) -> bool:
+        """Whether every filter keeps this tensor."""
+        return self._chain.sends(name)
+
+    def change(self, name: str, start: int, stop: int) -> Tensor:
+        """version − local [stop − start] of a float tensor, behind every filter; zeros where one does not keep it.
+
+        Raises:
+            UsageError: a filter does not keep to its contract; it and the tensor are named.
+        """
+        return _told(partial(self._chain.change, name, start, stop))
+
+    def value(self, name: str, start: int, stop: int) -> Tensor:
+        """What a buffer [stop − start] is said to have become."""
+        if not self.sends(name):
+            return self._base.values_of(name, start, stop)
+        local = run_of(self._tensors[name], start, stop).cpu()
+        if not self._chain.specs[name].is_float:
+            return local
+        taken = _told(partial(self._chain.taken, name, start, stop))
+        return taken.add_(local)  # its own value, to the bit, where no filter changed it
+
+
+def _raw(base: BaseFile, tensors: Tensors, name: str, start: int, stop: int) -> Tensor:
+    """The change as it was trained, in new memory."""
+    wide = accumulate_dtype(base.layout.by_name[name].spec.dtype)
+    values = base.values_of(name, start, stop).to(wide)
+    return values.sub_(run_of(tensors[name], start, stop).to("cpu", wide))
+
+
+class AnswerFilters:
+    """What the answers of a site pass through.
+
+    Raises:
+        UsageError: one is no filter.
+    """
+
+    def __init__(self, given: ByTask, site: str) -> None:
+        self._entries, self._site = for_tasks(given), site
+        self._lock = threading.Lock()  # filters keep state from the beginning of an answer to its end
+
+    @contextmanager
+    def behind(self, packed: Packed, task: str) -> Iterator[Packed]:
+        """An answer as it is to travel; it is written within.
+
+        Raises:
+            UsageError: a filter failed, here or while it is written; filter, site, task and tensor are named.
+        """
+        filters = [each for each, tasks in self._entries if not tasks or task in tasks]
+        with self._lock:
+            what = f"The answer of site {self._site} to task {task!r} is not sent"
+            yield filtered(packed, filters, About(self._site, task=task), what)
+
+
+def _told(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except BadFilter as error:
+        if error.raised:
+            raise UsageError(
+                f"The filter {error}. The update is not completed.",
+                "Its traceback is above. Mend the filter, and start this site again.",
+            ) from error.__cause__
+        raise UsageError(
+            f"The filter {error}.",
+            "A filter returns as many elements as it was given, of the same dtype; this update does not count.",
+        ) from None
+
+
+# -- Which runs of tensors an update is formed from at once: tables that follow from the layouts, made once.
+#
+# A call costs as much for a tensor of ten elements as for one of ten thousand, so neighbours are read, subtracted
+# and encoded as one. In the version they follow each other without gaps, in the update each begins at a border of
+# 64 bytes; they are brought into memory as they lie in the update, so what is subtracted is one run there:
+#
+# version | tensor 0 | tensor 1 | tensor 2 | update | tensor 0 |..| tensor 1 |..| tensor 2 | .. padding
+
+
+MOST_TARGETS = 512
+"""Of one read, and so the most runs in a stretch; the system takes 1,024."""
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Runs of one dtype, group and codec, in file order; together, padding included, at most `CHUNK_ELEMENTS`.
+
+    Attributes:
+        spec: of the first; dtype and group are those of all.
+        codec: that encodes them.
+        start: offset of the first run in the update.
+        stop: end of the last run there.
+        base_offset: of the first run in the version; the others follow it.
+        numel: elements from `start` to `stop`, those of the padding included.
+        runs: (tensor, first element, last) of each.
+        sizes: elements of each run and of the padding behind it, in turn.
+        places: bytes [low, high) of the runs in memory that has room for `numel` elements of the version.
+        gaps: bytes [low, high) of the padding, from `start` on.
+    """
+
+    spec: TensorSpec
+    codec: str
+    start: int
+    stop: int
+    base_offset: int
+    numel: int
+    runs: tuple[tuple[str, int, int], ...]
+    sizes: tuple[int, ...]
+    places: tuple[Range, ...]
+    gaps: tuple[Range, ...] = ()
+
+
+class Stretches:
+    """How the parts of an update are formed.
+
+    Args:
+        update: its layout.
+        version: the layout of what it is formed against, with the same tensors.
+        codecs: by name, all that the update's layout names.
+    """
+
+    def __init__(self, update: Layout, version: Layout, codecs: Mapping[str, Codec]) -> None:
+        self._update, self._version, self._codecs = update, version, codecs
+        self._tables: dict[int, tuple[Stretch | Piece, ...]] = {}
+
+    def of(self, part: Part) -> Iterator[Stretch]:
+        """The stretches of a part of the update, in file order."""
+        table = self._tables.get(part.index)
+        if table is None:
+            table = self._tables[part.index] = tuple(self._table(part))
+        for entry in table:
+            if isinstance(entry, Stretch):
+                yield entry
+            else:  # cut here, so that no table grows with the size of a tensor
+                for start in range(entry.start, entry.stop, CHUNK_ELEMENTS):
+                    yield self._alone(entry, start, min(start + CHUNK_ELEMENTS, entry.stop))
+
+    def _table(self, part: Part) -> Iterator[Stretch | Piece]:
+        held: list[Piece] = []
+        for piece in part.pieces:
+            if held and not self._joins(held, piece):
+                yield self._together(held) if len(held) > 1 else held[0]
+                held = []
+            if piece.numel:
+                held.append(piece)
+        if held:
+            yield self._together(held) if len(held) > 1 else held[0]
+
+    def _joins(self, held: list[Piece], piece: Piece) -> bool:
+        first, last = held[0].segment, held[-1]
+        spec, codec = piece.segment.spec, self._codecs[piece.segment.codec]
+        alike = (spec.dtype, spec.group, piece.segment.codec) == (first.spec.dtype, first.spec.group, first.codec)
+        if not alike or spec.group != PARAMS or not codec.elementwise or len(held) == MOST_TARGETS:
+            return False
+        if self._base_offset(last, last.stop) != self._base_offset(piece, piece.start):
+            return False
+        item_bytes = codec.encoded_bytes(1, spec.dtype)
+        nbytes = piece.offset + piece.nbytes - held[0].offset
+        return ALIGN_BYTES % item_bytes == 0 and nbytes <= CHUNK_ELEMENTS * item_bytes
+
+    def _together(self, pieces: list[Piece]) -> Stretch:
+        first = pieces[0]
+        spec, codec = first.segment.spec, first.segment.codec
+        encoded = self._codecs[codec].encoded_bytes(1, spec.dtype)
+        sizes: list[int] = []
+        places: list[Range] = []
+        gaps: list[Range] = []
+        end = first.offset
+        for piece in pieces:
+            low = (piece.offset - first.offset) // encoded * spec.item_bytes
+            high = low + piece.numel * spec.item_bytes
+            if piece.offset > end:
+                gaps.append((end - first.offset, piece.offset - first.offset))
+            sizes += [(piece.offset - end) // encoded, piece.numel]
+            if places and places[-1][1] == low:
+                places[-1] = (places[-1][0], high)
+            else:
+                places.append((low, high))
+            end = piece.offset + piece.nbytes
+        return Stretch(
+            spec=spec,
+            codec=codec,
+            start=first.offset,
+            stop=end,
+            base_offset=self._base_offset(first, first.start),
+            numel=(end - first.offset) // encoded,
+            runs=tuple((piece.segment.spec.name, piece.start, piece.stop) for piece in pieces),
+            sizes=(*sizes[1:], 0),
+            places=tuple(places),
+            gaps=tuple(gaps),
+        )
+
+    def _alone(self, piece: Piece, start: int, stop: int) -> Stretch:
+        spec = piece.segment.spec
+        run = self._update.piece(piece.segment, start, stop)
+        return Stretch(
+            spec=spec,
+            codec=piece.segment.codec,
+            start=run.offset,
+            stop=run.offset + run.nbytes,
+            base_offset=self._base_offset(piece, start),
+            numel=stop - start,
+            runs=((spec.name, start, stop),),
+            sizes=(stop - start, 0),
+            places=((0, (stop - start) * spec.item_bytes),),
+        )
+
+    def _base_offset(self, piece: Piece, start: int) -> int:
+        spec = piece.segment.spec
+        return self._version.by_name[spec.name].offset + start * spec.item_bytes
+
+
+# -- Told, not silent: an update of which nothing is left once it is encoded, and one that was nothing from the
+# start.
+#
+# What a codec with error feedback loses comes later, so there a tensor is lost only where nothing of it arrives,
+# update after update; without, where more than `MOST` of its norm is gone. Most tensors are looked at in their
+# first run only: as soon as something of one arrives, it is not lost.
+
+
+MOST = 0.99
+"""Share of a tensor's norm that may be lost."""
+PATIENCE = 3
+"""Updates in a row that bring nothing of a tensor, before somebody is told whose codec has error feedback."""
+NAMED = 5
+
+Run = tuple[str, int, int]
+
+
+class Losses:
+    """Of one site in one run, while one process takes part.
+
+    Attributes:
+        site: whose updates these are; virtual workers of one process take turns.
+        warnings: what the user should know at this moment; the server shows it.
+
+    Args:
+        site: whose updates these are.
+        codec: by which `params` travel.
+        schema: of the run.
+    """
+
+    def __init__(self, site: str, codec: Codec, schema: Schema) -> None:
+        self.site, self._codec = site, codec
+        self._narrow = sorted({spec.dtype for spec in schema.tensors if spec.dtype in ("BF16", "F16")})
+        self._arrives: set[str] = set()
+        self._lost: dict[str, list[float]] = {}  # name → [Σ lost², Σ sent²] of the runs that were looked at
+        self._in_a_row: dict[str, int] = {}
+        self._told_zero = self._told_lost = ""
+
+    @property
+    def warnings(self) -> list[str]:
+        return [told(text) for text in (self._told_zero, self._told_lost) if text]
+
+    def begin(self) -> None:
+        """An update is about to be formed."""
+        self._arrives.clear()
+        self._lost.clear()
+
+    def wants(self, runs: Sequence[Run]) -> bool:
+        """Whether it is still to be seen what arrives of one of these tensors."""
+        return not self._codec.raw and any(run[0] not in self._arrives for run in runs)
+
+    def see(self, runs: Sequence[Run], sizes: Sequence[int], delta: Tensor, decoded: Tensor) -> None:
+        """Look at what becomes of some runs.
+
+        Args:
+            runs: of which tensors.
+            sizes: elements of each run and of the padding behind it, in turn.
+            delta: [n], what is to be sent of them, in a row.
+            decoded: [n], what arrives.
+        """
+        alone = len(runs) == 1
+        if alone and self._codec.feedback and bool(decoded.any()):
+            self._arrives.add(runs[0][0])
+            return
+        if not alone and int(torch.count_nonzero(delta)) == int(torch.count_nonzero(decoded)):
+            self._arrives.update(run[0] for run in runs)  # of small tensors, no element has become zero
+            return
+        ours, theirs = (torch.split(values, list(sizes))[::2] for values in (delta, decoded))
+        for (name, _, _), sent, came in zip(runs, ours, theirs, strict=True):
+            whole, lost = (float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in (sent, sent - came))
+            if whole == 0 or not math.isfinite(lost):  # infinite is too large, not too small: the server refuses it
+                continue
+            if bool(came.any()) if self._codec.feedback else not lost > MOST * whole:
+                self._arrives.add(name)
+            else:
+                sums = self._lost.setdefault(name, [0.0, 0.0])
+                sums[0], sums[1] = sums[0] + lost**2, sums[1] + whole**2
+
+    def end(self, is_zero: bool, steps: int, filters: bool) -> None:
+        """The update is formed: say what there is to say, of lost tensors once.
+
+        Args:
+            is_zero: whether the pseudo-gradient was nothing, before it was encoded.
+            steps: local steps behind it; 0 where nobody counts them.
+            filters: whether it has passed through filters before.
+        """
+        self._told_zero = self._zero(steps, filters) if is_zero else ""
+        if is_zero:
+            LOG.warning("%s: %s", self.site, self._told_zero)
+        lost = {name: sums for name, sums in self._lost.items() if name not in self._arrives}
+        self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in lost}
+        patience = PATIENCE if self._codec.feedback else 1
+        silent = {name: sums for name, sums in lost.items() if self._in_a_row[name] >= patience}
+        if silent and not self._told_lost:
+            self._told_lost = self._few(silent, len(self._arrives | lost.keys()), patience)
+            LOG.warning("%s: %s", self.site, self._told_lost)
+
+    def _zero(self, steps: int, filters: bool) -> str:
+        text = f"the pseudo-gradient is all zero{f' after {steps} steps' if steps else ''}"
+        if filters:
+            text += " behind this site's filters"
+        text += ". Does the optimizer hold this model's parameters, and is its learning rate above zero?"
+        if self._narrow:
+            text += (
+                f" Weights in {' and '.join(self._narrow)} stay as they are under steps of less than about 1/256 "
+                "(F16: 1/2048) of them: train in fp32, with autocast where speed is needed."
+            )
+        return text
+
+    def _few(self, lost: dict[str, list[float]], changed: int, patience: int) -> str:
+        names = ", ".join(list(lost)[:NAMED]) + (f" and {len(lost) - NAMED} more" if len(lost) > NAMED else "")
+        gone, whole = (math.fsum(sums[index] for sums in lost.values()) for index in (0, 1))
+        share = math.sqrt(gone / whole) if 0 < whole < math.inf else 1.0
+        rounds = f", {patience} times in a row" if patience > 1 else ""
+        return (
+            f"as {self._codec.name}, {len(lost)} of the {changed} tensors that training has changed lose "
+            f"{100 * share:.3g} % of their change on the way{rounds}: {names}. It is too small for what the codec can "
+            "write. Take more local steps, or a larger learning rate; or have the run use codec = 'none'."
+        )
+
 
 Runs = Callable[[str, int, int], Tensor]
 """(name, start, stop) → those elements of a tensor, in a row, on the CPU."""

@@ -5,14 +5,16 @@ Everything here can be interrupted; what was formed is in the outbox, and is sen
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from atoll.codecs.encoded_layout import codecs_of, encoded_layout
-from atoll.errors import Gone, TicketClosed, UpdateRefused
+from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused
 from atoll.failpoints import failpoint
 from atoll.filters.base import About, Filter, require_filters
 from atoll.protocol import messages, routes
@@ -21,23 +23,198 @@ from atoll.tensors.layout import Part, version_layout
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import Schema
 from atoll.transport.resumable_transfer import Parts, Pushing
+from atoll.worker.broken_off import NetworkLost
 from atoll.worker.exchange import encode_update
-from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox
-from atoll.worker.exchange.filtering import Filtered
-from atoll.worker.exchange.local_state import Owner, Together
+from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote
+from atoll.worker.exchange.encode_update import Filtered, Losses, Stretches
+from atoll.worker.exchange.local_state import Owner, Residuals, Together
 from atoll.worker.exchange.optimizer_moments import say_accepted, say_refused
 from atoll.worker.exchange.pull_version import Puller
-from atoll.worker.exchange.resend_note import sent_again
-from atoll.worker.exchange.residuals import Residuals
-from atoll.worker.exchange.send_update import Sending, completed, note_of, offered
-from atoll.worker.exchange.update_runs import Stretches
-from atoll.worker.exchange.zero_updates import Losses
 from atoll.worker.json_notes import name_of, read_note
 from atoll.worker.log_lines import LOG, Progress, progress, size
+from atoll.worker.peer.peer_transfers import Outlet
 from atoll.worker.session.connection import Connection
 
 if TYPE_CHECKING:
     from atoll.worker.correction.control_variates import Controls
+
+
+# -- What is sent again: a server that lost power falls back, and what it had acknowledged since is still in
+# outboxes.
+
+
+def sent_again(
+    note: OutboxNote | None,
+    ticket: messages.Ticket,
+    previous: messages.Outcome | None,
+    info: messages.RunInfo,
+    outcome_of: Callable[[int], messages.Outcome],
+) -> OutboxNote | None:
+    """The note under which what the outbox holds serves this ticket; None where it does not.
+
+    In a synchronous run it was formed from the very version that the ticket is for: the same bits alone are no reason,
+    a round may have left them as they were. In an asynchronous one its base may be behind the head as any other's may
+    be: an acknowledged update that has expired is sent as if it had started from there.
+
+    Args:
+        previous: what became of the site's ticket before.
+    """
+    fell_back = previous is not None and previous.state == "expired"
+    if note is None or note.run != info.run or note.layout_digest != ticket.layout_digest:
+        return None
+    again = replace(
+        note, ticket=ticket.ticket, base_version=ticket.base_version, base_digest=ticket.base_digest, sent=False
+    )
+    same = note.base_digest == ticket.base_digest
+    if same and note.base_version == ticket.base_version:
+        return again
+    if not fell_back or outcome_of(note.ticket).state != "expired":  # it counts already: the head has its base's bits
+        return None
+    if same:
+        return replace(again, base_version=note.base_version)
+    return again if info.mode == "async" and note.sent else None
+
+
+# -- What is in an outbox, on its way: the parts that the server lacks, then the word that it is complete.
+
+
+AGAIN_S = 1.0
+"""Before an update is offered anew that another worker could not pull."""
+MAX_CONFLICTS = 3
+"""In one submission: an attempt at a part that was given up may arrive late, and undo the one that took its place."""
+
+
+class Sending:
+    """One submission of what the outbox holds.
+
+    Args:
+        bar: told of the bytes.
+        sent: indices of the parts that were sent already; None: the server is asked which it has.
+        failure: what ended an attempt that has begun already.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        parts: Parts,
+        outbox: Outbox,
+        bar: Progress,
+        sent: Collection[int] | None,
+        failure: BaseException | None = None,
+    ) -> None:
+        assert outbox.note is not None
+        self._connection, self._parts, self._outbox, self._bar = connection, parts, outbox, bar
+        self._note, self._sent, self._failure = outbox.note, sent, failure
+
+    def push(self) -> None:
+        """One attempt to send the parts that are ours."""
+        has, self._sent = self._sent, None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        note = self._note
+        digests = {index: bytes.fromhex(text) for index, text in enumerate(note.part_digests)}
+        if has is None:
+            has = self._connection.parts_at_server(note.ticket, digests)
+        self._bar.resume()
+        self._parts.push(
+            routes.parts_of(note.ticket),
+            self._outbox.fd,
+            [part for part in self._outbox.layout.parts if part.index not in has],
+            digests,
+            on_bytes=self._bar.add,
+            recorded=partial(self._connection.parts_at_server, note.ticket),
+        )
+
+
+def completed(
+    connection: Connection, note: OutboxNote, push: Callable[[], object], max_retries: int | None
+) -> messages.Receipt:
+    """Push what this note is about, and say that all is there, until the server has it.
+
+    Args:
+        push: one attempt to send what the server lacks.
+    """
+    message = _complete(note)
+
+    def submit() -> messages.Receipt:
+        push()
+        return connection.http.post(routes.COMPLETE.format(ticket=note.ticket), message, messages.Receipt)
+
+    for conflicts in range(MAX_CONFLICTS + 1):
+        try:
+            receipt = connection.patiently(submit, max_retries, "submit")
+            break
+        except Conflict as error:  # by then nothing is taken for sent: what the server lacks is asked and sent
+            if conflicts == MAX_CONFLICTS:
+                raise
+            LOG.debug("%s: %s", connection.site, error)
+    connection.require_here()
+    return receipt
+
+
+def offered(
+    connection: Connection, outlet: Outlet, fragment: int, outbox: Outbox, bar: Progress, max_retries: int | None
+) -> messages.Receipt:
+    """In a swarm: say that what the outbox holds is complete and where it is, until another worker has pulled it.
+
+    Raises:
+        UpdateRefused: that worker has looked at it, and it cannot count. TicketClosed: the round went on without it.
+    """
+    note = outbox.note
+    assert note is not None
+    message = _complete(note).model_copy(update={"source": str(outlet.offer(fragment, outbox, bar.add))})
+    path = routes.COMPLETE.format(ticket=note.ticket)
+
+    def submit() -> messages.Receipt:
+        return connection.http.post(path, message, messages.Receipt, timeout_s=routes.LONG_POLL_S + 10.0)
+
+    while not (receipt := connection.patiently(submit, max_retries, "submit")).accepted:
+        connection.on_wait()  # an answer has waited for some time, at the server
+        if receipt.unpulled:
+            time.sleep(AGAIN_S)
+            outlet.retract(fragment)
+            message = message.model_copy(update={"source": str(outlet.offer(fragment, outbox, bar.add))})
+    connection.require_here()
+    return receipt
+
+
+def note_of(
+    connection: Connection,
+    ticket: messages.Ticket,
+    digest: str,
+    part_digests: list[str],
+    weight: float,
+    steps: int,
+    metrics: dict[str, float],
+) -> OutboxNote:
+    """What the outbox says of an update that was formed for a ticket."""
+    return OutboxNote(
+        run=connection.info.run,
+        ticket=ticket.ticket,
+        fragment=ticket.fragment,
+        base_version=ticket.base_version,
+        base_digest=ticket.base_digest,
+        layout_digest=ticket.layout_digest,
+        digest=digest,
+        part_digests=part_digests,
+        weight=weight,
+        steps=steps,
+        metrics=metrics,
+        round=ticket.round,
+        site=connection.site,
+    )
+
+
+def _complete(note: OutboxNote) -> messages.Complete:
+    return messages.Complete(
+        digest=note.digest,
+        base_digest=note.base_digest,
+        weight=note.weight,
+        steps=note.steps,
+        metrics=note.metrics,
+    )
+
 
 MAX_REFUSALS = 5
 """In a row, after which a worker gives up: it would train and be refused for ever."""
@@ -385,3 +562,106 @@ class Exchange:
             LOG.warning("%s: %s", self.site, error)
             self.outbox.clear()
         return True
+
+
+# -- What a synchronisation that broke off has left, and how it is taken up again: docs/decisions/0005.
+#
+# An update was formed, and nobody has heard yet whether it counts; the head moved on while it was pulled; the run
+# ended while this worker was at it. Whole models and fragments alike.
+
+
+BROKE_OFF = (*NetworkLost, TicketClosed, Gone)
+"""What a synchronisation is skipped for, and training goes on."""
+
+
+def unsettled(exchange: Exchange) -> OutboxNote | None:
+    """The update that was formed from the base, where it is not known yet what became of it."""
+    note: OutboxNote | None = exchange.outbox.note
+    base = exchange.base.note
+    if note is None or base is None or note.ticket == exchange.settled or note.base_digest != base.digest:
+        return None
+    return note
+
+
+def counted_step(exchange: Exchange, base_step: int) -> int:
+    """The last local step whose progress is in an update that the server has, as far as this worker knows.
+
+    Args:
+        base_step: after which what is local now began.
+    """
+    note = unsettled(exchange)
+    return base_step + note.steps if note is not None and note.sent else base_step
+
+
+def settle(exchange: Exchange, note: OutboxNote, max_retries: int) -> int:
+    """Find out what became of an update that is `unsettled`.
+
+    If it is in, only what was trained since is local progress: the base advances to what was submitted. If it is not,
+    the next update holds all of it.
+
+    Returns:
+        Local steps that are local progress no more.
+    """
+    outcome = exchange.connection.outcome(note.ticket, max_retries)
+    if not outcome.is_in:
+        exchange.outbox.clear()
+        return 0
+    LOG.info("%s: the update of round %d is in after all", exchange.site, note.round)
+    exchange.advance_base()
+    exchange.settled = note.ticket
+    return note.steps
+
+
+def begin_from_base(exchange: Exchange) -> None:
+    """The base is a version that was pulled: whatever the outbox holds, nothing of it is local progress.
+
+    It is kept: until a later version is durable the server may fall back, and need it again.
+    """
+    if exchange.outbox.note is not None:
+        exchange.settled = exchange.outbox.note.ticket
+
+
+def pull_newest(
+    exchange: Exchange,
+    version: int,
+    digest: str,
+    into: Tensors | None,
+    base: BaseFile | None = None,
+    *,
+    max_retries: int | None,
+    waits: bool = True,
+) -> messages.TicketReply | None:
+    """Pull a version, or the head where it is gone: with `waits`, a pull that has begun ends with a whole version.
+
+    Args:
+        into, base, max_retries, waits: as `Puller.pull`.
+
+    Returns:
+        What the server said of the head that was pulled instead; None where it was the version.
+    """
+    newer: messages.TicketReply | None = None
+    while True:
+        try:
+            exchange.pull(version, digest, into, base, max_retries=max_retries, waits=waits)
+            return newer
+        except Gone:
+            max_retries = None if into is not None and waits else max_retries  # from now on
+            newer = exchange.connection.next_ticket(exchange.fragment, wait_s=0.0, max_retries=max_retries)
+            version, digest = newer.head_version, newer.head_digest
+
+
+def ended_without_us(exchange: Exchange, take: Callable[[messages.TicketReply], None]) -> bool:
+    """Whether a ticket was over because the run is, and its result is here: an asynchronous one ends without some.
+
+    It is no skipped synchronisation then. Where the network is lost on the way, a later turn finds out.
+
+    Args:
+        take: makes the head the model.
+    """
+    try:
+        reply = exchange.connection.next_ticket(exchange.fragment, wait_s=0.0, max_retries=0)
+        if reply.status == "finished":
+            take(reply)
+    except NetworkLost:
+        return False
+    return reply.status == "finished"

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from atoll.protocol import messages
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
+from atoll.tensors.dtypes import accumulate_dtype, dtype_name
 from atoll.tensors.layout import file_layout
-from atoll.tensors.schema import TensorSpec
+from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 from atoll.worker.exchange.base_and_outbox import ScratchFile
 from atoll.worker.json_notes import read_note, write_note
 from atoll.worker.log_lines import LOG
@@ -271,3 +272,57 @@ class Together:
         for turns in self._all:
             if turns.note.pending == before:
                 turns.passes_to(ticket, version)
+
+
+# -- Error feedback: what encoding an update has lost stays at the worker and is added to its next update.
+#
+# g = Δ + e sent: C(g) e ← g − dec(C(g)), once the update was counted
+#
+# So over rounds what the server decodes adds up to what was trained, but for the last e (Karimireddy et al., arXiv
+# 1901.09847, algorithm 2). e is kept in the dtype of accumulation, one tensor for each parameter.
+
+
+class Residuals(Turns):
+    """e of one site in one run; zero where nothing is kept.
+
+    Args:
+        folder: of the site in the run; locked by the caller.
+        schema: of what is trained together.
+        name: of the files.
+        owner: as `Turns` has it.
+        sparse: whether only one rank's share is kept here.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        schema: Schema,
+        name: str = "residual",
+        *,
+        owner: Owner = UNTOLD,
+        sparse: bool = False,
+    ) -> None:
+        super().__init__(
+            folder,
+            name,
+            (
+                TensorSpec(spec.name, dtype_name(accumulate_dtype(spec.dtype)), spec.shape)
+                for spec in schema.tensors
+                if spec.group == PARAMS
+            ),
+            owner=owner,
+            sparse=sparse,
+        )
+        if not self.found:
+            self.zero()
+
+    def follow(self, version: int, site: str) -> None:
+        """An update against this version is about to be formed: what belongs to a later one is of no use.
+
+        A server that was restored, or fell back, goes on from a version before the last update that counted.
+        """
+        if self.note.version >= version:
+            LOG.warning(
+                "%s: the server went back to version %d: what compression had left over is dropped", site, version
+            )
+            self.zero()

@@ -1,4 +1,4 @@
-"""What workers of a swarm serve to each other, and how they pull it: files as they are, by byte range.
+"""What workers of a swarm pull from each other and serve to each other: versions, outer states and updates.
 
 Where this worker listens is its own matter: `ATOLL_PEER_HOST` and `ATOLL_PEER_PORT`, the name that others reach it
 under, `ATOLL_PEER_NAME`, and the certificate that it shows, `ATOLL_PEER_TLS_CERT` and `ATOLL_PEER_TLS_KEY`.
@@ -6,21 +6,36 @@ under, `ATOLL_PEER_NAME`, and the certificate that it shows, `ATOLL_PEER_TLS_CER
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from atoll.errors import ConfigError, PartCorrupt, PortInUse
-from atoll.protocol import routes
+from atoll.aggregation.check_arriving_parts import Inspection
+from atoll.aggregation.plan import Plan
+from atoll.aggregation.result_file import digest_of
+from atoll.errors import AtollError, ConfigError, Gone, PartCorrupt, PortInUse
+from atoll.posix import read_at, write_at
+from atoll.protocol import messages, routes
 from atoll.protocol.object_manifest import FileManifest
+from atoll.protocol.swarm_messages import Collect, Hold, Source
+from atoll.store.file_slots import Slot, disk_error, region_digest
 from atoll.tensors.layout import PART_BYTES, Part
 from atoll.tensors.reference import TensorRef
-from atoll.transport.http_client import Counters
+from atoll.transport.http_client import Counters, Http
 from atoll.transport.object_server import ObjectHost, Ranges
 from atoll.transport.resumable_transfer import Parts
 from atoll.transport.tls import is_loopback
-from atoll.worker.objects.object_transfer import object_http
+from atoll.worker.broken_off import UNPULLED
+from atoll.worker.exchange.base_and_outbox import Outbox
+from atoll.worker.log_lines import told
+from atoll.worker.objects.object_client import object_http
+from atoll.worker.peer.peer_store import Spool, Version
 
 CONNECTIONS = 2
 
@@ -141,3 +156,307 @@ def connected(text: str, idle_timeout_s: float, counters: Counters) -> Iterator[
     finally:
         parts.close()
         http.close()
+
+
+# -- What a worker of a swarm serves to the others: its updates, and the versions that it holds.
+
+
+AGAIN_S = (0.5, 1.0, 2.0)
+"""Before a worker that could not be reached is tried again."""
+PROBE_S = 10.0
+"""A probe that is not answered by then has failed."""
+
+
+class Outlet:
+    """Files of this worker, under references that its server passes on.
+
+    Args:
+        counters: that what others pull is added to.
+        ca: PEM file with the authority of other workers' certificates.
+    """
+
+    def __init__(self, host: ObjectHost, counters: Counters, ca: str | None) -> None:
+        self._host, self._counters, self._ca = host, counters, ca
+        self._lock = threading.Lock()
+        self._updates: dict[int, tuple[str, TensorRef]] = {}  # fragment → digest and reference
+        self.served = 0
+        self._watching: dict[int, Callable[[int], None]] = {}  # fragment → who is told of its update's bytes
+
+    @property
+    def address(self) -> str:
+        """Where other workers reach this one."""
+        return self._host.address
+
+    def _count(self, count: int) -> None:
+        self.served += count
+        self._counters.add(up=count)
+
+    def serve(self, fd: int, nbytes: int, digest: str, digests: Sequence[bytes]) -> TensorRef:
+        """As `ObjectHost.serve`."""
+        return self._host.serve(fd, nbytes, digest, digests, self._count)
+
+    def withdraw(self, ref: TensorRef) -> None:
+        """Serve it no more."""
+        with contextlib.suppress(AtollError):
+            self._host.withdraw(ref)
+
+    def offer(self, fragment: int, outbox: Outbox, on_bytes: Callable[[int], None]) -> TensorRef:
+        """Serve what an outbox holds, until another is offered or it is `retract`ed; say what others pull of it."""
+        self._watching[fragment] = on_bytes
+
+        def count(nbytes: int) -> None:
+            self._count(nbytes)
+            self._watching[fragment](nbytes)
+
+        note = outbox.note
+        assert note is not None
+        with self._lock:
+            known = self._updates.get(fragment)
+            if known is not None and known[0] == note.digest:
+                return known[1]
+        self.retract(fragment)
+        digests = [bytes.fromhex(text) for text in note.part_digests]
+        ref = self._host.serve(outbox.fd, outbox.nbytes, note.digest, digests, count)
+        with self._lock:
+            self._updates[fragment] = note.digest, ref
+        return ref
+
+    def retract(self, fragment: int) -> None:
+        """The outbox is about to hold something else."""
+        with self._lock:
+            known = self._updates.pop(fragment, None)
+        if known is not None:
+            self.withdraw(known[1])
+
+    @contextlib.contextmanager
+    def connected(self, text: str, idle_timeout_s: float) -> Iterator[tuple[TensorRef, Ranges]]:
+        """What a reference names: read here where it is this worker's own, else over connections to who serves it."""
+        ref = TensorRef.parse(text)
+        own = self._host.opened(ref, lambda nbytes: self._read(ref, nbytes)) if ref.server == self.address else None
+        if own is None:
+            with connected(text, idle_timeout_s, self._counters) as reached:
+                yield reached
+            return
+        try:
+            yield ref, own
+        finally:
+            own.close()
+
+    def _read(self, ref: TensorRef, nbytes: int) -> None:
+        """Who waits for his update to be taken sees that it is, also where it is he who takes it."""
+        with self._lock:
+            at = next((fragment for fragment, (_, mine) in self._updates.items() if mine.object == ref.object), None)
+        if at is not None:
+            self._watching[at](nbytes)
+
+    def in_order(self, sources: Sequence[str]) -> list[str]:
+        """References to the same in the order in which they are tried: this worker's own, then any."""
+        return sorted(sources, key=lambda text: (TensorRef.parse(text).server != self.address, random.random()))
+
+    def probe(self, address: str) -> None:
+        """Find out whether another worker is to be reached.
+
+        Raises:
+            ServerUnreachable, TransferStalled: it is not. BadRequest: somebody else is there.
+        """
+        http = Http(address, ca=self._ca)
+        try:
+            http.reach(routes.HEALTH, timeout_s=PROBE_S)
+        finally:
+            http.close()
+
+    def why_unreached(self, address: str, wait: Callable[[float], bool]) -> str:
+        """As `probe`, a few times; why not, empty where it is reached or `wait` says that it is over."""
+        why = ""
+        for pause_s in (*AGAIN_S, 0.0):
+            try:
+                self.probe(address)
+                return ""
+            except AtollError as error:
+                why = told(error, 300)
+                if wait(pause_s):
+                    return ""
+        return why
+
+    def close(self) -> None:
+        self._host.close()
+
+
+class ServedVersions:
+    """Versions that others may pull, each with the outer state beside it."""
+
+    def __init__(self, plan: Plan, outlet: Outlet) -> None:
+        self._plan, self._outlet = plan, outlet
+        self._sources: dict[tuple[int, int], Source] = {}
+
+    def source_of(self, version: Version) -> Source | None:
+        """Where others pull it."""
+        return self._sources.get((version.fragment, version.version))
+
+    def state_parts(self, version: Version) -> list[bytes]:
+        """BLAKE3 of the parts in which its outer state travels: reads all of it, so hold no lock."""
+        if version.state is None:
+            return []
+        return [region_digest(version.state.fd, ((part.start, part.nbytes),)) for part in self._spans(version)]
+
+    def add(self, version: Version, state_parts: Sequence[bytes]) -> None:
+        """Let others pull it."""
+        planned, beside = self._plan.fragments[version.fragment], None
+        at = self._outlet.serve(version.slot.fd, planned.version.nbytes, version.digest, version.part_digests)
+        if version.state is not None:
+            nbytes = self._spans(version)[-1].stop
+            beside = self._outlet.serve(version.state.fd, nbytes, digest_of(version.state_digests), state_parts)
+        source = Source(version=str(at), state=str(beside) if beside is not None else None)
+        self._sources[version.fragment, version.version] = source
+
+    def remove(self, version: Version) -> None:
+        """Serve it no more."""
+        source = self._sources.pop((version.fragment, version.version), None)
+        for text in (source.version, source.state) if source is not None else ():
+            if text is not None:
+                self._outlet.withdraw(TensorRef.parse(text))
+
+    def _spans(self, version: Version) -> list[Part]:
+        shape = self._plan.fragments[version.fragment].shapes().state
+        assert shape is not None
+        return spans(shape.nbytes)
+
+
+# -- What a worker of a swarm pulls from the others, and checks: versions with their outer states, and updates.
+
+
+class Errands:
+    """Pulls what one worker is to have.
+
+    Args:
+        http: to the server.
+        outlet: what the worker itself serves is taken from there.
+        on_bytes: told what came.
+    """
+
+    def __init__(
+        self, plan: Plan, http: Http, outlet: Outlet, idle_timeout_s: float, on_bytes: Callable[[int], None]
+    ) -> None:
+        self._plan, self._http, self._outlet, self._move = plan, http, outlet, on_bytes
+        self._idle_timeout_s = idle_timeout_s
+        self._inspections = [Inspection(fragment.update, plan.codecs) for fragment in plan.fragments]
+
+    def version(self, hold: Hold, slot: Slot, state: Slot | None) -> tuple[Version, Sequence[bytes]]:
+        """A version in these slots, every byte checked; from the server, where nobody else has it.
+
+        Returns:
+            The version, and the BLAKE3 of the parts in which its outer state came.
+
+        Raises:
+            AtollError: one of `UNPULLED`, where nobody could give it.
+        """
+        if not hold.sources:
+            return self._initial(hold, slot), ()
+        last: AtollError | None = None
+        for source in hold.sources:
+            try:
+                return self._from(source, hold, slot, state)
+            except UNPULLED as error:
+                last = error
+        assert last is not None
+        raise last
+
+    def _from(self, source: Source, hold: Hold, slot: Slot, state: Slot | None) -> tuple[Version, Sequence[bytes]]:
+        """A version and the outer state beside it, both at once."""
+        if state is None:
+            digests = tuple(self._version_from(source, hold, slot))
+            return Version(hold.fragment, hold.version, hold.digest, slot, None, digests, ()), ()
+        if source.state is None:
+            raise Gone(f"Version {hold.version} has no outer state there.", "Ask another worker.")
+        with ThreadPoolExecutor(1, thread_name_prefix="atoll-swarm-state") as beside:
+            coming = beside.submit(self._state_from, source.state, hold, state)  # left by an error, it is waited for
+            digests = tuple(self._version_from(source, hold, slot))
+            regions, state_parts = coming.result()
+        return Version(hold.fragment, hold.version, hold.digest, slot, state, digests, regions), state_parts
+
+    def _version_from(self, source: Source, hold: Hold, slot: Slot) -> Sequence[bytes]:
+        layout = self._plan.fragments[hold.fragment].version
+        with self._connected(source.version) as (ref, parts):
+            pull = Pull(ref, parts)
+            digests = pull.require(hold.digest)
+            if layout.update_digest(digests) != hold.digest:
+                raise PartCorrupt(f"{ref.server} serves a version whose parts make up another one.")
+            pull.parts(digests, layout.parts, _into(slot), on_bytes=self._move)
+        return digests
+
+    def _state_from(self, source: str, hold: Hold, slot: Slot) -> tuple[tuple[bytes, ...], Sequence[bytes]]:
+        """The outer state, checked as the version is: its regions' digests make up what the server was told.
+
+        Returns:
+            BLAKE3 of its regions, and of the parts in which it came.
+        """
+        shape = self._plan.fragments[hold.fragment].shapes().state
+        assert shape is not None
+        with self._connected(source) as (ref, parts):
+            pull = Pull(ref, parts)
+            parts_digests, cut = pull.require(hold.state_digest), spans(shape.nbytes)
+            if len(parts_digests) != len(cut):
+                raise PartCorrupt(f"{ref.server} serves an outer state in other parts than it has.")
+            pull.parts(parts_digests, cut, _into(slot), on_bytes=self._move)
+            digests = tuple(region_digest(slot.fd, region) for region in shape.regions)
+            header = os.pread(slot.fd, len(shape.header), 0)
+            if digest_of(digests) != hold.state_digest or header != shape.header:
+                raise PartCorrupt(f"{ref.server} serves another outer state than that of version {hold.version}.")
+        return digests, parts_digests
+
+    def _initial(self, hold: Hold, slot: Slot) -> Version:
+        """Version 0, which the server has."""
+        layout = self._plan.fragments[hold.fragment].version
+        manifest = self._http.get(routes.MANIFEST.format(fragment=hold.fragment, version=0), messages.Manifest)
+        digests = tuple(bytes.fromhex(text) for text in manifest.part_digests)
+        path = routes.VERSION_DATA.format(fragment=hold.fragment, version=0, digest=hold.digest)
+        parts = Parts(self._http, CONNECTIONS, self._idle_timeout_s)
+        try:
+            parts.pull(path, digests, layout.parts, [Writing(_into(slot))], on_bytes=self._move)
+        finally:
+            parts.close()
+        return Version(hold.fragment, 0, hold.digest, slot, None, digests, ())
+
+    def update(self, collect: Collect, slot: Slot) -> tuple[Spool, float, str]:
+        """An update in this slot; returns it, its norm, and what is wrong with it."""
+        layout, inspection = self._plan.fragments[collect.fragment].update, self._inspections[collect.fragment]
+        sums, bad = list[float](), list[str]()
+
+        def look(part: Part) -> None:
+            at = part.start
+
+            def fill(room: memoryview) -> int:
+                nonlocal at
+                read_at(slot.fd, room, at)
+                at += len(room)
+                return len(room)
+
+            with inspection.begin(part, lambda _: None) as inspector:
+                inspector.take(fill)
+                stats = inspector.stats()
+            sums.append(stats.sumsq)
+            if stats.bad is not None:
+                bad.append(stats.bad)
+
+        with self._connected(collect.source) as (ref, parts):
+            pull = Pull(ref, parts)
+            digests = pull.require(collect.digest)
+            if layout.update_digest(digests) != collect.digest:
+                raise PartCorrupt(f"{ref.server} serves an update whose parts make up another one.")
+            pull.parts(digests, layout.parts, _into(slot), on_bytes=self._move, on_part=look)
+        spool = Spool(collect.fragment, slot, tuple(digests))
+        return spool, (math.sqrt(math.fsum(sums)) if not bad else 0.0), (min(bad) if bad else "")
+
+    def _connected(self, text: str) -> AbstractContextManager[tuple[TensorRef, Ranges]]:
+        return self._outlet.connected(text, self._idle_timeout_s)
+
+
+def _into(slot: Slot) -> Callable[[int, memoryview], None]:
+    def write(offset: int, data: memoryview) -> None:
+        try:
+            with slot.one_writes:
+                write_at(slot.fd, data, offset)
+        except OSError as error:
+            raise disk_error(error, slot.path) from error
+
+    return write

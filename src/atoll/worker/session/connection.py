@@ -38,7 +38,7 @@ from atoll.tensors.fragments import Split
 from atoll.transport.http_client import Counters, unanswered
 from atoll.worker.broken_off import NetworkLost
 from atoll.worker.log_lines import LOG, in_wait, told
-from atoll.worker.peer.serve_peers import Outlet
+from atoll.worker.peer.peer_transfers import Outlet
 from atoll.worker.session import last_status
 from atoll.worker.session.address import http_to
 from atoll.worker.session.leave_at_exit import GOODBYE_S, forget_lease, has_left, note_lease, watch_exit

@@ -17,10 +17,9 @@ from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import SwarmPlan
 from atoll.tensors.schema import Schema
 from atoll.transport.resumable_transfer import Parts
-from atoll.worker.exchange.base_and_outbox import locked
-from atoll.worker.exchange.earlier_runs import folder_of, remove_earlier
+from atoll.worker.exchange.base_and_outbox import folder_of, locked, remove_earlier
 from atoll.worker.exchange.exchange import Exchange
-from atoll.worker.peer.serve_peers import Outlet
+from atoll.worker.peer.peer_transfers import Outlet
 from atoll.worker.session.connection import Connection
 from atoll.worker.session.leave_at_exit import last_words
 
@@ -126,9 +125,8 @@ class Session(Connection, Exchange):
     def _peer(self, where: Path) -> SwarmPeer:
         """This worker's part in a swarm."""
         from atoll.aggregation.plan import Plan
-        from atoll.worker.peer.agent import SwarmPeer
+        from atoll.worker.peer.agent import SwarmPeer, plan_of
         from atoll.worker.peer.peer_transfers import open_host
-        from atoll.worker.peer.reduce_round import plan_of
 
         told = self.patiently(lambda: self.http.get(routes.SWARM_PLAN, SwarmPlan), None, "read the plan")
         plan = plan_of(told, lambda settings: Plan.make(settings, self.split))

@@ -2,34 +2,264 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
 
-from atoll.blobs.manifest import read_plain
+from atoll.blobs.manifest import ChunkSizes, read_plain, way_of
 from atoll.blobs.object_file import Stored
 from atoll.border import border, bordered
-from atoll.errors import BadRequest, Gone, PartCorrupt, StoreError, TransferError, TransferStalled, UsageError
-from atoll.filters.payload_filter import ByTask, said
+from atoll.errors import (
+    AtollError,
+    BadRequest,
+    Conflict,
+    Gone,
+    PartCorrupt,
+    StoreError,
+    TicketClosed,
+    TransferError,
+    TransferStalled,
+    UsageError,
+)
+from atoll.filters.base import ByTask, said
 from atoll.protocol import routes
 from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import Packed, pack
 from atoll.tensors.reference import TensorRef
+from atoll.transport.object_server import Draft, written
 from atoll.worker.broken_off import NetworkLost
-from atoll.worker.exchange.filtering import AnswerFilters
-from atoll.worker.log_lines import LOG
-from atoll.worker.objects.fetch import fetch, fetch_stored
-from atoll.worker.objects.object_transfer import idle_timeout
-from atoll.worker.objects.publish import Publisher
+from atoll.worker.exchange.encode_update import AnswerFilters
+from atoll.worker.log_lines import LOG, told
+from atoll.worker.objects.object_client import (
+    EXPIRES_S,
+    Publisher,
+    chunk_sizes,
+    fetch,
+    fetch_stored,
+    idle_timeout,
+    send,
+    withdraw,
+)
 from atoll.worker.session.connection import Connection
 from atoll.worker.session.server_checks import require_joined
 from atoll.worker.tasks.evaluate_models import Evaluate, Models
-from atoll.worker.tasks.prefetch import Ahead
-from atoll.worker.tasks.task import Task
+
+# -- Tensors of the next task, pulled while the one in hand is still worked on; matched by the task's id.
+#
+# The server alone says which task is next. What was pulled for another one, which is over meanwhile, is dropped.
+
+
+PAUSE_S = 1.0
+"""After a request that failed: the worker's own requests find out what is wrong."""
+
+
+@dataclass(eq=False)
+class _Next:
+    """A task whose tensors are on their way, or here; None where it has none, or they did not come."""
+
+    task: str
+    stored: Future[Stored | None] = field(default_factory=Future)
+    abort: threading.Event = field(default_factory=threading.Event)
+
+
+class Ahead:
+    """Asks for the task after the one in hand, in a thread, and pulls its tensors to disk.
+
+    Args:
+        connection: of the site.
+        pull: gets the tensors of a task into a file; ended by the event.
+    """
+
+    def __init__(self, connection: Connection, pull: Callable[[tm.ObjectKey, threading.Event], Stored]) -> None:
+        self._connection, self._pull = connection, pull
+        self._news = threading.Condition()
+        self._in_hand, self._working, self._closing = "", False, False
+        self._next: _Next | None = None
+        self._thread: threading.Thread | None = None
+
+    def take(self, task: str) -> Stored | None:
+        """The task has arrived: its tensors where they have been pulled, or are about to be; else None."""
+        with self._news:
+            found, self._next = self._next, None
+            self._in_hand, self._working = task, False
+        if found is None:
+            return None
+        if found.task != task:
+            found.abort.set()
+            return None
+        return found.stored.result()
+
+    def begin(self) -> None:
+        """The task in hand is worked on from now on: look for the next one."""
+        with self._news:
+            self._working = True
+            self._news.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._main, name="atoll-ahead", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Pull nothing more. Idempotent; a request that still waits for a task ends by itself."""
+        with self._news:
+            self._closing = True
+            if self._next is not None:
+                self._next.abort.set()
+            self._next = None
+            self._news.notify()
+
+    def _main(self) -> None:
+        http = self._connection.http
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._closing or (self._working and self._next is None))
+                if self._closing:
+                    return
+                request = tm.TaskRequest(wait_s=routes.LONG_POLL_S, besides=self._in_hand)
+            try:
+                reply = http.post(routes.TASKS, request, tm.TaskReply, timeout_s=routes.LONG_POLL_S + 10.0)
+            except AtollError as error:
+                LOG.debug("%s: cannot look for the next task: %s", self._connection.site, error)
+                with self._news:
+                    if isinstance(error, BadRequest):  # a server that knows nothing of this
+                        return
+                    self._news.wait_for(lambda: self._closing, PAUSE_S)
+                continue
+            if reply.status == "finished":
+                return
+            if reply.task is not None:
+                self._ahead_of(reply.task)
+
+    def _ahead_of(self, message: tm.Task) -> None:
+        with self._news:
+            if self._closing or message.task == self._in_hand or self._next is not None:
+                return  # it has arrived meanwhile, and its tensors are asked for there
+            coming = self._next = _Next(message.task)
+        stored = None
+        try:
+            if message.body.object is not None:
+                stored = self._pull(message.body.object, coming.abort)
+        except AtollError as error:
+            LOG.debug("%s: task %r was not pulled ahead: %s", self._connection.site, message.name, error)
+        finally:
+            coming.stored.set_result(stored)
+
+
+# -- One task of a site: its payload, and how it is answered.
+
+
+STALLS = 2
+"""Times that the tensors of a task may stand still before they are given up; the first one may pass by itself."""
+
+
+@bordered
+class Task:
+    """One task of this site. It is given again until it is answered.
+
+    Attributes:
+        name: `train`, `validate`, `submit_model`, or one of the workflow's own.
+        id: the same for all sites of a broadcast.
+        payload: as the workflow sent it; references in it are not followed.
+    """
+
+    def __init__(self, connection: Connection, message: tm.Task, warned: set[str], filters: AnswerFilters) -> None:
+        self._warned = warned  # of which names of tasks the user has been warned
+        self._filters = filters
+        self.name, self.id = message.name, message.task
+        self.payload: Any = None
+        self._connection, self._streamed = connection, message.streamed
+        self._sizes = ChunkSizes(message.tensor_chunk_bytes, message.np_chunk_bytes)
+
+    @border
+    def answer(self, payload: Any = None) -> bool:
+        """Answer with any nested dicts, lists and tuples of tensors, arrays and plain values.
+
+        Returns:
+            False where the task is over meanwhile: the answer is not used, and nothing of it is kept.
+
+        Raises:
+            UsageError: something in it cannot travel, or a filter failed; it is named, and nothing was sent.
+            TransferError: the server answers, but takes no byte of the tensors.
+        """
+        answer = self.written(pack(payload))
+        del payload  # its memory is not needed while the answer is on its way
+        return self.deliver(answer)
+
+    def written(self, packed: Packed) -> tm.TaskAnswer | Draft:
+        """An answer as it travels, behind the filters: in a message, or from disk."""
+        with self._filters.behind(packed, self.name) as packed:
+            way = way_of(self.name, packed, chunk_sizes(self._sizes), streamed=self._streamed, what="answer")
+            if way.warning and self.name not in self._warned:
+                self._warned.add(self.name)
+                LOG.warning("%s: %s", self._connection.site, way.warning)
+            if way.plain is not None:
+                return tm.TaskAnswer(body=tm.Body(plain=way.plain))
+            return written(packed, way.cut, None)
+
+    def deliver(self, answer: tm.TaskAnswer | Draft) -> bool:
+        if isinstance(answer, tm.TaskAnswer):
+            return self._send(answer)
+        ref = self._upload(answer)
+        key = tm.ObjectKey(object=ref.object, secret=ref.secret, digest=ref.digest, expires_at=ref.expires_at)
+        taken = self._send(tm.TaskAnswer(body=tm.Body(object=key)))
+        if not taken:
+            with contextlib.suppress(AtollError):  # the server removes it by itself
+                withdraw(ref)
+        return taken
+
+    @border
+    def fail(self, error: BaseException | str) -> bool:
+        """Answer that this site cannot do it; the workflow is told why.
+
+        Returns:
+            As `answer`.
+        """
+        return self._send(tm.TaskAnswer(error=told(error) or "it gave no reason"))
+
+    @property
+    def described(self) -> str:
+        """Its name and the beginning of its id, as errors say it."""
+        return f"task {self.name!r} ({self.id[:8]})"
+
+    def _upload(self, draft: Draft) -> TensorRef:
+        connection, stalls = self._connection, 0
+        server = connection.http.server
+        idle_timeout_s = idle_timeout(None, connection.info.idle_timeout_s)
+
+        def upload() -> TensorRef:
+            nonlocal stalls
+            try:
+                return send(draft, server, expires_s=EXPIRES_S, idle_timeout_s=idle_timeout_s)
+            except TransferStalled as error:
+                stalls += 1
+                if stalls < STALLS:
+                    raise
+                raise TransferError(
+                    f"The tensors of site {connection.site}'s answer to {self.described} do not arrive at {server}: "
+                    f"{error.message}",
+                    error.remedy,
+                ) from error
+
+        try:
+            return connection.patiently(upload, None, f"send the answer to task {self.name!r}")
+        finally:
+            draft.close()
+
+    def _send(self, answer: tm.TaskAnswer) -> bool:
+        connection, path = self._connection, routes.TASK_ANSWER.format(task=self.id)
+        try:
+            connection.patiently(lambda: connection.http.send(path, answer), None, f"answer task {self.name!r}")
+            return True
+        except (TicketClosed, Conflict, Gone) as error:
+            LOG.warning("%s: the answer to task %r was not taken: %s", connection.site, self.name, error)
+            return False
+
 
 Handler = Callable[[Any], Any]
 H = TypeVar("H", bound=Callable[..., Any])

@@ -27,11 +27,9 @@ from atoll.tensors.reference import TensorRef
 from atoll.transport.object_server import written
 from atoll.transport.tls import is_loopback
 from atoll.worker.arguments import number
-from atoll.worker.exchange.filtering import AnswerFilters
+from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.log_lines import LOG
-from atoll.worker.objects.fetch import fetch_lazily
-from atoll.worker.objects.object_transfer import idle_timeout
-from atoll.worker.objects.publish import Publisher, cut_as_told, send, withdraw
+from atoll.worker.objects.object_client import Publisher, cut_as_told, fetch_lazily, idle_timeout, send, withdraw
 from atoll.worker.session.connection import Connection
 
 Evaluate = Callable[[Any], Mapping[str, Any]]

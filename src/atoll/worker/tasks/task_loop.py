@@ -22,7 +22,7 @@ from types import TracebackType
 
 from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import UsageError
-from atoll.filters.payload_filter import ByTask, for_tasks
+from atoll.filters.base import ByTask, for_tasks
 from atoll.worker.log_lines import LOG, ensure_lines
 from atoll.worker.session.address import server_of
 from atoll.worker.session.connection import Connection

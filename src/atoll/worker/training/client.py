@@ -27,7 +27,7 @@ from atoll.worker.session.address import http_to, server_of
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.session import Session
 from atoll.worker.site_name import default_site, require_site
-from atoll.worker.training.federated_round import FederatedRound
+from atoll.worker.training.federated_loop import FederatedRound
 
 
 @bordered

@@ -1,4 +1,4 @@
-"""The federated loop: `with atoll.join(...) as worker: for round in worker: ...`.
+"""The federated loop, `with atoll.join(...) as worker: for round in worker: ...`, and one round of it.
 
 Each round yields the global model; the script trains it and submits what it became. Without a server the same
 script runs alone: one round, plain local training.
@@ -6,16 +6,29 @@ script runs alone: one round, plain local training.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from atoll.border import border, bordered, say_interrupt_in_a_line
-from atoll.errors import Gone, UsageError
+from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
 from atoll.filters.base import Filter
 from atoll.protocol import messages
+from atoll.tensors.arrays import Arrays, as_tensors, require_framework, to_numpy
+from atoll.tensors.dtypes import torch_dtype
+from atoll.tensors.schema import CONTROL, CONTROL_PREFIX
+from atoll.worker.arguments import counted, finite_metrics, positive
+from atoll.worker.correction.optimizer_hooks import Correction, correction_for
+from atoll.worker.correction.optimizers import ALL_CORRECTED, ALL_IN_ONE, Given, optimizers_in, warn_of_what_none_trains
+from atoll.worker.exchange.encode_update import Runs
 from atoll.worker.exchange.look_at_head import load_beside
-from atoll.worker.exchange.submitted_model import local_model
+from atoll.worker.exchange.submitted_model import keep_local, local_model
 from atoll.worker.log_lines import LOG, ensure_lines, size
 from atoll.worker.session.address import server_of
 from atoll.worker.session.connection import Connection
@@ -25,9 +38,260 @@ from atoll.worker.session.session import Session
 from atoll.worker.site_name import default_site, require_site
 from atoll.worker.tasks.answer_tasks import Answering, Answers
 from atoll.worker.training.alone import ALONE, LocalWorker, Model, Round
-from atoll.worker.training.federated_round import FederatedRound
 from atoll.worker.training.match_model import matching
 from atoll.worker.training.simulated_seat import seat_here
+
+# -- One round of a federated run, as a training script has it: the version to train from, and the right to submit.
+
+
+@bordered
+class FederatedRound:
+    """One round of a federated run: the version to train from, and the ticket to submit under."""
+
+    def __init__(self, session: Session, ticket: messages.Ticket) -> None:
+        self._session, self._ticket = session, ticket
+        self.done = False
+        self._correction: Correction | None = None
+
+    @property
+    def number(self) -> int:
+        """Counts from 1. `load_into` makes it the newest round's where this one is over by then."""
+        return self._ticket.round
+
+    @property
+    def version(self) -> int:
+        """The version to train from."""
+        return self._ticket.base_version
+
+    @property
+    def base_digest(self) -> str:
+        """Of the version to train from."""
+        return self._ticket.base_digest
+
+    @border
+    def load_into(self, model: Model) -> Model:
+        """Pull the global model into `model`, in place, and return it; the round begins anew where it had begun.
+
+        Raises:
+            SchemaMismatch: it is not the model of the run; no tensor has moved.
+        """
+        tensors = matching(self._session, model)
+        if self._correction is not None:
+            self._correction.close()
+            self._correction = None
+        self._pull(tensors)
+        self._session.tell(state="training", version=self._ticket.base_version)
+        return model
+
+    def _pull(self, into: dict[str, Tensor]) -> None:
+        """Pull the version of the ticket; where the server no longer has it, that of the newest round.
+
+        Nothing was trained from the old one: a deadline has passed meanwhile, or the server was restored from a backup.
+        """
+        self._require_joined()
+        while True:
+            try:
+                self._session.pull(self._ticket.base_version, self._ticket.base_digest, into)
+                return
+            except Gone as error:
+                LOG.info("%s: round %d is taken no more: %s", self._session.site, self.number, error.message)
+                reply = self._session.next_round()
+                # a run that has ended meanwhile gives no ticket any more: training goes on from its result, in vain
+                result = {"base_version": reply.head_version, "base_digest": reply.head_digest}
+                self._ticket = reply.ticket or self._ticket.model_copy(update=result)
+
+    @border
+    def correct(self, model: nn.Module, optimizer: Given) -> Correction:
+        """Have the run's algorithm correct local training: for FedProx and SCAFFOLD; for others nothing changes.
+
+        Args:
+            model: that `load_into` filled, before it is trained.
+            optimizer: all of its trainable parameters are in; or a list of several, in the order in which they step
+                (not with SCAFFOLD). Their steps are followed until the round is submitted.
+
+        Returns:
+            What counts the steps; a context manager, too, that lets go of the optimizer at its end.
+
+        Raises:
+            UsageError: the global model was never pulled, or the round is corrected already.
+        """
+        self._require_base()
+        session = self._session
+        if self._correction is None:
+            self._correction = correction_for(session.info.local, model, session.base.values_of, session.controls)
+        session.optimizers = list(optimizers_in(optimizer))
+        attached = self._correction.attach(optimizer)
+        if attached.changes_training and not session.corrects:  # once, not in every round
+            told = ALL_IN_ONE if attached.measures_controls else ALL_CORRECTED
+            warn_of_what_none_trains(session.optimizers, attached.parameters, session.site, told)
+            session.corrects = True
+        return attached
+
+    @border
+    def global_controls(self) -> dict[str, Tensor]:
+        """SCAFFOLD's c, parameter's name → new CPU tensor of its shape; empty in runs without controls.
+
+        Raises:
+            UsageError: the global model was never pulled.
+        """
+        self._require_base()
+        return self._controls_of(self._session.base.values_of)
+
+    @border
+    def own_controls(self) -> dict[str, Tensor]:
+        """SCAFFOLD's c_i, this site's, likewise; zeros until an update of it was counted."""
+        return self._controls_of(self._session.controls.read) if self._session.controls is not None else {}
+
+    def _controls_of(self, runs: Runs) -> dict[str, Tensor]:
+        return {
+            name: runs(CONTROL_PREFIX + name, 0, math.prod(shape)).reshape(shape)
+            for name, shape in self._control_shapes().items()
+        }
+
+    @overload
+    def state_dict(self, framework: Literal["torch"] = "torch") -> dict[str, Tensor]: ...
+
+    @overload
+    def state_dict(self, framework: Literal["numpy"]) -> dict[str, np.ndarray[Any, Any]]: ...
+
+    @border
+    def state_dict(self, framework: str = "torch") -> dict[str, Any]:
+        """The global model by name, tied tensors included, in new memory.
+
+        Args:
+            framework: "torch" for CPU tensors, "numpy" for arrays; bf16 and 8-bit floats are fp32 there.
+        """
+        require_framework(framework)
+        schema = self._session.schema.model
+        owned = {s.name: torch.empty(s.shape, dtype=torch_dtype(s.dtype), device="cpu") for s in schema.tensors}
+        self._pull(owned)
+        tensors = owned | {alias: owned[owner] for alias, owner in schema.aliases}
+        return to_numpy(tensors) if framework == "numpy" else tensors
+
+    @border
+    def submit(
+        self,
+        model: nn.Module | Arrays,
+        *,
+        weight: float = 1.0,
+        metrics: dict[str, float] | None = None,
+        steps: int = 0,
+        control_difference: Arrays | None = None,
+    ) -> None:
+        """Submit what `model` has become; returns when the server has it in its journal.
+
+        Args:
+            model: a module with the run's schema, or a mapping name → tensor, numpy array, or anything with DLPack or
+                `__array__`; read, not changed.
+            weight: samples, tokens, or any positive number; the mean is by weight.
+            metrics: finite numbers by name; averaged by weight over the workers.
+            steps: local optimizer steps in the round, for status, and what FedNova divides by; by default those that
+                `correct` counted.
+            control_difference: Δc_i of a hand-written SCAFFOLD loop, parameter's name → tensor of its shape; `steps`
+                must be given with it.
+
+        Raises:
+            UsageError: the round was submitted before, or the global model was never pulled.
+            SchemaMismatch: it is not the model of the run.
+            UsageError: an entry of the mapping is no array; it is named.
+            UsageError: the weight is not a positive finite number, `steps` or a metric is none; or the control
+                difference is not what the run needs, and what is wrong with it is named.
+        """
+        if self.done:
+            raise UsageError(
+                f"Round {self.number} was submitted already.", "Submit once, then go on to the next round."
+            )
+        self._require_joined()
+        schema = self._session.schema.model
+        tensors = matching(self._session, model if isinstance(model, nn.Module) else as_tensors(model, schema))
+        self._require_base()
+        steps = counted(steps)
+        if self._correction is not None:
+            self._correction.close()
+            steps = steps or self._correction.steps
+        difference = self._difference(control_difference, steps)
+        finite = finite_metrics(metrics or {}, self._session.site)
+        if self._session.info.keeps_local and not self._session.filters:
+            keep_local(self._session, tensors, self.number)
+        if self._session.is_over(self._ticket):
+            LOG.warning("%s: round %d is over, it does not count", self._session.site, self.number)
+            self._end()
+            return
+        try:
+            self._session.submit(
+                self._ticket,
+                tensors,
+                weight=positive(weight),
+                steps=steps,
+                metrics=finite,
+                control_difference=difference,
+            )
+        except TicketClosed as error:  # kept, as an update that counted is: the server may fall back to its base
+            LOG.warning("%s: round %d went on without this update: %s", self._session.site, self.number, error)
+        except Gone as error:
+            LOG.warning("%s: %s", self._session.site, error)
+        except UpdateRefused as error:
+            self._session.outbox.clear()
+            self._session.refused(error)
+        else:
+            self._session.refusals = 0
+        self._end()
+
+    def _end(self) -> None:
+        self.done = True
+        self._correction, self._session.optimizers = None, []  # they hold the model, which nothing keeps in a wait
+
+    def _difference(self, given: Arrays | None, steps: int) -> Runs | None:
+        """Δc_i: what `correct` measured, or what a hand-written loop gives back; None in runs without controls."""
+        info, own = self._session.info, self._session.controls
+        if given is None:
+            if self._correction is not None:
+                return self._correction.control_difference()
+            if info.local.get("correction", "none") == "none":
+                return None
+            by_hand = ", or submit the control_difference of a loop written by hand" if own is not None else ""
+            raise UsageError(
+                f"Round {self.number} of {info.algorithm} was trained without its correction.",
+                f"Call round.correct(model, optimizer) after round.load_into(model), before training{by_hand}.",
+            )
+        if own is None:
+            raise UsageError(
+                f"Round {self.number} of {info.algorithm} got a control_difference, and the run has no controls.",
+                "Leave it out: only SCAFFOLD has them.",
+            )
+        if self._correction is not None and self._correction.measures_controls:
+            raise UsageError(
+                f"Round {self.number} got a control_difference, and round.correct has measured one already.",
+                "Use one of the two.",
+            )
+        if self._session.filters:
+            raise UsageError(
+                f"The control_difference of round {self.number} would leave this site without passing its filters.",
+                "Use round.correct(model, optimizer), which forms it from what they leave; or join without filters.",
+            )
+        if steps < 1:
+            raise UsageError(
+                f"Round {self.number} got a control_difference and steps={steps}.",
+                "Say with steps= how many optimizer steps it was measured over.",
+            )
+        from atoll.worker.correction.by_hand import difference_runs
+
+        return difference_runs(given, self._control_shapes(), own)
+
+    def _control_shapes(self) -> dict[str, tuple[int, ...]]:
+        specs = self._session.schema.tensors
+        return {spec.name.removeprefix(CONTROL_PREFIX): spec.shape for spec in specs if spec.group == CONTROL}
+
+    def _require_joined(self) -> None:
+        require_joined(self._session.has_left, self._session.site, "atoll.join")
+
+    def _require_base(self) -> None:
+        self._require_joined()
+        if not self._session.base.holds(self._session.info.run, self._ticket.base_digest):
+            raise UsageError(
+                f"Round {self.number} has no base: the global model was not pulled.",
+                "Call round.load_into(model) before training.",
+            )
 
 
 @bordered

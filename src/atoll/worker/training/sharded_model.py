@@ -29,8 +29,7 @@ from atoll.tensors.fsdp_shards import Shards
 from atoll.tensors.module_tensors import Tensors
 from atoll.worker.exchange import encode_update
 from atoll.worker.exchange.base_and_outbox import BaseFile, OutboxNote
-from atoll.worker.exchange.exchange import Exchange
-from atoll.worker.exchange.send_update import Sending, completed, note_of
+from atoll.worker.exchange.exchange import Exchange, Sending, completed, note_of
 from atoll.worker.log_lines import progress
 from atoll.worker.session.ranks import Ranks, Said
 from atoll.worker.session.server_checks import is_answered

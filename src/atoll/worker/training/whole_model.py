@@ -13,7 +13,7 @@ from atoll.errors import TicketClosed, UpdateRefused
 from atoll.protocol import messages
 from atoll.tensors.module_tensors import Tensors
 from atoll.worker.broken_off import NetworkLost
-from atoll.worker.exchange.settle import (
+from atoll.worker.exchange.exchange import (
     BROKE_OFF,
     begin_from_base,
     counted_step,
