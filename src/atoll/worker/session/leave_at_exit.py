@@ -93,7 +93,7 @@ class _Forking(threading.local):
     """The signals that the calling thread let through before the fork that it is in, and those around that fork.
 
     Attributes:
-        began_s: when it last began to fork. A handler of the script's own may raise in ours, and leave `masks` behind.
+        began_s: when the outermost fork began. A handler of the script's own that raises in ours may leave `masks`.
     """
 
     masks: tuple[set[signal.Signals | int], ...] = ()
@@ -255,7 +255,8 @@ def _keep_from_forks(writer: int) -> None:
 
     def hold() -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        _forking.began_s = time.monotonic()
+        if not _forking.masks:
+            _forking.began_s = time.monotonic()
         _forking.masks += (before,)  # of the thread that forks, which is the one that the fork has
         signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
 
