@@ -36,7 +36,7 @@ from atoll.server.http.prometheus import prometheus
 from atoll.server.swarm.assignments import Swarm
 from atoll.server.tasks.task_routes import TaskHandlers
 from atoll.server.transient_errors import require_space
-from atoll.store.journal_tables import PartRow, TicketRow
+from atoll.store.journal_tables import PartRow, TicketRow, VersionRow
 from atoll.store.tickets import why_closed
 from atoll.store.update_spool import PartWriter
 from atoll.tensors.layout import Layout
@@ -164,9 +164,10 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
                     case fx.LeaseRefused():
                         self.run.refuse_lease(lease, effect)
                     case fx.TicketIssued(_, ticket, fragment, base_version, _):
-                        if base_version == self.store.head(fragment).version:
-                            return self._ticket_reply(lease, ticket, fragment, base_version, previous)
-                        # an asynchronous step is in the journal, and the machine is about to hear of it
+                        # read once: an asynchronous step may move it at any time, from a thread of its own
+                        if (head := self.store.head(fragment)).version == base_version:
+                            return self._ticket_reply(lease, ticket, head, previous)
+                        # such a step is in the journal, and the machine is about to hear of it
                         until_s = max(until_s, time.monotonic() + COMMIT_S)
                     case fx.TicketWithheld(_, fragment, reason):
                         # a finished run answers at once; its result is the head; so does a step for who ends with it
@@ -177,12 +178,12 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             await self.run.changed(until_s - time.monotonic())
 
     def _ticket_reply(
-        self, lease: Lease, ticket: int, fragment: int, base_version: int, previous: TicketRow | None
+        self, lease: Lease, ticket: int, head: VersionRow, previous: TicketRow | None
     ) -> messages.TicketReply:
-        head = self.store.head(fragment)
+        fragment = head.fragment
         return messages.TicketReply(
             status="ticket",
-            ticket=self.given(lease.site, ticket, fragment, base_version, head.digest),
+            ticket=self.given(lease.site, ticket, fragment, head.version, head.digest),
             previous=self._previous(previous, ticket),
             counted=counted_of(lease.site, self.store) if self.run.has_controls else None,
             head_version=head.version,
