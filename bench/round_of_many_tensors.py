@@ -37,7 +37,7 @@ def main(
     seconds: dict[int, list[float]] = {few: [], many: []}
     exact = True
     for number in range(repeats):
-        for tensors in (few, many) if number % 2 == 0 else (many, few):  # who comes first meets the colder machine
+        for tensors in (few, many) if number % 2 == 0 else (many, few):  # the first meets the colder machine
             say(f"run {number + 1} of {repeats} with {tensors} tensors")
             figures = measure(Bench(gb, workers, rounds, tensors, folder=directory), lambda _: None)
             seconds[tensors] += steady(figures["rounds_s"])

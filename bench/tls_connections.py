@@ -76,9 +76,9 @@ def server(folder: Path, size: int, *, rounds: int, mb: int) -> Iterator[tuple[i
     (folder / "key.pem").chmod(0o600)
     (folder / "cert.pem").write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
     authority.cert_pem.write_to_path(folder / "ca.pem")
-    (folder / "round_model.py").write_text(MODEL.format(width=int((mb * 1e6 / 4) ** 0.5)))
+    (folder / "bench_model.py").write_text(MODEL.format(width=int((mb * 1e6 / 4) ** 0.5)))
     (folder / "run.toml").write_text(
-        f'model = "round_model:build"\nalgorithm = "fedavg"\nrounds = {rounds}\nnum_workers = 2\nmin_workers = 2\n'
+        f'model = "bench_model:build"\nalgorithm = "fedavg"\nrounds = {rounds}\nnum_workers = 2\nmin_workers = 2\n'
         f'port = {port}\ntls_cert = "cert.pem"\ntls_key = "key.pem"\nmin_free_bytes = 0\n'
     )
     environment = os.environ | {

@@ -10,11 +10,11 @@ For every window of every part:
     write θ (cast to the version's dtype) and s, hash them on the way
 
 Where versions go down by a codec, θ is the master in the state file, and the version is what workers then hold; see
-`delta.py`. Buffers take the mean of raw values, controls grow by the reduction, integers take the maximum. The pass is
-a pure function of its inputs: neither the chunk size nor the number of threads changes a bit, and after a crash it
-simply runs again. What it reads of the base is hashed, too: a disk that has changed a bit since it was written is found
-out before anything follows from it. Memory is a few chunks per thread, whatever the model's size and the number of
-updates. Files are read and written by position; fsync is the caller's.
+`DeltaWriter`. Buffers take the mean of raw values, controls grow by the reduction, integers take the maximum. The
+pass is a pure function of its inputs: neither the chunk size nor the number of threads changes a bit, and after a
+crash it simply runs again. What it reads of the base is hashed, too: a disk that has changed a bit since it was
+written is found out before anything follows from it. Memory is a few chunks per thread, whatever the model's size and
+the number of updates. Files are read and written by position; fsync is the caller's.
 """
 
 from __future__ import annotations
@@ -105,9 +105,8 @@ def require_finite(window: Window, values: Tensor, base_fd: int) -> None:
 
 # -- What goes down of the next version: encoded window by window, in the pass that makes it.
 #
-# θ' is stepped from the master, b is what the base holds; the difference is encoded, and b' = b + what it decodes
-# to is what the version file gets. Codecs are fixed-rate and windows begin at tiles, so that each is encoded for
-# itself.
+# θ' is stepped from the master, b is what the base holds; the difference is encoded, and b' = b + what it decodes to is
+# what the version file gets. Codecs are fixed-rate and windows begin at tiles, so that each is encoded for itself.
 
 
 class DeltaWriter:

@@ -240,10 +240,10 @@ def _call(filter_: Filter, of: str, call: Callable[[], object]) -> object:
 
 # -- Filters between a payload and what travels: each float tensor passes through all of them while it is written.
 #
-# model.w ──run──▶ fp32 ──filter──▶ … ──filter──▶ its own dtype ──▶ file
+#     model.w  ──run──▶ fp32 ──filter──▶ … ──filter──▶ its own dtype ──▶ file
 #
-# Nothing is copied before: a tensor stands in the payload as a `Stream` that reads its runs and filters them when
-# they are asked for. Integers, booleans and NumPy scalars stay as they are.
+# Nothing is copied before: a tensor stands in the payload as a `Stream` that reads its runs and filters them when they
+# are asked for. Integers, booleans and NumPy scalars stay as they are.
 
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ program, leaves a row that no longer agrees with it.
 The journal's tables. What must never happen is a constraint here, so that no caller can make it happen.
 
 `heads` decides which versions exist: one UPDATE of it is the commit. A version row above its head does not count.
-`row_check` is the row's checksum, written by the journal itself (`checks.py`).
+`row_check` is the row's checksum, written by the journal itself: the functions below.
 """
 
 from __future__ import annotations

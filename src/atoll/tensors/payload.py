@@ -6,10 +6,11 @@
       tensors   [tensor, array]
 
 The receiver gets the identical structure back: dicts in their order, tuples and lists, ints and floats, torch where
-there was torch and NumPy where there was NumPy. A tensor that occurs twice travels once, and is one tensor there, too.
-A `TensorRef` travels as it is: nothing is pulled on the way. A value of a type that is registered (`kinds.py`) travels
-as what its producer makes of it, and its consumer rebuilds it; a `Stream` in that is made, and read, in runs.
-The skeleton is plain JSON: it is read with checks at every step, and builds nothing but what is listed here.
+there was torch and NumPy where there was NumPy. A tensor that occurs twice travels once, and is one tensor there,
+too. A `TensorRef` travels as it is: nothing is pulled on the way. A value of a type that is registered
+(`custom_types.py`) travels as what its producer makes of it, and its consumer rebuilds it; a `Stream` in that is
+made, and read, in runs. The skeleton is plain JSON: it is read with checks at every step, and builds nothing but what
+is listed here.
 
 Where the tensors of a payload lie, under names that a person would write, and payloads with some of them left out.
 

@@ -1,4 +1,4 @@
-"""A worker's end of the HTTP interface: typed calls. Parts of tensors have connections of their own (`parts.py`).
+"""A worker's end of the HTTP interface: typed calls. Parts of tensors go by `resumable_transfer.py`.
 
 Errors that the server names come back as the same classes; a network that fails becomes `ServerUnreachable` or
 `TransferStalled`. Nothing is retried here: whoever calls knows what a failure means.
@@ -37,8 +37,8 @@ from atoll.transport.unreachable import no_atoll, unreachable
 
 # -- An HTTP response whose headers must be complete.
 #
-# The standard library takes the end of a connection for the end of the headers. A response that is cut off inside
-# them then looks like one without a body, and a part of a status line like a shorter one.
+# The standard library takes the end of a connection for the end of the headers. A response that is cut off inside them
+# then looks like one without a body, and a part of a status line like a shorter one.
 
 
 class Response(http.client.HTTPResponse):
@@ -76,14 +76,12 @@ class _HeaderLines:
 
 # -- End calls that a silent network would hold up: packets are dropped, no connection is refused or reset.
 #
-# While a call is unanswered, heartbeats are sent. As long as they are answered, the call may wait: the server waits
-# for other sites. Two in a row that stay unanswered mean that the network is lost; every call that began before
-# them ends.
+# While a call is unanswered, heartbeats are sent. As long as they are answered, the call may wait: the server waits for
+# other sites. Two in a row that stay unanswered mean that the network is lost; every call that began before them ends.
 #
 # One unanswered heartbeat is enough to distrust every older connection: the network may be back and have forgotten
-# it, as a firewall does. Heartbeats on new connections are answered then, and the old call never would be. So a
-# call that began before an unanswered heartbeat ends with the next answered one, and is tried again on a new
-# connection.
+# it, as a firewall does. Heartbeats on new connections are answered then, and the old call never would be. So a call
+# that began before an unanswered heartbeat ends with the next answered one, and is tried again on a new connection.
 
 
 class Call(Protocol):

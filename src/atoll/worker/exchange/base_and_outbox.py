@@ -7,7 +7,7 @@ in it; a file without its note is scrap.
     base.safetensors + base.json      the version that was pulled; opens with safetensors
     outbox.bin       + outbox.json    the encoded update of one ticket; kept until the next one is formed
 
-They lie in a folder for each run; `earlier.py` removes those of runs that the site has left.
+They lie in a folder for each run; `remove_earlier` removes those of runs that the site has left.
 """
 
 from __future__ import annotations
@@ -380,7 +380,8 @@ def _lock(folder: Path, site: str) -> int | None:
 # -- What earlier runs of a site have left on its disk, and this one under another number of ranks: removed at a
 # start.
 #
-# SITE/RUN/ the files of a worker that is not sharded, `files.py` SITE/rank-R-of-N/RUN/ those of rank R of N
+# SITE/RUN/                       the files of a worker that is not sharded
+# SITE/rank-R-of-N/RUN/           those of rank R of N
 
 
 _OURS = re.compile(

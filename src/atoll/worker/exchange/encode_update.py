@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from atoll.worker.exchange.local_state import Residuals
 
 
-# -- A site's filters, between the model and the outbox, or between an answer to a task and its file: each run
-# passes through all of them, in their order.
+# -- A site's filters, between the model and the outbox, or between an answer to a task and its file: each run passes
+# through all of them, in their order.
 
 
 T = TypeVar("T")
@@ -136,11 +136,12 @@ def _told(call: Callable[[], T]) -> T:
 
 # -- Which runs of tensors an update is formed from at once: tables that follow from the layouts, made once.
 #
-# A call costs as much for a tensor of ten elements as for one of ten thousand, so neighbours are read, subtracted
-# and encoded as one. In the version they follow each other without gaps, in the update each begins at a border of
-# 64 bytes; they are brought into memory as they lie in the update, so what is subtracted is one run there:
+# A call costs as much for a tensor of ten elements as for one of ten thousand, so neighbours are read, subtracted and
+# encoded as one. In the version they follow each other without gaps, in the update each begins at a border of 64 bytes;
+# they are brought into memory as they lie in the update, so what is subtracted is one run there:
 #
-# version | tensor 0 | tensor 1 | tensor 2 | update | tensor 0 |..| tensor 1 |..| tensor 2 | .. padding
+#     version | tensor 0 | tensor 1 | tensor 2 |
+#     update  | tensor 0 |..| tensor 1 |..| tensor 2 |        .. padding
 
 
 MOST_TARGETS = 512
@@ -278,12 +279,11 @@ class Stretches:
         return self._version.by_name[spec.name].offset + start * spec.item_bytes
 
 
-# -- Told, not silent: an update of which nothing is left once it is encoded, and one that was nothing from the
-# start.
+# -- Told, not silent: an update of which nothing is left once it is encoded, and one that was nothing from the start.
 #
-# What a codec with error feedback loses comes later, so there a tensor is lost only where nothing of it arrives,
-# update after update; without, where more than `MOST` of its norm is gone. Most tensors are looked at in their
-# first run only: as soon as something of one arrives, it is not lost.
+# What a codec with error feedback loses comes later, so there a tensor is lost only where nothing of it arrives, update
+# after update; without, where more than `MOST` of its norm is gone. Most tensors are looked at in their first run only:
+# as soon as something of one arrives, it is not lost.
 
 
 MOST = 0.99

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from atoll.worker.correction.control_variates import Controls
 
 
-# -- What is sent again: a server that lost power falls back, and what it had acknowledged since is still in
-# outboxes.
+# -- What is sent again: a server that lost power falls back, and what it had acknowledged since is still in outboxes.
 
 
 def sent_again(
@@ -236,7 +235,7 @@ class Exchange:
     Attributes:
         refusals: updates of this process that were refused in a row.
         resuming: whether the outbox was filled by an earlier process, so that the server may hold parts of it already.
-        settled: the ticket of the outbox's update, once nothing of it is local progress any more (`settling.py`).
+        settled: the ticket of the outbox's update, once nothing of it is local progress any more (`settle`).
     """
 
     schema: Schema
@@ -566,8 +565,8 @@ class Exchange:
 
 # -- What a synchronisation that broke off has left, and how it is taken up again: docs/decisions/0005.
 #
-# An update was formed, and nobody has heard yet whether it counts; the head moved on while it was pulled; the run
-# ended while this worker was at it. Whole models and fragments alike.
+# An update was formed, and nobody has heard yet whether it counts; the head moved on while it was pulled; the run ended
+# while this worker was at it. Whole models and fragments alike.
 
 
 BROKE_OFF = (*NetworkLost, TicketClosed, Gone)

@@ -276,7 +276,7 @@ class Together:
 
 # -- Error feedback: what encoding an update has lost stays at the worker and is added to its next update.
 #
-# g = Δ + e sent: C(g) e ← g − dec(C(g)), once the update was counted
+#     g = Δ + e        sent: C(g)        e ← g − dec(C(g)), once the update was counted
 #
 # So over rounds what the server decodes adds up to what was trained, but for the last e (Karimireddy et al., arXiv
 # 1901.09847, algorithm 2). e is kept in the dtype of accumulation, one tensor for each parameter.

@@ -35,11 +35,10 @@ from atoll.worker.session.connection import Connection
 
 # -- What comes down in place of a version: received into a file, then added to the base, part by part.
 #
-# delta.bin + delta.json what was received; a pull that broke off goes on where it was
+#     delta.bin + delta.json      what was received; a pull that broke off goes on where it was
 #
-# Nothing of the base changes before all of a delta is here. From then on its note names the version that it
-# becomes, as not complete: a process that is killed in between leaves a base of which each part has its own digest,
-# or is pulled.
+# Nothing of the base changes before all of a delta is here. From then on its note names the version that it becomes, as
+# not complete: a process that is killed in between leaves a base of which each part has its own digest, or is pulled.
 
 
 _WIDEST_BYTES = 8

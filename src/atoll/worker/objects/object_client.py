@@ -136,11 +136,11 @@ def watched(parts: Parts, abort: Abort | None) -> Iterator[None]:
 
 # -- `atoll.publish`: tensors under a reference, from this process or through the server.
 #
-# ref = atoll.publish({"w": w, "step": 7}) # served by this process, to processes of this machine ref =
-# atoll.publish(model, server="http://host:8512") # kept by the server, after this process has ended
+# ref = atoll.publish({"w": w, "step": 7})                  # served by this process, to processes of this machine
+# ref = atoll.publish(model, server="http://host:8512")     # kept by the server, after this process has ended
 #
-# with atoll.Publisher("0.0.0.0", tls_cert=..., tls_key=...) as publisher: ref = publisher.publish(model) # served
-# by this process, to everybody who reaches it
+# with atoll.Publisher("0.0.0.0", tls_cert=..., tls_key=...) as publisher:
+#     ref = publisher.publish(model)                        # served by this process, to everybody who reaches it
 
 
 EXPIRES_S = 3600.0
@@ -379,12 +379,13 @@ def _lasting(expires_s: float) -> float:
 
 # -- `atoll.fetch`: the tensors behind a reference: into memory, lazily on disk, or in place.
 #
-# state = atoll.fetch(ref) # as it was published, in new memory state = atoll.fetch(ref, to_disk=True) # on disk; a
-# tensor is loaded when it is asked for atoll.fetch(ref, into=model) # in place, without a second copy
+#     state = atoll.fetch(ref)                       # as it was published, in new memory
+#     state = atoll.fetch(ref, to_disk=True)         # on disk; a tensor is loaded when it is asked for
+#     atoll.fetch(ref, into=model)                   # in place, without a second copy
 #
-# The manifest comes first and is held against the reference, then the head with names, dtypes and shapes, which is
-# read strictly; only then is memory taken for tensors. What has come stays when a connection breaks: only the rest
-# is asked for again.
+# The manifest comes first and is held against the reference, then the head with names, dtypes and shapes, which is read
+# strictly; only then is memory taken for tensors. What has come stays when a connection breaks: only the rest is asked
+# for again.
 
 
 PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)

@@ -1,6 +1,6 @@
 """One worker's place in a run: its connection, and what it has of the run's fragments.
 
-The two loops that users see, `federated.py` and `diloco.py`, stand on it.
+The two loops that users see, `federated_loop.py` and `diloco_loop.py`, stand on it.
 """
 
 from __future__ import annotations

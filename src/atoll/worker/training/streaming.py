@@ -44,8 +44,7 @@ from atoll.worker.metrics import Measured, Said
 from atoll.worker.session.session import Session
 from atoll.worker.training.outage import Outage
 
-# -- An update of one fragment on its way, and what a worker knows of the fragment: everything that needs the
-# network.
+# -- An update of one fragment on its way, and what a worker knows of the fragment: everything that needs the network.
 
 
 LOOK_S = 1.0
