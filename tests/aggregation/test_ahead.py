@@ -41,7 +41,7 @@ DEADLINE_S = 60.0
         (8, 100, 200, 0),
     ],
 )
-def test_who_has_helpers(threads: int, parts: int, updates: int, helpers: int) -> None:
+def test_a_pass_has_as_many_helpers_as_its_threads_allow(threads: int, parts: int, updates: int, helpers: int) -> None:
     assert helpers_for(threads, parts, updates) == helpers
 
 

@@ -66,7 +66,7 @@ def test_more_than_the_socket_holds(ends: tuple[Channel, Channel]) -> None:
         other.receive()
 
 
-def test_a_file_whose_message_never_comes_is_given_back(tmp_path: Path) -> None:
+def test_gives_back_a_file_without_its_message(tmp_path: Path) -> None:
     mine, theirs = socket.socketpair()
     other = Channel(mine)
     (tmp_path / "file").write_bytes(b"tensors")

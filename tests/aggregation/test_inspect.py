@@ -203,7 +203,7 @@ def test_what_is_not_finite_in_the_padding_is_nobodys(codec, bad):
     assert stats.digest == blake3(content).digest()
 
 
-def test_finite_numbers_whose_squares_are_not_are_no_fault():
+def test_accepts_finite_numbers_with_squares_that_overflow():
     layout = update_layout([TensorSpec(name, "F64", (9,)) for name in ("v", "w")], raw)
     content = bytearray(layout.nbytes)
     encode(content, layout.segments[1], torch.full((9,), 1e200, dtype=torch.float64))
@@ -252,7 +252,7 @@ class ThreeBytes:
         target.copy_(wide.view(torch.float32).view(-1))
 
 
-def test_elements_whose_size_is_no_part_of_the_alignment_are_not_looked_at_across_borders():
+def test_looks_at_no_element_across_a_border_of_the_alignment():
     codecs = {"three": ThreeBytes()}
     layout = update_layout([TensorSpec(f"w{index}", "F32", (5,)) for index in range(4)], lambda spec: codecs["three"])
     content = bytearray(layout.nbytes)
@@ -293,7 +293,7 @@ def test_it_takes_no_more_bytes_than_the_part_has(tmp_path):
     assert b"".join(written) == content[: part.nbytes]
 
 
-def test_what_the_file_raises_reaches_who_feeds(tmp_path):
+def test_an_error_of_the_file_reaches_the_feeding_thread(tmp_path):
     def full(span):
         raise OSError(28, "No space left on device")
 
@@ -424,7 +424,7 @@ def test_a_thread_that_is_left_alone_with_a_part_gives_its_memory_back():
     assert inspection._lent == 0
 
 
-def test_who_comes_after_the_end_is_sent_away():
+def test_refuses_bytes_after_the_end():
     layout = update_layout([TensorSpec("w", "F32", (1000,))], raw)
     (part,) = layout.parts
     with Inspection(layout, CODECS).begin(part, no_write) as inspector:

@@ -61,7 +61,7 @@ def test_refuses_a_submission_without_its_control_difference_and_the_round_stays
     assert seen == [[0.0, 0.0], [1.0, -2.0]]
 
 
-def test_refuses_a_diloco_loop_whose_updates_have_none(tmp_path: Path) -> None:
+def test_refuses_a_diloco_loop_without_the_groups_of_the_update(tmp_path: Path) -> None:
     with serve(tmp_path, Line(), **options(tmp_path)) as server:
         model = Line()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

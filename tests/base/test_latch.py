@@ -10,7 +10,7 @@ from atoll import latch as module
 from atoll.latch import Latch
 
 
-def test_all_who_wait_go_on_once_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_it_wakes_all_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, not when they look again."""
     monkeypatch.setattr(module, "LOOK_S", 60.0)
     latch = Latch()
@@ -29,7 +29,7 @@ def test_all_who_wait_go_on_once_it_is_set(monkeypatch: pytest.MonkeyPatch) -> N
     assert latch.wait(0.0)
 
 
-def test_a_waiter_that_was_interrupted_holds_up_neither_who_sets_it_nor_who_waits() -> None:
+def test_an_interrupted_waiter_blocks_neither_the_setter_nor_other_waiters() -> None:
     """Ctrl-C between two instructions of `wait` leaves what it has taken: here, all that it takes."""
     latch = Latch()
     for interrupted in ("before it was set", "behind it"):

@@ -57,7 +57,7 @@ def test_a_free_port_is_not_one_that_a_socket_may_be_given() -> None:
     assert 1024 <= min(processes._PORTS) <= free_port() <= max(processes._PORTS) < lowest
 
 
-def test_nobody_else_is_given_the_same_free_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gives_each_process_another_free_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ports = [free_port() for _ in range(4)]
     for name in processes._TAKEN[-4:]:
         name.close()

@@ -125,9 +125,7 @@ def test_a_wrong_type_within_the_users_code_is_no_wrong_argument() -> None:
 
 
 @pytest.mark.covers("X3")
-def test_a_file_whose_name_is_taken_by_another_module_is_told_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refuses_a_file_named_like_another_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python imports `site` when it starts, so that nobody's site.py is found by that name."""
     (tmp_path / "site.py").write_text("def build(): return 'built'\n")
     monkeypatch.chdir(tmp_path)

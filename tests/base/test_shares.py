@@ -44,7 +44,7 @@ def test_rows_are_those_of_torch_chunk(rows: int, ranks: int) -> None:
         assert values.reshape(-1)[start:stop].tolist() == (chunks[rank] if rank < len(chunks) else [])
 
 
-def test_a_tile_is_of_the_rank_whose_row_it_begins_in() -> None:
+def test_a_tile_belongs_to_the_rank_of_its_first_row() -> None:
     """301 rows of 97 are 29,197 elements, in 8 tiles; rank 0 has 151 rows, 14,647 elements, which end in tile 3."""
     spec = TensorSpec("w", "F32", (301, 97))
     assert [rows_of(spec, rank, 2) for rank in (0, 1)] == [(0, 14_647), (14_647, 29_197)]

@@ -129,7 +129,7 @@ def fragment(
     return status_messages.FragmentStatus(fragment=number, version=1, phase=phase, waiting_for=missing, reason=reason)
 
 
-def test_only_who_is_late_is_told() -> None:
+def test_names_late_sites_only() -> None:
     reminder = server.Reminder(0.0)
     assert reminder.line([fragment("waits for a and b", a=14.0, b=2.0)], 100.0) == ""
     assert reminder.line([fragment("waits for a and b", a=15.0, b=2.0)], 101.0) == "waiting for a (15 s)"

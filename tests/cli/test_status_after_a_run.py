@@ -58,7 +58,7 @@ def test_reads_the_default_state_directory_where_no_server_answers(nursery: Nurs
     assert "FINISHED" in said
 
 
-def test_a_run_whose_server_was_stopped_says_that_none_answers(nursery: Nursery, tmp_path: Path) -> None:
+def test_says_that_no_server_answers_after_it_was_stopped(nursery: Nursery, tmp_path: Path) -> None:
     with serve(tmp_path, rounds=0):
         pass
     code, said = status_of(nursery, tmp_path, "--state-dir", "state", "--json")

@@ -110,7 +110,7 @@ def test_threads_and_cuts_change_no_bit(codec: Codec, kind: str) -> None:
 
 @pytest.mark.covers("L16")
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_bytes_that_nobody_encoded_come_to_the_same_values_every_time(codec: Codec) -> None:
+def test_decodes_arbitrary_bytes_to_the_same_values_every_time(codec: Codec) -> None:
     """Places in no order, twice, or behind the last element; scales that are no numbers. Nothing outside is written."""
     for numel in (1, 300, 4096, 2 * 4096 + 5):
         size = codec.encoded_bytes(numel, "F32")

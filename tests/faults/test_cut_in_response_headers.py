@@ -134,9 +134,7 @@ def test_a_response_cut_in_its_headers_is_asked_for_again(
 
 
 @pytest.mark.covers("F15", "F17")
-def test_a_task_whose_responses_are_cut_in_their_headers_is_answered_once(
-    tmp_path: Path, proxies: Callable[[int], Proxy]
-) -> None:
+def test_answers_a_task_once_though_response_headers_are_cut(tmp_path: Path, proxies: Callable[[int], Proxy]) -> None:
     """Tensors of a task and of its answer are objects of their own, because they are large."""
     worked: Counter[str] = Counter()
     answers: dict[str, torch.Tensor] = {}

@@ -216,7 +216,7 @@ def test_a_changed_bit_of_the_log_is_refused_or_loses_nothing(halfway: Halfway, 
 
 
 @pytest.mark.covers("F41")
-def test_no_new_run_begins_over_a_log_whose_header_is_damaged(tmp_path: Path) -> None:
+def test_begins_no_new_run_over_a_log_with_a_damaged_header(tmp_path: Path) -> None:
     """All of this run is in its log: without it the journal is empty."""
     with serve(tmp_path / "run"):
         folder = copy_folder(tmp_path / "run", tmp_path / "copy")
@@ -228,7 +228,7 @@ def test_no_new_run_begins_over_a_log_whose_header_is_damaged(tmp_path: Path) ->
 
 
 @pytest.mark.covers("F41")
-def test_a_run_whose_audit_head_is_behind_goes_on(halfway: Halfway, later: Path) -> None:
+def test_goes_on_where_the_audit_head_is_behind(halfway: Halfway, later: Path) -> None:
     """As after a kill between the commit and the file."""
     shutil.copy(halfway.earlier / "state" / HEAD, later / "state" / HEAD)
     assert audited(later) == ""

@@ -349,7 +349,7 @@ def test_a_damaged_journal_is_refused(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F43")
-def test_a_worker_whose_disk_fails_is_released_from_the_round_and_named(nursery: Nursery, tmp_path: Path) -> None:
+def test_releases_and_names_a_worker_with_a_failing_disk(nursery: Nursery, tmp_path: Path) -> None:
     with serving(tmp_path, min_workers=1) as server:
         other = Sites(server.url, tmp_path, names=["b"])
         site = SiteProcess(nursery, tmp_path, server.url, "a").start("worker.write=enospc@3")

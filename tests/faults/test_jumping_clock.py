@@ -74,9 +74,7 @@ def jumping(clock: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nursery]:
 
 @pytest.mark.slow
 @pytest.mark.covers("F20")
-def test_processes_whose_clocks_jump_by_a_day_train_every_round_once(
-    tmp_path: Path, clock: Path, jumping: Nursery
-) -> None:
+def test_trains_every_round_once_though_clocks_jump_by_a_day(tmp_path: Path, clock: Path, jumping: Nursery) -> None:
     straight, folder = tmp_path / "straight", tmp_path / "jumps"
     folder.mkdir()
     with serve(straight, **SETTINGS) as server:

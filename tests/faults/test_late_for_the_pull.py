@@ -44,7 +44,7 @@ class LateSite(Threads):
 
 
 @pytest.mark.covers("F23", "L10")
-def test_a_site_whose_deadline_passed_before_its_pull_takes_the_newest_round(tmp_path: Path) -> None:
+def test_a_site_late_for_its_pull_takes_the_newest_round(tmp_path: Path) -> None:
     resumed = threading.Event()
 
     def during(site: str, number: int) -> None:

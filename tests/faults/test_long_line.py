@@ -18,7 +18,7 @@ CONNECTIONS, TIMEOUT_S = 8, 3.0
 
 
 @pytest.mark.covers("F21", "L9")
-def test_parallel_parts_make_up_for_a_slow_connection_and_nobody_is_taken_for_dead(tmp_path: Path) -> None:
+def test_parallel_parts_make_up_for_a_slow_connection_and_no_site_is_lost(tmp_path: Path) -> None:
     model = nn.Linear(1024, 640)  # 2.6 MB in 41 parts: 3.7 s each way over eight connections, 30 over one
     with (
         serving(

@@ -43,7 +43,7 @@ def train_on(loop: atoll.DiLoCo, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 @pytest.mark.covers("L7", "L10")
-def test_a_fragment_whose_last_version_could_not_be_pulled_is_not_taken_for_finished(tmp_path: Path) -> None:
+def test_a_fragment_without_its_last_version_is_not_finished(tmp_path: Path) -> None:
     """Twice: where the result is fetched, and at the next turn, when the server says that all is over."""
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -95,7 +95,7 @@ def test_a_command_that_fails_again_and_again_is_started_ever_more_slowly(monkey
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
-def test_a_worker_that_comes_and_goes_disturbs_nobody(tmp_path: Path) -> None:
+def test_a_worker_that_comes_and_goes_disturbs_no_other(tmp_path: Path) -> None:
     """It gets its open ticket again each time; every lease that it gave back is refused."""
     with serving(tmp_path, rounds=1, min_workers=1) as server:
         steady, done = threading.Event(), threading.Event()

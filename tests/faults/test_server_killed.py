@@ -70,7 +70,7 @@ def test_killed_at_a_failpoint(nursery: Nursery, tmp_path: Path, undisturbed: Re
 
 
 @pytest.mark.covers("F6")
-def test_killed_while_everybody_trains(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
+def test_goes_on_after_a_kill_while_all_sites_train(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
     training = threading.Barrier(3)  # both workers and the test
     go_on = threading.Event()
 

@@ -213,7 +213,7 @@ def test_while_the_server_is_away_the_first_turn_is_patient_and_the_others_try_o
 
 
 @pytest.mark.covers("L4", "L10")
-def test_who_waits_for_a_result_submits_meanwhile_what_broke_off_before_it(
+def test_submits_a_broken_off_update_while_it_waits_for_a_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """a's update of fragment 0 breaks off twice, and b's of fragment 1: a waits in 1 for b, and b in 0 for a."""

@@ -48,7 +48,7 @@ def test_refuses_settings_that_the_matrix_leaves_out(tmp_path: Path, each: Exclu
 
 
 @pytest.mark.parametrize("each", [each for each in EXCLUSIONS if not each.by], ids=lambda each: each.why)
-def test_runs_whose_bits_depend_on_time_are_not_refused(tmp_path: Path, each: Exclusion) -> None:
+def test_does_not_refuse_runs_with_bits_that_depend_on_time(tmp_path: Path, each: Exclusion) -> None:
     for number, row in enumerate(each.rows()):
         with serve(tmp_path / str(number), build(), **settings_of(row)) as server:
             assert server.status().fragments

@@ -85,7 +85,7 @@ def test_an_average_of_weights_is_what_a_round_submits(tmp_path: Path, algorithm
 
 
 @pytest.mark.covers("S8")
-def test_a_fit_whose_average_never_began_submits_nothing(tmp_path: Path) -> None:
+def test_a_fit_before_its_first_average_submits_nothing(tmp_path: Path) -> None:
     """Guards against the weights from before the round, 7 here, which that callback puts back at the end of a fit."""
     with serve(tmp_path, rounds=1) as server:
         trainer = trainer_of(callbacks=[callbacks().EMAWeightAveraging(decay=0.5, update_starting_at_step=100)])

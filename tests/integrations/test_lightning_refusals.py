@@ -220,7 +220,7 @@ def test_a_fit_without_a_step_is_refused_for_every_algorithm(tmp_path: Path) -> 
 
 @pytest.mark.covers("S14")
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
-def test_a_step_whose_batch_did_not_end_is_an_error(tmp_path: Path, algorithm: str) -> None:
+def test_a_step_without_the_end_of_its_batch_is_an_error(tmp_path: Path, algorithm: str) -> None:
     """Lightning takes a StopIteration for the end of the epoch, wherever it comes from."""
 
     class Stops(Tiny):

@@ -95,7 +95,7 @@ def test_what_the_server_saves_opens_with_peft(tmp_path: Path) -> None:
     assert not (tmp_path / "opens" / ".new").exists()
 
 
-def test_who_opens_an_adapter_while_it_is_saved_finds_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_is_whole_for_readers_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what a save has left that was killed is no hindrance."""
     with_adapter().peft_config["default"].save_pretrained(str(tmp_path))
     state = adapter(with_adapter()).state_dict()

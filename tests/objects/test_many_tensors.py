@@ -118,7 +118,7 @@ def test_small_tensors_set_off_no_search_for_cycles() -> None:
     assert to_memory <= 16
 
 
-def test_who_has_switched_the_collector_off_finds_it_off() -> None:
+def test_leaves_the_garbage_collector_off_where_it_was_off() -> None:
     gc.disable()
     try:
         atoll.fetch(atoll.publish({"w": torch.zeros(2)}))

@@ -211,7 +211,7 @@ def test_a_publisher_killed_in_the_middle_is_named(nursery: Nursery, tmp_path: P
 
 
 @pytest.mark.covers("P3", "T3")
-def test_receivers_that_stand_still_hold_up_nobody_and_nothing() -> None:
+def test_stalled_receivers_hold_up_no_others() -> None:
     big = {"w": torch.arange(2**23, dtype=torch.int32)}  # 32 MiB: more than sockets hold
     with atoll.Publisher(idle_timeout_s=0.5) as publisher:
         ref = publisher.publish(big)
@@ -362,7 +362,7 @@ def test_a_head_that_is_not_as_long_as_its_manifest_says_is_refused() -> None:
 
 
 @pytest.mark.covers("P1")
-def test_who_is_no_publisher_says_so() -> None:
+def test_a_publisher_refuses_what_it_does_not_publish() -> None:
     with atoll.Publisher() as publisher:
         ref = publisher.publish({})
         with socket.create_connection(("127.0.0.1", publisher.port), timeout=20) as raw:

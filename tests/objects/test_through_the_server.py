@@ -304,7 +304,7 @@ def test_sizes_that_no_object_has_are_refused_before_a_file_is_made(
 
 
 @pytest.mark.covers("P5", "D4")
-def test_withdrawing_breaks_off_who_pulls_from_the_server(nursery: Nursery, tmp_path: Path) -> None:
+def test_withdrawing_breaks_off_pulls_from_the_server(nursery: Nursery, tmp_path: Path) -> None:
     with serve(tmp_path) as server:
         ref = atoll.publish({"w": torch.zeros(2**25)}, server=server.url)
         go = tmp_path / "go"

@@ -270,7 +270,7 @@ def test_a_recipe_sets_what_a_run_file_and_a_variable_set() -> None:
     assert {key: getattr(written, key) for key in config} == config
 
 
-def test_an_asynchronous_run_waits_for_nobody() -> None:
+def test_an_asynchronous_run_waits_for_no_site() -> None:
     settings = recipe(DiLoCoRecipe).add_server_config({"mode": "async"}).settings()
     assert Rules.from_settings(settings, needs_all=resolve(settings).needs_all).floor == 1
 

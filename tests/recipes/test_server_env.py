@@ -144,7 +144,7 @@ def test_sigterm_ends_the_script_too() -> None:
 
 
 @pytest.mark.covers("P11")
-def test_nobody_answers() -> None:
+def test_no_server_answers() -> None:
     with pytest.raises(ServerUnreachable, match="does not answer") as failed:
         recipe().execute(ServerEnv(f"http://127.0.0.1:{free_port()}"))
     assert failed.value.exit_code == 5

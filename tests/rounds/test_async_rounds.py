@@ -48,7 +48,7 @@ def test_updates_that_come_during_a_pass_are_applied_in_the_order_of_the_journal
     assert not closed(run.commit())
 
 
-def test_who_has_an_update_in_waits_for_it_and_no_longer(story):
+def test_a_worker_waits_for_its_own_update_and_no_longer(story):
     run, tickets = begin(story, "a", "b")
     run.accept(tickets["a"])
     assert "its update is in" in run.withheld("a")
@@ -68,7 +68,7 @@ def test_a_newer_ticket_replaces_one_of_an_earlier_version(story):
     assert run.journal.tickets[tickets["b"]].state == "expired"
 
 
-def test_nobody_is_awaited(story):
+def test_awaits_no_worker(story):
     run, tickets = begin(story, "a", "b")
     assert run.missing() == ()
     run.accept(tickets["a"])
@@ -76,7 +76,7 @@ def test_nobody_is_awaited(story):
     assert run.missing() == ()
 
 
-def test_who_joins_late_trains_at_once(story):
+def test_a_worker_that_joins_late_trains_at_once(story):
     run, tickets = begin(story, "a")
     run.join("b")
     late = run.ticket("b")
@@ -112,7 +112,7 @@ def test_a_buffer_is_reduced_together(story):
     assert not closed(run.accept(tickets["b"]))  # the next buffer
 
 
-def test_a_buffer_that_nobody_is_left_to_fill_is_taken_as_it_is(story):
+def test_takes_a_buffer_as_it_is_once_no_worker_is_left_to_fill_it(story):
     run, tickets = begin(story, "a", "b", policy=Async(buffer=3))
     run.accept(tickets["a"])
     assert closed(run.accept(tickets["b"])) == [(tickets["a"], tickets["b"])]
@@ -152,7 +152,7 @@ def test_sites_that_wait_in_two_fragments_do_not_wait_for_each_other(story, poli
     assert run.state.rounds[1].phase == "open"
 
 
-def test_who_may_have_another_fragment_under_way_is_waited_for(story):
+def test_waits_for_a_worker_with_another_fragment_under_way(story):
     run, tickets = begin(story, "a", "b", policy=Async(buffer=2), fragments=2, max_inflight=2)
     run.accept(tickets["a"])
     assert not closed(run.accept(run.ticket("b", 1)))

@@ -26,6 +26,6 @@ def test_steps(speed, h, k, steps):
     assert local_steps({"a": 10.0, "b": speed}, "b", h, k) == steps
 
 
-def test_nobody_was_measured_yet():
+def test_gives_the_full_steps_before_any_measurement():
     assert local_steps({}, "b", 500) == 500
     assert local_steps({"a": 0.0, "b": 0.0}, "b", 500) == 500

@@ -44,7 +44,7 @@ def test_a_silent_worker_is_declared_dead_and_the_barrier_is_judged_again(story)
 
 
 @pytest.mark.covers("L9")
-def test_a_heartbeat_timeout_of_0_never_declares_anybody_dead(story):
+def test_a_heartbeat_timeout_of_0_declares_no_worker_dead(story):
     run = story(num_workers=1, heartbeat_timeout_s=0)
     run.join("a")
     assert machine.next_deadline_s(run.state) is None
@@ -112,7 +112,7 @@ def test_a_stale_lease_is_no_sign_of_life(story):
     assert run.wait(20)[0] == LeaseEnded("a", 2, "dead", "silent for 120 s")
 
 
-def test_who_never_joined_is_told_so(story):
+def test_refuses_a_worker_that_never_joined(story):
     run = story(num_workers=1)
     assert run.send(WorkerSeen("x", 3)) == (LeaseRefused("x", "'x' has not joined this run"),)
     run.join("a")
@@ -145,7 +145,7 @@ def test_a_restarted_worker_goes_on_under_its_open_ticket(story):
 
 
 @pytest.mark.covers("F2")
-def test_who_returns_with_an_open_ticket_is_waited_for_again(story):
+def test_waits_again_for_a_worker_that_returns_with_an_open_ticket(story):
     run = story(num_workers=3)
     run.join("a", "b", "c")
     ticket = run.ticket("a")
@@ -156,7 +156,7 @@ def test_who_returns_with_an_open_ticket_is_waited_for_again(story):
     assert run.ask("a") == TicketIssued("a", ticket, 0, 0, new=False)
 
 
-def test_who_returns_without_a_ticket_counts_from_the_next_round_on(story):
+def test_a_worker_that_returns_without_a_ticket_counts_from_the_next_round_on(story):
     run = story(num_workers=2)
     run.join("a", "b")
     run.leave("a")
@@ -189,7 +189,7 @@ def test_a_ticket_of_a_round_that_is_over_is_refused(story):
     assert run.withheld("b") == "counts from the next round on"
 
 
-def test_may_submit_knows_whose_ticket_it_is(story):
+def test_may_submit_checks_the_owner_of_the_ticket(story):
     run = story(num_workers=2)
     run.join("a", "b")
     ticket = run.ticket("a")
@@ -228,7 +228,7 @@ def test_500_deaths_at_once_change_the_round_once(story):
     assert sum(isinstance(effect, ExpectedChanged) for effect in effects) == 1
 
 
-def test_who_begins_now_is_told_which_fragment_is_next():
+def test_a_worker_that_begins_learns_the_next_fragment():
     """The first of those with the fewest rounds; but not one whose round has the site's update already."""
     tell = Story(machine.Rules(num_workers=2, fragments=3))
     tell.join("a", "b")
@@ -241,7 +241,7 @@ def test_who_begins_now_is_told_which_fragment_is_next():
 
 
 @pytest.mark.covers("L7")
-def test_who_submits_nothing_more_is_awaited_in_no_round_and_stays_for_its_results(story):
+def test_a_worker_that_submits_nothing_more_is_awaited_in_no_round_and_stays_for_its_results(story):
     """Of two fragments a's update of the second is in; the first goes on with b alone, and the second counts a's."""
     run = story(num_workers=2, fragments=2)
     run.join("a", "b")

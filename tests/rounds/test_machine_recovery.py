@@ -42,7 +42,7 @@ def restart(run: Story, now_s: float = 0.0) -> tuple[Effect, ...]:
 
 
 @pytest.mark.covers("F6")
-def test_an_open_round_expects_after_a_restart_whom_it_expected_before(story):
+def test_an_open_round_expects_the_same_workers_after_a_restart(story):
     run = story(num_workers=2)
     run.join("a", "b", "late")
     ticket = run.ticket("a")

@@ -50,7 +50,7 @@ def test_round_one_starts_from_whatever_version_is_the_head(story):
     assert RoundOpened(0, 8, ("a",)) in run.commit()
 
 
-def test_a_barrier_closes_with_everybody_in_order_of_site_names(story):
+def test_a_barrier_closes_with_all_workers_in_order_of_site_names(story):
     run = story(num_workers=3)
     run.join("c", "b", "a")
     tickets = {site: run.ticket(site) for site in ("c", "a", "b")}
@@ -127,7 +127,7 @@ def test_when_all_die_the_round_waits_and_says_why(story):
     assert closed(run.submit("b")) == [(1,)]
 
 
-def test_a_round_opened_for_nobody_waits_for_who_comes(story):
+def test_a_round_opened_for_no_worker_waits_for_the_first(story):
     run = story(num_workers=1)
     run.join("a")
     run.submit("a")

@@ -40,7 +40,7 @@ def test_otherwise_each_site_draws_a_number_for_each_version() -> None:
         ("abc", "", "", "", None),
     ],
 )
-def test_who_aggregates(order: str, holders: str, excluded: str, before: str, expected: str | None) -> None:
+def test_chooses_the_aggregator(order: str, holders: str, excluded: str, before: str, expected: str | None) -> None:
     assert appointed(list(order), set(holders), list(excluded), set(before)) == expected
 
 

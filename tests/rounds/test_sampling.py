@@ -29,7 +29,7 @@ def test_how_many_are_drawn(fraction: float, minimum: int, at_least: int, drawn:
     assert len(Sampling(fraction, minimum).draw(SITES, 0, 0, at_least)) == drawn
 
 
-def test_a_share_that_is_not_exact_in_binary_draws_nobody_else() -> None:
+def test_a_share_that_is_inexact_in_binary_draws_no_extra_worker() -> None:
     assert 0.07 * 100 > 7
     assert len(Sampling(0.07).draw([f"site-{index}" for index in range(100)], 0, 0)) == 7
 
@@ -46,14 +46,14 @@ def test_a_draw_depends_on_seed_and_round_and_on_nothing_else() -> None:
     assert set(without) == set(first)  # who was not drawn anyway is not missed (⌈0.2·29⌉ is 6, too)
 
 
-def test_everybody_is_drawn_as_often() -> None:
+def test_draws_all_workers_equally_often() -> None:
     """3 of 30 in 2,000 rounds: 200 each are expected, ± 13.4; five of those are 67."""
     counts = Counter(site for version in range(2000) for site in Sampling(0.1).draw(SITES, 0, version))
     assert min(counts.values()) > 200 - 67
     assert max(counts.values()) < 200 + 67
 
 
-def test_a_round_asks_for_those_who_were_drawn_and_closes_with_them(story) -> None:
+def test_a_round_asks_the_drawn_workers_and_closes_with_them(story) -> None:
     sampling = Sampling(0.5, seed=3)
     run = story(num_workers=4, sampling=sampling)
     run.join("a", "b", "c", "d")
@@ -67,7 +67,7 @@ def test_a_round_asks_for_those_who_were_drawn_and_closes_with_them(story) -> No
         assert RoundOpened(0, version + 1, tuple(sampling.draw("abcd", 0, version + 1))) in run.commit()
 
 
-def test_somebody_else_steps_in_where_those_who_were_drawn_die(story) -> None:
+def test_draws_a_replacement_for_a_drawn_worker_that_dies(story) -> None:
     run = story(num_workers=3, sampling=Sampling(0.3, seed=0))
     run.join("a", "b", "c")
     (drawn,) = run.expected()

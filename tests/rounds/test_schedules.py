@@ -110,7 +110,7 @@ def test_no_schedule_of_a_swarm_breaks_a_promise():
 
 
 @pytest.mark.covers("P10")
-def test_a_round_that_forgets_whom_it_waits_for_when_it_is_open_again_is_found(monkeypatch):
+def test_finds_a_reopened_round_that_forgot_its_expected_workers(monkeypatch):
     step = machine.step
 
     def forgets(state, event, now_s):

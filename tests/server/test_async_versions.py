@@ -24,7 +24,7 @@ from atoll.server.coordinator.run import Run
 
 
 @pytest.mark.covers("L5")
-def test_a_version_that_somebody_is_to_pull_is_kept(world: Callable[..., Clients]) -> None:
+def test_keeps_a_version_that_a_worker_is_to_pull(world: Callable[..., Clients]) -> None:
     """Two versions are kept for everybody; a has a ticket of version 0, and pulls it when the head is at 4."""
     run = world()
     assert run.clients["a"].next_round() == 1
@@ -64,7 +64,7 @@ def test_a_version_that_its_site_trains_from_is_kept_no_longer(tmp_path: Path) -
         wait_until(lambda: server.status().history[-1].staleness == [2], "its update, two behind")
 
 
-def test_who_comes_too_late_for_a_version_gets_a_newer_one(world: Callable[..., Clients]) -> None:
+def test_a_worker_too_late_for_a_version_gets_a_newer_one(world: Callable[..., Clients]) -> None:
     run = world(max_pins=1, keep_versions=1)
     assert run.clients["a"].next_round() == 1
     assert run.clients["c"].next_round() == 1

@@ -149,7 +149,7 @@ def test_a_federated_worker_is_told_why_the_run_is_over(tmp_path: Path, caplog: 
     assert "a: the run is finished at version 2 (stopped early: acc has not improved for 1 round;" in caplog.text
 
 
-def test_a_metric_that_nobody_reports_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_once_of_a_metric_that_no_site_reports(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with serve(tmp_path, early_stop_rounds=1) as server:
         work(server, tmp_path, [{"loss": 1.0}, {}, {"acc": float("nan")}, {"acc": 0.5}])
         assert saved(server) == 3

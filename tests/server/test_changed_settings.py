@@ -106,7 +106,7 @@ def test_what_sites_were_told_holds_for_them_until_they_start_again(tmp_path: Pa
 
 
 @pytest.mark.covers("L11")
-def test_what_the_server_does_alone_holds_from_its_next_start_for_who_is_running(tmp_path: Path) -> None:
+def test_settings_of_the_server_alone_hold_from_its_next_start_for_running_workers(tmp_path: Path) -> None:
     """The run gets a round more, of fewer workers, by a median, and refuses what is too large."""
     run: dict[str, Any] = {"algorithm": "fedavg", "port": free_port(), "num_workers": 2}
     with serve(tmp_path, **run, rounds=1, min_workers=2) as server:

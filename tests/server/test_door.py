@@ -52,7 +52,7 @@ def trusting() -> ssl.SSLContext:
     return context
 
 
-def test_who_is_there_keeps_his_connection_and_others_come_in_when_there_is_room(
+def test_connected_clients_stay_and_others_come_in_when_there_is_room(
     server: atoll.Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     with contextlib.ExitStack() as stack:
@@ -96,7 +96,7 @@ def ask_for_ever(talk: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_who_never_reads_his_answers_is_ended(tmp_path: Path, tls: bool) -> None:
+def test_ends_a_client_that_never_reads_its_answers(tmp_path: Path, tls: bool) -> None:
     options: dict[str, Any] = {"idle_timeout_s": 0.2, "algorithm": "fedavg"}
     options |= certificate(tmp_path) if tls else {}
     with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state", **options) as server:
@@ -109,9 +109,7 @@ def test_who_never_reads_his_answers_is_ended(tmp_path: Path, tls: bool) -> None
             ask_for_ever(talk)
 
 
-def test_who_never_finishes_a_handshake_takes_no_place_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unfinished_handshake_takes_no_place_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "raise_files_limit", lambda: listener.RESERVED_FILES + 20 * listener.FILES_OF_ONE)
     options, context = certificate(tmp_path) | {"algorithm": "fedavg"}, trusting()
     with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state", **options) as server:

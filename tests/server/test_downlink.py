@@ -146,7 +146,7 @@ def test_a_late_joiner_pulls_it_whole_and_holds_the_same(tmp_path: Path) -> None
             client.close()
 
 
-def test_who_missed_versions_goes_over_those_between_as_long_as_they_are_kept(tmp_path: Path) -> None:
+def test_a_late_worker_applies_the_kept_differences_in_between(tmp_path: Path) -> None:
     """With keep_versions = 2 that is two differences; who is further behind pulls whole."""
     reference = Reference(start())
     with serve(tmp_path, min_workers=1, rounds=0) as server:
@@ -367,7 +367,7 @@ def test_a_codec_that_does_not_exist_is_refused_at_the_start(tmp_path: Path) -> 
         serve(tmp_path, downlink_codec_options={"width": 3}).start()
 
 
-def test_after_a_fall_back_what_was_lost_is_no_base_of_anybody(tmp_path: Path) -> None:
+def test_after_a_fall_back_no_worker_trains_from_a_lost_version(tmp_path: Path) -> None:
     """Version 2 is damaged while the server is down: sites that have it pull version 1 whole, and go on from there."""
     reference = Reference(start())
     with serve(tmp_path, min_workers=2) as server:

@@ -41,7 +41,7 @@ def whole_pull(server: atoll.Server, folder: Path) -> tuple[dict[str, Tensor], i
     ],
     ids=["median", "clipped-mean", "server-filter"],
 )
-def test_who_goes_over_differences_and_who_pulls_whole_hold_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_differences_and_whole_pulls_lead_to_the_same_model(tmp_path: Path, options: dict[str, Any]) -> None:
     with serve(tmp_path, min_workers=1, **options) as server:
         sites = clients(server, tmp_path)
         for number in (1, 2, 3):

@@ -224,7 +224,7 @@ def test_a_run_that_is_finished_has_its_metrics_written(tmp_path: Path, monkeypa
 
 
 @pytest.mark.covers("L13")
-def test_status_names_whom_the_round_waits_for(tmp_path: Path) -> None:
+def test_status_names_the_sites_that_the_round_waits_for(tmp_path: Path) -> None:
     server = serve(tmp_path, tiny(), num_workers=2)
     try:
         with atoll.Client(server.url, site="first", folder=tmp_path / "workers") as client:

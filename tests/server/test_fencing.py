@@ -108,7 +108,7 @@ def test_a_process_that_is_superseded_while_its_part_is_on_its_way_leaves_no_par
     b.leave()
 
 
-def test_a_part_whose_connection_broke_holds_its_slot_no_longer(server: atoll.Server, tmp_path: Path) -> None:
+def test_a_part_with_a_broken_connection_frees_its_slot(server: atoll.Server, tmp_path: Path) -> None:
     """`put_part` without `writer.abandon()`: nobody sends the part again, and the slot is never free for another."""
     a, b, ticket = formed(server, tmp_path)
     body = part_body(a, 0)

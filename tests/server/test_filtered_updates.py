@@ -63,7 +63,7 @@ def test_each_site_has_its_own_filters(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("T8", "X3")
-def test_the_round_goes_on_without_a_site_whose_filter_fails(tmp_path: Path) -> None:
+def test_the_round_goes_on_without_a_site_with_a_failing_filter(tmp_path: Path) -> None:
     class Broken(Filter):
         def apply(self, name: str, start: int, values: Tensor) -> Tensor:
             raise KeyError("salt")

@@ -80,7 +80,7 @@ def test_a_class_that_is_not_named_well_is_refused(model: Any, more: dict[str, A
         Settings.build({"model": model} | more)
 
 
-def test_a_class_whose_arguments_are_wrong_is_named() -> None:
+def test_names_a_class_with_wrong_arguments() -> None:
     with pytest.raises(ConfigError, match=r"Scaled' cannot be called.*model_args"):
         built(model={"class_path": f"{__name__}.Scaled", "args": {"length": 2}})
 

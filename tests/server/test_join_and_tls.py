@@ -24,7 +24,7 @@ from atoll.transport.tls import client_context, read_token, server_context
 
 
 @pytest.mark.covers("F30")
-def test_who_does_not_fit_is_refused_by_the_server_itself(tmp_path: Path) -> None:
+def test_the_server_itself_refuses_a_site_that_does_not_fit(tmp_path: Path) -> None:
     with atoll.Server(nn.Linear(2, 1), port=0, algorithm="diloco", sync_every=5, state_dir=tmp_path / "s") as server:
         http = Http(server.url)
         join = messages.Join(protocol=routes.PROTOCOL, site="a")

@@ -39,7 +39,7 @@ def guesses(lease: str) -> dict[str, str]:
 
 @pytest.mark.covers("F19")
 @pytest.mark.parametrize("process", ["", "0123456789abcdef"], ids=["no id", "an id"])
-def test_refuses_requests_whose_lease_lacks_the_secret(tmp_path: Path, process: str) -> None:
+def test_refuses_a_lease_without_its_secret(tmp_path: Path, process: str) -> None:
     with serve(tmp_path) as server:
         lease = joined(server.url, "a", process=process)
         for what, guess in guesses(lease).items():

@@ -102,7 +102,9 @@ def test_a_worker_that_goes_away_within_a_download(
 @pytest.mark.parametrize(
     "words", [b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"SSH-2.0-x\r\n"]
 )
-def test_who_speaks_something_else(server: atoll.Server, caplog: pytest.LogCaptureFixture, words: bytes) -> None:
+def test_answers_other_protocols_with_an_http_error_and_goes_on(
+    server: atoll.Server, caplog: pytest.LogCaptureFixture, words: bytes
+) -> None:
     caplog.set_level(logging.INFO)
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
         raw.sendall(words)

@@ -81,7 +81,7 @@ CASES = {
 
 @pytest.mark.covers("L15")
 @pytest.mark.parametrize("case", CASES)
-def test_each_parameter_is_stepped_by_the_first_rate_whose_pattern_fits(tmp_path: Path, case: str) -> None:
+def test_steps_each_parameter_by_the_first_matching_rate(tmp_path: Path, case: str) -> None:
     settings, make = CASES[case]
     got, right = served(tmp_path, **settings), by_torch(make)
     for name, value in right.items():

@@ -141,7 +141,7 @@ def test_what_is_no_codec_is_refused_before_anything_moves(
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("codec", ["none", "int8"])
-def test_a_site_whose_folder_is_removed_says_so(tmp_path: Path, codec: str) -> None:
+def test_a_site_says_that_its_folder_was_removed(tmp_path: Path, codec: str) -> None:
     with serving(tmp_path, codec) as server:
         site = atoll.Client(server.url, site="a", folder=tmp_path / "w").register()
         site.next_round()

@@ -93,7 +93,7 @@ def test_a_request_brings_whole_parts_and_not_too_many(server: atoll.Server, tmp
 
 
 @pytest.mark.covers("D1")
-def test_little_is_held_of_a_body_that_nobody_reads(server: atoll.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holds_little_of_an_unread_body(server: atoll.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against buffers that are large for every request, since those of parts under TLS have to be."""
     limits: list[int] = []
     serve = serve_range.serve_file

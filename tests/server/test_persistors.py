@@ -331,7 +331,7 @@ def open_files() -> list[str]:
 
 
 @pytest.mark.covers("D14", "X41")
-def test_a_best_version_whose_turn_had_not_come_is_handed_over_by_the_next_server(
+def test_the_next_server_hands_over_a_best_version_that_was_due(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run has gone on meanwhile, and does not keep version 1 any more; `best.safetensors` does."""

@@ -49,7 +49,7 @@ def ticket_of(session: Session) -> messages.TicketReply:
     return session.http.post(routes.TICKETS, request, messages.TicketReply, timeout_s=60.0)
 
 
-def test_who_waits_for_a_round(tmp_path: Path) -> None:
+def test_ends_a_wait_for_a_round(tmp_path: Path) -> None:
     server = serve(tmp_path, num_workers=2)
     session = Session(server.url, "a", folder=tmp_path / "w")
     error = waiting_when(server, lambda: ticket_of(session), server.stop)
@@ -58,7 +58,7 @@ def test_who_waits_for_a_round(tmp_path: Path) -> None:
     session.leave()
 
 
-def test_who_has_submitted_is_told_once_for_whom_the_round_waits(tmp_path: Path) -> None:
+def test_a_site_that_has_submitted_learns_once_which_sites_are_awaited(tmp_path: Path) -> None:
     server = serve(tmp_path, num_workers=2)
     with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
         with atoll.Client(server.url, site="b", folder=tmp_path / "w") as other:
@@ -71,7 +71,7 @@ def test_who_has_submitted_is_told_once_for_whom_the_round_waits(tmp_path: Path)
     server.stop()
 
 
-def test_who_waits_for_a_task(tmp_path: Path) -> None:
+def test_ends_a_wait_for_a_task(tmp_path: Path) -> None:
     def workflow(controller: Controller) -> None:
         controller.sites(at_least=2)
 
@@ -89,7 +89,7 @@ def test_who_waits_for_a_task(tmp_path: Path) -> None:
     http.close()
 
 
-def test_who_waits_while_an_aggregator_fails(tmp_path: Path) -> None:
+def test_ends_a_wait_while_an_aggregator_fails(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def bad(updates):\n    raise ValueError('no such luck')\n")
     server = serve(tmp_path, num_workers=2, aggregator=f"{tmp_path / 'mine.py'}:bad")
     first = Session(server.url, "first", folder=tmp_path / "w")

@@ -20,7 +20,7 @@ from atoll.tensors.chunks import CHUNK_ELEMENTS
 
 
 @pytest.mark.covers("T8")
-def test_filters_of_the_run_file_are_for_everybody_or_for_a_named_site(
+def test_filters_of_the_run_file_are_for_all_sites_or_for_a_named_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """a's head is dropped; b moved by (6, 8), of norm 10, and is clipped to 5; everybody's n stays.

@@ -70,7 +70,7 @@ class Leaving(Filter):
     ],
     ids=["exits", "raises", "keeps", "shape", "infinite", "name"],
 )
-def test_the_round_goes_on_without_a_site_whose_filter_fails(
+def test_the_round_goes_on_without_a_site_with_a_failing_filter(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, told: str
 ) -> None:
     with serving(tmp_path, min_workers=1, filters={"b": [kind()]}) as server:

@@ -97,7 +97,7 @@ def test_a_run_that_goes_on_until_it_is_stopped_has_no_time_left(
 
 
 @pytest.mark.covers("X4")
-def test_who_waits_is_told_by_the_server(tmp_path: Path) -> None:
+def test_the_server_tells_waiting_sites_the_time_left(tmp_path: Path) -> None:
     with serve(tmp_path, rounds=5, num_workers=2) as server:
         a, b = (atoll.Client(server.url, site=site, folder=tmp_path / "w").register() for site in "ab")
         for client in (a, b, a):

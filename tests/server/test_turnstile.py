@@ -8,7 +8,7 @@ import itertools
 from atoll.server.coordinator.long_polls import Turnstile
 
 
-def test_between_two_who_waited_the_loop_serves_others() -> None:
+def test_the_loop_serves_others_between_two_waiters() -> None:
     """A heartbeat that comes while 100 wait is not behind all of them."""
 
     async def main() -> list[str]:
@@ -36,7 +36,7 @@ def test_between_two_who_waited_the_loop_serves_others() -> None:
     assert not any(a != "beat" != b for a, b in itertools.pairwise(seen)), "two went on at once"
 
 
-def test_opened_again_while_some_are_due_nobody_is_forgotten_or_let_on_twice() -> None:
+def test_opened_again_it_wakes_each_waiter_exactly_once() -> None:
     async def main() -> list[int]:
         turnstile, seen = Turnstile(), list[int]()
 
@@ -56,7 +56,7 @@ def test_opened_again_while_some_are_due_nobody_is_forgotten_or_let_on_twice() -
     assert asyncio.run(main()) == [0, 1, 2, 3]
 
 
-def test_who_has_given_up_holds_nobody_up() -> None:
+def test_a_waiter_that_gave_up_holds_up_no_other() -> None:
     async def main() -> None:
         turnstile = Turnstile()
         gone = asyncio.create_task(turnstile.wait(60))

@@ -61,7 +61,7 @@ def test_a_site_that_is_silent_since_the_restart_is_told_apart(tmp_path: Path) -
     [(3600.0, " (declared dead after 3600 s of silence)"), (0.0, "")],
     ids=["dies", "stays"],
 )
-def test_who_lets_heartbeats_out_is_named_with_what_comes_of_it(
+def test_names_a_site_that_misses_heartbeats_and_the_consequence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float, then: str
 ) -> None:
     """At 2.5 intervals of silence, long before the end; nothing changes in the words from then on."""
@@ -121,7 +121,7 @@ def test_a_site_that_is_silent_since_the_restart_is_shown_with_the_version_it_ha
 
 
 @pytest.mark.covers("X4")
-def test_the_end_says_for_whom_it_waits_and_who_never_came(
+def test_the_end_names_the_sites_it_waits_for_and_those_that_never_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(serve, "GRACE_S", 0.5)

@@ -222,7 +222,7 @@ def test_local_steps_are_carried_over_to_the_version_that_others_moved_on_to(nur
             assert float((mine[f"3/{name}"] - want).abs().sum()) <= 1e-9, name
 
 
-def test_an_update_whose_acknowledgement_was_lost_counts_once(nursery: Nursery, tmp_path: Path) -> None:
+def test_an_update_with_a_lost_acknowledgement_counts_once(nursery: Nursery, tmp_path: Path) -> None:
     """The server dies once it has the first update, and the worker trains on meanwhile; the outer step is plain.
 
     So the head is always what the worker has trained, however often it was there: a step that was sent twice, or never,

@@ -75,7 +75,7 @@ def test_the_rounds_go_on_without_a_virtual_worker_that_raises(nursery: Nursery,
 
 @pytest.mark.covers("V2", "X3")
 @pytest.mark.slow
-def test_a_run_whose_round_cannot_close_any_more_ends_with_9_and_goes_on_when_mended(
+def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(
     nursery: Nursery, tmp_path: Path, undisturbed: bytes
 ) -> None:
     rules = {"min_workers": 3, "algorithm": "scaffold"}
@@ -113,7 +113,7 @@ def test_an_update_that_is_not_finite_is_refused_and_the_round_goes_on(nursery: 
 
 
 @pytest.mark.slow
-def test_one_without_whom_the_round_cannot_close_has_another_try(nursery: Nursery, tmp_path: Path) -> None:
+def test_retries_a_site_that_the_round_cannot_close_without(nursery: Nursery, tmp_path: Path) -> None:
     nan = """\
         import pathlib
         mark = pathlib.Path(__file__).parent / "tried"
@@ -263,7 +263,7 @@ def test_a_process_that_is_killed_is_replaced_and_its_virtual_worker_trained_aga
 @pytest.mark.covers("V2")
 @pytest.mark.slow
 @pytest.mark.long
-def test_who_ends_three_processes_is_the_one_that_fails(nursery: Nursery, tmp_path: Path) -> None:
+def test_blames_the_site_that_ends_three_processes(nursery: Nursery, tmp_path: Path) -> None:
     said = simulate(nursery, write(tmp_path, killed(100), min_workers=1), *FOUR, "--json")
     assert told(said)["failed"] == {"site-0001": "its process ended with signal SIGKILL, 3 times in a row"}
     assert workers_of(tmp_path / "atoll-simulation") == [list("0123"), list("023"), list("023")]
@@ -376,7 +376,7 @@ def test_virtual_workers_that_never_return_do_not_keep_the_processes(
 
 
 @pytest.mark.covers("V2")
-def test_an_answer_that_nobody_awaits_is_left_out() -> None:
+def test_ignores_an_unexpected_answer() -> None:
     class Twice:
         def receive(self) -> tuple[dict[str, object], None]:
             return {"what": "answer", "job": 7, **Answer(error="x").to_json()}, None

@@ -108,7 +108,7 @@ def test_a_ray_that_cannot_go_on_is_said_with_what_goes_on(
 
 
 @pytest.mark.covers("V2")
-def test_who_ends_three_actors_is_the_one_that_fails(tmp_path: Path) -> None:
+def test_blames_the_site_that_ends_three_actors(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
     from atoll.simulate import ray_engine
 

@@ -76,7 +76,7 @@ def test_a_simulation_on_ray_ends_with_the_bits_of_real_workers(ray_here: None, 
 
 
 @pytest.mark.slow
-def test_whoever_is_drawn_and_whichever_form_the_client_has(nursery: Nursery, tmp_path: Path) -> None:
+def test_same_bits_for_every_draw_and_form_of_the_script(nursery: Nursery, tmp_path: Path) -> None:
     result = trained(nursery, tmp_path, **SAMPLED)
     assert simulated(tmp_path, "main", processes=1, client="client.py:main") == result
     assert simulated(tmp_path, "script", processes=1, client="client.py") == result

@@ -84,7 +84,7 @@ def test_it_is_there_with_its_version_and_names_its_base(tmp_path: Path) -> None
     assert store.holds() == {}
 
 
-def test_it_goes_with_its_version_unless_somebody_reads_it(tmp_path: Path) -> None:
+def test_it_goes_with_its_version_unless_it_is_being_read(tmp_path: Path) -> None:
     """With keep_versions = 2: version 1 is dropped by version 3, once nobody reads what goes down of it."""
     with first(tmp_path, rounds=2) as store:
         store.write_durable(0)

@@ -189,7 +189,7 @@ def test_a_journal_of_a_newer_atoll_is_refused(tmp_path: Path) -> None:
         begin(tmp_path)
 
 
-def test_the_audit_log_tells_who_submitted_what_and_what_came_of_it(tmp_path: Path) -> None:
+def test_the_audit_log_lists_each_update_with_its_site_and_outcome(tmp_path: Path) -> None:
     store = first(tmp_path)
     play_round(store, 0)
     store.issue_ticket(3, "a", 0, 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 from atoll.store.file_slots import JOURNAL, PULL, READER, SPOOL, VERSION, WRITER, FileShape, SlotPool
 
 
-def test_whoever_holds_what(tmp_path: Path) -> None:
+def test_holders_of_slots_are_as_in_a_plain_mapping(tmp_path: Path) -> None:
     """Against a plain mapping of files to who holds them, over a thousand random steps."""
     chance = random.Random(7)
     pool = SlotPool(tmp_path, SPOOL, 0, FileShape(8, b"", ()), threading.RLock())
@@ -64,7 +64,7 @@ def test_a_slot_that_was_removed_says_nothing_of_the_file_that_has_its_number_no
     assert pool.take(WRITER).number == 0  # it is free
 
 
-def test_what_the_journal_takes_up_is_not_given_to_anybody(tmp_path: Path) -> None:
+def test_a_slot_of_the_journal_is_given_to_no_writer(tmp_path: Path) -> None:
     pool = SlotPool(tmp_path, SPOOL, 0, FileShape(8, b"", ()), threading.RLock())
     pool.drop(pool.take(WRITER), WRITER)
     assert pool.adopt(0) is pool[0]

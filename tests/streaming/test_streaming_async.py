@@ -145,7 +145,7 @@ def test_fragments_with_codecs_both_ways(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.covers("L3", "L6")
-def test_who_skips_a_turn_in_the_first_synchronous_rounds_takes_it_next(tmp_path: Path) -> None:
+def test_a_turn_skipped_in_the_first_synchronous_rounds_is_taken_next(tmp_path: Path) -> None:
     """a is behind by a turn, as after a lost answer. Going on in its cycle, it would wait for b, and b for it."""
     server = serve(tmp_path, num_workers=2, mode="async", sync_rounds_first=4, num_fragments=2, sync_every=4, rounds=4)
     skipped, pacer = threading.Event(), threading.Event()

@@ -41,7 +41,7 @@ def test_what_does_not_go_with_fragments_is_refused_with_the_remedy(tmp_path: Pa
 
 
 @pytest.mark.covers("L7")
-def test_who_cannot_stream_or_does_it_in_another_way_is_refused_when_joining(tmp_path: Path) -> None:
+def test_refuses_at_the_join_a_worker_that_streams_otherwise(tmp_path: Path) -> None:
     server = serve(tmp_path, num_fragments=3, sync_every=9)
     model = build()
 

@@ -207,7 +207,7 @@ def test_a_filter_sees_one_fragment_at_a_time_and_drop_knows_the_whole_model(
 
 
 @pytest.mark.covers("L7")
-def test_where_nobody_waits_a_result_is_merged_when_it_comes(tmp_path: Path) -> None:
+def test_merges_a_result_when_it_comes_where_no_worker_waits(tmp_path: Path) -> None:
     """τ = 1, and the answer stands still: training goes on, a turn without room is passed over."""
     server = serve(tmp_path, num_fragments=2, sync_every=4, tau=1, mode="async")
     model = build()

@@ -107,7 +107,7 @@ def test_counts_a_collected_update_only_with_the_digest_that_was_offered(tmp_pat
 
 
 @pytest.mark.covers("P10", "X3")
-def test_replaces_an_aggregator_whose_digests_make_up_no_version(tmp_path: Path) -> None:
+def test_replaces_an_aggregator_with_digests_of_no_version(tmp_path: Path) -> None:
     """As many digests as a version has, each of them well-formed; but the version that is named has others."""
     with swarm(tmp_path) as (server, a, b), ThreadPoolExecutor() as pool:
         offers = [Offer(pool, a, "1" * 64), Offer(pool, b, "2" * 64)]

@@ -88,7 +88,7 @@ def test_the_same_bits_as_a_server_makes_where_more_have_joined_than_trained(
 
 
 @pytest.mark.covers("P10")
-def test_versions_that_nobody_needs_any_more_are_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drops_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the disk, and among what others can pull."""
     peers, served = list[SwarmPeer](), dict[str, int]()
     leave = SwarmPeer.leave
@@ -243,7 +243,7 @@ def test_aggregators_of_the_users_choice_take_turns(tmp_path: Path, named: str, 
 
 
 @pytest.mark.covers("P10")
-def test_the_seed_decides_who_aggregates(tmp_path: Path) -> None:
+def test_the_seed_decides_the_aggregator(tmp_path: Path) -> None:
     orders = []
     for number, seed in enumerate((1, 1, 2)):
         folder = tmp_path / str(number)

@@ -119,7 +119,7 @@ def test_asynchronous_runs_come_to_their_end(tmp_path: Path, settings: dict[str,
     [{}, {"staleness_weight": "inverse_sqrt", "codec": "int8"}, {"dn_buffer_size": 2}],
     ids=["constant", "weighed-by-staleness", "delayed-nesterov"],
 )
-def test_an_asynchronous_run_whose_updates_come_in_the_same_order_has_a_servers_bits(
+def test_an_asynchronous_run_with_updates_in_the_same_order_has_a_servers_bits(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     run: dict[str, Any] = {"kind": InTurn, "mode": "async", "sync_rounds_first": 1, "rounds": 1 + len(ORDER)} | settings

@@ -235,7 +235,7 @@ def test_ones_own_file_that_cannot_be_read_is_asked_of_another_worker(
 
 
 @pytest.mark.covers("P10")
-def test_of_several_who_have_it_one_asks_oneself_first(peer: Peer) -> None:
+def test_asks_itself_first_among_several_holders(peer: Peer) -> None:
     slot, digests, digest = peer.version()
     others = [str(peer.serve(slot, digest, digests)) for _ in range(3)]
     own = str(peer.outlet.serve(slot.fd, peer.planned.version.nbytes, digest, digests))

@@ -72,7 +72,7 @@ def test_a_stopped_checker_is_replaced(nursery: Nursery, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.covers("P10", "X3")
-def test_who_is_left_alone_waits_and_says_why(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_last_worker_waits_and_says_why(nursery: Nursery, tmp_path: Path) -> None:
     settings = {"num_workers": 2, "min_workers": 1, "rounds": 2, "aggregators": ["a", "b"]}
     hold = f"2:{tmp_path / 'go'}"
     with ServerProcess(nursery, tmp_path, **settings) as server:
@@ -96,7 +96,7 @@ def test_who_is_left_alone_waits_and_says_why(nursery: Nursery, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.covers("P10", "X3")
-def test_who_cannot_be_reached_is_told_before_the_first_round(nursery: Nursery, tmp_path: Path) -> None:
+def test_an_unreachable_worker_learns_it_before_the_first_round(nursery: Nursery, tmp_path: Path) -> None:
     with ServerProcess(nursery, tmp_path, min_workers=3) as server:
         first = [SiteProcess(nursery, tmp_path, server.url, site) for site in ("a", "b")]
         wait_until(lambda: server.log.read_text().count(" joined") == 2, "two workers")
@@ -185,7 +185,7 @@ def test_late_joiners_and_early_leavers(nursery: Nursery, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.covers("P10")
-def test_who_alone_has_the_newest_version_stays_until_another_has_it(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_only_holder_of_the_newest_version_stays_until_another_has_it(nursery: Nursery, tmp_path: Path) -> None:
     """Of the two that have version 1, b is killed for good in round 2, and a leaves with its update to that round."""
     settings = {"num_workers": 4, "min_workers": 2, "aggregators": ["a", "b"]}
     with ServerProcess(nursery, tmp_path, **settings) as server:

@@ -47,7 +47,7 @@ def reference(place: str) -> str:
     [("full_site.py", "it has moved no byte for "), ("lying_site.py", "its digests make up no version")],
     ids=["full", "lying"],
 )
-def test_who_cannot_aggregate_is_replaced(nursery: Nursery, tmp_path: Path, script: str, why: str) -> None:
+def test_replaces_a_worker_that_cannot_aggregate(nursery: Nursery, tmp_path: Path, script: str, why: str) -> None:
     """No disk for the updates; digests of no version, which must neither end the server nor come into its journal."""
     with ServerProcess(nursery, tmp_path, aggregators=["a"], idle_timeout_s=1.0) as server:
         running = [
@@ -63,7 +63,7 @@ def test_who_cannot_aggregate_is_replaced(nursery: Nursery, tmp_path: Path, scri
 
 @pytest.mark.slow
 @pytest.mark.covers("P10")
-def test_who_is_far_slower_than_the_others_were_is_replaced(nursery: Nursery, tmp_path: Path) -> None:
+def test_replaces_a_worker_that_aggregates_far_slower(nursery: Nursery, tmp_path: Path) -> None:
     """Its bytes move all the time. Round 1 has shown how long it takes; nobody has told."""
     with ServerProcess(nursery, tmp_path, aggregators=["b", "a"], idle_timeout_s=1.0) as server:
         slow = {"script": "slow_site.py", "ENOUGH": str(tmp_path / "enough")}
@@ -81,7 +81,7 @@ def test_who_is_far_slower_than_the_others_were_is_replaced(nursery: Nursery, tm
 
 @pytest.mark.slow
 @pytest.mark.covers("P10", "X3")
-def test_where_nobody_can_aggregate_the_status_says_so_until_somebody_can(nursery: Nursery, tmp_path: Path) -> None:
+def test_status_says_while_no_worker_can_aggregate(nursery: Nursery, tmp_path: Path) -> None:
     with ServerProcess(nursery, tmp_path, idle_timeout_s=0.5, rounds=1) as server:
         running = [
             SiteProcess(nursery, tmp_path, server.url, site, script="full_site.py", ROOM=str(tmp_path / "room"))
@@ -135,7 +135,7 @@ def test_an_update_that_is_offered_elsewhere_is_refused(tmp_path: Path, place: s
 
 
 @pytest.mark.covers("P10")
-def test_an_update_that_is_too_large_is_refused_by_who_collects_it(
+def test_the_collecting_worker_refuses_an_update_that_is_too_large(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of so many steps with gradients of norm √82,688: 0.05 · √82,688 · √steps is 14 for c, 20 for a, 25 for b."""

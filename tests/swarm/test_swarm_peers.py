@@ -62,7 +62,7 @@ def test_two_know_each_other_once_both_have_reached_the_other() -> None:
 
 
 @pytest.mark.covers("P10")
-def test_who_was_started_again_is_to_be_reached_anew() -> None:
+def test_checks_a_restarted_worker_anew() -> None:
     peers = some("a", "b")
     report(peers, "a", 7, reached="b")
     report(peers, "b", 7, reached="a")
@@ -74,7 +74,7 @@ def test_who_was_started_again_is_to_be_reached_anew() -> None:
 
 
 @pytest.mark.covers("P10")
-def test_who_has_other_bytes_of_a_version_does_not_have_it() -> None:
+def test_other_bytes_of_a_version_do_not_count_as_having_it() -> None:
     peers = some("a", "b", "c")
     held = {
         site: Held(fragment=0, version=3, digest=digest, source=Source(version=f"atoll-ref://{site}"))
@@ -87,7 +87,7 @@ def test_who_has_other_bytes_of_a_version_does_not_have_it() -> None:
 
 
 @pytest.mark.covers("P10", "X3")
-def test_whom_most_do_not_reach_is_sent_away_and_the_last_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicts_a_peer_unreachable_by_majority_and_the_last_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.SETTLED_S", 0.0)
     peers = some("a", "b", "c")
     report(peers, "b", 1, reached="c", unreached="a")
@@ -108,7 +108,7 @@ def test_whom_most_do_not_reach_is_sent_away_and_the_last_of_two(monkeypatch: py
 
 
 @pytest.mark.covers("P10", "X3")
-def test_who_was_started_again_is_not_judged_by_what_was_tried_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_worker_is_not_judged_by_earlier_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.time", SimpleNamespace(monotonic=lambda: now_s))
     peers = some("a", "b")
@@ -127,7 +127,7 @@ def test_who_was_started_again_is_not_judged_by_what_was_tried_before(monkeypatc
 
 
 @pytest.mark.covers("P10")
-def test_who_was_sent_away_comes_back_as_another_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evicted_worker_returns_only_as_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.SETTLED_S", 0.0)
     peers = some("a", "b")
     report(peers, "a", 1, unreached="b")

@@ -112,7 +112,7 @@ def test_an_answer_that_comes_again_while_it_is_filtered_counts_once(
 
 
 @pytest.mark.covers("T8", "T7")
-def test_an_answer_whose_task_ends_while_it_is_filtered_leaves_nothing(tmp_path: Path) -> None:
+def test_a_task_that_ends_while_its_answer_is_filtered_leaves_nothing(tmp_path: Path) -> None:
     begun, go = threading.Event(), threading.Event()
 
     class Slow(Filter):

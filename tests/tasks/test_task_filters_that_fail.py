@@ -32,9 +32,7 @@ WHOSE = {
 @pytest.mark.covers("T8", "T7", "X3")
 @pytest.mark.parametrize("where", WHOSE)
 @pytest.mark.parametrize("kind", FAILURES)
-def test_the_workflow_sees_a_site_fail_whose_filter_fails_and_the_others_go_on(
-    tmp_path: Path, where: str, kind: type[Filter]
-) -> None:
+def test_a_failing_filter_fails_its_site_and_the_others_go_on(tmp_path: Path, where: str, kind: type[Filter]) -> None:
     came: dict[str, Any] = {}
 
     def main(controller: Any) -> None:
@@ -145,7 +143,7 @@ def test_a_server_without_room_for_a_sites_own_payload_says_so_and_keeps_none(tm
     assert came == [[], 20_000.0]
 
 
-def test_what_is_no_filter_is_refused_before_anybody_is_asked() -> None:
+def test_refuses_what_is_no_filter_before_any_site_is_asked() -> None:
     with pytest.raises(UsageError, match="is not a filter"):
         atoll.tasks("http://127.0.0.1:1", "a", filters={"train": ["drop"]})  # type: ignore[dict-item]
     with pytest.raises(UsageError, match=r"filters is Halved\(\) alone"):

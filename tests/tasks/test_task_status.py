@@ -58,7 +58,7 @@ def test_each_task_says_how_it_and_its_answers_travelled(
 
 
 @pytest.mark.covers("T11")
-def test_an_open_task_says_who_is_awaited_and_an_answer_without_tensors_is_warned_of(
+def test_an_open_task_names_awaited_sites_and_warns_of_answers_without_tensors(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two rounds of train, streamed; the site's answers are None: said once, and taken."""

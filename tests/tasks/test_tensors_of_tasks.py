@@ -163,7 +163,7 @@ def test_a_pull_ahead_that_stands_still_ends_with_its_task(tmp_path: Path) -> No
 @pytest.mark.covers("T2")
 @pytest.mark.parametrize("request_task_tensors", [True, False], ids=["asked", "ahead"])
 @pytest.mark.parametrize("stream", [(), ("train",)], ids=["inline", "streamed"])
-def test_a_task_whose_tensors_never_come_ends_in_an_error_that_names_server_and_task(
+def test_a_task_without_its_tensors_ends_in_an_error_that_names_server_and_task(
     tmp_path: Path, request_task_tensors: bool, stream: tuple[str, ...]
 ) -> None:
     """Nobody set a time for the task: it ends as nothing moves. The site goes on, and so does the workflow."""
@@ -191,7 +191,7 @@ def test_a_task_whose_tensors_never_come_ends_in_an_error_that_names_server_and_
 
 
 @pytest.mark.covers("T2")
-def test_an_answer_whose_tensors_do_not_get_through_ends_in_an_error_that_names_site_and_task(tmp_path: Path) -> None:
+def test_an_answer_without_its_tensors_ends_in_an_error_that_names_site_and_task(tmp_path: Path) -> None:
     came: dict[str, Any] = {}
 
     def main(controller: Any) -> None:

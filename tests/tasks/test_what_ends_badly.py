@@ -71,7 +71,7 @@ def test_a_workflow_that_leaves_by_no_exception_ends_the_run_too(tmp_path: Path,
     ],
     ids=["a string", "a number", "a path"],
 )
-def test_sites_that_are_no_names_are_refused_and_nobody_is_awaited(tmp_path: Path, sites: Any, what: str) -> None:
+def test_refuses_sites_that_are_no_names_and_awaits_none(tmp_path: Path, sites: Any, what: str) -> None:
     def main(controller: Any) -> None:
         controller.broadcast("train", None, sites=sites, timeout_s=5)
 
@@ -128,7 +128,7 @@ def test_a_site_tells_what_its_server_would_not_take_and_goes_on(
 
 
 @pytest.mark.covers("T14", "T13", "X3")
-def test_a_site_whose_disk_takes_nothing_more_says_so_and_goes_on(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_site_with_a_full_disk_says_so_and_goes_on(nursery: Nursery, tmp_path: Path) -> None:
     """4 MiB of an answer, 8 MiB of a payload that belongs on disk; a file has 1 MiB at most."""
     import small_disk_process
 

@@ -52,7 +52,7 @@ def drafts(folder: Path) -> list[Path]:
 
 
 @pytest.mark.covers("T8", "T3")
-def test_a_site_whose_filter_hangs_is_not_sent_the_payload_and_the_others_are(tmp_path: Path) -> None:
+def test_sends_no_payload_through_a_filter_that_hangs_and_serves_the_others(tmp_path: Path) -> None:
     """When the filter ends after all, what it has left is removed: nobody waits for it."""
     go, came = threading.Event(), dict[str, Any]()
 
@@ -92,7 +92,7 @@ class Waiting(Filter):
 
 
 @pytest.mark.covers("T8")
-def test_a_site_whose_filter_hangs_at_every_task_leaves_room_for_the_others(
+def test_a_filter_that_hangs_at_every_task_leaves_room_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is room for two at a time. a has been sent three tasks in vain before b is sent one; its filter, which is
@@ -116,7 +116,7 @@ def test_a_site_whose_filter_hangs_at_every_task_leaves_room_for_the_others(
 
 
 @pytest.mark.covers("T8")
-def test_sites_whose_filters_hang_do_not_wait_for_each_other(tmp_path: Path) -> None:
+def test_hanging_filters_do_not_wait_for_each_other(tmp_path: Path) -> None:
     """a's filter ends when c's begins, and c's when a's has begun."""
     one, other = threading.Event(), threading.Event()
 
@@ -295,9 +295,7 @@ def test_a_payload_that_two_threads_ask_for_is_made_once(monkeypatch: pytest.Mon
 
 
 @pytest.mark.covers("T8")
-def test_filters_that_are_for_nobody_are_told_of_with_the_nearest_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warns_of_filters_for_no_site_with_the_nearest_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def main(controller: Any) -> None:
         controller.sites(at_least=1, timeout_s=30)
         for _ in range(2):

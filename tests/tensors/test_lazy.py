@@ -92,7 +92,7 @@ def test_an_explicit_release_may_be_repeated_and_leaves_what_is_not_lazy(path: P
 
 
 @pytest.mark.covers("D6")
-def test_a_release_waits_for_who_is_reading() -> None:
+def test_a_release_waits_for_readers() -> None:
     entered, go_on, given_back = threading.Event(), threading.Event(), threading.Event()
 
     def read(_: int, memory: memoryview) -> None:

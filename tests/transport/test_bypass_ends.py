@@ -67,7 +67,7 @@ def test_a_sink_that_fails_within_a_part_leaves_the_connection_usable(tmp_path: 
     run(host, story)
 
 
-def test_who_goes_away_within_a_part_ends_it(tmp_path: Path) -> None:
+def test_a_client_that_leaves_within_a_part_ends_it(tmp_path: Path) -> None:
     host = Host(tmp_path, keep)
     host.part_bytes = 5000
 
@@ -96,7 +96,7 @@ def test_a_part_that_stands_still_is_broken_off(tmp_path: Path) -> None:
     assert not host.sinks[0].complete
 
 
-def test_a_reader_who_stands_still_is_broken_off(tmp_path: Path) -> None:
+def test_breaks_off_a_reader_that_stands_still(tmp_path: Path) -> None:
     host = Host(tmp_path, keep)
     host.idle_s = 0.05
     host.file.write_bytes(bytes(64 * CHUNK_BYTES))  # more than any socket buffers
@@ -149,7 +149,7 @@ def test_a_part_of_which_something_else_has_read_is_broken_off(tmp_path: Path) -
     run(host, story)
 
 
-def test_a_reader_who_once_fell_behind_may_be_idle_later() -> None:
+def test_a_reader_that_once_fell_behind_may_be_idle_later() -> None:
     """Guards against a look after the reader that goes on when all is written: it would find nothing moving."""
 
     async def main() -> None:
@@ -182,7 +182,9 @@ def test_revoked_bytes_are_not_sent(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F24")
 @pytest.mark.parametrize("begin", [b"PUT /v1/tic", b"POST /v1/workers HTTP/1.1\r\nHost: here\r\n", b"G", b""])
-def test_slow_heads_hold_nobody_up_and_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
+def test_slow_headers_hold_up_no_others_and_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes
+) -> None:
     """500 connections that never finish a head; requests between them are answered; then they are closed."""
     host = Host(tmp_path, keep)
     host.part_bytes = 3001

@@ -233,7 +233,7 @@ def test_a_connection_is_cut_while_it_is_being_made(peer: StandingStill) -> None
     lane.close()
 
 
-def test_a_number_names_its_file_as_long_as_anybody_uses_it(tmp_path: Path) -> None:
+def test_a_descriptor_names_its_file_while_it_is_in_use(tmp_path: Path) -> None:
     fd = opened(tmp_path / "file", b"mine")
     file = Descriptor(fd)
     with file.used() as number:

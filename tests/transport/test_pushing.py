@@ -177,7 +177,7 @@ def test_damage_that_lasts_ends_the_sending(writer: Writer, receiver: Receiver) 
     assert len(receiver.bodies[0]) == PART_ATTEMPTS
 
 
-def test_who_fails_to_write_the_rest_sends_no_more_of_it(writer: Writer, receiver: Receiver) -> None:
+def test_sends_no_more_after_a_failed_write(writer: Writer, receiver: Receiver) -> None:
     receiver.open.clear()
     used = []
 

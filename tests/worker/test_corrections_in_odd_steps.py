@@ -145,7 +145,7 @@ def test_diloco_counts_such_a_step_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S5")
-def test_a_step_whose_gradients_are_cleared_inside_is_a_step() -> None:
+def test_a_step_that_clears_its_gradients_inside_is_a_step() -> None:
     """At w + 0.5 = 0.5 towards 1 the gradient is −0.5: y = 0.1·0.5 − 0.1·(0.5 − 0.2); Δc = (0 − 0.02)/0.1 − 0.5."""
     model = One()
     optimizer = TwoSteps(model.parameters(), lr=ETA)

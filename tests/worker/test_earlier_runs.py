@@ -108,7 +108,7 @@ def test_a_link_in_place_of_ones_own_lock_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("run", ["", ".", "..", "../b", "/tmp/b", "a/b", "a\n"])
-def test_a_run_whose_id_leads_out_of_the_sites_folder_is_refused(run: str) -> None:
+def test_refuses_a_run_id_that_leads_out_of_the_sites_folder(run: str) -> None:
     """The id comes from the server, and names the folder beside which others are removed."""
     with pytest.raises(ValidationError) as caught:
         messages.RunInfo.model_validate({"run": run})
@@ -147,7 +147,7 @@ def test_a_folder_in_use_stays(tmp_path: Path) -> None:
     assert list(third.parent.iterdir()) == [third]
 
 
-def test_a_lock_whose_folder_is_removed_at_that_moment_is_taken_anew(
+def test_takes_a_lock_anew_when_its_folder_is_removed_at_that_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards against holding the lock of a file that is no longer there, beside somebody who holds the new one."""

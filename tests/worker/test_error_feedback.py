@@ -164,7 +164,7 @@ def test_a_base_that_was_advanced_has_it_in_the_local_progress(tmp_path: Path, s
         session.leave()
 
 
-def test_an_update_whose_fate_nobody_asked_for_is_settled_before_the_next_is_formed(tmp_path: Path) -> None:
+def test_settles_an_earlier_update_before_it_forms_the_next(tmp_path: Path) -> None:
     """Tickets that came by `next_ticket`: 0.4 and 0.4 that was left make 0.8, which is rounded to 1."""
     with serving(tmp_path) as server:
         session = Session(server.url, "a", folder=tmp_path / "w")

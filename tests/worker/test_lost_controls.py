@@ -147,7 +147,7 @@ def test_a_site_that_comes_late_begins_at_zero(server: atoll.Server, tmp_path: P
 
 
 @pytest.mark.covers("S2")
-def test_a_site_none_of_whose_updates_counted_may_come_from_anywhere(server: atoll.Server, tmp_path: Path) -> None:
+def test_a_site_without_counted_updates_may_come_from_anywhere(server: atoll.Server, tmp_path: Path) -> None:
     with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
         client.next_round()
         client.pull()

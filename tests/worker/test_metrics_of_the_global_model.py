@@ -80,7 +80,7 @@ def test_metrics_are_credited_to_the_version_that_was_measured(tmp_path: Path, s
 
 
 @pytest.mark.covers("X42")
-def test_a_run_whose_global_model_gets_no_better_ends_early(tmp_path: Path) -> None:
+def test_ends_early_when_the_global_model_gets_no_better(tmp_path: Path) -> None:
     # the models grow from version to version, so that the smallest is version 0
     run = Run(tmp_path, rounds=9, best_metric="norm", best_mode="min", early_stop_rounds=2)
     values = run.values["a"]

@@ -72,7 +72,7 @@ def trained(server: atoll.Server, folder: Path, change: Callable[[Any], None]) -
         (shrink, "2.bias"),
     ],
 )
-def test_refuses_a_model_whose_tensors_are_no_longer_those_that_are_trained(
+def test_refuses_a_model_with_tensors_that_are_no_longer_trained(
     tmp_path: Path, settings: dict[str, Any], change: Callable[[Any], None], named: str
 ) -> None:
     with serve(tmp_path, **DILOCO | settings) as server:

@@ -239,7 +239,7 @@ def test_a_site_submits_tensors_that_are_named_by_a_wrapper(tmp_path: Path) -> N
     assert all(torch.allclose(each.double(), torch.ones((), dtype=torch.float64)) for each in result.values())
 
 
-def test_refuses_tensors_whose_names_are_one_without_the_wrapper(tmp_path: Path) -> None:
+def test_refuses_tensors_with_one_name_without_the_wrapper(tmp_path: Path) -> None:
     tensors = {"0.weight": torch.zeros(2), "_orig_mod.0.weight": torch.ones(2)}
     with pytest.raises(UsageError) as refused:
         atoll.Server(tensors, port=0, state_dir=tmp_path / "state").start()

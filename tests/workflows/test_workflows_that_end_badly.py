@@ -62,7 +62,7 @@ def test_its_progress_limit_ends_it_and_notes_are_progress(nursery: Nursery, tmp
 
 
 @pytest.mark.covers("P12")
-def test_training_that_nobody_takes_part_in_fails_after_its_start_limit(nursery: Nursery, tmp_path: Path) -> None:
+def test_training_without_any_site_fails_after_its_start_limit(nursery: Nursery, tmp_path: Path) -> None:
     write_run(tmp_path, '[[workflows]]\nkind = "train"\nstart_timeout_s = 0.5\n')
     port = free_port()
     server = start_server(nursery, tmp_path, port)

@@ -53,7 +53,7 @@ def held() -> Iterator[threading.Event]:
 
 
 @pytest.mark.covers("L10", "L7")
-def test_who_ends_holds_up_no_round_that_the_others_have_first(tmp_path: Path) -> None:
+def test_a_worker_that_ends_holds_up_no_round_of_the_others(tmp_path: Path) -> None:
     """a ends after 4 steps with fragment 1 under way; b closes round 2 of fragment 0 before it submits fragment 1."""
     with serve(tmp_path, **OPTIONS, tau=1) as server:
         b = Hand(server.url, tmp_path / "b")
@@ -96,7 +96,7 @@ def test_a_failed_update_is_sent_again_before_a_later_round_is_waited_for(
 
 
 @pytest.mark.covers("L4", "L7")
-def test_who_waited_for_a_round_of_the_others_submits_to_the_next_one_when_they_do(tmp_path: Path) -> None:
+def test_a_worker_that_waited_submits_to_the_next_round_with_the_others(tmp_path: Path) -> None:
     """a joins when round 1 is open for b alone, and waits for its end after two steps, in which b had its turn.
 
     Where a submitted to round 2 of fragment 0 at once, it would wait for b there, with two steps in its update, while b
