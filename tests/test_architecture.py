@@ -1,4 +1,4 @@
-"""The package's shape, read from its source: who imports whom, what is never called, what is free of torch.
+"""The package's shape, read from its source: what each room imports, what is never called, what is free of torch.
 
 The checks are functions of a folder, so that the tests can also plant what they are there to find.
 """
@@ -142,6 +142,51 @@ def dangerous_calls(package: Path) -> list[str]:
     return found
 
 
+def import_edges(package: Path) -> dict[str, set[str]]:
+    """Module → modules of the package that it imports anywhere: at its head, inside functions, for type checkers."""
+    modules = {
+        ".".join(["atoll", *path.with_suffix("").parts]): (path, tree)
+        for path, tree in sources(package)
+        if path.name != "__init__.py"
+    }
+    edges: dict[str, set[str]] = {module: set() for module in modules}
+    for module, (path, tree) in modules.items():
+        for _, name in imported_modules(path, tree):
+            target = name
+            while target and target not in modules:
+                target = target.rpartition(".")[0]
+            if target and target != module:
+                edges[module].add(target)
+    return edges
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, in a row of any length (Tarjan's strongly connected components)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        number[module] = lowest[module] = len(number)
+        stack.append(module)
+        for target in sorted(edges[module]):
+            if target not in number:
+                visit(target)
+            if target in stack:
+                lowest[module] = min(lowest[module], lowest[target])
+        if lowest[module] == number[module]:
+            group = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for module in sorted(edges):
+        if module not in number:
+            visit(module)
+    return sorted(found)
+
+
 def plant(folder: Path, name: str, text: str) -> Path:
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,6 +244,43 @@ def test_a_right_import_is_not_complained_of(tmp_path: Path) -> None:
     )
     plant(tmp_path, "cli/main.py", "import atoll\nfrom atoll import Server\nfrom atoll.recipes import fedavg")
     assert wrong_imports(tmp_path) == []
+
+
+KNOWN_CIRCLES: list[set[str]] = [
+    {"atoll.config.consistency", "atoll.config.settings"},
+    {"atoll.recipes.recipe", "atoll.recipes.result"},
+    {
+        "atoll.server.coordinator.accept_update",
+        "atoll.server.coordinator.build_status",
+        "atoll.server.coordinator.run",
+        "atoll.server.swarm.assignments",
+        "atoll.server.tasks.components",
+        "atoll.server.tasks.task_payloads",
+        "atoll.server.tasks.workflow_controller",
+        "atoll.server.tasks.workflow_schedule",
+    },
+    {"atoll.store.core", "atoll.store.run_log", "atoll.store.tickets", "atoll.store.versions"},
+    {"atoll.worker.correction.optimizer_hooks", "atoll.worker.correction.scaffold_steps"},
+    {"atoll.worker.training.federated_loop", "atoll.worker.training.simulated_seat"},
+]
+"""Circles that are still there. The list only gets shorter."""
+
+
+def test_no_modules_import_each_other() -> None:
+    new = [
+        circle for circle in circles(import_edges(PACKAGE)) if not any(set(circle) <= known for known in KNOWN_CIRCLES)
+    ]
+    assert new == []
+
+
+def test_a_circle_through_a_lazy_and_a_type_checking_import_is_found(tmp_path: Path) -> None:
+    plant(tmp_path, "store/a.py", "def f():\n    from .b import g")
+    plant(
+        tmp_path, "store/b.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from atoll.rounds.c import d"
+    )
+    plant(tmp_path, "rounds/c.py", "from atoll.store import a")
+    plant(tmp_path, "rounds/d.py", "from atoll.store import a, b")
+    assert circles(import_edges(tmp_path)) == [["atoll.rounds.c", "atoll.store.a", "atoll.store.b"]]
 
 
 @pytest.mark.covers("X2", "L11")
