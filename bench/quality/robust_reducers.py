@@ -28,8 +28,8 @@ from results import FOLDER, Gate, write
 from atoll.aggregation.make_version import PassInputs, PassOutputs, UpdateSource, run_pass
 from atoll.aggregation.outer_state import state_layout
 from atoll.codecs.plain import NoneCodec
-from atoll.outer_optimizers.build import build_outer
-from atoll.reducers.build import build_reducers
+from atoll.outer_optimizers import build_outer
+from atoll.reducers import build_reducers
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.layout import update_layout, version_header, version_layout
 from atoll.tensors.schema import Schema, TensorSpec

@@ -12,7 +12,7 @@ from atoll.aggregation.make_version import PassInputs, PassOutputs, PassResult, 
 from atoll.aggregation.outer_state import region_digest, state_layout, version_regions
 from atoll.aggregation.scratch import Scratch
 from atoll.codecs.plain import Bf16Codec, NoneCodec
-from atoll.outer_optimizers.build import build_outer
+from atoll.outer_optimizers import build_outer
 from atoll.reducers.means import WeightedMean
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import TILE, update_layout, version_header, version_layout

@@ -19,7 +19,7 @@ from atoll.aggregation.decode_updates import Updates
 from atoll.aggregation.make_version import LEAST_ELEMENTS, Ahead, PassOutputs, elements_for, helpers_for, run_pass
 from atoll.aggregation.scratch import Scratch
 from atoll.errors import StateCorrupt
-from atoll.outer_optimizers.build import build_outer
+from atoll.outer_optimizers import build_outer
 from atoll.reducers.robust import Median
 from atoll.tensors.layout import TILE, version_layout
 from atoll.tensors.schema import Schema, TensorSpec

@@ -34,9 +34,9 @@ def mean(world: World) -> dict[str, torch.Tensor]:
 
 def close(world: World, own: bool, chunk_elements: int) -> PassResult:
     """Two rounds; with `own` the `params` come from a file that an aggregator wrote."""
-    reducers = {**REDUCERS, "control": Share(5.0)}
+    reducers = {**REDUCERS, "control": Share()}
     for _ in range(2):
-        inputs = world.inputs()
+        inputs = dataclasses.replace(world.inputs(), population_weight=5.0)
         if own:
             layout, fd = result_layout(world.schema, PART_BYTES), world.open(f"r{world.number}")
             write_result(fd, layout, mean(world), lambda: None)

@@ -8,7 +8,7 @@ import torch
 from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
 from atoll.errors import ConfigError
-from atoll.outer_optimizers.build import build_outer
+from atoll.outer_optimizers import build_outer
 
 
 def stepped(algorithm: str, gradients: list[float], **settings: object) -> list[float]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from atoll.errors import ConfigError
-from atoll.outer_optimizers.build import build_outer
+from atoll.outer_optimizers import build_outer
 from atoll.testing.outer import OuterContract
 
 pytestmark = pytest.mark.covers("L1")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from atoll.errors import ConfigError, UsageError
-from atoll.reducers.base import normalised
-from atoll.reducers.build import build_reducers
+from atoll.reducers import build_reducers
+from atoll.reducers.base import RoundFacts, normalised
 from atoll.reducers.means import Maximum, Share, WeightedMean
 from atoll.reducers.robust import ClippedMean, Median, TrimmedMean, network, select
 from atoll.testing.reducers import ReducerContract
@@ -39,10 +39,17 @@ class TestTrimmedMean(ReducerContract):
     reducer = TrimmedMean(0.25)
 
 
-def reduced(reducer, values, norms=None, weights=None):
+def facts(weights, norms=None, population_weight=0.0):
+    """Of a round whose updates report one step each."""
+    ones = [1.0] * len(weights)
+    return RoundFacts(weights, norms or ones, [1] * len(weights), population_weight)
+
+
+def reduced(reducer, values, norms=None, weights=None, population_weight=0.0):
     """One element of each update."""
     rows, out = torch.tensor(values)[:, None], torch.empty(1)
-    reducer.reduce_(rows, reducer.weigh(weights or [1.0] * len(values), norms or [1.0] * len(values)), out)
+    weights = reducer.weigh(facts(weights or [1.0] * len(values), norms, population_weight))
+    reducer.reduce_(rows, weights, out)
     return out.item()
 
 
@@ -83,22 +90,22 @@ def test_the_clipped_mean_by_hand():
     assert reduced(ClippedMean(), [1.0, 2.0, 8.0], norms=[1.0, 2.0, 8.0]) == pytest.approx(5 / 3)
     # C = 4: (1·1 + 3·8·(4/8)) / 4, weights 1 and 3
     assert reduced(ClippedMean(4.0), [1.0, 8.0], norms=[1.0, 8.0], weights=[1.0, 3.0]) == pytest.approx(13 / 4)
-    assert ClippedMean(4.0).weigh([1.0, 1.0], [0.0, 8.0]) == [0.5, 0.25]  # nothing to divide by, nothing to clip
+    assert ClippedMean(4.0).weigh(facts([1.0, 1.0], [0.0, 8.0])) == [0.5, 0.25]  # nothing to divide by, nothing to clip
 
 
 def test_the_bound_of_an_even_number_of_norms_is_the_mean_of_the_two_in_the_middle():
     # of 1, 2, 6 and 8 it is (2 + 6) / 2 = 4: the factors are 1, 1, 4/6 and 4/8, each of a quarter
-    weights = ClippedMean().weigh([1.0] * 4, [8.0, 1.0, 6.0, 2.0])
+    weights = ClippedMean().weigh(facts([1.0] * 4, [8.0, 1.0, 6.0, 2.0]))
     assert weights == pytest.approx([1 / 8, 1 / 4, 1 / 6, 1 / 4], abs=1e-15)
 
 
 def test_the_share_of_a_total_weight_by_hand():
     # two of ten sites with weight 1 take part: (3 + 4) / 10; two with weights 1 and 9 of 40: (1·3 + 9·4) / 40
-    assert reduced(Share(10.0), [3.0, 4.0]) == pytest.approx(0.7)
-    assert reduced(Share(40.0), [3.0, 4.0], weights=[1.0, 9.0]) == pytest.approx(39 / 40)
+    assert reduced(Share(), [3.0, 4.0], population_weight=10.0) == pytest.approx(0.7)
+    assert reduced(Share(), [3.0, 4.0], weights=[1.0, 9.0], population_weight=40.0) == pytest.approx(39 / 40)
     assert reduced(Share(), [3.0, 4.0]) == 3.5  # there are no other sites
     with pytest.raises(UsageError):
-        Share(3).weigh([1.0, math.nan], [1.0, 1.0])
+        Share().weigh(facts([1.0, math.nan], population_weight=3.0))
 
 
 @pytest.mark.parametrize("k", range(1, 12))

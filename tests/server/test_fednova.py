@@ -13,19 +13,13 @@ from torch import nn
 
 import atoll
 from atoll.errors import ConfigError, UsageError
+from atoll.reducers.base import RoundFacts
 from atoll.reducers.means import NormalisedMean
 from atoll.testing.reducers import ReducerContract
 
 
 class TestNormalisedMean(ReducerContract):
     reducer = NormalisedMean()
-
-
-class TestNormalisedMeanOfUnequalSteps(ReducerContract):
-    reducer = NormalisedMean((2, 6, 2, 4))
-
-    test_one_update_is_its_own_reduction = None  # these steps are of four updates
-    test_it_weighs_every_update_and_none_twice_as_much_as_its_share = None
 
 
 def serve(folder: Path, **settings: Any) -> atoll.Server:
@@ -126,4 +120,4 @@ def test_another_reducer_is_refused_and_the_normalised_mean_serves_others(tmp_pa
 
 def test_steps_below_one_have_no_mean() -> None:
     with pytest.raises(UsageError, match=r"\[2, 0\]"):
-        NormalisedMean().of([2, 0]).weigh([1.0, 1.0], [1.0, 1.0])
+        NormalisedMean().weigh(RoundFacts([1.0, 1.0], [1.0, 1.0], [2, 0]))

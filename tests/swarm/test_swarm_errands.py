@@ -341,8 +341,7 @@ def test_all_settings_that_a_plan_is_made_of_travel(tmp_path: Path) -> None:
     plan = plan_of(Settings.build(given), build(), None)
     settings = Watched.build(given | {"mode": "async", "staleness_weight": "inverse_sqrt"})
     asked.clear()
-    made = Plan.make(settings, plan.split)
-    made.reducers_of(3, [1, 1, 1])
+    Plan.make(settings, plan.split)
     of_this_machine = {"threads", "state_dir"}
     refused_in_a_swarm = {"aggregator", "downlink_codec", "downlink_codec_options", "ranks", "dylu"}
     assert asked & Settings.model_fields.keys() <= {*PLACED, *of_this_machine, *refused_in_a_swarm}

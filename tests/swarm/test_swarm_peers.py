@@ -160,7 +160,7 @@ def test_what_a_worker_was_told_to_drop_counts_no_more_before_it_has_heard_of_it
     assert has() == ([0], 0)
     report(peers, "a", 2, held=held, closed=closed, seen=7)  # sent before that answer came
     assert has() == ([0], 0)
-    work = Close(fragment=0, base_version=0, version=1, updates=[share(1)], total_weight=1.0, control_scale=1.0)
+    work = Close(fragment=0, base_version=0, version=1, updates=[share(1)], population_weight=1.0, population_scale=1.0)
     peers["a"].answered(PeerWork(stamp=9, hold=[kept], close=[work]))
     report(peers, "a", 3, held=held, closed=closed, seen=9)  # made once more
     assert has() == ([0, 1], 1)

@@ -11,7 +11,7 @@ from harness.processes import Nursery
 from swarm_world import SiteProcess, left_by, serving
 
 PACKAGE = '''\
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atoll.algorithms.base import Algorithm
 from atoll.codecs.plain import Bf16Codec
@@ -30,10 +30,8 @@ class Fp16Codec(Bf16Codec):
 class Squared(WeightedMean):
     """Weights count squared."""
 
-    name: str = "squared"
-
-    def weigh(self, weights, norms):
-        return super().weigh([weight * weight for weight in weights], norms)
+    def weigh(self, facts):
+        return super().weigh(replace(facts, weights=[weight * weight for weight in facts.weights]))
 
 
 half = Algorithm(name="half", citation="none", outer="rmsprop", outer_options={"lr": 0.01, "alpha": 0.5})

@@ -16,9 +16,8 @@ def close(
     base_fd: int,
     state_fd: int | None,
     updates: Sequence[UpdateSource],
-    steps: Sequence[int],
-    total_weight: float,
-    control_scale: float,
+    population_weight: float,
+    population_scale: float,
     outputs: PassOutputs,
     cancelled: threading.Event,
     base_digests: tuple[bytes, ...] | None = None,
@@ -30,11 +29,7 @@ def close(
 
     Args:
         state_fd: the base's outer state; None where there is none yet.
-        steps: that the updates report, in their order.
-        total_weight: of all sites of the run, when the round was frozen; 0 in a run without controls.
-        control_scale: as `PassInputs`.
-        reduced: likewise.
-        base_digests, base_state_digests: likewise.
+        population_weight, population_scale, reduced, base_digests, base_state_digests: as `PassInputs`.
 
     Raises:
         CancelledError: (concurrent.futures) `cancelled` was set.
@@ -51,7 +46,8 @@ def close(
             state_header=planned.state[0] if planned.state else b"",
             state_layout=planned.state_layout,
             state_fd=state_fd,
-            control_scale=control_scale,
+            population_weight=population_weight,
+            population_scale=population_scale,
             downlink=planned.downlink,
             reduced=reduced,
             base_digests=base_digests,
@@ -59,7 +55,7 @@ def close(
         ),
         outputs,
         rule=plan.rule,
-        reducers=plan.reducers_of(total_weight, steps),
+        reducers=plan.reducers,
         codecs=plan.codecs,
         threads=plan.threads,
         on_progress=on_progress,

@@ -10,7 +10,7 @@ from atoll.aggregation.scratch import Scratch, read_at
 from atoll.aggregation.values import UpdateSource
 from atoll.aggregation.windows import Place, Places, Window
 from atoll.codecs.base import Codec
-from atoll.reducers.base import Reducer
+from atoll.reducers.base import Reducer, RoundFacts
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.schema import PARAMS
@@ -25,6 +25,10 @@ class Updates:
         integers: the reducer of everything else.
         codecs: by name.
         places: where windows lie in updates of these layouts.
+        population: weight of all sites, and the base's divided by it (`RoundFacts`).
+
+    Attributes:
+        carries: group → what the base of a group beside the model is multiplied by.
     """
 
     def __init__(
@@ -34,14 +38,21 @@ class Updates:
         integers: Reducer,
         codecs: Mapping[str, Codec],
         places: Places,
+        population: tuple[float, float] = (0.0, 1.0),
     ) -> None:
         self._sources = sources
-        weights, norms = [source.weight for source in sources], [source.norm for source in sources]
-        self._weights = {group: reducer.weigh(weights, norms) for group, reducer in reducers.items()}
+        facts = RoundFacts(
+            [source.weight for source in sources],
+            [source.norm for source in sources],
+            [source.steps for source in sources],
+            *population,
+        )
+        self._weights = {group: reducer.weigh(facts) for group, reducer in reducers.items()}
+        self.carries = {group: reducer.carry(facts) for group, reducer in reducers.items()}
         if any(source.scale != 1 for source in sources):
             scaled = zip(self._weights[PARAMS], sources, strict=True)
             self._weights[PARAMS] = [weight * source.scale for weight, source in scaled]
-        self._unweighted = integers.weigh(weights, norms)
+        self._unweighted = integers.weigh(facts)
         self._reducers = reducers
         self._integers = integers
         self._codecs = codecs

@@ -10,9 +10,9 @@ For every window of every part:
     write θ (cast to the version's dtype) and s, hash them on the way
 
 Where versions go down by a codec, θ is the master in the state file, and the version is what workers then hold; see
-`DeltaWriter`. Buffers take the mean of raw values, controls grow by the reduction, integers take the maximum. The
-pass is a pure function of its inputs: neither the chunk size nor the number of threads changes a bit, and after a
-crash it simply runs again. What it reads of the base is hashed, too: a disk that has changed a bit since it was
+`DeltaWriter`. Buffers take the mean of raw values, groups beside the model grow by the reduction, integers take the
+maximum. The pass is a pure function of its inputs: neither the chunk size nor the number of threads changes a bit, and
+after a crash it simply runs again. What it reads of the base is hashed, too: a disk that has changed a bit since it was
 written is found out before anything follows from it. Memory is a few chunks per thread, whatever the model's size and
 the number of updates. Files are read and written by position; fsync is the caller's.
 """
@@ -308,7 +308,8 @@ def run_pass(
     if rows > 1:
         chunk_elements = min(chunk_elements, TOGETHER_ELEMENTS, ALL_TOGETHER_ELEMENTS // (rows * threads))
     tables.cut(max(chunk_elements // TILE, 1) * TILE, max(rows, 1))
-    updates = Updates(inputs.updates, reducers, Maximum(), codecs, tables.places)
+    population = (inputs.population_weight, inputs.population_scale)
+    updates = Updates(inputs.updates, reducers, Maximum(), codecs, tables.places, population)
     params = updates
     if inputs.reduced is not None:
         params = Updates([inputs.reduced], {PARAMS: WeightedMean()}, Maximum(), codecs, tables.places)
@@ -490,11 +491,12 @@ class _Member:
             self._delta.add(window, stored, None)
 
     def _add(self, window: Window) -> None:
-        """Controls: c ← s·c + the reduction."""
+        """A group beside the model: v ← s·v + the reduction, where the group's reducer says s."""
         values = self._scratch.tensor("stored", torch_dtype(window.dtype), window.numel)
         _, runs = self._reduction(window)
-        if self._shared.inputs.control_scale != 1:
-            values.mul_(self._shared.inputs.control_scale)
+        carry = self._shared.updates.carries[window.group]
+        if carry != 1:
+            values.mul_(carry)
         for target, run in zip(torch.split(values, window.sizes), runs, strict=True):
             target.add_(run)
         if self._delta is not None:

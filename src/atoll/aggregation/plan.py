@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,17 +22,16 @@ from atoll.codecs.encoded_layout import codecs_of, encoded_layout
 from atoll.codecs.version_difference import Downlink
 from atoll.config import Settings
 from atoll.errors import ConfigError
-from atoll.outer_optimizers.build import build_outer
+from atoll.outer_optimizers import build_outer
 from atoll.outer_optimizers.torch_optimizer import OuterRule
 from atoll.posix import nameless_file
+from atoll.reducers import build_reducers
 from atoll.reducers.base import Reducer
-from atoll.reducers.build import build_reducers
-from atoll.reducers.means import NormalisedMean, Share
 from atoll.reducers.staleness_weight import StalenessWeight, constant, staleness_weight
 from atoll.store.store import FileShape, FragmentShapes
 from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Layout, version_header, version_layout
-from atoll.tensors.schema import CONTROL, PARAMS, Schema
+from atoll.tensors.schema import PARAMS, Schema
 
 PLACED = (
     "algorithm",
@@ -213,23 +212,15 @@ class Plan:
             raise
         return fd
 
-    def reducers_of(self, total_weight: float, steps: Sequence[int]) -> dict[str, Reducer]:
-        """The reducers of a round.
-
-        Args:
-            total_weight: of all sites of the run, for controls.
-            steps: that its updates report, in the frozen order.
-        """
-        reducers = {
-            group: reducer.of(steps) if isinstance(reducer, NormalisedMean) else reducer
-            for group, reducer in self.reducers.items()
-        }
-        return reducers | {CONTROL: Share(total_weight)} if CONTROL in reducers else reducers
-
     @property
     def needs_steps(self) -> bool:
         """Whether an update without its number of local steps cannot be reduced."""
-        return any(isinstance(reducer, NormalisedMean) for reducer in self.reducers.values())
+        return any(reducer.needs_steps for reducer in self.reducers.values())
+
+    @property
+    def needs_population(self) -> bool:
+        """Whether the weight of all sites must be known, so that each keeps its first weight."""
+        return any(reducer.needs_population for reducer in self.reducers.values())
 
 
 def _require_fitting(settings: Settings, split: Split) -> None:

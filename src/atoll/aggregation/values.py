@@ -20,6 +20,7 @@ class UpdateSource:
         weight: as submitted; finite and above zero.
         norm: L2, of all its `params`, as they were accepted.
         scale: of its `params`, on top of the normalised weight: what staleness leaves of it.
+        steps: local optimizer steps that it reports.
     """
 
     site: str
@@ -28,6 +29,7 @@ class UpdateSource:
     weight: float
     norm: float = 0.0
     scale: float = 1.0
+    steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,7 @@ class PassInputs:
         state_header: first bytes of the state file, as `state_layout` gives them; empty where nothing is kept.
         state_layout: of the state file; None where nothing is kept.
         state_fd: the base's outer state; None in the first round.
-        control_scale: what the base's controls are multiplied by: the total weight of the sites that they are the mean
-            over may be another one since.
+        population_weight, population_scale: as `RoundFacts`.
         reduced: the pseudo-gradient of `params` where an aggregator has made one of the updates; they are then reduced
             in everything else only.
         downlink: how versions go down; None: whole. With one, the state file has a master of every parameter.
@@ -56,7 +57,8 @@ class PassInputs:
     state_header: bytes = b""
     state_layout: Layout | None = None
     state_fd: int | None = None
-    control_scale: float = 1.0
+    population_weight: float = 0.0
+    population_scale: float = 1.0
     reduced: UpdateSource | None = None
     downlink: Downlink | None = None
     base_digests: tuple[bytes, ...] | None = None

@@ -127,8 +127,8 @@ class Close(Message):
     base_version: Count
     version: Count
     updates: list[Share]
-    total_weight: float = Field(ge=0)
-    control_scale: float
+    population_weight: float = Field(ge=0)
+    population_scale: float
 
 
 class PeerWork(Message):

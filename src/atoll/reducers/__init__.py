@@ -1,1 +1,44 @@
+"""The reducers of a run: its algorithm's, or another one for what the sites trained."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from atoll import registry
+from atoll.errors import ConfigError
+from atoll.reducers.base import Reducer
+from atoll.tensors.schema import BUFFERS, PARAMS
+
+
+def build_reducers(groups: Mapping[str, str], name: str, options: Mapping[str, Any]) -> dict[str, Reducer]:
+    """Return group → reducer, for floating point tensors.
+
+    Args:
+        groups: the algorithm's own table, group → name.
+        name: of the reducer of `params`; where it is not the algorithm's, it says what reduces buffers.
+        options: its keyword arguments.
+
+    Raises:
+        ConfigError: an option is not one of its own, or has a wrong value.
+    """
+    params = _made(name, options)
+    reducers = {group: _made(other, {}) for group, other in groups.items()} | {PARAMS: params}
+    if name != groups[PARAMS] and BUFFERS in groups:
+        reducers[BUFFERS] = _made(params.buffers, {}) if params.buffers else params
+    return reducers
+
+
+def _made(name: str, options: Mapping[str, Any]) -> Reducer:
+    kind = registry.load("reducers", name)
+    reducer = registry.made(
+        lambda: kind(**options),
+        f"reducer_options = {dict(options)!r}",
+        f"They are the keyword arguments of {name!r}.",
+    )
+    if not isinstance(reducer, Reducer):
+        raise ConfigError(
+            f"reducer = {name!r} makes a {type(reducer).__name__}, not a reducer.",
+            "Derive the class from `atoll.reducers.base.Reducer`.",
+        )
+    return reducer

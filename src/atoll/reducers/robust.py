@@ -1,36 +1,30 @@
 """Reducers that a few wrong updates cannot move far: median, trimmed mean, clipped mean.
 
-K. E. Batcher: Sorting networks and their applications. AFIPS 1968 (odd-even merge sort).
-
-A network is a fixed list of comparators (i, j): row i ← min, row j ← max of both. Each is two vector instructions a
-register over rows that stay in a core's cache, which beats sorting k numbers at a time. What no wanted rank depends on
-is left out: the median of ten rows takes 50 minima and maxima, a sort of them 64.
+Rows are sorted by a network (K. E. Batcher: Sorting networks and their applications. AFIPS 1968, odd-even merge sort):
+a fixed list of comparators (i, j), row i ← min, row j ← max of both. Each is two vector instructions a register over
+rows that stay in a core's cache, which is faster than sorting k numbers at a time. Comparators that no wanted rank
+depends on are left out: the median of ten rows takes 50 minima and maxima, a sort of them 64.
 
 IEEE 754 has two zeros that are equal, and which of them a minimum yields depends on where in a vector register an
-element lies. Who makes a result of these rows therefore adds +0.0 to it at last: then the sign of a zero is always +.
+element lies. So the result of such rows gets +0.0 added at last: then the sign of a zero is always +.
 
-D. Yin, Y. Chen, K. Ramchandran, P. Bartlett: Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates.
-ICML 2018, arXiv 1803.01498, definition 1.
+Median and trimmed mean: D. Yin, Y. Chen, K. Ramchandran, P. Bartlett: Byzantine-Robust Distributed Learning: Towards
+Optimal Statistical Rates. ICML 2018, arXiv 1803.01498, definitions 1 and 2. Weights do not count: each site has one
+voice, or a hostile site would claim a large weight.
 
-    g_j = med{ (u_k)_j : k }          of an even number: the mean of the two in the middle
+    median         g_j = med{ (u_k)_j : k }          of an even number: the mean of the two in the middle
+    trimmed mean   g_j = (1 / |U_j|) · Σ_{u ∈ U_j} u        U_j: (u_k)_j without the ⌊β·k⌋ largest and ⌊β·k⌋ smallest
 
-Weights do not count: one site is one voice, or a hostile one would name itself a large weight. It bears up to
-⌈k/2⌉ − 1 hostile updates; where the sites' data differ, it is biased against what only few of them know.
+The median bears up to ⌈k/2⌉ − 1 hostile updates, the trimmed mean ⌊β·k⌋: choose β at least their share. Where the
+sites' data differ, the median is biased against what only few of them know.
 
-D. Yin, Y. Chen, K. Ramchandran, P. Bartlett: Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates.
-ICML 2018, arXiv 1803.01498, definition 2.
-
-    g_j = (1 / |U_j|) · Σ_{u ∈ U_j} u        U_j: the values (u_k)_j without the ⌊β·k⌋ largest and ⌊β·k⌋ smallest
-
-Weights do not count, as with the median. It bears up to ⌊β·k⌋ hostile updates: choose β at least their share.
-
-Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan: Can You Really Backdoor Federated Learning? arXiv 1911.07963,
-section 4.
+Clipped mean: Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan: Can You Really Backdoor Federated Learning? arXiv
+1911.07963, section 4.
 
     g = Σ_k ŵ_k · u_k · min(1, C / ‖u_k‖₂)          ‖u_k‖₂: of all params of the update, as it was accepted
 
-An update may be wrong in its direction, but not far: good against large norms, of little use against a flipped sign of
-ordinary size. Without a `max_norm`, C is the median of the round's norms.
+It helps against large norms, and little against a flipped sign of ordinary size. Without a `max_norm`, C is the median
+of the round's norms.
 """
 
 from __future__ import annotations
@@ -40,20 +34,20 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from atoll.errors import ConfigError
-from atoll.reducers.base import normalised
+from atoll.reducers.base import Reducer, RoundFacts, normalised
 from atoll.reducers.means import WeightedMean
 
 Wanted = Literal["min", "max", "both"]
 
 
 def select(rows: Sequence[Tensor], ranks: frozenset[int], spare: Tensor) -> list[Tensor]:
-    """The rows of the given ranks (0: the smallest of every element), in rising order.
+    """Return the rows of the given ranks (0: the smallest of every element), in rising order.
 
     Args:
         rows: k tensors [n]; overwritten.
@@ -75,7 +69,7 @@ def select(rows: Sequence[Tensor], ranks: frozenset[int], spare: Tensor) -> list
 
 @functools.lru_cache(maxsize=64)
 def network(k: int, ranks: frozenset[int]) -> tuple[tuple[int, int, Wanted], ...]:
-    """The comparators, in order, that bring the given ranks of k rows to their places: low, high, what is wanted."""
+    """Return the comparators, in order, that bring the given ranks of k rows to their places."""
     needed, kept = set(ranks), list[tuple[int, int, Wanted]]()
     for low, high in reversed(list(_merge_sort(k))):
         if low in needed or high in needed:
@@ -85,7 +79,7 @@ def network(k: int, ranks: frozenset[int]) -> tuple[tuple[int, int, Wanted], ...
 
 
 def _merge_sort(k: int) -> Iterator[tuple[int, int]]:
-    """Batcher's network; for k that is no power of two, without the comparators that would meet rows at infinity."""
+    """Yield Batcher's network. For a k that is not a power of two, comparators with rows past the end are left out."""
     p = 1
     while p < k:
         q = p
@@ -99,15 +93,11 @@ def _merge_sort(k: int) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Median:
+class Median(Reducer):
     """med_k u_k, element by element."""
 
-    name: str = "median"
-    needs_all: bool = True
-    buffers: str = "median"
-
-    def weigh(self, weights: Sequence[float], norms: Sequence[float]) -> list[float]:
-        return normalised(weights)
+    needs_all: ClassVar[bool] = True
+    buffers: ClassVar[str] = ""
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
         held = list(rows)
@@ -118,20 +108,19 @@ class Median:
 
 
 @dataclass(frozen=True)
-class TrimmedMean:
-    """The mean of what is left of each element's k values.
+class TrimmedMean(Reducer):
+    """The mean of each element's k values without the largest and smallest.
 
     Args:
         trim: β, the share cut off at each end; in [0, 0.5).
 
     Raises:
-        ConfigError: `trim` is none.
+        ConfigError: `trim` is not in that range.
     """
 
+    needs_all: ClassVar[bool] = True
+    buffers: ClassVar[str] = ""
     trim: float = 0.2
-    name: str = "trimmed_mean"
-    needs_all: bool = True
-    buffers: str = "trimmed_mean"
 
     def __post_init__(self) -> None:
         if not 0 <= self.trim < 0.5:
@@ -139,9 +128,6 @@ class TrimmedMean:
                 f"reducer_options: trim = {self.trim!r} is no share of the updates to cut off at each end.",
                 "Choose it from 0 to below 0.5, at least the share of sites that may be hostile.",
             )
-
-    def weigh(self, weights: Sequence[float], norms: Sequence[float]) -> list[float]:
-        return normalised(weights)
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
         held = list(rows)
@@ -154,20 +140,17 @@ class TrimmedMean:
 
 
 @dataclass(frozen=True)
-class ClippedMean:
+class ClippedMean(WeightedMean):
     """The weighted mean of updates that are no longer than C.
 
     Args:
         max_norm: C; None: the median of the norms in the round.
 
     Raises:
-        ConfigError: `max_norm` is no length.
+        ConfigError: `max_norm` is not finite or not above zero.
     """
 
     max_norm: float | None = None
-    name: str = "clipped_mean"
-    needs_all: bool = False
-    buffers: str = "mean"
 
     def __post_init__(self) -> None:
         if self.max_norm is not None and not (math.isfinite(self.max_norm) and self.max_norm > 0):
@@ -176,12 +159,9 @@ class ClippedMean:
                 "Choose a number above zero, or leave it out: then it is the median of the round's norms.",
             )
 
-    def weigh(self, weights: Sequence[float], norms: Sequence[float]) -> list[float]:
-        bound = statistics.median(norms) if self.max_norm is None else self.max_norm
+    def weigh(self, facts: RoundFacts) -> list[float]:
+        bound = statistics.median(facts.norms) if self.max_norm is None else self.max_norm
         return [
             weight * min(1.0, bound / norm) if norm else weight
-            for weight, norm in zip(normalised(weights), norms, strict=True)
+            for weight, norm in zip(normalised(facts.weights), facts.norms, strict=True)
         ]
-
-    def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
-        WeightedMean().reduce_(rows, weights, out)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from atoll.outer_optimizers.build import build_outer
+from atoll.outer_optimizers import build_outer
 from atoll.outer_optimizers.torch_optimizer import Granularity, OuterRule, State
 from atoll.tensors.schema import BUFFERS, TensorSpec
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import UsageError
-from atoll.reducers.base import Reducer, normalised
+from atoll.reducers.base import Reducer, RoundFacts, normalised
 
 
 class ReducerContract:
@@ -54,13 +54,14 @@ class ReducerContract:
             assert torch.equal(reduced, row)
 
     def test_it_weighs_every_update_and_none_twice_as_much_as_its_share(self) -> None:
-        weights = self.reducer.weigh([1.0, 2.0, 1.0], [3.0, 3.0, 3.0])  # equal norms are no reason to clip
+        facts = RoundFacts([1.0, 2.0, 1.0], [3.0, 3.0, 3.0], [5, 5, 5])  # equal norms are no reason to clip
+        weights = self.reducer.weigh(facts)
         assert weights == [0.25, 0.5, 0.25]
 
     @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
     def test_it_refuses_a_weight_that_is_none(self, weight: float) -> None:
         with pytest.raises(UsageError, match="above zero"):
-            self.reducer.weigh([1.0, weight], [1.0, 1.0])
+            self.reducer.weigh(RoundFacts([1.0, weight], [1.0, 1.0], [1, 1]))
 
     @pytest.mark.parametrize("size", [1, 7, 64, 1000])
     def test_no_cut_changes_a_bit(self, size: int) -> None:

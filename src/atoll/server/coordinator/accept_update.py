@@ -55,14 +55,14 @@ class Judge:
         return row
 
     def with_kept_weight(self, site: str, said: messages.Complete) -> messages.Complete:
-        """In a run with controls a site keeps its first weight: the control of all sites holds it with that one."""
-        kept = self._run.store.kept_weight(site) if self._run.has_controls else 0.0
+        """Where a reducer needs the weight of all sites, have each keep its first one, which earlier versions hold."""
+        kept = self._run.store.kept_weight(site) if self._run.plan.needs_population else 0.0
         if not kept or said.weight == kept:
             return said
         if site not in self._other_weight:
             self._other_weight.add(site)
             LOG.warning(
-                "%s submits with weight %g and keeps its first weight, %g, which the controls of this run hold. "
+                "%s submits with weight %g and keeps its first weight, %g, which this run's versions already hold. "
                 "Submit with the same weight in every round; another weight needs a new run.",
                 site,
                 said.weight,

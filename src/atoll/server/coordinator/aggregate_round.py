@@ -33,9 +33,9 @@ class Frozen:
         behind: of each, how many versions its base is behind that of the round.
         scales: what staleness leaves of each.
         population: how many workers had joined the run.
-        total_weight: of all of them; 0 in a run without controls.
+        total_weight: of all of them; 0 where no reducer of the run needs it.
         expected: updates that the round has when no site is missing; 0: an asynchronous step.
-        control_scale: what the base's controls are multiplied by.
+        population_scale: the total weight when the base was made, divided by this one.
     """
 
     rows: list[TicketRow]
@@ -44,7 +44,7 @@ class Frozen:
     population: int
     total_weight: float
     expected: int
-    control_scale: float
+    population_scale: float
 
 
 def frozen_round(plan: Plan, store: Store, fragment: int, base_version: int, tickets: Sequence[int]) -> Frozen:
@@ -107,12 +107,11 @@ def close_round(
             base_fd=base.fd,
             state_fd=store.state_file(fragment) if base.row.state_digests else None,
             updates=[
-                UpdateSource(row.site, source.fd, planned.update, row.weight, source.norm, scale)
+                UpdateSource(row.site, source.fd, planned.update, row.weight, source.norm, scale, row.steps)
                 for row, source, scale in zip(rows, sources, frozen.scales, strict=True)
             ],
-            steps=[row.steps for row in rows],
-            total_weight=frozen.total_weight,
-            control_scale=frozen.control_scale,
+            population_weight=frozen.total_weight,
+            population_scale=frozen.population_scale,
             base_digests=base.row.part_digests,
             base_state_digests=base.row.state_digests,
             outputs=PassOutputs(draft.version_fd, draft.state_fd, draft.delta_fd),

@@ -221,7 +221,7 @@ class Run:
         if journalled:
             with self.store.transaction():
                 for each in journalled:
-                    write(each, self.store, self.roster, keep_weights=self.has_controls)
+                    write(each, self.store, self.roster, keep_weights=self.plan.needs_population)
         for effect in effects:
             self._act(effect)
 

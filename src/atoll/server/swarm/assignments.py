@@ -644,6 +644,6 @@ def _close_of(frozen: Frozen, fragment: int, base_version: int, version: int) ->
             )
             for row, scale in zip(frozen.rows, frozen.scales, strict=True)
         ],
-        total_weight=frozen.total_weight,
-        control_scale=frozen.control_scale,
+        population_weight=frozen.total_weight,
+        population_scale=frozen.population_scale,
     )

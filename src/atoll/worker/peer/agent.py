@@ -105,12 +105,11 @@ def reduced(
         base_fd=base.slot.fd,
         state_fd=base.state.fd if base.state is not None else None,
         updates=[
-            UpdateSource(each.site, spools[each.ticket].slot.fd, update, each.weight, each.norm, each.scale)
+            UpdateSource(each.site, spools[each.ticket].slot.fd, update, each.weight, each.norm, each.scale, each.steps)
             for each in work.updates
         ],
-        steps=[each.steps for each in work.updates],
-        total_weight=work.total_weight,
-        control_scale=work.control_scale,
+        population_weight=work.population_weight,
+        population_scale=work.population_scale,
         base_digests=base.part_digests,
         base_state_digests=base.state_digests,
         outputs=PassOutputs(version.fd, state.fd if state is not None else None),
