@@ -13,9 +13,11 @@ from atoll.rounds.events import (
     LeaseGranted,
     LeaseRefused,
     RoundClosed,
+    RoundOpened,
     TicketIssued,
     TicketRequested,
     TimePassed,
+    TrainingBegins,
     Woken,
     WorkerEnds,
     WorkerJoined,
@@ -264,3 +266,15 @@ def test_a_worker_that_submits_nothing_more_is_awaited_in_no_round_and_stays_for
     run.submit("b")
     run.commit()
     assert run.expected() == ("a", "b")
+
+
+@pytest.mark.covers("P12")
+def test_opens_the_first_round_once_training_begins() -> None:
+    """A workflow before the rounds holds them: both sites are there, and no round is open."""
+    state = machine.initial(machine.Rules(num_workers=2, held=True))
+    for site in "ab":
+        state, _ = machine.step(state, WorkerJoined(site), 0.0)
+    assert state.rounds[0].phase == "gathering"
+    state, effects = machine.step(state, TrainingBegins(), 1.0)
+    assert state.rounds[0].phase == "open"
+    assert RoundOpened(0, 0, ("a", "b")) in effects

@@ -223,7 +223,7 @@ def test_a_turn_that_comes_to_nothing_is_given_back(go: threading.Event, monkeyp
     monkeypatch.setattr(user_threads, "AT_ONCE", 1)
 
     async def main() -> str:
-        beside = user_threads.Aside()
+        beside = user_threads.UserThreads()
         first = asyncio.ensure_future(beside.run(lambda: go.wait(60), "It", "a"))
         await asyncio.sleep(0)  # it has the place
         with pytest.raises(TimeoutError):

@@ -7,7 +7,7 @@ from pathlib import Path
 from atoll.config import Settings
 from atoll.server.coordinator.admission import will_evaluate
 from atoll.server.tasks.task_filters import TaskFilters
-from atoll.server.tasks.workflow_schedule import EVALUATES, Course
+from atoll.server.tasks.workflow_schedule import EVALUATES, WorkflowSchedule
 
 
 def test_a_site_is_asked_by_an_evaluation_that_is_still_to_come(tmp_path: Path) -> None:
@@ -17,10 +17,10 @@ def test_a_site_is_asked_by_an_evaluation_that_is_still_to_come(tmp_path: Path) 
         rounds=1,
         workflows=[{"kind": "train"}, {"kind": EVALUATES, "args": {"sites": ["a"]}}],
     )
-    course = Course(settings, None, TaskFilters(settings))
-    assert [will_evaluate(course, site) for site in "ab"] == [True, False]
-    course.steps[1].state = "running"
-    assert will_evaluate(course, "a")
-    course.steps[1].state = "done"
-    assert not will_evaluate(course, "a")
+    schedule = WorkflowSchedule(settings, None, TaskFilters(settings))
+    assert [will_evaluate(schedule, site) for site in "ab"] == [True, False]
+    schedule.steps[1].state = "running"
+    assert will_evaluate(schedule, "a")
+    schedule.steps[1].state = "done"
+    assert not will_evaluate(schedule, "a")
     assert not will_evaluate(None, "a")

@@ -8,17 +8,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from atoll.worker.peer.peer_transfers import Errands
+from atoll.worker.peer.peer_transfers import PeerTransfers
 
-update, enough = Errands.update, Path(os.environ["ENOUGH"])
+update, enough = PeerTransfers.update, Path(os.environ["ENOUGH"])
 
 
-def trickle(self: Errands, *arguments: Any) -> Any:
+def trickle(self: PeerTransfers, *arguments: Any) -> Any:
     while not enough.exists():
         self._move(1)
         time.sleep(0.1)
     return update(self, *arguments)
 
 
-Errands.update = trickle
+PeerTransfers.update = trickle
 runpy.run_path(str(Path(__file__).with_name("swarm_site.py")), run_name="__main__")

@@ -25,7 +25,7 @@ from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Http
 from atoll.worker.peer import agent
 from atoll.worker.peer.agent import SwarmPeer
-from atoll.worker.peer.peer_transfers import Outlet
+from atoll.worker.peer.peer_transfers import PeerServer
 
 DEFAULT: dict[str, Any] = {"outer_optimizer": None, "outer_lr": None, "outer_momentum": None}
 RUNS = [
@@ -96,7 +96,7 @@ def test_drops_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest
     def seen(self: SwarmPeer) -> None:
         leave(self)
         peers.append(self)
-        served[self.site] = len(self._outlet._host._objects)
+        served[self.site] = len(self._peer_server._host._objects)
 
     monkeypatch.setattr(SwarmPeer, "leave", seen)
     with serving(tmp_path, rounds=6, keep_versions=2) as server:
@@ -104,7 +104,7 @@ def test_drops_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest
         server.run()
     assert {peer.site for peer in peers} == set(SITES)
     for peer in peers:
-        assert {version.version for version in peer._shelf.versions()} <= {5, 6}
+        assert {version.version for version in peer._store.versions()} <= {5, 6}
         # of each a model and its outer state, and the update of the last round
         assert served[peer.site] <= 2 * 2 + 1
 
@@ -165,16 +165,16 @@ def test_a_version_that_its_holder_has_let_go_of_is_asked_of_the_next_and_then_a
 ) -> None:
     """Who holds a version may let go of it, or end, between two questions: nobody's round ends with that."""
     undisturbed, _ = left_by(tmp_path / "undisturbed")
-    in_order, seen = Outlet.in_order, set[int]()
+    in_order, seen = PeerServer.in_order, set[int]()
 
-    def stale_first(self: Outlet, sources: Sequence[str]) -> list[str]:
+    def stale_first(self: PeerServer, sources: Sequence[str]) -> list[str]:
         ref = TensorRef.parse(sources[0])
         gone, dead = replace(ref, object="0" * 32), replace(ref, port=free_port())
         first = id(self) not in seen
         seen.add(id(self))
         return [str(gone), str(dead), *([] if first else in_order(self, sources))]
 
-    monkeypatch.setattr(Outlet, "in_order", stale_first)
+    monkeypatch.setattr(PeerServer, "in_order", stale_first)
     ours, _ = left_by(tmp_path / "swarm")
     assert len(seen) == len(SITES)
     assert ours.bits == undisturbed.bits

@@ -24,39 +24,39 @@ from atoll.tensors.reference import TensorRef
 from atoll.transport import object_server
 from atoll.transport.http_client import Http
 from atoll.transport.object_server import ObjectHost, OwnFile
-from atoll.worker.peer.peer_store import Shelf, Version
-from atoll.worker.peer.peer_transfers import Errands, Outlet, spans
+from atoll.worker.peer.peer_store import PeerStore, Version
+from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, spans
 
 SETTINGS = {"outer_optimizer": "sgd", "outer_lr": 0.7, "outer_momentum": 0.9, "num_workers": 3, "part_bytes": 2**16}
 
 
 class Peer:
-    """A worker that serves files, and the shelf of one that pulls them."""
+    """A worker that serves files, and the store of one that pulls them."""
 
     def __init__(self, folder: Path) -> None:
         settings = Settings.build({"algorithm": "fedavg", "placement": "swarm", "state_dir": folder, **SETTINGS})
         self.plan: Plan = plan_of(settings, build(), None)
         self.planned = self.plan.fragments[0]
-        self.folder = folder / "shelf"
+        self.folder = folder / "store"
         self.folder.mkdir()
-        self.shelf = Shelf(self.plan, self.folder, "run")
+        self.store = PeerStore(self.plan, self.folder, "run")
         self.host, self.own_host = listening(), listening()
         self.http = Http("http://127.0.0.1:1")  # of the server, of which nothing is asked here
-        self.outlet = Outlet(self.own_host, self.http.counters, None)
+        self.peer_server = PeerServer(self.own_host, self.http.counters, None)
         self.moved = 0
-        self.errands = Errands(self.plan, self.http, self.outlet, 10.0, self._move)
+        self.transfers = PeerTransfers(self.plan, self.http, self.peer_server, 10.0, self._move)
 
     def _move(self, count: int) -> None:
         self.moved += count
 
     def close(self) -> None:
-        self.shelf.close()
+        self.store.close()
         self.host.close()
         self.own_host.close()
         self.http.close()
 
     def slot(self, kind: str) -> Slot:
-        slot = self.shelf.take(kind, 0)
+        slot = self.store.take(kind, 0)
         assert slot is not None
         return slot
 
@@ -110,10 +110,10 @@ def test_a_version_of_other_bytes_is_not_taken_and_the_next_worker_is_asked(peer
     other, other_digests, _ = peer.version()
     lies = Source(version=str(peer.serve(other, digest, other_digests)))
     with pytest.raises(PartCorrupt):
-        peer.errands.version(hold(digest, lies), peer.slot(VERSION), None)
+        peer.transfers.version(hold(digest, lies), peer.slot(VERSION), None)
     honest = Source(version=str(peer.serve(slot, digest, digests)))
     target = peer.slot(VERSION)
-    got, _ = peer.errands.version(hold(digest, lies, honest), target, None)
+    got, _ = peer.transfers.version(hold(digest, lies, honest), target, None)
     assert list(got.part_digests) == digests
     assert digests_of(target, peer.planned.version.parts) == digests
 
@@ -126,15 +126,15 @@ def test_an_outer_state_of_other_bytes_is_not_taken(peer: Peer) -> None:
     at = str(peer.serve(slot, digest, digests))
     lies = Source(version=at, state=str(peer.serve(other, state_digest, other_digests)))
     with pytest.raises(PartCorrupt):
-        peer.errands.version(hold(digest, lies, state_digest=state_digest), peer.slot(VERSION), peer.slot(STATE))
+        peer.transfers.version(hold(digest, lies, state_digest=state_digest), peer.slot(VERSION), peer.slot(STATE))
     honest = Source(version=at, state=str(peer.serve(state, state_digest, state_digests)))
     wanted = hold(digest, honest, state_digest=state_digest)
-    got, came_in = peer.errands.version(wanted, peer.slot(VERSION), peer.slot(STATE))
+    got, came_in = peer.transfers.version(wanted, peer.slot(VERSION), peer.slot(STATE))
     assert digest_of(got.state_digests) == state_digest
     assert list(came_in) == state_digests
     cut_short = Source(version=at, state=str(peer.serve(state, state_digest, state_digests[:-1])))
     with pytest.raises(PartCorrupt, match="in other parts than it has"):
-        peer.errands.version(hold(digest, cut_short, state_digest=state_digest), peer.slot(VERSION), peer.slot(STATE))
+        peer.transfers.version(hold(digest, cut_short, state_digest=state_digest), peer.slot(VERSION), peer.slot(STATE))
 
 
 @pytest.mark.covers("P10", "D10")
@@ -149,8 +149,8 @@ def test_an_update_of_other_bytes_is_not_collected(peer: Peer) -> None:
         return Collect(ticket=1, fragment=0, site="b", digest=digest, source=str(ref))
 
     with pytest.raises(PartCorrupt):
-        peer.errands.update(collect(peer.serve(other, digest, other_digests)), peer.slot(SPOOL))
-    assert peer.errands.update(collect(peer.serve(slot, digest, digests)), peer.slot(SPOOL))[1:] == (0.0, "")
+        peer.transfers.update(collect(peer.serve(other, digest, other_digests)), peer.slot(SPOOL))
+    assert peer.transfers.update(collect(peer.serve(slot, digest, digests)), peer.slot(SPOOL))[1:] == (0.0, "")
 
 
 @pytest.mark.covers("P10")
@@ -161,19 +161,19 @@ def test_ones_own_update_is_read_where_it_lies_and_is_checked_there_too(peer: Pe
         write_at(outbox.fd, bytes(range(256)) * (part.nbytes // 256), part.start)
     digests = digests_of(outbox, layout.parts)
     digest = layout.update_digest(digests)
-    ref = peer.outlet.serve(outbox.fd, layout.nbytes, digest, digests)
+    ref = peer.peer_server.serve(outbox.fd, layout.nbytes, digest, digests)
     own = Collect(ticket=1, fragment=0, site="a", digest=digest, source=str(ref))
     target = peer.slot(SPOOL)
-    peer.errands.update(own, target)
+    peer.transfers.update(own, target)
     assert digests_of(target, layout.parts) == digests
     assert peer.moved == sum(part.nbytes for part in layout.parts)
-    assert (peer.http.counters.bytes_up, peer.http.counters.bytes_down, peer.outlet.served) == (0, 0, 0)
+    assert (peer.http.counters.bytes_up, peer.http.counters.bytes_down, peer.peer_server.served) == (0, 0, 0)
     write_at(outbox.fd, b"damaged", layout.parts[0].start)
     with pytest.raises(PartCorrupt, match="served here, is not what it was"):
-        peer.errands.update(own, target)
-    peer.outlet.withdraw(ref)
+        peer.transfers.update(own, target)
+    peer.peer_server.withdraw(ref)
     with pytest.raises(Gone):
-        peer.errands.update(own, target)
+        peer.transfers.update(own, target)
 
 
 @pytest.mark.covers("P10")
@@ -181,13 +181,13 @@ def test_what_is_withdrawn_while_it_is_read_here_is_gone(peer: Peer) -> None:
     """Its file may be rewritten from then on: what was read of it is worth nothing."""
     slot, digests, digest = peer.version()
     layout, read = peer.planned.version, list[int]()
-    ref = peer.outlet.serve(slot.fd, layout.nbytes, digest, digests)
-    with peer.outlet.connected(str(ref), 10.0) as (_, parts):
+    ref = peer.peer_server.serve(slot.fd, layout.nbytes, digest, digests)
+    with peer.peer_server.connected(str(ref), 10.0) as (_, parts):
         assert isinstance(parts, OwnFile)
 
         def on_part(part: Part) -> None:
             read.append(part.index)
-            peer.outlet.withdraw(ref)
+            peer.peer_server.withdraw(ref)
 
         with pytest.raises(Gone, match="served here no more"):
             parts.pull("it", digests, layout.parts, [], on_part=on_part)
@@ -199,14 +199,14 @@ def test_what_is_rewritten_while_it_is_read_is_gone_not_damaged(peer: Peer) -> N
     """Asked before the reading, it would be said of a disk that it damages what was written on purpose."""
     slot, digests, digest = peer.version()
     layout = peer.planned.version
-    ref = peer.outlet.serve(slot.fd, layout.nbytes, digest, digests)
+    ref = peer.peer_server.serve(slot.fd, layout.nbytes, digest, digests)
 
     def rewritten(nbytes: int) -> None:
-        peer.outlet.withdraw(ref)
+        peer.peer_server.withdraw(ref)
         write_at(slot.fd, bytes(layout.nbytes), 0)
 
     part = max(layout.parts, key=lambda part: part.nbytes)
-    with peer.outlet.connected(str(ref), 10.0) as (_, parts):
+    with peer.peer_server.connected(str(ref), 10.0) as (_, parts):
         with pytest.raises(Gone, match="served here no more"):
             parts.pull("it", [b"other"] * len(digests), [part], [], on_bytes=rewritten)
 
@@ -220,7 +220,7 @@ def test_ones_own_file_that_cannot_be_read_is_asked_of_another_worker(
     layout, theirs, into = peer.planned.version, peer.slot(VERSION), peer.slot(VERSION)
     whole = mine.path.read_bytes()
     write_at(theirs.fd, whole, 0)
-    own = Source(version=str(peer.outlet.serve(mine.fd, layout.nbytes, digest, digests)))
+    own = Source(version=str(peer.peer_server.serve(mine.fd, layout.nbytes, digest, digests)))
     other = Source(version=str(peer.serve(theirs, digest, digests)))
     if how == "cut":
         os.ftruncate(mine.fd, 10)
@@ -230,7 +230,7 @@ def test_ones_own_file_that_cannot_be_read_is_asked_of_another_worker(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         monkeypatch.setattr(object_server, "read_at", broken)
-    peer.errands.version(hold(digest, own, other), into, None)
+    peer.transfers.version(hold(digest, own, other), into, None)
     assert into.path.read_bytes() == whole
 
 
@@ -238,9 +238,9 @@ def test_ones_own_file_that_cannot_be_read_is_asked_of_another_worker(
 def test_asks_itself_first_among_several_holders(peer: Peer) -> None:
     slot, digests, digest = peer.version()
     others = [str(peer.serve(slot, digest, digests)) for _ in range(3)]
-    own = str(peer.outlet.serve(slot.fd, peer.planned.version.nbytes, digest, digests))
-    assert peer.outlet.in_order([*others, own])[0] == own
-    assert sorted(peer.outlet.in_order([*others, own])) == sorted([*others, own])
+    own = str(peer.peer_server.serve(slot.fd, peer.planned.version.nbytes, digest, digests))
+    assert peer.peer_server.in_order([*others, own])[0] == own
+    assert sorted(peer.peer_server.in_order([*others, own])) == sorted([*others, own])
 
 
 @pytest.mark.covers("P10")
@@ -249,10 +249,10 @@ def test_a_version_that_cannot_be_noted_is_not_there_and_its_files_are_the_calle
     shutil.rmtree(peer.folder)
     version = Version(0, 1, digest, slot, None, tuple(digests), ())
     with pytest.raises(StoreError):
-        peer.shelf.put(version)
-    assert peer.shelf.get(0, 1) is None
+        peer.store.put(version)
+    assert peer.store.get(0, 1) is None
     assert slot.holds.total() == 1  # the caller's, who gives it back
-    peer.shelf.give_back(VERSION, 0, slot)
+    peer.store.give_back(VERSION, 0, slot)
     assert slot.free
 
 
@@ -260,10 +260,10 @@ def test_a_version_that_cannot_be_noted_is_not_there_and_its_files_are_the_calle
 def test_a_version_that_is_dropped_gives_its_files_back_where_that_cannot_be_noted(peer: Peer) -> None:
     slot, digests, digest = peer.version()
     version = Version(0, 1, digest, slot, None, tuple(digests), ())
-    peer.shelf.put(version)
+    peer.store.put(version)
     shutil.rmtree(peer.folder)
-    peer.shelf.drop(version)
-    assert peer.shelf.get(0, 1) is None
+    peer.store.drop(version)
+    assert peer.store.get(0, 1) is None
     assert slot.free
 
 
@@ -271,7 +271,7 @@ def test_a_version_that_is_dropped_gives_its_files_back_where_that_cannot_be_not
 def test_a_file_that_cannot_be_made_is_an_error_of_the_disk(peer: Peer) -> None:
     shutil.rmtree(peer.folder)
     with pytest.raises(StoreError, match=r"version-0-0\.safetensors: No such file or directory"):
-        peer.shelf.take(VERSION, 0)
+        peer.store.take(VERSION, 0)
 
 
 @pytest.mark.covers("P10", "F41")
@@ -286,8 +286,8 @@ def test_what_an_earlier_process_held_is_believed_where_it_is_whole(peer: Peer, 
     assert shape is not None
     states = tuple(region_digest(state.fd, region) for region in shape.regions)
     named = "0" * 64 if damage == "another" else digest
-    peer.shelf.put(Version(0, 1, named, slot, state, tuple(digests), states))
-    peer.shelf.close()
+    peer.store.put(Version(0, 1, named, slot, state, tuple(digests), states))
+    peer.store.close()
     file, at = {"state": (state, -1), "header": (state, 9)}.get(damage, (slot, -1))
     content = bytearray(file.path.read_bytes())
     if damage in ("version", "state", "header"):
@@ -295,8 +295,8 @@ def test_what_an_earlier_process_held_is_believed_where_it_is_whole(peer: Peer, 
     elif damage == "cut":
         del content[-10:]
     file.path.write_bytes(content)
-    peer.shelf = Shelf(peer.plan, peer.folder, "run")
-    found = peer.shelf.get(0, 1)
+    peer.store = PeerStore(peer.plan, peer.folder, "run")
+    found = peer.store.get(0, 1)
     assert (found is not None) == (damage == "none")
     if found is not None:
         assert (found.digest, found.part_digests, found.state_digests) == (digest, tuple(digests), states)
@@ -312,20 +312,20 @@ def test_what_comes_after_a_damaged_version_survives_the_next_start(peer: Peer) 
         write_at(slot.fd, peer.planned.shapes().version.header, 0)
         digests = digests_of(slot, peer.planned.version.parts)
         digest = peer.planned.version.update_digest(digests)
-        peer.shelf.put(Version(0, version, digest, slot, None, tuple(digests), ()))
+        peer.store.put(Version(0, version, digest, slot, None, tuple(digests), ()))
         return slot
 
     def start_again() -> None:
-        peer.shelf.close()
-        peer.shelf = Shelf(peer.plan, peer.folder, "run")
+        peer.store.close()
+        peer.store = PeerStore(peer.plan, peer.folder, "run")
 
     damaged = held(1)
     write_at(damaged.fd, b"damaged", 5000)
     start_again()
-    assert peer.shelf.versions() == []
+    assert peer.store.versions() == []
     held(2)
     start_again()
-    assert [version.version for version in peer.shelf.versions()] == [2]
+    assert [version.version for version in peer.store.versions()] == [2]
 
 
 @pytest.mark.covers("P10", "D10")

@@ -31,7 +31,7 @@ from atoll.payloads import Stream, register
 from atoll.posix import read_at
 from atoll.server.tasks.task_filters import TaskFilters
 from atoll.server.tasks.task_queue import Answer, read_contents
-from atoll.server.tasks.user_threads import Aside
+from atoll.server.tasks.user_threads import UserThreads
 from atoll.server.tasks.workflow_controller import Result
 from atoll.store.kept_objects import ObjectStore
 from atoll.tensors.chunks import CHUNK_ELEMENTS
@@ -323,8 +323,8 @@ def test_two_answers_of_one_site_do_not_meet_in_its_filter(tmp_path: Path, where
         return left
 
     async def beside() -> list[list[float]]:  # where the server does it
-        aside = Aside()
-        return await asyncio.gather(*(aside.run(partial(taken, value), "It", "from a") for value in (2.0, 4.0)))
+        user_threads = UserThreads()
+        return await asyncio.gather(*(user_threads.run(partial(taken, value), "It", "from a") for value in (2.0, 4.0)))
 
     if where == "server":
         found = asyncio.run(beside())

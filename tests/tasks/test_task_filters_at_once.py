@@ -85,8 +85,8 @@ def test_an_answer_that_comes_again_while_it_is_filtered_counts_once(
 
     with serving(tmp_path, main, filters=[Slow(), Halved()]) as server, atoll.tasks(server.url, "a") as worker:
         task = next(iter(worker.tasks()))
-        desk, http = server._run.desk, task._connection.http  # type: ignore[union-attr]
-        send, is_taken, asked = http.send, desk.is_taken, list[str]()
+        queue, http = server._run.task_queue, task._connection.http  # type: ignore[union-attr]
+        send, is_taken, asked = http.send, queue.is_taken, list[str]()
 
         def counted(*which: str) -> bool:
             asked.append(which[0])
@@ -98,7 +98,7 @@ def test_an_answer_that_comes_again_while_it_is_filtered_counts_once(
             send(path, message, **options)
 
         monkeypatch.setattr(http, "send", noted)
-        monkeypatch.setattr(desk, "is_taken", counted)
+        monkeypatch.setattr(queue, "is_taken", counted)
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(task.answer, {"w": torch.tensor([2.0, 4.0])})
             assert begun.wait(30)

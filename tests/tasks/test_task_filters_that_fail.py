@@ -89,7 +89,7 @@ def test_a_task_that_no_site_can_be_sent_has_its_errors_at_once(tmp_path: Path) 
     with serving(tmp_path, main, data_filters=[Broken()]) as server, atoll.tasks(server.url, "a") as worker:
         worker.task("measure")(lambda payload: payload)
         worker.run()
-        row = server._run.desk.status()[0]  # type: ignore[union-attr]
+        row = server._run.task_queue.status()[0]  # type: ignore[union-attr]
     assert "The payload of task 'train' for site a is not sent: the filter Broken()" in came["failed"].error
     assert came["next"] == 1
     assert (row.answers, row.missing) == ({"failed": 1}, [])

@@ -245,14 +245,14 @@ def test_a_process_that_another_has_replaced_is_given_no_task(tmp_path: Path, mo
     with serve(tmp_path, main) as server, ThreadPoolExecutor() as pool:
         first, second = (Connection(server.url, "a", labels=None, max_retries=3) for _ in range(2))
         first.join(3)
-        desk = server._run.desk  # type: ignore[union-attr]
-        next_for = desk.next_for
+        queue = server._run.task_queue  # type: ignore[union-attr]
+        next_for = queue.next_for
 
         def noted(*which: Any) -> Any:
             looked.set()
             return next_for(*which)
 
-        monkeypatch.setattr(desk, "next_for", noted)
+        monkeypatch.setattr(queue, "next_for", noted)
         waiting = pool.submit(first.http.post, routes.TASKS, tm.TaskRequest(wait_s=20.0), tm.TaskReply)
         assert looked.wait(30)
         second.join(3)

@@ -95,6 +95,11 @@ class AggregatorLost:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingBegins:
+    """The workflows before the rounds have ended: a first round opens once all sites are there."""
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """Nothing else happened; deadlines and silences are judged."""
 
@@ -109,6 +114,7 @@ Event = (
     | UpdateRefused
     | VersionCommitted
     | AggregatorLost
+    | TrainingBegins
     | TimePassed
 )
 

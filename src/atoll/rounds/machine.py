@@ -34,6 +34,7 @@ from atoll.rounds.events import (
     TicketRequested,
     TicketWithheld,
     TimePassed,
+    TrainingBegins,
     UpdateAccepted,
     UpdateRefused,
     VersionCommitted,
@@ -112,6 +113,9 @@ def step(state: State, event: Event, now_s: float) -> Result:
             _commit(draft, fragment, version, value)
         case AggregatorLost(fragment, reason):
             _collect_again(draft, fragment, reason)
+        case TrainingBegins():
+            draft.change(rules=replace(state.rules, held=False))
+            settle(draft)
         case TimePassed():
             timeout_s = state.rules.heartbeat_timeout_s
             silent = leases.silent(state.seen_s, timeout_s, now_s)

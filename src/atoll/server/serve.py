@@ -35,7 +35,7 @@ from atoll.server.initial_model import NO_MODEL
 from atoll.server.startup import open_run
 from atoll.server.tasks.task_filters import TaskFilters
 from atoll.server.tasks.workflow_controller import Function
-from atoll.server.tasks.workflow_schedule import Course
+from atoll.server.tasks.workflow_schedule import WorkflowSchedule
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import address_of
 from atoll.transport.listener import Door, open_door, raise_files_limit, runner_of
@@ -108,12 +108,12 @@ class Server:
             _require_none_of_its_own(workflow=workflow, outer_optimizer=outer_optimizer, filters=filters)
         self._model = model
         self._filters = TaskFilters(self.settings, data_filters, filters)
-        self._course = Course.of(self.settings, workflow, self._filters, evaluation)
-        if self._course is None or not self._course.sends_tasks:
+        self._workflows = WorkflowSchedule.of(self.settings, workflow, self._filters, evaluation)
+        if self._workflows is None or not self._workflows.sends_tasks:
             self._filters.require_rounds()
         if (
-            self._course is not None
-            and not self._course.trains
+            self._workflows is not None
+            and not self._workflows.trains
             and model is None
             and self.settings.model is None
             and not self.settings.persistor
@@ -209,7 +209,11 @@ class Server:
     @property
     def evaluation(self) -> Evaluation | None:
         """The matrix of the last cross-site evaluation, as far as it is; None where there was none."""
-        return self._course.evaluated() if self._course is not None and self._course.evaluated is not None else None
+        return (
+            self._workflows.evaluated()
+            if self._workflows is not None and self._workflows.evaluated is not None
+            else None
+        )
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the run is finished; False when the time is over before.
@@ -275,12 +279,12 @@ class Server:
         files = raise_files_limit()
         listener = _listen(self.settings)
         try:
-            course = self._course
-            if course is not None:
-                course.load()
+            schedule = self._workflows
+            if schedule is not None:
+                schedule.load()
             persistor = Persistor(self.settings) if self.settings.persistor else None
             opened = open_run(self.settings, self._model, persistor, self._outer)
-            run = Run(*opened, persistor, self._filters.results, course)
+            run = Run(*opened, persistor, self._filters.results, schedule)
         except BaseException:
             listener.close()
             raise
@@ -295,14 +299,14 @@ class Server:
             self.port = listener.getsockname()[1]
             run.start(self.url)
             self._run = run
-            if course is not None:
-                course.start(run)
+            if schedule is not None:
+                schedule.start(run)
             door = await open_door(listener, runner, context, files=files, idle_timeout_s=self.settings.idle_timeout_s)
             self._ready.set()
             await self._until_end(run)
         finally:
-            if course is not None:
-                course.stop()
+            if schedule is not None:
+                schedule.stop()
             run.send_away()
             if door is not None:
                 await door.close()

@@ -26,7 +26,7 @@ from atoll.failpoints import failpoint
 from atoll.filters.base import About, BadFilter, Chain, Filter
 from atoll.posix import OwnedFile, read_at, write_at
 from atoll.server.filter_table import SiteFilters
-from atoll.server.tasks.user_threads import Aside
+from atoll.server.tasks.user_threads import UserThreads
 from atoll.store.file_slots import disk_error
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
@@ -81,7 +81,7 @@ class Filtering:
         aside: where they work: one that hangs holds up its own site alone.
     """
 
-    def __init__(self, filters: SiteFilters, plan: Plan, store: Store, aside: Aside) -> None:
+    def __init__(self, filters: SiteFilters, plan: Plan, store: Store, aside: UserThreads) -> None:
         self.filters, self._plan, self._store, self._aside = filters, plan, store, aside
         self._kept: dict[_Key, _Left] = {}
         self._going: dict[_Key, asyncio.Task[None]] = {}

@@ -97,7 +97,7 @@ def status_of(run: Run) -> status_messages.Status:
         protocol=routes.PROTOCOL,
         epoch=run.store.epoch,
         rounds=settings.rounds,
-        finished=run.state.finished if run.course is None else run.desk.finished,
+        finished=run.state.finished if run.workflows is None else run.task_queue.finished,
         stopped=run.state.rules.tracking.why(run.state.progress),
         address=run.address,
         best=_best(run),
@@ -119,9 +119,9 @@ def status_of(run: Run) -> status_messages.Status:
         deaths=run.attendance.deaths,
         refused=run.refused,
         staleness={str(behind): count for behind, count in sorted(run.stale.counts.items())},
-        tasks=run.desk.counts if run.desk.active else {},
-        workflows=run.course.status() if run.course is not None else [],
-        sent=run.desk.status(),
+        tasks=run.task_queue.counts if run.task_queue.active else {},
+        workflows=run.workflows.status() if run.workflows is not None else [],
+        sent=run.task_queue.status(),
         durability=settings.durability,
         durable_version=min(durable) if (durable := _durable(run)) else None,
         warnings=[
@@ -129,7 +129,7 @@ def status_of(run: Run) -> status_messages.Status:
             *run.advice,
             *run.attendance.warnings(run.state),
             *run.stale.warnings,
-            *run.desk.warnings.values(),
+            *run.task_queue.warnings.values(),
             *(presence.rival for _, presence in sorted(run.roster.items()) if presence.rival),
             *(
                 f"{presence.site}: {text}"

@@ -61,12 +61,12 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
 
     async def get_run(self) -> messages.RunInfo:
         assert self.store.run is not None
-        desk, course = self.run.desk, self.run.course
+        queue, schedule = self.run.task_queue, self.run.workflows
         return run_info(self.plan, self.store.run.run_id).model_copy(
             update={
-                "trains": desk.trains,
-                "sends_tasks": desk.active,
-                "keeps_local": course is not None and course.keeps_local,
+                "trains": queue.trains,
+                "sends_tasks": queue.active,
+                "keeps_local": schedule is not None and schedule.keeps_local,
             }
         )
 
@@ -78,13 +78,13 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         return status_of(self.run)
 
     async def get_evaluation(self) -> task_messages.Evaluation:
-        course = self.run.course
-        if course is None or course.evaluated is None:
+        schedule = self.run.workflows
+        if schedule is None or schedule.evaluated is None:
             raise Gone(
                 "This server has evaluated nothing across sites.",
                 'Add {kind = "cross_site_evaluation"} to the workflows of the run, or use atoll evaluate RUN.TOML.',
             )
-        return course.evaluated()
+        return schedule.evaluated()
 
     async def get_metrics(self) -> web.Response:
         return web.Response(
@@ -122,7 +122,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         return messages.Joined(
             lease=Lease(message.site, granted[0].lease, message.process, secret).header,
             due=machine.due(self.run.state, message.site),
-            evaluates=will_evaluate(self.run.course, message.site),
+            evaluates=will_evaluate(self.run.workflows, message.site),
         )
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:
@@ -147,11 +147,11 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
                 f"There is no fragment {message.fragment}.",
                 f"The run has {len(self.plan.fragments)}, the first is 0.",
             )
-        self.run.desk.require_rounds()
+        self.run.task_queue.require_rounds()
         until_s = time.monotonic() + message.wait_s
         previous = self.store.last_ticket(lease.site, message.fragment)
         while True:
-            if message.tasks and self.run.desk.rounds == "to come":
+            if message.tasks and self.run.task_queue.rounds == "to come":
                 return self._wait_reply(message.fragment, "tasks come before the rounds", previous)
             if self.run.swarm is not None and (reason := self.run.swarm.waits(lease.site, message.fragment)):
                 if time.monotonic() >= until_s:
@@ -211,7 +211,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         self, fragment: int, reason: str, previous: TicketRow | None, *, ended: bool = False
     ) -> messages.TicketReply:
         head = self.store.head(fragment)
-        state, desk = self.run.state, self.run.desk
+        state, queue = self.run.state, self.run.task_queue
         if reason == fx.FINISHED:
             told = state.rules.tracking.why(state.progress) or reason
         else:
@@ -230,7 +230,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             round=self.run.state.rounds[fragment].number,
             waiting_for=[site for site, _ in machine.missing(state, fragment)],
             reason=told,
-            tasks=desk.follows and not desk.finished if reason == fx.FINISHED else desk.rounds == "to come",
+            tasks=queue.follows and not queue.finished if reason == fx.FINISHED else queue.rounds == "to come",
             left_s=self.run.left.of(state, time.monotonic()),
         )
 

@@ -33,8 +33,8 @@ from atoll.server.filter_table import SiteFilters
 from atoll.server.restore import snapshot_of
 from atoll.server.settings_advice import advice
 from atoll.server.swarm.assignments import Reopened, Swarm
-from atoll.server.tasks.task_queue import Desk
-from atoll.server.tasks.user_threads import Aside
+from atoll.server.tasks.task_queue import TaskQueue
+from atoll.server.tasks.user_threads import UserThreads
 from atoll.server.transient_errors import RETRY_S, directory_gone, passing
 from atoll.server.update_filters import Filtering
 from atoll.store.journal_tables import Recovered, TicketRow
@@ -44,7 +44,7 @@ from atoll.tensors.alone import stay_alone
 from atoll.tensors.schema import CONTROL
 
 if TYPE_CHECKING:
-    from atoll.server.tasks.workflow_schedule import Course
+    from atoll.server.tasks.workflow_schedule import WorkflowSchedule
 
 LOG = logging.getLogger("atoll.server")
 
@@ -62,7 +62,7 @@ class Run:
         recovered: Recovered,
         persistor: Persistor | None,
         filters: SiteFilters,
-        course: Course | None = None,
+        schedule: WorkflowSchedule | None = None,
     ) -> None:
         self.plan, self.store, self.settings = plan, store, plan.settings
         self.roster = roster_of(
@@ -70,7 +70,7 @@ class Run:
         )
         self.pace, self.stale, self.advice = Pace(plan, self.roster), Stale(plan), advice(plan)
         self.left = TimeLeft(self.settings.rounds, len(plan.fragments))
-        self.course, self.finished, self.trained = course, asyncio.Event(), asyncio.Event()
+        self.workflows, self.finished, self.trained = schedule, asyncio.Event(), asyncio.Event()
         self.failed: AtollError | None = None
         self.ended, self.address = asyncio.Event(), ""
         self.trouble: dict[int, str] = {}
@@ -87,9 +87,9 @@ class Run:
             max_expires_s=self.settings.objects_expire_s,
             idle_timeout_s=self.settings.idle_timeout_s,
         )
-        self.desk = Desk(self.objects, self.wake, self._alive)
-        self.behind, self.aside = Behind(plan, store, self.io, persistor), Aside()
-        self.filtering = Filtering(filters, plan, store, self.aside)
+        self.task_queue = TaskQueue(self.objects, self.wake, self._alive)
+        self.behind, self.user_threads = Behind(plan, store, self.io, persistor), UserThreads()
+        self.filtering = Filtering(filters, plan, store, self.user_threads)
         self.aggregator: Aggregator | None = None
         self.judge = Judge(self)
         self.swarm = Swarm(plan, store, self) if plan.is_swarm else None
@@ -103,7 +103,7 @@ class Run:
         self._saving_best: asyncio.Task[None] | None = None
         self._behind_last: asyncio.Task[None] | None = None  # of the newest version; it ends as the last of them
         self._rules = machine.Rules.from_settings(
-            self.settings, len(plan.fragments), held=course is not None, needs_all=plan.algorithm.needs_all
+            self.settings, len(plan.fragments), held=schedule is not None, needs_all=plan.algorithm.needs_all
         )
         tracking = self._rules.tracking
         history = store.history(None, 0) if tracking.metric else []
@@ -361,9 +361,9 @@ class Run:
         keep_status(self)
         why = self._rules.tracking.why(self.state.progress)
         number = min(self.store.heads())
-        what = "the run" if self.course is None else "training"
+        what = "the run" if self.workflows is None else "training"
         LOG.info("%s is finished at version %d%s: %s", what, number, f", {why}" if why else "", path)
-        (self.finished if self.course is None else self.trained).set()
+        (self.finished if self.workflows is None else self.trained).set()
         self.wake()
 
     async def _tick(self) -> None:

@@ -69,8 +69,8 @@ def cross_site_evaluation(
             for site in chosen:
                 board.add(Source(Row(name=site, kind="site"), owner=site))
         told = _Told(controller, board)
-        assert run.course is not None
-        run.course.evaluated = told.so_far
+        assert run.workflows is not None
+        run.workflows.evaluated = told.so_far
         columns = [_Column(controller, board, site, evaluation_timeout_s, site_models, told) for site in chosen]
         with ThreadPoolExecutor(max(1, len(columns)), thread_name_prefix="atoll-evaluation") as pool:
             for done in [pool.submit(column.fill) for column in columns]:

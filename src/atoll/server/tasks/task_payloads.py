@@ -29,7 +29,7 @@ LOG = logging.getLogger("atoll.server")
 
 
 @dataclass(eq=False)
-class Parcel:
+class TaskPayload:
     """A payload on disk, or in a message, that nobody can read yet."""
 
     way: Way
@@ -56,7 +56,7 @@ class Parcel:
 
 
 @dataclass(eq=False)
-class Parcels:
+class TaskPayloads:
     """The payloads of one task.
 
     Attributes:
@@ -65,8 +65,8 @@ class Parcels:
         failed: what a site's filter failed with, by site: it is sent nothing.
     """
 
-    shared: Parcel | None = None
-    own: dict[str, Parcel] = field(default_factory=dict)
+    shared: TaskPayload | None = None
+    own: dict[str, TaskPayload] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def hold(self) -> tuple[Sent | None, dict[str, Sent]]:
@@ -75,26 +75,26 @@ class Parcels:
         Raises:
             Busy, DiskFull, StoreError: as `ObjectStore.hold`.
         """
-        held: list[tuple[Parcel, Sent]] = []
+        held: list[tuple[TaskPayload, Sent]] = []
         try:
-            for parcel in [*([self.shared] if self.shared else []), *self.own.values()]:
-                held.append((parcel, parcel.hold()))
+            for payload in [*([self.shared] if self.shared else []), *self.own.values()]:
+                held.append((payload, payload.hold()))
         except BaseException:
-            for parcel, sent in held:
+            for payload, sent in held:
                 if sent.kept is not None:
-                    parcel.objects.let_go(sent.kept)
+                    payload.objects.let_go(sent.kept)
             raise
         sent_as = dict(held)
         shared = sent_as[self.shared] if self.shared else None
-        return shared, {site: sent_as[parcel] for site, parcel in self.own.items()}
+        return shared, {site: sent_as[payload] for site, payload in self.own.items()}
 
     def discard(self) -> None:
         """Remove what is not held. Idempotent."""
-        for parcel in [*([self.shared] if self.shared else []), *self.own.values()]:
-            parcel.discard()
+        for payload in [*([self.shared] if self.shared else []), *self.own.values()]:
+            payload.discard()
 
 
-class Packing:
+class PayloadWriter:
     """Writes what a workflow sends; in the workflow's thread, but for what passes filters.
 
     Args:
@@ -106,7 +106,7 @@ class Packing:
     ) -> None:
         self._run, self._filters, self._sizes, self._ask = run, filters, sizes, ask
 
-    def parcels(self, task: str, sites: Sequence[str], packed: Packed, timeout_s: float | None) -> Parcels:
+    def payloads(self, task: str, sites: Sequence[str], packed: Packed, timeout_s: float | None) -> TaskPayloads:
         """A task's payload for its sites; nobody's filters see what another's have left.
 
         Args:
@@ -115,25 +115,27 @@ class Packing:
         Raises:
             UsageError: it cannot travel. DiskFull, StoreError: the disk's.
         """
-        parcels = Parcels()
+        payloads = TaskPayloads()
         if packed.tensors:
             self._ask(self._room(task, timeout_s))
         try:
             filtered = [site for site in sites if self._filters.data.of(site, task)]
             written = self._ask(self._all_beside(task, filtered, packed, timeout_s)) if filtered else []
-            parcels.own = {site: own for site, own in zip(filtered, written, strict=True) if isinstance(own, Parcel)}
+            payloads.own = {
+                site: own for site, own in zip(filtered, written, strict=True) if isinstance(own, TaskPayload)
+            }
             for site, error in zip(filtered, written, strict=True):
                 if isinstance(error, UsageError):
                     LOG.error("%s", said(error))
-                    parcels.failed[site] = str(error)
+                    payloads.failed[site] = str(error)
                 elif isinstance(error, BaseException):
                     raise error
-            if len(parcels.own) + len(parcels.failed) < len(sites) or not sites:
-                parcels.shared = self._parcel(task, packed)
+            if len(payloads.own) + len(payloads.failed) < len(sites) or not sites:
+                payloads.shared = self._parcel(task, packed)
         except BaseException:
-            parcels.discard()
+            payloads.discard()
             raise
-        return parcels
+        return payloads
 
     async def _room(self, task: str, timeout_s: float | None) -> None:
         """Wait until there is space, as a site does that is told to come back."""
@@ -154,7 +156,7 @@ class Packing:
 
     async def _all_beside(
         self, task: str, sites: Sequence[str], packed: Packed, timeout_s: float | None
-    ) -> list[Parcel | BaseException | None]:
+    ) -> list[TaskPayload | BaseException | None]:
         """As `_beside`, or what it raises, for each site: at once, since one may hang.
 
         A type of the user's is read for one site after the other: its code need not bear several threads.
@@ -162,13 +164,13 @@ class Packing:
         read_by_user = any(isinstance(tensor, Stream) for tensor in packed.tensors)
         at_once = asyncio.Semaphore(1 if read_by_user else len(sites))
 
-        async def one(site: str) -> Parcel | None:
+        async def one(site: str) -> TaskPayload | None:
             async with at_once:
                 return await self._beside(task, site, packed, timeout_s)
 
         return await asyncio.gather(*map(one, sites), return_exceptions=True)
 
-    async def _beside(self, task: str, site: str, packed: Packed, timeout_s: float | None) -> Parcel | None:
+    async def _beside(self, task: str, site: str, packed: Packed, timeout_s: float | None) -> TaskPayload | None:
         """What a site's filters leave, written; None where they are for nothing in it.
 
         Raises:
@@ -177,26 +179,26 @@ class Packing:
         what = f"The server's filters at the payload of task {task!r} for {site}"
         work = functools.partial(self._own, task, site, packed)
         try:
-            return await self._run.aside.run(work, what, f"to {site}", timeout_s)
+            return await self._run.user_threads.run(work, what, f"to {site}", timeout_s)
         except TimeoutError:
             raise UsageError(
                 f"{what} were not done after {timeout_s:g} s: it is not sent.", "Look at their code, or give more time."
             ) from None
 
-    def _own(self, task: str, site: str, packed: Packed) -> Parcel | None:
+    def _own(self, task: str, site: str, packed: Packed) -> TaskPayload | None:
         with self._filters.sent(packed, site, task) as mine:
             return None if mine is packed else self._parcel(task, mine)
 
-    def _parcel(self, task: str, packed: Packed) -> Parcel:
+    def _parcel(self, task: str, packed: Packed) -> TaskPayload:
         settings, objects = self._run.settings, self._run.objects
         way = way_of(task, packed, self._sizes, streamed=task in settings.stream_tasks)
         if way.warning:
-            self._run.desk.warn(task, way.warning)
+            self._run.task_queue.warn(task, way.warning)
         if way.plain is not None:
-            return Parcel(way, objects)
+            return TaskPayload(way, objects)
         object_id, fd = objects.draft()
         try:
-            return Parcel(way, objects, (object_id, *write_object(packed, fd, way.cut)))
+            return TaskPayload(way, objects, (object_id, *write_object(packed, fd, way.cut)))
         except OSError as error:
             objects.discard(object_id)
             raise disk_error(error, settings.state_dir) from error

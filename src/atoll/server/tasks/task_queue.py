@@ -1,4 +1,4 @@
-"""The desk of tasks: which are open, for whom, and what has been answered. On the event loop of the server alone."""
+"""The queue of tasks: which are open, for whom, and what has been answered. On the event loop of the server alone."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Open:
         )
 
 
-class Desk:
+class TaskQueue:
     """The tasks of one server.
 
     Args:

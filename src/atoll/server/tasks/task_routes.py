@@ -25,16 +25,16 @@ class TaskHandlers:
         self._putting: dict[tuple[str, str, str], asyncio.Future[None]] = {}
 
     async def request_task(self, lease: Lease, message: tm.TaskRequest) -> tm.TaskReply:
-        desk = self.run.desk
-        desk.require_workflow()
+        queue = self.run.task_queue
+        queue.require_workflow()
         until_s = time.monotonic() + message.wait_s
         while True:
-            task = desk.next_for(lease.site, message.besides)
+            task = queue.next_for(lease.site, message.besides)
             if task is not None:
                 return tm.TaskReply(status="task", task=task)
-            if desk.finished:
+            if queue.finished:
                 return tm.TaskReply(status="finished")
-            if message.rounds and desk.rounds == "now":
+            if message.rounds and queue.rounds == "now":
                 return tm.TaskReply(status="rounds")
             left_s = until_s - time.monotonic()
             if left_s <= 0:
@@ -43,20 +43,20 @@ class TaskHandlers:
             self.run.require_lease(lease)  # it may have been lost meanwhile: another process has its task then
 
     async def answer_task(self, lease: Lease, task: str, message: tm.TaskAnswer) -> None:
-        desk, site, key = self.run.desk, lease.site, key_of(message)
-        desk.require_workflow()
+        queue, site, key = self.run.task_queue, lease.site, key_of(message)
+        queue.require_workflow()
         body = message.body
         try:
             if (body is None) == (message.error is None):
                 raise BadRequest("An answer has a payload or an error.", "Use the same Atoll version on both sides.")
-            if desk.is_taken(task, site, key):
+            if queue.is_taken(task, site, key):
                 return
             if body is None:
-                desk.put(task, Answer(site, key, error=message.error or "it gave no reason"))
+                queue.put(task, Answer(site, key, error=message.error or "it gave no reason"))
             elif body.object is None:
                 text = body.plain or ""
                 check_plain(text)
-                desk.put(task, Answer(site, key, text=text))
+                queue.put(task, Answer(site, key, text=text))
             else:
                 await self._put_once(task, site, key, body.object)
         except DiskFull:  # the site asks again, and finds it
@@ -82,15 +82,15 @@ class TaskHandlers:
             done.exception()  # whoever asked was told, or asks again
 
     async def _put(self, task: str, site: str, key: str, given: tm.ObjectKey) -> None:
-        desk, name = self.run.desk, self.run.desk.name_of(task)
-        if desk.received is not None:  # it makes another file of it
+        queue, name = self.run.task_queue, self.run.task_queue.name_of(task)
+        if queue.received is not None:  # it makes another file of it
             require_space(self.run.store, self.run.settings)
         answer = await self._collected(site, key, given, f"The answer of site {site}")
-        if desk.received is not None:
+        if queue.received is not None:
             what = f"The server's filters at the answer of {site} to task {name!r}"
-            work = functools.partial(desk.received, answer, name)
-            answer = await desk.while_open(task, site, lambda: self.run.aside.run(work, what, f"from {site}"))
-        desk.put(task, answer)
+            work = functools.partial(queue.received, answer, name)
+            answer = await queue.while_open(task, site, lambda: self.run.user_threads.run(work, what, f"from {site}"))
+        queue.put(task, answer)
 
     async def _collected(self, site: str, key: str, given: tm.ObjectKey, what: str) -> Answer:
         """An answer that has come as an object, which is no one else's from now on."""

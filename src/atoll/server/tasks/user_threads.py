@@ -28,7 +28,7 @@ AT_ONCE = 8
 """Each holds a few runs of elements."""
 
 
-class Aside:
+class UserThreads:
     """Threads for the user's code; on an event loop."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Aside:
                 loop.call_soon_threadsafe(tell, end)
 
         try:
-            threading.Thread(target=work, name="atoll-aside", daemon=True).start()
+            threading.Thread(target=work, name="atoll-user-code", daemon=True).start()
         except BaseException:
             slow.cancel()
             raise

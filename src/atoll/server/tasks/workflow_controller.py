@@ -32,7 +32,7 @@ from atoll.protocol import task_messages as tm
 from atoll.registry import nearest
 from atoll.server.coordinator.run import Run
 from atoll.server.tasks.task_filters import TaskFilters
-from atoll.server.tasks.task_payloads import Packing, Parcels
+from atoll.server.tasks.task_payloads import PayloadWriter, TaskPayloads
 from atoll.server.tasks.task_queue import Answer, Open
 from atoll.tensors.payload import pack
 
@@ -66,7 +66,7 @@ def of_site(run: Run, site: str) -> Signs:
 def of_run(run: Run) -> Signs:
     """What changes while anything of a run moves, at the server or at a site."""
     return (
-        run.desk.moves,
+        run.task_queue.moves,
         run.bytes_up,
         run.bytes_down,
         tuple(round_.head for round_ in run.state.rounds),
@@ -87,7 +87,7 @@ def why_gone(run: Run, site: str) -> str:
 
 
 @dataclass
-class Patience:
+class ProgressTimeout:
     """How long an answer of a site is waited for.
 
     Args:
@@ -217,7 +217,7 @@ class Controller:
         self._asked: set[concurrent.futures.Future[Any]] = set()
         self._sizes = ChunkSizes(run.settings.tensor_download_chunk_size, run.settings.np_download_chunk_size)
         self._filters = filters
-        self._packing = Packing(run, filters, self._sizes, self.ask)
+        self._packing = PayloadWriter(run, filters, self._sizes, self.ask)
 
     def note(self, text: str) -> None:
         """Let the status say how far the workflow is; also a sign of life, by which its progress limit goes."""
@@ -236,7 +236,7 @@ class Controller:
 
         async def wait() -> list[str]:
             deadline_s = _deadline(timeout_s)
-            while len(there := self._run.desk.alive()) < at_least:
+            while len(there := self._run.task_queue.alive()) < at_least:
                 if time.monotonic() >= deadline_s:
                     names = ", ".join(there) or "none"
                     raise RunFailed(
@@ -283,8 +283,8 @@ class Controller:
                 have one that has never joined, though `num_workers` sites have.
             DiskFull: the server's disk was full for `timeout_s`, or became full while the payload was written.
         """
-        patience = Patience(_limit(progress_timeout_s))
-        return self._send(task, payload, sites, min_responses, timeout_s, patience)
+        timeout = ProgressTimeout(_limit(progress_timeout_s))
+        return self._send(task, payload, sites, min_responses, timeout_s, timeout)
 
     def _send(
         self,
@@ -293,7 +293,7 @@ class Controller:
         sites: Sequence[str] | None,
         min_responses: int | None,
         timeout_s: float | None,
-        patience: Patience,
+        timeout: ProgressTimeout,
     ) -> list[Result]:
         _require_name(task)
         _deadline(timeout_s)  # refused before anything is written
@@ -303,7 +303,7 @@ class Controller:
             chosen = self.sites(min_responses or 1, timeout_s=timeout_s)
         else:
             chosen, begin_s = _named(sites), time.monotonic()
-            if not patience.gone_too:
+            if not timeout.gone_too:
                 self.ask(self._require_joined(task, chosen, timeout_s))
             if timeout_s is not None:
                 timeout_s = max(0.0, timeout_s - (time.monotonic() - begin_s))
@@ -312,12 +312,12 @@ class Controller:
                 f"min_responses is {min_responses}, but task {task!r} goes to {len(chosen)} sites.",
                 "Ask for fewer, or send it to more.",
             )
-        parcels = self._packing.parcels(task, chosen, pack(payload), timeout_s)
+        payloads = self._packing.payloads(task, chosen, pack(payload), timeout_s)
         del payload
         try:
-            answers = self.ask(self._collect(task, chosen, parcels, min_responses, timeout_s, patience))
+            answers = self.ask(self._collect(task, chosen, payloads, min_responses, timeout_s, timeout))
         finally:
-            parcels.discard()
+            payloads.discard()
         self._filters.warn_of_strangers(self._run.roster)
         return [Result(task, answer) for answer in sorted(answers, key=lambda answer: answer.site)]
 
@@ -344,8 +344,8 @@ class Controller:
 
     def attempt(self, site: str, task: str, payload: Any, progress_timeout_s: float) -> Result:
         """Send a task to one site; that it has gone, or moves nothing, is a result, too (`Result.lost`)."""
-        patience = Patience(progress_timeout_s, gone_too=True)
-        return self._send(task, payload, [site], None, None, patience)[0]
+        timeout = ProgressTimeout(progress_timeout_s, gone_too=True)
+        return self._send(task, payload, [site], None, None, timeout)[0]
 
     # -- inside
 
@@ -355,7 +355,7 @@ class Controller:
         Raises:
             UsageError: one has not; the nearest is named.
         """
-        deadline_s, say_s, warnings = _deadline(timeout_s), time.monotonic(), self._run.desk.warnings
+        deadline_s, say_s, warnings = _deadline(timeout_s), time.monotonic(), self._run.task_queue.warnings
         roster, wanted, waits = self._run.roster, self._run.settings.num_workers, f"{task} waits"
         try:
             while unknown := next((site for site in sites if site not in roster), None):
@@ -385,16 +385,16 @@ class Controller:
         self,
         name: str,
         sites: Sequence[str],
-        parcels: Parcels,
+        payloads: TaskPayloads,
         min_responses: int | None,
         timeout_s: float | None,
-        patience: Patience,
+        timeout: ProgressTimeout,
     ) -> list[Answer]:
-        desk = self._run.desk
+        queue = self._run.task_queue
         streamed = name in self._run.settings.stream_tasks
-        task = desk.open(name, sites, *parcels.hold(), parcels.failed, streamed=streamed, sizes=self._sizes)
+        task = queue.open(name, sites, *payloads.hold(), payloads.failed, streamed=streamed, sizes=self._sizes)
         try:
-            await self._answered(task, min_responses, timeout_s, patience)
+            await self._answered(task, min_responses, timeout_s, timeout)
             if min_responses is not None and task.good < min_responses:
                 raise RunFailed(
                     f"Task {name!r} got {task.good} of {min_responses} answers: {_lacking(task)}.",
@@ -406,21 +406,21 @@ class Controller:
                 answer.close()
             raise
         finally:
-            desk.close(task)
+            queue.close(task)
 
     async def _answered(
-        self, task: Open, min_responses: int | None, timeout_s: float | None, patience: Patience
+        self, task: Open, min_responses: int | None, timeout_s: float | None, timeout: ProgressTimeout
     ) -> None:
         deadline_s, say_s = _deadline(timeout_s), time.monotonic() + SAY_S
         while task.missing:
             for site in task.missing:
-                lost, why = patience.over(self._run, site)
+                lost, why = timeout.over(self._run, site)
                 if lost:
-                    self._run.desk.give_up(task, site, lost, why)
+                    self._run.task_queue.give_up(task, site, lost, why)
             missing = task.missing
             if not missing:
                 return
-            alive, now_s = self._run.desk.alive(), time.monotonic()
+            alive, now_s = self._run.task_queue.alive(), time.monotonic()
             enough = min_responses is not None and task.good >= min_responses
             if now_s >= deadline_s or (enough and not any(site in alive for site in missing)):
                 return

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from atoll.config import TRAIN, Settings, WorkflowEntry, entries_of
@@ -76,7 +76,7 @@ class Step:
         )
 
 
-class Course:
+class WorkflowSchedule:
     """All workflows of a run.
 
     Args:
@@ -123,7 +123,7 @@ class Course:
         given: Function | None,
         filters: TaskFilters,
         evaluation: Mapping[str, Any] | None = None,
-    ) -> Course | None:
+    ) -> WorkflowSchedule | None:
         """The course of a server; None where it has rounds alone.
 
         Raises:
@@ -178,13 +178,13 @@ class Course:
 
     def start(self, run: Run) -> None:
         """Begin, or go on; called on the server's event loop."""
-        self._run, desk = run, run.desk
-        desk.active, desk.trains = self.sends_tasks, self.trains
-        desk.rounds = "to come"
+        self._run, queue = run, run.task_queue
+        queue.active, queue.trains = self.sends_tasks, self.trains
+        queue.rounds = "to come"
         trains = [place for place, step in enumerate(self.steps) if step.trains]
-        desk.follows = bool(trains) and trains[0] + 1 < len(self.steps)
+        queue.follows = bool(trains) and trains[0] + 1 < len(self.steps)
         if self._filters.results and self.sends_tasks:  # without them no answer needs a thread
-            desk.received = self._filters.received
+            queue.received = self._filters.received
         if self._filters.data:
             LOG.info("what is sent to sites passes through filters: %s", self._filters.data)
         self._take_up(trains)
@@ -227,7 +227,7 @@ class Course:
         for place in ended:
             self.steps[place].state = "done"
         if trains and trains[0] in ended:
-            self._run.desk.rounds = "over"
+            self._run.task_queue.rounds = "over"
 
     async def _main(self) -> None:
         for place, step in enumerate(self.steps):
@@ -252,8 +252,8 @@ class Course:
         if self.trains:
             await self._run.trained.wait()  # the result is exported, also where a start found training over
         LOG.info("the workflow %s has ended", self.steps[-1].entry.name)
-        self._filters.warn_of_unsent(self._run.desk.names)
-        self._run.desk.finish()
+        self._filters.warn_of_unsent(self._run.task_queue.names)
+        self._run.task_queue.finish()
         self._run.finished.set()
 
     async def _record(self, place: int, step: Step) -> None:
@@ -267,16 +267,20 @@ class Course:
                 await asyncio.sleep(RETRY_S)
 
     async def _train(self, step: Step) -> None:
-        run, desk = self._run, self._run.desk
-        desk.rounds = "now"
-        run.state = replace(run.state, rules=replace(run.state.rules, held=False))
-        with contextlib.suppress(DiskFull):  # time passes again
-            run.apply(ev.TimePassed())
+        run, queue = self._run, self._run.task_queue
+        queue.rounds = "now"
+        while True:
+            try:
+                run.apply(ev.TrainingBegins())
+                break
+            except DiskFull as error:
+                LOG.error("training cannot begin: %s Trying again.", error)
+                await asyncio.sleep(RETRY_S)
         run.wake()
         try:
             await self._watched(run.trained.wait(), step, self._require_begun)
         finally:
-            desk.rounds = "over"
+            queue.rounds = "over"
             run.wake()
 
     def _require_begun(self, step: Step) -> None:
@@ -290,7 +294,7 @@ class Course:
         if gathers:  # nothing can move before
             step.moved_s = time.monotonic()
         if limit_s and gathers and time.monotonic() - step.begun_s >= limit_s:
-            raise _nobody(step, self._run.desk.alive(), self._settings.num_workers, limit_s)
+            raise _nobody(step, self._run.task_queue.alive(), self._settings.num_workers, limit_s)
 
     async def _tasks(self, step: Step, place: int) -> None:
         await self._gathered(step, place)
@@ -325,7 +329,7 @@ class Course:
             limit_s = LATER_START_S if place else 0.0
         while True:
             members = self._run.state.members.values()
-            there, away = self._run.desk.alive(), sum(member.why in ("left", "failed") for member in members)
+            there, away = self._run.task_queue.alive(), sum(member.why in ("left", "failed") for member in members)
             wanted = max(1, self._settings.num_workers - (away if place else 0))
             if len(there) >= wanted:
                 step.detail = ""

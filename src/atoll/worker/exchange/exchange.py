@@ -32,7 +32,7 @@ from atoll.worker.exchange.optimizer_moments import say_accepted, say_refused
 from atoll.worker.exchange.pull_version import Puller
 from atoll.worker.json_notes import name_of, read_note
 from atoll.worker.log_lines import LOG, Progress, progress, size
-from atoll.worker.peer.peer_transfers import Outlet
+from atoll.worker.peer.peer_transfers import PeerServer
 from atoll.worker.session.connection import Connection
 
 if TYPE_CHECKING:
@@ -153,7 +153,12 @@ def completed(
 
 
 def offered(
-    connection: Connection, outlet: Outlet, fragment: int, outbox: Outbox, bar: Progress, max_retries: int | None
+    connection: Connection,
+    peer_server: PeerServer,
+    fragment: int,
+    outbox: Outbox,
+    bar: Progress,
+    max_retries: int | None,
 ) -> messages.Receipt:
     """In a swarm: say that what the outbox holds is complete and where it is, until another worker has pulled it.
 
@@ -162,7 +167,7 @@ def offered(
     """
     note = outbox.note
     assert note is not None
-    message = _complete(note).model_copy(update={"source": str(outlet.offer(fragment, outbox, bar.add))})
+    message = _complete(note).model_copy(update={"source": str(peer_server.offer(fragment, outbox, bar.add))})
     path = routes.COMPLETE.format(ticket=note.ticket)
 
     def submit() -> messages.Receipt:
@@ -172,8 +177,8 @@ def offered(
         connection.on_wait()  # an answer has waited for some time, at the server
         if receipt.unpulled:
             time.sleep(AGAIN_S)
-            outlet.retract(fragment)
-            message = message.model_copy(update={"source": str(outlet.offer(fragment, outbox, bar.add))})
+            peer_server.retract(fragment)
+            message = message.model_copy(update={"source": str(peer_server.offer(fragment, outbox, bar.add))})
     connection.require_here()
     return receipt
 
@@ -331,7 +336,7 @@ class Exchange:
         """
         how: dict[str, Any] = {"weight": weight, "steps": steps, "metrics": metrics}
         how["control_difference"] = control_difference
-        if self.connection.outlet is not None or len(self.outbox.layout.parts) == 1:
+        if self.connection.peer_server is not None or len(self.outbox.layout.parts) == 1:
             formed = self.form(ticket, tensors, **how)
             self.send(max_retries)
             return formed
@@ -385,8 +390,8 @@ class Exchange:
         filtered: Filtered | None = None,
     ) -> encode_update.Formed:
         """Fill the outbox, which has no note yet."""
-        if self.connection.outlet is not None:
-            self.connection.outlet.retract(self.fragment)
+        if self.connection.peer_server is not None:
+            self.connection.peer_server.retract(self.fragment)
         self.outbox.begin(ticket.layout_digest)
         self._turns.begin(ticket.ticket)
         if self.residuals is not None:
@@ -429,8 +434,10 @@ class Exchange:
     ) -> messages.Receipt:
         """As `completed`; then the outbox says so, too."""
         assert self.outbox.note is not None
-        if self.connection.outlet is not None:
-            receipt = offered(self.connection, self.connection.outlet, self.fragment, self.outbox, bar, max_retries)
+        if self.connection.peer_server is not None:
+            receipt = offered(
+                self.connection, self.connection.peer_server, self.fragment, self.outbox, bar, max_retries
+            )
         else:
             sending = Sending(self.connection, self.parts, self.outbox, bar, sent, failure)
             receipt = completed(self.connection, self.outbox.note, sending.push, max_retries)
@@ -550,7 +557,7 @@ class Exchange:
         if note is None or again is None:
             return False
         told = "%s: the server fell back to version %d; submitting again"
-        if self.connection.outlet is not None:
+        if self.connection.peer_server is not None:
             told = "%s: the updates from version %d are collected again; submitting again"
         LOG.info(told, self.site, ticket.base_version)
         self._turns.moves_to(ticket.ticket, ticket.base_version, note.ticket)

@@ -30,7 +30,7 @@ from atoll.worker.exchange import encode_update
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, PartsFile
 from atoll.worker.json_notes import name_of, read_note, write_note
 from atoll.worker.log_lines import LOG, progress
-from atoll.worker.peer.peer_transfers import Outlet
+from atoll.worker.peer.peer_transfers import PeerServer
 from atoll.worker.session.connection import Connection
 
 # -- What comes down in place of a version: received into a file, then added to the base, part by part.
@@ -315,16 +315,16 @@ class Puller:
             )
 
         def fetch() -> None:
-            if worker.outlet is None:
+            if worker.peer_server is None:
                 pull(self._parts, path)
             else:
-                self._from_workers(worker.outlet, version, pull)
+                self._from_workers(worker.peer_server, version, pull)
 
         of = f"{worker.site}: pulling version {version}{self._named}"
         with progress(of, sum(part.nbytes for part in wanted)) as bar:
             worker.patiently(fetch, max_retries, f"pull version {version}")
 
-    def _from_workers(self, outlet: Outlet, version: int, pull: Callable[[Ranges, str], None]) -> None:
+    def _from_workers(self, peer_server: PeerServer, version: int, pull: Callable[[Ranges, str], None]) -> None:
         """In a swarm: pull from one worker after the other that has a version; from this one, where it does.
 
         Raises:
@@ -336,9 +336,9 @@ class Puller:
             time.sleep(LOOK_S)
             worker.on_wait()
         why = "none that is here has it."
-        for source in outlet.in_order(sources):
+        for source in peer_server.in_order(sources):
             try:
-                with outlet.connected(source, worker.info.idle_timeout_s) as (ref, parts):
+                with peer_server.connected(source, worker.info.idle_timeout_s) as (ref, parts):
                     return pull(parts, routes.OBJECT_DATA.format(object=ref.object))
             except UNPULLED as error:  # it may have let go of it at this moment, or have ended
                 why = error.message

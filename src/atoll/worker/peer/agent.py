@@ -47,8 +47,8 @@ from atoll.store.file_slots import SPOOL, STATE, VERSION, Slot, disk_error, regi
 from atoll.transport.http_client import Http
 from atoll.worker.broken_off import UNPULLED, NetworkLost
 from atoll.worker.log_lines import LOG, Troubles, told
-from atoll.worker.peer.peer_store import Shelf, Spool, Version
-from atoll.worker.peer.peer_transfers import Errands, Outlet, ServedVersions
+from atoll.worker.peer.peer_store import PeerStore, Spool, Version
+from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, ServedVersions
 
 # -- A frozen round, reduced by a worker of a swarm: the same pass as a server's, over the files that it holds.
 
@@ -179,10 +179,10 @@ def failed_by(error: Exception, work: Close, folder: Path) -> Closed:
     return failed(work, told(error, 500))
 
 
-def keep_result(site: str, plan: Plan, work: PeerWork, shelf: Shelf, target: Path) -> None:
+def keep_result(site: str, plan: Plan, work: PeerWork, store: PeerStore, target: Path) -> None:
     """Write the result of a finished run, and say so, or why it is not there."""
     try:
-        result, why = result_of(plan, work, shelf, target), "not all of it has come"
+        result, why = result_of(plan, work, store, target), "not all of it has come"
     except AtollError as error:
         result, why = None, str(error)
     if result is not None:
@@ -191,18 +191,18 @@ def keep_result(site: str, plan: Plan, work: PeerWork, shelf: Shelf, target: Pat
         LOG.warning("%s: the result of the run is NOT in %s: %s; the other sites have it", site, target, why)
 
 
-def result_of(plan: Plan, work: PeerWork, shelf: Shelf, target: Path) -> Path | None:
+def result_of(plan: Plan, work: PeerWork, store: PeerStore, target: Path) -> Path | None:
     """Write the result of a finished run, as the server would; None where it is not all here."""
     newest: dict[int, int] = {}
     for hold in work.hold:
         newest[hold.fragment] = max(hold.version, newest.get(hold.fragment, 0))
-    found = [shelf.get(fragment, newest.get(fragment, -1)) for fragment in range(len(plan.fragments))]
+    found = [store.get(fragment, newest.get(fragment, -1)) for fragment in range(len(plan.fragments))]
     versions = [each for each in found if each is not None]
     if not work.finished or len(versions) < len(plan.fragments):
         return None
     with contextlib.ExitStack() as held:
         for each in versions:
-            held.enter_context(shelf.reading(VERSION, each.fragment, [each.slot]))
+            held.enter_context(store.reading(VERSION, each.fragment, [each.slot]))
         write_result(plan, [each.slot.fd for each in versions], target)
     return target
 
@@ -244,7 +244,7 @@ class SwarmPeer:
 
     Args:
         http: to the server; sends the worker's lease.
-        outlet: what the worker serves to others.
+        peer_server: what the worker serves to others.
         plan: of the run, as the server has it.
         folder: of the worker in the run; locked by the caller.
         run: its id.
@@ -255,18 +255,18 @@ class SwarmPeer:
         self,
         site: str,
         http: Http,
-        outlet: Outlet,
+        peer_server: PeerServer,
         plan: Plan,
         folder: Path,
         run: str,
         idle_timeout_s: float,
         rejoin: Callable[[str], None],
     ) -> None:
-        self.site, self._http, self._outlet, self._plan = site, http, outlet, plan
+        self.site, self._http, self._peer_server, self._plan = site, http, peer_server, plan
         self._idle_timeout_s, self._rejoin = idle_timeout_s, rejoin
-        self._shelf, self._result = Shelf(plan, folder, run), folder.parent / RESULT
-        self._versions = ServedVersions(plan, outlet)
-        self._errands = Errands(plan, http, outlet, idle_timeout_s, self._move)
+        self._store, self._result = PeerStore(plan, folder, run), folder.parent / RESULT
+        self._versions = ServedVersions(plan, peer_server)
+        self._transfers = PeerTransfers(plan, http, peer_server, idle_timeout_s, self._move)
         self._lock = threading.RLock()  # guards what follows
         self._work = PeerWork(stamp=0)
         self._number = self._moved = 0
@@ -286,7 +286,7 @@ class SwarmPeer:
 
     def start(self) -> None:
         """Begin to ask what there is to do."""
-        for version in self._shelf.versions():
+        for version in self._store.versions():
             self._versions.add(version, self._versions.state_parts(version))
         self._thread.start()
 
@@ -298,12 +298,12 @@ class SwarmPeer:
             self._say()
             moved, at_s = -1, time.monotonic()
             while self._thread.is_alive() and not self._stayed.wait(BUSY_S / 4):
-                if (now := self._moved + self._outlet.served) != moved:
+                if (now := self._moved + self._peer_server.served) != moved:
                     moved, at_s = now, time.monotonic()
                 if time.monotonic() - at_s > self._idle_timeout_s:
                     LOG.warning("%s: leaves, though others may need what only it has: nobody pulls it", self.site)
                     break
-            keep_result(self.site, self._plan, self._work, self._shelf, self._result)
+            keep_result(self.site, self._plan, self._work, self._store, self._result)
         self._stopping.set()
 
     def close(self) -> None:
@@ -313,7 +313,7 @@ class SwarmPeer:
         if self._thread.is_alive():
             self._thread.join(ANSWER_S + 5.0 if self._thread is not threading.current_thread() else 0)
         self._pool.shutdown(wait=True)
-        self._shelf.close()
+        self._store.close()
 
     # -- what is said and heard
 
@@ -362,7 +362,7 @@ class SwarmPeer:
 
     def _report(self, wait_s: float) -> PeerReport:
         return PeerReport(
-            address=self._outlet.address,
+            address=self._peer_server.address,
             number=self._number,
             seen=self._work.stamp,
             wait_s=wait_s,
@@ -376,7 +376,7 @@ class SwarmPeer:
                     state_digest=digest_of(each.state_digests),
                     source=source,
                 )
-                for each in self._shelf.versions()
+                for each in self._store.versions()
                 if (source := self._versions.source_of(each)) is not None
             ],
             collected=list(self._collected.values()),
@@ -393,7 +393,7 @@ class SwarmPeer:
         self._closed = {key: closed for key, closed in self._closed.items() if key in rounds}
         wanted = {(hold.fragment, hold.version, hold.digest) for hold in work.hold}
         wanted |= {(closed.fragment, closed.version, closed.digest or "") for closed in self._closed.values()}
-        for version in self._shelf.versions():
+        for version in self._store.versions():
             if (version.fragment, version.version, version.digest) not in wanted:
                 self._drop(version)
         for ticket in self._collected.keys() - {collect.ticket for collect in work.collect}:
@@ -405,7 +405,7 @@ class SwarmPeer:
         for address in work.probe:
             self._begin(("probe", address), partial(self._probe, address))
         for hold in work.hold:
-            if self._shelf.get(hold.fragment, hold.version) is None and (hold.sources or not hold.version):
+            if self._store.get(hold.fragment, hold.version) is None and (hold.sources or not hold.version):
                 self._begin(("hold", hold.fragment, hold.version), partial(self._hold, hold))
         for collect in work.collect:
             if collect.ticket not in self._collected:
@@ -457,7 +457,7 @@ class SwarmPeer:
 
     def _probe(self, address: str) -> None:
         """Find out whether another worker is to be reached."""
-        why = self._outlet.why_unreached(address, self._stopping.wait)
+        why = self._peer_server.why_unreached(address, self._stopping.wait)
         with self._lock:
             if why:
                 self._unreached[address] = why
@@ -472,31 +472,31 @@ class SwarmPeer:
     def _hold(self, hold: Hold) -> None:
         """Have a version, and the outer state beside it."""
         fragment, planned = hold.fragment, self._plan.fragments[hold.fragment]
-        slot, state = self._shelf.take(VERSION, fragment), None
+        slot, state = self._store.take(VERSION, fragment), None
         assert slot is not None
         try:
-            state = self._shelf.take(STATE, fragment) if hold.state_digest else None
-            version, state_parts = self._errands.version(hold, slot, state)
+            state = self._store.take(STATE, fragment) if hold.state_digest else None
+            version, state_parts = self._transfers.version(hold, slot, state)
             failpoint("swarm.held")
             with self._lock:
                 self._keep(version, state_parts)
         except BaseException:
-            self._shelf.give_back(VERSION, fragment, slot)
-            self._shelf.give_back(STATE, fragment, state)
+            self._store.give_back(VERSION, fragment, slot)
+            self._store.give_back(STATE, fragment, state)
             raise
         LOG.debug("%s: has version %d (%d bytes)", self.site, hold.version, planned.version.nbytes)
 
     def _collect(self, collect: Collect) -> None:
         """Have an update in a spool, and know what it holds."""
         fragment, ticket = collect.fragment, collect.ticket
-        slot = self._shelf.take(SPOOL, fragment)
+        slot = self._store.take(SPOOL, fragment)
         assert slot is not None
         try:
-            spool, norm, bad = self._errands.update(collect, slot)
+            spool, norm, bad = self._transfers.update(collect, slot)
             failpoint("swarm.collected")
             found = Collected(ticket=ticket, digest=collect.digest, source=collect.source, norm=norm, bad=bad)
         except UNPULLED as error:
-            self._shelf.give_back(SPOOL, fragment, slot)
+            self._store.give_back(SPOOL, fragment, slot)
             why = told(error, 500)
             with self._lock:
                 self._collected[ticket] = Collected(
@@ -504,7 +504,7 @@ class SwarmPeer:
                 )
             return
         except BaseException:
-            self._shelf.give_back(SPOOL, fragment, slot)
+            self._store.give_back(SPOOL, fragment, slot)
             raise
         with self._lock:
             self._spools[ticket], self._collected[ticket] = spool, found
@@ -512,7 +512,7 @@ class SwarmPeer:
     def _close(self, work: Close) -> None:
         """Make the next version of a frozen round."""
         key, fragment = key_of(work), work.fragment
-        base = self._shelf.get(fragment, work.base_version)
+        base = self._store.get(fragment, work.base_version)
         with self._lock:
             spools = dict(self._spools)
             lacking = [share.site for share in work.updates if share.ticket not in spools]
@@ -523,12 +523,12 @@ class SwarmPeer:
         version: Slot | None = None
         state: Slot | None = None
         try:
-            version, state = self._shelf.take(VERSION, fragment), self._shelf.take(STATE, fragment)
+            version, state = self._store.take(VERSION, fragment), self._store.take(STATE, fragment)
             assert version is not None
             with (
-                self._shelf.reading(VERSION, fragment, [base.slot]),
-                self._shelf.reading(STATE, fragment, [base.state]),
-                self._shelf.reading(SPOOL, fragment, [spools[share.ticket].slot for share in work.updates]),
+                self._store.reading(VERSION, fragment, [base.slot]),
+                self._store.reading(STATE, fragment, [base.state]),
+                self._store.reading(SPOOL, fragment, [spools[share.ticket].slot for share in work.updates]),
             ):
                 made, closed = reduced(
                     self._plan, work, base, spools, version, state, cancelled=self._stopping, on_bytes=self._move
@@ -536,16 +536,16 @@ class SwarmPeer:
             failpoint("swarm.closed")
             state_parts = self._versions.state_parts(made)
             with self._lock:
-                if (known := self._shelf.get(fragment, work.version)) is not None:
+                if (known := self._store.get(fragment, work.version)) is not None:
                     self._drop(known)
                 self._keep(made, state_parts)
                 self._ended(key, closed)
         except BaseException as error:
-            self._shelf.give_back(VERSION, fragment, version)
-            self._shelf.give_back(STATE, fragment, state)
+            self._store.give_back(VERSION, fragment, version)
+            self._store.give_back(STATE, fragment, state)
             if isinstance(error, CancelledError) or not isinstance(error, Exception):
                 raise
-            ended = failed_by(error, work, self._shelf.folder)
+            ended = failed_by(error, work, self._store.folder)
             with self._lock:  # both are said in one report
                 if isinstance(error, StateCorrupt):
                     self._let_go(base, error)
@@ -566,17 +566,17 @@ class SwarmPeer:
         """Have a version from now on; where that fails, its slots stay the caller's."""
         self._versions.add(version, state_parts)
         try:
-            self._shelf.put(version)
+            self._store.put(version)
         except BaseException:
             self._versions.remove(version)
             raise
 
     def _drop(self, version: Version) -> None:
         self._versions.remove(version)
-        self._shelf.drop(version)
+        self._store.drop(version)
 
     def _forget(self, ticket: int) -> None:
         self._collected.pop(ticket, None)
         spool = self._spools.pop(ticket, None)
         if spool is not None:
-            self._shelf.give_back(SPOOL, spool.fragment, spool.slot)
+            self._store.give_back(SPOOL, spool.fragment, spool.slot)

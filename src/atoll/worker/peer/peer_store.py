@@ -56,7 +56,7 @@ class _Note:
     versions: list[list[object]] = field(default_factory=list)
 
 
-class Shelf:
+class PeerStore:
     """Where it all lies. Thread-safe.
 
     Args:

@@ -167,7 +167,7 @@ PROBE_S = 10.0
 """A probe that is not answered by then has failed."""
 
 
-class Outlet:
+class PeerServer:
     """Files of this worker, under references that its server passes on.
 
     Args:
@@ -285,8 +285,8 @@ class Outlet:
 class ServedVersions:
     """Versions that others may pull, each with the outer state beside it."""
 
-    def __init__(self, plan: Plan, outlet: Outlet) -> None:
-        self._plan, self._outlet = plan, outlet
+    def __init__(self, plan: Plan, peer_server: PeerServer) -> None:
+        self._plan, self._peer_server = plan, peer_server
         self._sources: dict[tuple[int, int], Source] = {}
 
     def source_of(self, version: Version) -> Source | None:
@@ -302,10 +302,10 @@ class ServedVersions:
     def add(self, version: Version, state_parts: Sequence[bytes]) -> None:
         """Let others pull it."""
         planned, beside = self._plan.fragments[version.fragment], None
-        at = self._outlet.serve(version.slot.fd, planned.version.nbytes, version.digest, version.part_digests)
+        at = self._peer_server.serve(version.slot.fd, planned.version.nbytes, version.digest, version.part_digests)
         if version.state is not None:
             nbytes = self._spans(version)[-1].stop
-            beside = self._outlet.serve(version.state.fd, nbytes, digest_of(version.state_digests), state_parts)
+            beside = self._peer_server.serve(version.state.fd, nbytes, digest_of(version.state_digests), state_parts)
         source = Source(version=str(at), state=str(beside) if beside is not None else None)
         self._sources[version.fragment, version.version] = source
 
@@ -314,7 +314,7 @@ class ServedVersions:
         source = self._sources.pop((version.fragment, version.version), None)
         for text in (source.version, source.state) if source is not None else ():
             if text is not None:
-                self._outlet.withdraw(TensorRef.parse(text))
+                self._peer_server.withdraw(TensorRef.parse(text))
 
     def _spans(self, version: Version) -> list[Part]:
         shape = self._plan.fragments[version.fragment].shapes().state
@@ -325,19 +325,19 @@ class ServedVersions:
 # -- What a worker of a swarm pulls from the others, and checks: versions with their outer states, and updates.
 
 
-class Errands:
+class PeerTransfers:
     """Pulls what one worker is to have.
 
     Args:
         http: to the server.
-        outlet: what the worker itself serves is taken from there.
+        peer_server: what the worker itself serves is taken from there.
         on_bytes: told what came.
     """
 
     def __init__(
-        self, plan: Plan, http: Http, outlet: Outlet, idle_timeout_s: float, on_bytes: Callable[[int], None]
+        self, plan: Plan, http: Http, peer_server: PeerServer, idle_timeout_s: float, on_bytes: Callable[[int], None]
     ) -> None:
-        self._plan, self._http, self._outlet, self._move = plan, http, outlet, on_bytes
+        self._plan, self._http, self._peer_server, self._move = plan, http, peer_server, on_bytes
         self._idle_timeout_s = idle_timeout_s
         self._inspections = [Inspection(fragment.update, plan.codecs) for fragment in plan.fragments]
 
@@ -448,7 +448,7 @@ class Errands:
         return spool, (math.sqrt(math.fsum(sums)) if not bad else 0.0), (min(bad) if bad else "")
 
     def _connected(self, text: str) -> AbstractContextManager[tuple[TensorRef, Ranges]]:
-        return self._outlet.connected(text, self._idle_timeout_s)
+        return self._peer_server.connected(text, self._idle_timeout_s)
 
 
 def _into(slot: Slot) -> Callable[[int, memoryview], None]:

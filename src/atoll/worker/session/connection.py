@@ -38,7 +38,7 @@ from atoll.tensors.fragments import Split
 from atoll.transport.http_client import Counters, unanswered
 from atoll.worker.broken_off import NetworkLost
 from atoll.worker.log_lines import LOG, in_wait, told
-from atoll.worker.peer.peer_transfers import Outlet
+from atoll.worker.peer.peer_transfers import PeerServer
 from atoll.worker.session import last_status
 from atoll.worker.session.address import http_to
 from atoll.worker.session.leave_at_exit import GOODBYE_S, forget_lease, has_left, note_lease, watch_exit
@@ -138,7 +138,7 @@ class Connection:
             something else answers.
     """
 
-    outlet: Outlet | None = None  # in a swarm
+    peer_server: PeerServer | None = None  # in a swarm
 
     def __init__(
         self, server: str, site: str, *, labels: dict[str, str] | None, max_retries: int | None = None
@@ -244,7 +244,7 @@ class Connection:
             sync_every=self._sync_every,
             num_fragments=self._num_fragments,
             labels=self._labels,
-            peer=self.outlet.address if self.outlet else "",
+            peer=self.peer_server.address if self.peer_server else "",
             **self.told_of_controls(),
         )
         joined = self.patiently(lambda: self.http.post(routes.WORKERS, message, messages.Joined), max_retries, "join")

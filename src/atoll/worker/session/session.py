@@ -19,7 +19,7 @@ from atoll.tensors.schema import Schema
 from atoll.transport.resumable_transfer import Parts
 from atoll.worker.exchange.base_and_outbox import folder_of, locked, remove_earlier
 from atoll.worker.exchange.exchange import Exchange
-from atoll.worker.peer.peer_transfers import Outlet
+from atoll.worker.peer.peer_transfers import PeerServer
 from atoll.worker.session.connection import Connection
 from atoll.worker.session.leave_at_exit import last_words
 
@@ -131,10 +131,10 @@ class Session(Connection, Exchange):
         told = self.patiently(lambda: self.http.get(routes.SWARM_PLAN, SwarmPlan), None, "read the plan")
         plan = plan_of(told, lambda settings: Plan.make(settings, self.split))
         host = open_host(self.site, self.http.host, self.info.idle_timeout_s)
-        self.outlet = Outlet(host, self.counters, os.environ.get("ATOLL_TLS_CA"))
-        self._cleanup.callback(self.outlet.close)
+        self.peer_server = PeerServer(host, self.counters, os.environ.get("ATOLL_TLS_CA"))
+        self._cleanup.callback(self.peer_server.close)
         self._swarm = SwarmPeer(
-            self.site, self.http, self.outlet, plan, where, self.info.run, self.info.idle_timeout_s, self.rejoin
+            self.site, self.http, self.peer_server, plan, where, self.info.run, self.info.idle_timeout_s, self.rejoin
         )
         self._cleanup.callback(self._swarm.close)
         return self._swarm
