@@ -14,12 +14,13 @@ from torch import Tensor
 from atoll.codecs.encoded_layout import codecs_of, encoded_layout
 from atoll.codecs.plain import Bf16Codec, NoneCodec
 from atoll.errors import StateLocked
-from atoll.tensors.chunks import bytes_of, run_of
+from atoll.tensors.byte_runs import RunTable
+from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype
 from atoll.tensors.layout import Layout, update_layout, version_header, version_layout
 from atoll.tensors.module_tensors import schema_of
-from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote, ScratchFile, locked
-from atoll.worker.exchange.encode_update import Stretches, advance_base_, form_update, load_, rebase_
+from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote, locked
+from atoll.worker.exchange.encode_update import advance_base_, form_update, load_, rebase_
 from atoll.worker.exchange.local_state import Residuals
 
 CODECS = {"none": NoneCodec(), "bf16": Bf16Codec()}
@@ -136,7 +137,7 @@ def test_many_small_neighbours_are_formed_as_each_alone(tmp_path: Path, codec: s
     base = base_with(tmp_path, start)
     layout = update_layout(schema_of(start).tensors, lambda spec: codecs[codec])  # type: ignore[arg-type, return-value]
     outbox = Outbox(tmp_path, layout)
-    stretches = Stretches(layout, base.layout, codecs)
+    runs = RunTable(layout, CHUNK_ELEMENTS)
     for factor in (2.0, -3.0):
         local = {name: (tensor.double() * factor).to(tensor.dtype) for name, tensor in start.items()}
         expected = torch.zeros(layout.nbytes, dtype=torch.uint8)
@@ -147,7 +148,7 @@ def test_many_small_neighbours_are_formed_as_each_alone(tmp_path: Path, codec: s
             target = expected[segment.offset : segment.offset + segment.nbytes]
             codecs[codec].encode_(delta, target, segment.spec.dtype)
         outbox.write(0, memoryview(b"\xff" * layout.nbytes))
-        formed = form_update(outbox, base, local, codecs, None, stretches)
+        formed = form_update(outbox, base, local, codecs, None, runs)
         content = bytearray(layout.nbytes)
         outbox.read_into(0, memoryview(content))
         assert content == bytes(bytes_of(expected))
@@ -165,18 +166,6 @@ def test_a_pseudo_gradient_is_zero_only_where_no_parameter_moved(tmp_path: Path)
     assert form_update(outbox, base, still, CODECS).is_zero
     moved = {**start, "b": torch.tensor([1.0, 1.0, 1.5])}
     assert not form_update(outbox, base, moved, CODECS).is_zero
-
-
-def test_a_read_that_ends_early_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = ScratchFile(tmp_path / "x", 100)
-    file.write(0, memoryview(bytes(range(100))))
-    preadv, targets = os.preadv, [bytearray(30), bytearray(), bytearray(50)]
-    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [memoryview(views[0])[:7]], offset))
-    file.read_scattered(10, [memoryview(target) for target in targets])
-    assert b"".join(targets) == bytes(range(10, 90))
-    with pytest.raises(EOFError):
-        file.read_scattered(90, [memoryview(targets[0])])
-    file.close()
 
 
 def test_a_version_is_loaded_into_tensors_however_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

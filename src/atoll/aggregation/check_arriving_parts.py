@@ -26,8 +26,9 @@ from atoll.aggregation.scratch import WIDEST_BYTES, Scratch
 from atoll.codecs.base import Codec
 from atoll.errors import BadRequest, StoreError
 from atoll.tensors.alone import alone
+from atoll.tensors.byte_runs import Run, RunTable, neighbours
 from atoll.tensors.dtypes import accumulate_dtype
-from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece
+from atoll.tensors.layout import Layout, Part, Piece
 from atoll.tensors.schema import PARAMS, TensorSpec
 
 ELEMENTS = 2**18
@@ -62,27 +63,12 @@ class PartStats:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """Elements that are decoded and summed at once: one piece, or neighbours of one dtype, group and codec.
-
-    The padding between neighbours is summed with them: workers fill it with zeros, who does not raises his own norm.
-    """
-
-    spec: TensorSpec
-    codec: str
-    start: int
-    stop: int
-    numel: int
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Span:
-    """Bytes [start, stop) of the update with whole pieces: at most `ELEMENTS` × 8 and the padding on both sides."""
+    """Bytes [start, stop) of the update with whole runs: at most `ELEMENTS` × 8 and the padding on both sides."""
 
     start: int
     stop: int
-    looks: tuple[_Look, ...]
+    runs: tuple[Run, ...]
 
 
 class Inspection:
@@ -95,7 +81,7 @@ class Inspection:
 
     def __init__(self, layout: Layout, codecs: Mapping[str, Codec]) -> None:
         self.codecs = codecs
-        self._layout = layout
+        self._runs = RunTable(layout, ELEMENTS)
         self._spans: dict[int, tuple[_Span, ...]] = {}
         self._free: list[Scratch] = []
         self._lent, self._lock = 0, threading.Lock()
@@ -140,57 +126,14 @@ class Inspection:
         return self._lent > HELD
 
     def _cut(self, part: Part) -> Iterator[_Span]:
-        start = end = part.start
-        held: list[Piece] = []
-        for piece in self._small_pieces(part):
-            if held and piece.offset + piece.nbytes - start > ELEMENTS * WIDEST_BYTES:
-                yield _Span(start, end, tuple(self._looks(held)))
-                start, held = end, []
-            held.append(piece)
-            end = piece.offset + piece.nbytes
-        if part.stop > start:
-            yield _Span(start, part.stop, tuple(self._looks(held)))
+        def joins(span: list[Run], run: Run) -> bool:
+            return run.stop - span[0].start <= ELEMENTS * WIDEST_BYTES
 
-    def _small_pieces(self, part: Part) -> Iterator[Piece]:
-        for piece in part.pieces:
-            for start in range(piece.start, piece.stop, ELEMENTS):
-                yield self._layout.piece(piece.segment, start, min(start + ELEMENTS, piece.stop))
-
-    def _looks(self, pieces: list[Piece]) -> Iterator[_Look]:
-        held: list[Piece] = []
-
-        def look() -> _Look:
-            first, last = held[0], held[-1]
-            spec, codec = first.segment.spec, first.segment.codec
-            stop, numel = last.offset + last.nbytes, last.numel
-            if len(held) > 1:
-                numel = (stop - first.offset) // self.codecs[codec].encoded_bytes(1, spec.dtype)
-            return _Look(spec, codec, first.offset, stop, numel, tuple(held))
-
-        for piece in pieces:
-            if not piece.segment.spec.is_float:
-                continue
-            if held and not self._joins(held, piece):
-                yield look()
-                held = []
-            held.append(piece)
-        if held:
-            yield look()
-
-    def _joins(self, held: list[Piece], piece: Piece) -> bool:
-        first, segment = held[0], piece.segment
-        codec = self.codecs[segment.codec]
-        alike = (segment.codec, segment.spec.dtype, segment.spec.group) == (
-            first.segment.codec,
-            first.segment.spec.dtype,
-            first.segment.spec.group,
-        )
-        if not alike or not codec.elementwise:
-            return False
-        item_bytes = codec.encoded_bytes(1, segment.spec.dtype)
-        if ALIGN_BYTES % item_bytes:  # a segment may then begin in the middle of an element of what is decoded
-            return False
-        return piece.offset + piece.nbytes - first.offset <= ELEMENTS * item_bytes
+        spans = list(neighbours(self._runs.of(part), joins))
+        ends = [span[-1].stop for span in spans[:-1]]
+        for start, stop, runs in zip([part.start, *ends], [*ends, part.stop], spans or [[]], strict=True):
+            if stop > start:
+                yield _Span(start, stop, tuple(runs))
 
 
 class PartInspector:
@@ -326,21 +269,28 @@ class PartInspector:
         self._write(view[self._written :])
         if self._hasher is not None:
             self._hasher.update(view)
-        for look in span.looks:
-            low, high = look.start - span.start, look.stop - span.start
-            encoded = raw[low:high]
-            squares = self._quick_squares(look, encoded)
-            if math.isnan(squares):
-                squares = self._squares(look.spec, look.codec, encoded, look.numel)
-            if not squares < math.inf:  # somewhere in it, or in the padding, which is nobody's
-                squares = sum(self._squares_of(piece, span.start, raw) for piece in look.pieces)
-            if look.spec.group == PARAMS:
-                self._sumsq += squares
+        for run in span.runs:
+            if run.spec.is_float:
+                squares = self._run_squares(run, raw[run.start - span.start : run.stop - span.start])
+                if run.spec.group == PARAMS:
+                    self._sumsq += squares
 
-    def _squares_of(self, piece: Piece, base: int, raw: torch.Tensor) -> float:
-        """Σ x² of one piece alone; where it holds what is not finite, its tensor is named in `_bad`."""
-        spec, start = piece.segment.spec, piece.offset - base
-        encoded = raw[start : start + piece.nbytes]
+    def _run_squares(self, run: Run, encoded: torch.Tensor) -> float:
+        """Σ x² of a run; a tensor of it that holds what is not finite is named in `_bad`.
+
+        Padding is zero, and counts; a worker that writes other values there only raises its own norm.
+        """
+        squares = self._quick_squares(run, encoded) if run.is_whole else math.nan
+        if math.isnan(squares):
+            squares = self._squares(run.spec, run.codec, encoded, run.numel) if run.is_whole else math.nan
+        if squares < math.inf:
+            return squares
+        # somewhere in it, or in the padding, which belongs to no tensor
+        return sum(map(self._piece_squares, run.pieces, run.encoded(encoded)))
+
+    def _piece_squares(self, piece: Piece, encoded: torch.Tensor) -> float:
+        """Σ x² of one piece alone."""
+        spec = piece.segment.spec
         squares = self._squares(spec, piece.segment.codec, encoded, piece.numel)
         # fp64 values can be finite and their squares not, so those are looked at one by one
         overflow = squares == math.inf and spec.dtype == "F64"
@@ -352,20 +302,20 @@ class PartInspector:
             self._bad.append(overflow_told if is_overflow else f"{spec.name} holds NaN or Inf")
         return squares
 
-    def _quick_squares(self, look: _Look, encoded: torch.Tensor) -> float:
+    def _quick_squares(self, run: Run, encoded: torch.Tensor) -> float:
         """Σ x² in fp32 rows; NaN where that cannot be told from them."""
-        codec, dtype = self._inspection.codecs[look.codec], look.spec.dtype
+        codec, dtype = self._inspection.codecs[run.codec], run.spec.dtype
         if accumulate_dtype(dtype) != torch.float32:
             return math.nan
         if codec.raw and dtype == "F32":
             values = encoded.view(torch.float32)
         else:
-            values = _values(look.numel, torch.float32)
+            values = _values(run.numel, torch.float32)
             codec.decode_(encoded, values, dtype)
-        whole = look.numel - look.numel % ROW
+        whole = run.numel - run.numel % ROW
         norms = torch.linalg.vector_norm(values[:whole].view(-1, ROW), dim=1).double()
         squares = float(torch.dot(norms, norms))
-        if whole < look.numel:
+        if whole < run.numel:
             rest = values[whole:].double()
             squares += float(torch.dot(rest, rest))
         return squares if SMALLEST < squares < math.inf else math.nan

@@ -22,6 +22,8 @@ from atoll.errors import UsageError
 from atoll.filters.base import Filter, require_filters
 from atoll.posix import write_at
 from atoll.protocol import messages
+from atoll.tensors.byte_runs import RunTable
+from atoll.tensors.chunks import CHUNK_ELEMENTS
 from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Layout, Part, version_layout
 from atoll.tensors.module_tensors import Tensors
@@ -30,7 +32,7 @@ from atoll.transport.http_client import Counters
 from atoll.worker.correction.control_variates import Controls
 from atoll.worker.exchange import encode_update
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote
-from atoll.worker.exchange.encode_update import Losses, Stretches
+from atoll.worker.exchange.encode_update import Losses
 from atoll.worker.exchange.local_state import Owner, Residuals, Together
 from atoll.worker.session.session import Session
 from atoll.worker.training.alone import Model
@@ -47,7 +49,7 @@ class Shared:
     version: Layout
     update: Layout
     codecs: dict[str, Codec]
-    stretches: Stretches
+    runs: RunTable
     inspection: Inspection
     losses: Losses
 
@@ -64,7 +66,7 @@ class Shared:
             version,
             layout,
             codecs,
-            Stretches(layout, version, codecs),
+            RunTable(layout, CHUNK_ELEMENTS),
             Inspection(layout, codecs),
             Losses("", codecs[info.codec], schema),
         )
@@ -192,7 +194,7 @@ class VirtualSession(Session):
         self.fragments = (self,)
         self.refusals, self.resuming, self.settled = 0, False, 0
         self.layout, self.codecs = shared.version, shared.codecs
-        self._stretches, self._losses = shared.stretches, shared.losses
+        self._runs, self._losses = shared.runs, shared.losses
         self._losses.site = site
         self._cleanup = contextlib.ExitStack()
         digest = ticket.base_digest

@@ -35,10 +35,13 @@ ALIGN_BYTES = 64
 
 
 class Encoding(Protocol):
-    """What a layout needs to know about a codec: its name and its fixed rate."""
+    """What a layout needs to know about a codec: its name, its fixed rate, and whether its elements stand alone."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def elementwise(self) -> bool: ...
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         """Bytes of `numel` elements from the start of a segment; additive over multiples of `TILE`."""
@@ -258,6 +261,7 @@ class _Raw:
     """Elements as they lie in memory."""
 
     name: str = "none"
+    elementwise: bool = True
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         return numel * ITEM_BYTES[dtype]

@@ -30,6 +30,7 @@ from atoll.errors import AtollError, DiskFull, StateLocked, StoreError, VersionS
 from atoll.failpoints import failpoint
 from atoll.posix import Held, read_at, take_folder, write_at
 from atoll.sealed import NoteDamaged
+from atoll.tensors.byte_runs import Move, read_pieces
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Layout, Part, Piece, Segment
@@ -141,13 +142,16 @@ class ScratchFile:
         self.read_into(segment.offset + start * segment.spec.item_bytes, bytes_of(values))
         return values
 
-    def read_scattered(self, offset: int, targets: Sequence[memoryview]) -> None:
-        """Read what follows `offset` into one target after the other; at most 1,024."""
-        if os.preadv(self.fd, targets, offset) == sum(map(len, targets)):
-            return
-        for target in targets:  # it ended early: once more, each until it is full
-            self.read_into(offset, target)
-            offset += len(target)
+    def read_pieces(self, moves: Iterable[Move]) -> None:
+        """Fill each memory from its byte of the file; neighbours in the file by one call.
+
+        Raises:
+            EOFError: the file ends before.
+        """
+        try:
+            read_pieces(self.fd, moves)
+        except EOFError as error:
+            raise EOFError(f"{self.path}: {error}") from None
 
     def digest(self, part: Part) -> bytes:
         """BLAKE3 of a part as it lies on disk."""

@@ -23,12 +23,13 @@ from atoll.codecs.base import Codec
 from atoll.errors import UsageError
 from atoll.filters.base import About, BadFilter, ByTask, Chain, Filter, filtered, for_tasks
 from atoll.tensors.alone import alone
-from atoll.tensors.chunks import CHUNK_BYTES, CHUNK_ELEMENTS, Held, assign_run_, bytes_of, run_of, writable_bytes
+from atoll.tensors.byte_runs import Move, Run, RunTable
+from atoll.tensors.chunks import CHUNK_ELEMENTS, Held, assign_run_, bytes_of, run_of, writable_bytes
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
-from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece, chunks
+from atoll.tensors.layout import ALIGN_BYTES, Part, Piece, chunks
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.payload import Packed
-from atoll.tensors.schema import CONTROL, PARAMS, Schema, TensorSpec
+from atoll.tensors.schema import CONTROL, PARAMS, Schema
 from atoll.worker.exchange.base_and_outbox import BaseFile, Outbox
 from atoll.worker.log_lines import LOG, told
 
@@ -134,151 +135,6 @@ def _told(call: Callable[[], T]) -> T:
         ) from None
 
 
-# -- Which runs of tensors an update is formed from at once: tables that follow from the layouts, made once.
-#
-# A call costs as much for a tensor of ten elements as for one of ten thousand, so neighbours are read, subtracted and
-# encoded as one. In the version they follow each other without gaps, in the update each begins at a border of 64 bytes;
-# they are brought into memory as they lie in the update, so what is subtracted is one run there:
-#
-#     version | tensor 0 | tensor 1 | tensor 2 |
-#     update  | tensor 0 |..| tensor 1 |..| tensor 2 |        .. padding
-
-
-MOST_TARGETS = 512
-"""Of one read, and so the most runs in a stretch; the system takes 1,024."""
-
-Range = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Runs of one dtype, group and codec, in file order; together, padding included, at most `CHUNK_ELEMENTS`.
-
-    Attributes:
-        spec: of the first; dtype and group are those of all.
-        codec: that encodes them.
-        start: offset of the first run in the update.
-        stop: end of the last run there.
-        base_offset: of the first run in the version; the others follow it.
-        numel: elements from `start` to `stop`, those of the padding included.
-        runs: (tensor, first element, last) of each.
-        sizes: elements of each run and of the padding behind it, in turn.
-        places: bytes [low, high) of the runs in memory that has room for `numel` elements of the version.
-        gaps: bytes [low, high) of the padding, from `start` on.
-    """
-
-    spec: TensorSpec
-    codec: str
-    start: int
-    stop: int
-    base_offset: int
-    numel: int
-    runs: tuple[tuple[str, int, int], ...]
-    sizes: tuple[int, ...]
-    places: tuple[Range, ...]
-    gaps: tuple[Range, ...] = ()
-
-
-class Stretches:
-    """How the parts of an update are formed.
-
-    Args:
-        update: its layout.
-        version: the layout of what it is formed against, with the same tensors.
-        codecs: by name, all that the update's layout names.
-    """
-
-    def __init__(self, update: Layout, version: Layout, codecs: Mapping[str, Codec]) -> None:
-        self._update, self._version, self._codecs = update, version, codecs
-        self._tables: dict[int, tuple[Stretch | Piece, ...]] = {}
-
-    def of(self, part: Part) -> Iterator[Stretch]:
-        """The stretches of a part of the update, in file order."""
-        table = self._tables.get(part.index)
-        if table is None:
-            table = self._tables[part.index] = tuple(self._table(part))
-        for entry in table:
-            if isinstance(entry, Stretch):
-                yield entry
-            else:  # cut here, so that no table grows with the size of a tensor
-                for start in range(entry.start, entry.stop, CHUNK_ELEMENTS):
-                    yield self._alone(entry, start, min(start + CHUNK_ELEMENTS, entry.stop))
-
-    def _table(self, part: Part) -> Iterator[Stretch | Piece]:
-        held: list[Piece] = []
-        for piece in part.pieces:
-            if held and not self._joins(held, piece):
-                yield self._together(held) if len(held) > 1 else held[0]
-                held = []
-            if piece.numel:
-                held.append(piece)
-        if held:
-            yield self._together(held) if len(held) > 1 else held[0]
-
-    def _joins(self, held: list[Piece], piece: Piece) -> bool:
-        first, last = held[0].segment, held[-1]
-        spec, codec = piece.segment.spec, self._codecs[piece.segment.codec]
-        alike = (spec.dtype, spec.group, piece.segment.codec) == (first.spec.dtype, first.spec.group, first.codec)
-        if not alike or spec.group != PARAMS or not codec.elementwise or len(held) == MOST_TARGETS:
-            return False
-        if self._base_offset(last, last.stop) != self._base_offset(piece, piece.start):
-            return False
-        item_bytes = codec.encoded_bytes(1, spec.dtype)
-        nbytes = piece.offset + piece.nbytes - held[0].offset
-        return ALIGN_BYTES % item_bytes == 0 and nbytes <= CHUNK_ELEMENTS * item_bytes
-
-    def _together(self, pieces: list[Piece]) -> Stretch:
-        first = pieces[0]
-        spec, codec = first.segment.spec, first.segment.codec
-        encoded = self._codecs[codec].encoded_bytes(1, spec.dtype)
-        sizes: list[int] = []
-        places: list[Range] = []
-        gaps: list[Range] = []
-        end = first.offset
-        for piece in pieces:
-            low = (piece.offset - first.offset) // encoded * spec.item_bytes
-            high = low + piece.numel * spec.item_bytes
-            if piece.offset > end:
-                gaps.append((end - first.offset, piece.offset - first.offset))
-            sizes += [(piece.offset - end) // encoded, piece.numel]
-            if places and places[-1][1] == low:
-                places[-1] = (places[-1][0], high)
-            else:
-                places.append((low, high))
-            end = piece.offset + piece.nbytes
-        return Stretch(
-            spec=spec,
-            codec=codec,
-            start=first.offset,
-            stop=end,
-            base_offset=self._base_offset(first, first.start),
-            numel=(end - first.offset) // encoded,
-            runs=tuple((piece.segment.spec.name, piece.start, piece.stop) for piece in pieces),
-            sizes=(*sizes[1:], 0),
-            places=tuple(places),
-            gaps=tuple(gaps),
-        )
-
-    def _alone(self, piece: Piece, start: int, stop: int) -> Stretch:
-        spec = piece.segment.spec
-        run = self._update.piece(piece.segment, start, stop)
-        return Stretch(
-            spec=spec,
-            codec=piece.segment.codec,
-            start=run.offset,
-            stop=run.offset + run.nbytes,
-            base_offset=self._base_offset(piece, start),
-            numel=stop - start,
-            runs=((spec.name, start, stop),),
-            sizes=(stop - start, 0),
-            places=((0, (stop - start) * spec.item_bytes),),
-        )
-
-    def _base_offset(self, piece: Piece, start: int) -> int:
-        spec = piece.segment.spec
-        return self._version.by_name[spec.name].offset + start * spec.item_bytes
-
-
 # -- Told, not silent: an update of which nothing is left once it is encoded, and one that was nothing from the start.
 #
 # What a codec with error feedback loses comes later, so there a tensor is lost only where nothing of it arrives, update
@@ -292,7 +148,9 @@ PATIENCE = 3
 """Updates in a row that bring nothing of a tensor, before somebody is told whose codec has error feedback."""
 NAMED = 5
 
-Run = tuple[str, int, int]
+
+def _names(run: Run) -> list[str]:
+    return [piece.segment.spec.name for piece in run.pieces]
 
 
 class Losses:
@@ -325,28 +183,27 @@ class Losses:
         self._arrives.clear()
         self._lost.clear()
 
-    def wants(self, runs: Sequence[Run]) -> bool:
-        """Whether it is still to be seen what arrives of one of these tensors."""
-        return not self._codec.raw and any(run[0] not in self._arrives for run in runs)
+    def wants(self, run: Run) -> bool:
+        """Whether it is still to be seen what arrives of one of its tensors."""
+        return not self._codec.raw and any(name not in self._arrives for name in _names(run))
 
-    def see(self, runs: Sequence[Run], sizes: Sequence[int], delta: Tensor, decoded: Tensor) -> None:
-        """Look at what becomes of some runs.
+    def see(self, run: Run, delta: Tensor, decoded: Tensor) -> None:
+        """Look at what becomes of a run.
 
         Args:
-            runs: of which tensors.
-            sizes: elements of each run and of the padding behind it, in turn.
-            delta: [n], what is to be sent of them, in a row.
+            run: of n elements.
+            delta: [n], what is to be sent of it.
             decoded: [n], what arrives.
         """
-        alone = len(runs) == 1
+        names = _names(run)
+        alone = len(names) == 1
         if alone and self._codec.feedback and bool(decoded.any()):
-            self._arrives.add(runs[0][0])
+            self._arrives.add(names[0])
             return
         if not alone and int(torch.count_nonzero(delta)) == int(torch.count_nonzero(decoded)):
-            self._arrives.update(run[0] for run in runs)  # of small tensors, no element has become zero
+            self._arrives.update(names)  # of small tensors, no element has become zero
             return
-        ours, theirs = (torch.split(values, list(sizes))[::2] for values in (delta, decoded))
-        for (name, _, _), sent, came in zip(runs, ours, theirs, strict=True):
+        for name, sent, came in zip(names, run.split(delta), run.split(decoded), strict=True):
             whole, lost = (float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in (sent, sent - came))
             if whole == 0 or not math.isfinite(lost):  # infinite is too large, not too small: the server refuses it
                 continue
@@ -434,7 +291,7 @@ def form_update(
     tensors: Held,
     codecs: Mapping[str, Codec],
     on_part: Callable[[Part, bytes], None] | None = None,
-    stretches: Stretches | None = None,
+    runs: RunTable | None = None,
     control_difference: Runs | None = None,
     filtered: Filtered | None = None,
     residuals: Residuals | None = None,
@@ -448,7 +305,7 @@ def form_update(
         tensors: the model's own tensors, by name; not changed.
         codecs: by name, all that the layout uses.
         on_part: told of each part, with its BLAKE3, as soon as it is in the outbox.
-        stretches: of these layouts and codecs; who forms more than one update keeps them.
+        runs: of the outbox's layout, at most `CHUNK_ELEMENTS` each; kept from one update to the next.
         control_difference: Δc_i, where the layout has controls.
         filtered: what leaves in place of `tensors`, where the site has filters.
         residuals: what earlier updates have lost, where the codec has error feedback.
@@ -463,8 +320,8 @@ def form_update(
             "Submit it: round.submit(model, control_difference=..., steps=...), in rounds of atoll.join; atoll.DiLoCo "
             "has no controls.",
         )
-    stretches = stretches or Stretches(outbox.layout, base.layout, codecs)
-    former = _Former(outbox, base, tensors, codecs, stretches, control_difference, filtered, residuals, losses)
+    runs = runs or RunTable(outbox.layout, CHUNK_ELEMENTS)
+    former = _Former(outbox, base, tensors, codecs, runs, control_difference, filtered, residuals, losses)
     with torch.no_grad(), alone():
         digests = []
         for part in outbox.layout.parts:
@@ -483,13 +340,13 @@ class _Former:
         base: BaseFile,
         tensors: Held,
         codecs: Mapping[str, Codec],
-        stretches: Stretches,
+        runs: RunTable,
         control_difference: Runs | None,
         filtered: Filtered | None,
         residuals: Residuals | None,
         losses: Losses | None,
     ) -> None:
-        self.outbox, self.base, self.tensors, self.codecs, self.stretches = outbox, base, tensors, codecs, stretches
+        self.outbox, self.base, self.tensors, self.codecs, self.runs = outbox, base, tensors, codecs, runs
         self.control_difference, self.filtered, self.residuals = control_difference, filtered, residuals
         room = min(_BUFFER_BYTES, outbox.layout.nbytes) + ALIGN_BYTES
         self.buffer = torch.empty(room, dtype=torch.uint8, device="cpu")
@@ -503,75 +360,75 @@ class _Former:
         """Encode one part; returns its BLAKE3."""
         hasher = blake3()
         begin = end = part.start  # file offsets of what the buffer holds
-        for stretch in self.stretches.of(part):
-            self._clear(end - begin, stretch.start - begin)  # alignment between segments
-            if stretch.stop - begin > _BUFFER_BYTES:
-                self._flush(hasher, begin, stretch.start)
-                begin = stretch.start
-            self._encode(stretch, self.buffer[stretch.start - begin : stretch.stop - begin])
-            for low, high in stretch.gaps:
-                self._clear(stretch.start - begin + low, stretch.start - begin + high)
-            end = stretch.stop
+        for run in self.runs.of(part):
+            self._clear(end - begin, run.start - begin)  # alignment between segments
+            if run.stop - begin > _BUFFER_BYTES:
+                self._flush(hasher, begin, run.start)
+                begin = run.start
+            self._encode(run, self.buffer[run.start - begin : run.stop - begin])
+            run.clear_padding(self.view[run.start - begin : run.stop - begin], run.item_bytes)
+            end = run.stop
         self._clear(end - begin, part.stop - begin)
         self._flush(hasher, begin, part.stop)
         return hasher.digest()
 
-    def _encode(self, stretch: Stretch, target: Tensor) -> None:
-        spec, codec = stretch.spec, self.codecs[stretch.codec]
-        if spec.group == CONTROL:
-            assert self.control_difference is not None  # as `form_update` has seen
-            codec.encode_(self.control_difference(*stretch.runs[0]), target, spec.dtype)
-            return
-        if self.filtered is not None:
-            self._encode_filtered(self.filtered, stretch, target)
-            return
-        runs = [run_of(self.tensors[name], start, stop) for name, start, stop in stretch.runs]
+    def _encode(self, run: Run, target: Tensor) -> None:
+        spec, codec = run.spec, self.codecs[run.codec]
         if spec.group != PARAMS:
-            codec.encode_(runs[0], target, spec.dtype)
+            for piece, encoded in zip(run.pieces, run.encoded(target), strict=True):
+                codec.encode_(self._value(piece), encoded, spec.dtype)
             return
-        dtype, wide, device = torch_dtype(spec.dtype), accumulate_dtype(spec.dtype), runs[0].device
+        wide = accumulate_dtype(spec.dtype)
+        if self.filtered is not None:
+            delta = torch.zeros(run.numel, dtype=wide, device="cpu")
+            for place, piece in zip(run.split(delta), run.pieces, strict=True):
+                place.copy_(self.filtered.change(piece.segment.spec.name, piece.start, piece.stop))
+            self.is_zero = self.is_zero and _is_zero(delta)
+            self._encode_delta(run, delta, target)
+            return
+        values = [run_of(self.tensors[piece.segment.spec.name], piece.start, piece.stop) for piece in run.pieces]
+        dtype, device = torch_dtype(spec.dtype), values[0].device
         as_it_is = codec.raw and wide == dtype and device.type == "cpu"  # the difference is what travels
-        memory = target if as_it_is else self.scratch[: stretch.numel * dtype.itemsize]
-        self._read_base(stretch, bytes_of(memory))
+        memory = target if as_it_is else self.scratch[: run.numel * dtype.itemsize]
+        self._read_base(run, bytes_of(memory))
         delta = memory.view(dtype).to(device, wide)
-        for place, run in zip(_runs_in(delta, stretch), runs, strict=True):
-            place.sub_(run.to(device, wide))
+        for place, local in zip(run.split(delta), values, strict=True):
+            place.sub_(local.to(device, wide))
         self.is_zero = self.is_zero and _is_zero(delta)
         if not as_it_is:
-            self._encode_delta(stretch, delta, target)
+            self._encode_delta(run, delta, target)
 
-    def _encode_filtered(self, filtered: Filtered, stretch: Stretch, target: Tensor) -> None:
-        spec, codec = stretch.spec, self.codecs[stretch.codec]
-        if spec.group != PARAMS:
-            codec.encode_(filtered.value(*stretch.runs[0]), target, spec.dtype)
-            return
-        delta = torch.zeros(stretch.numel, dtype=accumulate_dtype(spec.dtype), device="cpu")
-        for place, run in zip(_runs_in(delta, stretch), stretch.runs, strict=True):
-            place.copy_(filtered.change(*run))
-        self.is_zero = self.is_zero and _is_zero(delta)
-        self._encode_delta(stretch, delta, target)
+    def _value(self, piece: Piece) -> Tensor:
+        """What travels of a tensor that is no parameter."""
+        spec = piece.segment.spec
+        if spec.group == CONTROL:
+            assert self.control_difference is not None  # as `form_update` has seen
+            return self.control_difference(spec.name, piece.start, piece.stop)
+        if self.filtered is not None:
+            return self.filtered.value(spec.name, piece.start, piece.stop)
+        return run_of(self.tensors[spec.name], piece.start, piece.stop)
 
-    def _encode_delta(self, stretch: Stretch, delta: Tensor, target: Tensor) -> None:
+    def _encode_delta(self, run: Run, delta: Tensor, target: Tensor) -> None:
         """Encode a pseudo-gradient; with error feedback what was lost before is added, and what is lost now kept."""
-        spec, codec, residuals = stretch.spec, self.codecs[stretch.codec], self.residuals
-        losses = self.losses if self.losses is not None and self.losses.wants(stretch.runs) else None
+        spec, codec, residuals = run.spec, self.codecs[run.codec], self.residuals
+        losses = self.losses if self.losses is not None and self.losses.wants(run) else None
         if residuals is None or not codec.feedback:
             codec.encode_(delta, target, spec.dtype)
             if losses is not None:
                 delta = delta.cpu()
-                losses.see(stretch.runs, stretch.sizes, delta, self._decoded(codec, target, delta, spec.dtype))
+                losses.see(run, delta, self._decoded(codec, target, delta, spec.dtype))
             return
         delta = delta.cpu()
-        places = _runs_in(delta, stretch)
-        for place, run in zip(places, stretch.runs, strict=True):
-            place.add_(residuals.read(*run))
+        places = run.split(delta)
+        for place, piece in zip(places, run.pieces, strict=True):
+            place.add_(residuals.read(piece.segment.spec.name, piece.start, piece.stop))
         codec.encode_(delta, target, spec.dtype)
         decoded = self._decoded(codec, target, delta, spec.dtype)
         if losses is not None:
-            losses.see(stretch.runs, stretch.sizes, delta, decoded)
+            losses.see(run, delta, decoded)
         delta.sub_(decoded)
-        for place, (name, start, _) in zip(places, stretch.runs, strict=True):
-            residuals.write(name, start, place)
+        for place, piece in zip(places, run.pieces, strict=True):
+            residuals.write(piece.segment.spec.name, piece.start, place)
 
     @staticmethod
     def _decoded(codec: Codec, encoded: Tensor, like: Tensor, dtype: str) -> Tensor:
@@ -579,13 +436,14 @@ class _Former:
         codec.decode_(encoded, decoded, dtype)
         return decoded
 
-    def _read_base(self, stretch: Stretch, view: memoryview) -> None:
-        """Fill `view` with what the version has of a stretch, and zeros in the padding."""
-        end = 0
-        for low, high in stretch.places:
-            view[end:low] = bytes(low - end)
-            end = high
-        self.base.read_scattered(stretch.base_offset, [view[low:high] for low, high in stretch.places])
+    def _read_base(self, run: Run, view: memoryview) -> None:
+        """Fill `view` with what the version has of a run, and zeros in the padding."""
+        item_bytes, segments = run.spec.item_bytes, self.base.layout.by_name
+        run.clear_padding(view, item_bytes)
+        self.base.read_pieces(
+            (segments[piece.segment.spec.name].offset + piece.start * item_bytes, memory)
+            for piece, memory in run.views(view, item_bytes)
+        )
 
     def _clear(self, low: int, high: int) -> None:
         self.view[low:high] = bytes(high - low)
@@ -594,11 +452,6 @@ class _Former:
         data = self.view[: end - begin]
         hasher.update(data)
         self.outbox.write(begin, data)
-
-
-def _runs_in(delta: Tensor, stretch: Stretch) -> Sequence[Tensor]:
-    """The runs of a stretch, without the padding; `torch.split`, which asks what it is given, takes twice as long."""
-    return torch.split_with_sizes(delta, list(stretch.sizes))[::2]
 
 
 def _is_zero(delta: Tensor) -> bool:
@@ -678,8 +531,10 @@ def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -
 
 def load_(tensors: Held, base: BaseFile) -> None:
     """Copy what the base file has of the tensors into them, in place: straight into those that lie as the file does."""
-    scratch, straight = None, _Straight(base)
-    with torch.no_grad():
+    scratch = None
+
+    def moves() -> Iterator[Move]:
+        nonlocal scratch
         for part in base.layout.parts:
             for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
                 spec = piece.segment.spec
@@ -694,8 +549,10 @@ def load_(tensors: Held, base: BaseFile) -> None:
                 if start == 0:
                     increment_version(cast(Tensor, tensor))  # as `copy_` does: autograd sees that what it kept is gone
                 low, high = start * spec.item_bytes, stop * spec.item_bytes
-                straight.read(base.layout.by_name[spec.name].offset + low, memory[low:high])
-        straight.end()
+                yield base.layout.by_name[spec.name].offset + low, memory[low:high]
+
+    with torch.no_grad():
+        base.read_pieces(moves())
 
 
 def store_(base: BaseFile, tensors: Tensors) -> None:
@@ -707,24 +564,3 @@ def store_(base: BaseFile, tensors: Tensors) -> None:
                 if spec.name in tensors:
                     values = run_of(tensors[spec.name], start, stop).to("cpu", torch_dtype(spec.dtype))
                     base.write(base.layout.by_name[spec.name].offset + start * spec.item_bytes, bytes_of(values))
-
-
-class _Straight:
-    """Reads of a base file into where its bytes belong; neighbours in the file are read at once."""
-
-    def __init__(self, base: BaseFile) -> None:
-        self._base, self._targets = base, list[memoryview]()
-        self._start = self._stop = 0
-
-    def read(self, offset: int, target: memoryview) -> None:
-        if offset != self._stop or self._stop - self._start > CHUNK_BYTES or len(self._targets) == MOST_TARGETS:
-            self.end()
-            self._start = self._stop = offset
-        self._targets.append(target)
-        self._stop += len(target)
-
-    def end(self) -> None:
-        """Read what was not read before."""
-        if self._targets:
-            self._base.read_scattered(self._start, self._targets)
-            self._targets.clear()

@@ -18,7 +18,8 @@ from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused
 from atoll.failpoints import failpoint
 from atoll.filters.base import About, Filter, require_filters
 from atoll.protocol import messages, routes
-from atoll.tensors.chunks import Held
+from atoll.tensors.byte_runs import RunTable
+from atoll.tensors.chunks import CHUNK_ELEMENTS, Held
 from atoll.tensors.layout import Part, version_layout
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import Schema
@@ -26,7 +27,7 @@ from atoll.transport.resumable_transfer import Parts, Pushing
 from atoll.worker.broken_off import NetworkLost
 from atoll.worker.exchange import encode_update
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote
-from atoll.worker.exchange.encode_update import Filtered, Losses, Stretches
+from atoll.worker.exchange.encode_update import Filtered, Losses
 from atoll.worker.exchange.local_state import Owner, Residuals, Together
 from atoll.worker.exchange.optimizer_moments import say_accepted, say_refused
 from atoll.worker.exchange.pull_version import Puller
@@ -274,7 +275,7 @@ class Exchange:
         self.owner = Owner(self.site, info.run)
         self.outbox = Outbox(folder, layout, name_of("outbox", fragment), self.site)
         cleanup.callback(self.outbox.close)
-        self._stretches = Stretches(self.outbox.layout, self.layout, self.codecs)
+        self._runs = RunTable(self.outbox.layout, CHUNK_ELEMENTS)
         self._losses = Losses(self.site, self.codecs[info.codec], schema)
         self._turns = Together(connection.outcome)
         cleanup.callback(self._turns.close)
@@ -402,7 +403,7 @@ class Exchange:
             tensors,
             self.codecs,
             on_part,
-            self._stretches,
+            self._runs,
             control_difference,
             filtered,
             self.residuals,
