@@ -24,7 +24,7 @@ import atoll
 FEW, MANY = 50, 5000
 
 
-def once(tensors: dict[str, torch.Tensor], publisher: atoll.Publisher, folder: Path) -> dict[str, float]:
+def once(tensors: dict[str, torch.Tensor], publisher: atoll.objects.Publisher, folder: Path) -> dict[str, float]:
     """CPU seconds of each step, for one object."""
     took: dict[str, float] = {}
 
@@ -36,11 +36,11 @@ def once(tensors: dict[str, torch.Tensor], publisher: atoll.Publisher, folder: P
         return result
 
     ref = timed("publish", lambda: publisher.publish(tensors))
-    state = timed("fetch", lambda: atoll.fetch(ref))
-    timed("fetch into", lambda: atoll.fetch(ref, into=state))
+    state = timed("fetch", lambda: atoll.objects.fetch(ref))
+    timed("fetch into", lambda: atoll.objects.fetch(ref, into=state))
     assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
     state.clear()
-    lazy = timed("fetch to disk", lambda: atoll.fetch(ref, to_disk=folder))
+    lazy = timed("fetch to disk", lambda: atoll.objects.fetch(ref, to_disk=folder))
     timed("load", lambda: [lazy[name] for name in lazy])
     took["lazily, both"] = took["fetch to disk"] + took["load"]
     lazy.release()
@@ -58,7 +58,7 @@ def main() -> None:
     torch.set_num_threads(1)
     each = {count: max(1, int(given.gb * 1e9) // 4 // count) for count in (FEW, MANY)}
     took: dict[int, list[dict[str, float]]] = {FEW: [], MANY: []}
-    with tempfile.TemporaryDirectory(dir=given.dir) as name, atoll.Publisher(folder=name) as publisher:
+    with tempfile.TemporaryDirectory(dir=given.dir) as name, atoll.objects.Publisher(folder=name) as publisher:
         for repetition in range(given.repetitions + 1):
             for count, numel in each.items():
                 tensors = {f"layer.{i}.weight": torch.full((numel,), float(i)) for i in range(count)}

@@ -51,12 +51,12 @@ def train(worker: Any) -> None:
     if not _model:
         _model.append(build())
     model = _model[0]
-    for round_ in worker:
-        round_.load_into(model)
+    for fl_round in worker:
+        fl_round.load_into(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1e-3)
-        round_.submit(model, metrics={"loss": 1.0 / round_.number})
+        fl_round.submit(model, metrics={"loss": 1.0 / fl_round.number})
 
 
 def busy_s() -> float:

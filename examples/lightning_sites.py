@@ -65,9 +65,9 @@ def train(number: int) -> None:
         num_sanity_val_steps=0,
         limit_val_batches=1,
     )
-    atoll.lightning.patch(trainer)
+    atoll.integrations.lightning.patch(trainer)
     module = Classifier()
-    for _ in atoll.lightning.rounds(trainer):
+    for _ in atoll.integrations.lightning.rounds(trainer):
         trainer.validate(module, test, verbose=False)  # the global model: travels as global_accuracy
         trainer.fit(module, own, test)  # and after local training: accuracy
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import atoll
-from atoll.payloads import Stream, register
+from atoll.objects import Stream, register
 
 ARRIVED = tempfile.TemporaryDirectory(prefix="arrived-")
 """Where files come to lie; removed when the process ends."""

@@ -28,7 +28,7 @@ LAYERS: list[set[str]] = [
     {"aggregation"},
     {"server", "worker"},
     {"integrations", "simulate"},
-    {"recipes", "lightning", "payloads"},
+    {"recipes", "functional", "objects"},
     {"cli", "testing"},
 ]
 """A room imports rooms of the rows above its own, and no other member of its own row."""
@@ -58,7 +58,7 @@ NEVER_CALLED = {
 
 LIGHT: dict[str, set[str]] = {
     "atoll": {"torch", "aiohttp", "pydantic"},
-    "atoll.lightning": {"lightning", "pytorch_lightning", "aiohttp"},
+    "atoll.integrations.lightning": {"lightning", "pytorch_lightning", "aiohttp"},
     "atoll.cli.main": {"torch", "aiohttp", "matplotlib"},
     "atoll.recipes": {"torch", "aiohttp"},
     "atoll.config": {"torch", "aiohttp"},

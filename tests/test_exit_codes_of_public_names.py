@@ -70,7 +70,7 @@ def test_every_public_function_lets_errors_out_with_their_exit_code() -> None:
 
 
 SCRIPTS = {
-    "round.correct alone": """
+    "fl_round.correct alone": """
 import torch, atoll
 with atoll.join() as worker:
     for fl_round in worker:

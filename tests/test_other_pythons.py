@@ -64,7 +64,7 @@ PURE_TESTS += [f"tests/base/test_{name}.py" for name in ("config", "errors", "fa
 PURE_TESTS += ["tests/worker/test_lines.py", "tests/worker/test_progress.py"]
 WITH_TORCH = [
     "tests/base/test_layout.py::test_a_version_is_a_file_that_safetensors_opens",
-    "tests/test_architecture.py::test_what_a_quick_command_imports_is_light[atoll.lightning]",
+    "tests/test_architecture.py::test_what_a_quick_command_imports_is_light[atoll.integrations.lightning]",
 ]
 
 COMPILES = """

@@ -10,26 +10,17 @@ import atoll
 
 PUBLIC = [
     "AtollError",
-    "Client",
     "DiLoCo",
     "FedProx",
-    "Publisher",
     "Scaffold",
     "Server",
     "Settings",
     "Simulation",
     "TensorRef",
     "__version__",
-    "fetch",
-    "init",
-    "is_running",
     "join",
-    "publish",
-    "receive",
     "resolve",
-    "send",
     "tasks",
-    "withdraw",
 ]
 
 
@@ -50,9 +41,18 @@ def test_a_public_name_and_its_public_methods_have_docstrings(name: str) -> None
         assert not missing, f"atoll.{name}: no docstring at {', '.join(missing)}"
 
 
-def test_exactly_these_names_are_public_in_payloads() -> None:
-    assert sorted(atoll.payloads.__all__) == ["LazyTensor", "Stream", "register"]
-    assert all(inspect.getdoc(getattr(atoll.payloads, name)) for name in atoll.payloads.__all__)
+ONE_LEVEL_DOWN = {
+    "functional": ["Client", "init", "is_running", "receive", "send"],
+    "integrations": ["lightning", "peft", "transformers"],
+    "objects": ["LazyTensor", "Publisher", "Stream", "fetch", "publish", "register", "withdraw"],
+}
+
+
+@pytest.mark.parametrize("module", ONE_LEVEL_DOWN)
+def test_exactly_these_names_are_public_one_level_down(module: str) -> None:
+    names = getattr(atoll, module).__all__
+    assert sorted(names) == ONE_LEVEL_DOWN[module]
+    assert all(inspect.getdoc(getattr(getattr(atoll, module), name)) for name in names)
 
 
 def test_the_version_is_that_of_the_installed_package() -> None:

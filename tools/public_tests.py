@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
-PUBLIC = ("errors", "filters", "integrations", "lightning", "payloads", "recipes", "testing")
+PUBLIC = ("errors", "filters", "functional", "integrations", "objects", "recipes", "testing")
 
 
 @cache

@@ -126,7 +126,9 @@ def run(folder: Path, reducer: str, attack: str | None, rounds: int, seed: int) 
     settings = {"algorithm": "fedavg", "num_workers": count, "rounds": rounds, "port": 0, "min_free_bytes": 0}
     settings |= {"reducer": reducer, "reducer_options": REDUCERS[reducer], "max_update_norm": 0.0}
     with atoll.Server(model, **settings, state_dir=folder / "state") as server:
-        clients = [atoll.Client(server.url, site=f"site-{i}", folder=folder / "w").register() for i in range(count)]
+        clients = [
+            atoll.functional.Client(server.url, site=f"site-{i}", folder=folder / "w").register() for i in range(count)
+        ]
         try:
             for number, (index, client) in itertools.product(range(rounds), enumerate(clients)):
                 client.next_round()

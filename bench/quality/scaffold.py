@@ -1,8 +1,8 @@
 """SCAFFOLD against FedAvg, FedProx and FedAdam where sites differ much: Dirichlet 0.1 over eight sites.
 
-Every run is a real server, and eight threads that run `train` below over HTTP, through `atoll.lightning.patch`. What
-a site runs does not know the algorithm. Bars: SCAFFOLD ends above FedAvg in the mean of the seeds, and every round of
-every run is made of all eight updates.
+Every run is a real server, and eight threads that run `train` below over HTTP, through
+`atoll.integrations.lightning.patch`. What a site runs does not know the algorithm. Bars: SCAFFOLD ends above FedAvg in
+the mean of the seeds, and every round of every run is made of all eight updates.
 
     python bench/quality/scaffold.py                     # scikit-learn's digits
     python bench/quality/scaffold.py --cifar PATH        # CIFAR-10; PATH as in pictures.py
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
-import atoll.lightning
+import atoll.integrations.lightning
 
 
 class Classifier(LightningModule):
@@ -117,10 +117,10 @@ def train(
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    atoll.lightning.patch(trainer, url, site, folder=folder)
+    atoll.integrations.lightning.patch(trainer, url, site, folder=folder)
     found: list[float] = []
     testing = DataLoader(TensorDataset(*test), batch_size=1000) if test else None
-    for count, _ in enumerate(atoll.lightning.rounds(trainer)):
+    for count, _ in enumerate(atoll.integrations.lightning.rounds(trainer)):
         if testing is not None and count % task.measured_every == 0:
             found.append(100 * trainer.validate(module, testing, verbose=False)[0]["accuracy"])
         if task.cosine:

@@ -71,12 +71,12 @@ def train_digits(index: int, workers: int, seed: int) -> dict[str, Any]:
     model = digits_net()
     with atoll.join(labels={"images": str(len(images))}) as worker:
         steps = 0
-        for round in worker:
-            round.load_into(model)
+        for fl_round in worker:
+            fl_round.load_into(model)
             before = accuracy(model, test_images, test_labels)
             loss, done = _epochs(model, images, labels)
             steps += done
-            round.submit(model, weight=len(images), steps=done, metrics={"loss": loss, "test_accuracy": before})
+            fl_round.submit(model, weight=len(images), steps=done, metrics={"loss": loss, "test_accuracy": before})
         return {"steps": steps, "bytes_up": worker.bytes_up, "bytes_down": worker.bytes_down}
 
 

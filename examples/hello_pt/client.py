@@ -32,9 +32,9 @@ def main() -> None:
     test_loader = DataLoader(test_data, batch_size=256)
     model = SimpleNetwork()
 
-    atoll.init()
-    while atoll.is_running():
-        received = atoll.receive(into=model)
+    atoll.functional.init()
+    while atoll.functional.is_running():
+        received = atoll.functional.receive(into=model)
         accuracy = evaluate(model, test_loader)
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
@@ -51,7 +51,7 @@ def main() -> None:
 
         mean = total / given.epochs / len(train_data)
         print(f"round {received.number}: accuracy {accuracy:.3f} of the global model, loss {mean:.3f}", flush=True)
-        atoll.send(model, weight=len(train_data), metrics={"accuracy": accuracy, "train_loss": mean})
+        atoll.functional.send(model, weight=len(train_data), metrics={"accuracy": accuracy, "train_loss": mean})
 
 
 if __name__ == "__main__":

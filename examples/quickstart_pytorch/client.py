@@ -22,11 +22,11 @@ def main() -> None:
     with atoll.join() as worker:
         partition = int(worker.site.rpartition("-")[2]) % given.partitions
         train_loader, test_loader = load_data(partition, given.partitions, given.batch_size)
-        for round in worker:
-            round.load_into(net)
+        for fl_round in worker:
+            fl_round.load_into(net)
             eval_loss, eval_accuracy = test(net, test_loader)  # the global model, on this site's data
             train_loss = train(net, train_loader, given.local_epochs, given.learning_rate)
-            round.submit(
+            fl_round.submit(
                 net,
                 weight=len(train_loader.dataset),
                 metrics={"train_loss": train_loss, "eval_loss": eval_loss, "eval_accuracy": eval_accuracy},

@@ -38,24 +38,24 @@ def options(folder: Path, **settings: Any) -> dict[str, Any]:
     return defaults | {"algorithm": f"{folder}/own_drift.py:drift"} | settings
 
 
-@pytest.mark.parametrize("corrected", [False, True], ids=["plain", "within round.correct"])
+@pytest.mark.parametrize("corrected", [False, True], ids=["plain", "within fl_round.correct"])
 def test_refuses_a_submission_without_its_control_difference_and_the_round_stays_open(
     tmp_path: Path, corrected: bool
 ) -> None:
     seen = []
     with serve(tmp_path, Line(), **options(tmp_path)) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
-            for round_ in worker:
-                model = round_.load_into(Line())
-                seen.append(round_.global_controls()["w"].tolist())
+            for fl_round in worker:
+                model = fl_round.load_into(Line())
+                seen.append(fl_round.global_controls()["w"].tolist())
                 if corrected:
-                    round_.correct(model, torch.optim.SGD(model.parameters(), lr=0.1))
+                    fl_round.correct(model, torch.optim.SGD(model.parameters(), lr=0.1))
                 with torch.no_grad():
                     model.w.add_(1.0)
                 with pytest.raises(UsageError) as refused:
-                    round_.submit(model)
+                    fl_round.submit(model)
                 assert "control_difference" in str(refused.value)
-                round_.submit(model, control_difference={"w": torch.tensor([1.0, -2.0])}, steps=1)
+                fl_round.submit(model, control_difference={"w": torch.tensor([1.0, -2.0])}, steps=1)
         server.run()
         assert [summary.workers for summary in server.status().history] == [["a"], ["a"]]
     assert seen == [[0.0, 0.0], [1.0, -2.0]]

@@ -125,7 +125,7 @@ class Canned:
                 self.end_headers()
                 self.wfile.write(body.encode())
 
-            def log_message(self, format: str, *args: object) -> None:
+            def log_message(self, *args: object) -> None:
                 return
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -17,7 +17,7 @@ def one_round(folder: Path) -> atoll.Server:
     server = atoll.Server(
         {"w": torch.zeros(2)}, algorithm="fedavg", rounds=1, port=0, min_free_bytes=0, state_dir=folder / "state"
     ).start()
-    with atoll.Client(server.url, site="clinic-a", folder=folder / "w") as client:
+    with atoll.functional.Client(server.url, site="clinic-a", folder=folder / "w") as client:
         client.next_round()
         client.pull()
         client.submit({"w": torch.ones(2)}, weight=3)

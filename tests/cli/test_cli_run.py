@@ -173,7 +173,7 @@ def test_a_server_that_is_stopped_behind_the_end_of_its_run_says_so(
     """A worker that has not asked again is waited for; whoever does not want to wait has a finished run."""
     atoll_command("init", "mine")
     served = serve("--rounds", "1", "--num-workers", "1", "--min-workers", "1")
-    client = atoll.Client(served.url, site="a", folder=tmp_path / "w")
+    client = atoll.functional.Client(served.url, site="a", folder=tmp_path / "w")
     client.next_round()
     client.submit(client.pull())
     served.until("finished at version 1")

@@ -108,8 +108,8 @@ def test_watching_waits_for_a_server_that_is_started_again_and_sees_the_end(tmp_
         server = atoll.Server(nn.Linear(2, 2), **options).start()
         assert json.loads(watching.stdout.readline())["epoch"] == 2
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for round in worker:
-                round.submit(round.state_dict(), weight=1)
+            for fl_round in worker:
+                fl_round.submit(fl_round.state_dict(), weight=1)
         server.run()
         out, _ = watching.communicate(timeout=60)
         assert watching.returncode == 0

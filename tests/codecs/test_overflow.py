@@ -40,11 +40,11 @@ def test_carries_a_change_that_the_models_dtype_cannot_hold(tmp_path: Path, dtyp
     kind, value = DTYPES[dtype]
     with serve(tmp_path, One(kind, value), **FEDAVG, codec=codec) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
-            for round_ in worker:
-                model = round_.load_into(One(kind, 0.0))
+            for fl_round in worker:
+                model = fl_round.load_into(One(kind, 0.0))
                 assert model.w.float().tolist() == [value] * 3
                 model.w.copy_(-model.w.float())
-                round_.submit(model)
+                fl_round.submit(model)
         server.run()
         assert server.status().refused == 0
     result = exported(tmp_path)
@@ -59,11 +59,11 @@ def test_carries_such_a_change_down_to_the_next_round(tmp_path: Path, down: str)
     seen = []
     with serve(tmp_path, One(torch.float16, 40_000.0), **FEDAVG | {"rounds": 2}, downlink_codec=down) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
-            for round_ in worker:
-                model = round_.load_into(One(torch.float16, 0.0))
+            for fl_round in worker:
+                model = fl_round.load_into(One(torch.float16, 0.0))
                 seen.append(model.w.float().tolist())
                 model.w.copy_(-model.w.float())
-                round_.submit(model)
+                fl_round.submit(model)
         server.run()
         assert server.status().refused == 0
     assert seen[0] == [40_000.0] * 3
@@ -76,11 +76,11 @@ def test_reports_a_change_that_cannot_be_carried_as_an_overflow(
     """3e38 − (−3e38) is beyond fp32: both values are finite, and no NaN of the site's."""
     with serve(tmp_path, One(torch.float32, 3e38), **FEDAVG) as server, caplog.at_level(logging.WARNING):
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
-            for attempt, round_ in enumerate(worker):
-                model = round_.load_into(One(torch.float32, 0.0))
+            for attempt, fl_round in enumerate(worker):
+                model = fl_round.load_into(One(torch.float32, 0.0))
                 if attempt == 0:
                     model.w.neg_()
-                round_.submit(model)
+                fl_round.submit(model)
         server.run()
         assert server.status().refused == 1
     (said,) = [record.getMessage() for record in caplog.records if record.name == "atoll.server"]

@@ -42,10 +42,10 @@ def train_to(
     def work() -> None:
         try:
             with atoll.join(server.url, site=site, folder=folder / "workers") as worker:
-                for round_ in worker:
-                    model = round_.load_into(Model(dtype))
+                for fl_round in worker:
+                    model = fl_round.load_into(Model(dtype))
                     model.moved.copy_(torch.full((3,), value))
-                    round_.submit(model)
+                    fl_round.submit(model)
         except atoll.AtollError:
             pass  # the server has ended
 

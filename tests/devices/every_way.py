@@ -123,13 +123,13 @@ def federated(device: str, folder: Path, *, clip: bool = False, **settings: Any)
         model = build(device)
         filters = [NormClip(0.5)] if clip else []
         with atoll.join(server.url, site=site, folder=folder / "workers", filters=filters) as worker:
-            for round_ in worker:
-                round_.load_into(model)
+            for fl_round in worker:
+                fl_round.load_into(model)
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-                round_.correct(model, optimizer)
+                fl_round.correct(model, optimizer)
                 for _ in range(3):
                     loss = step(model, optimizer, *data(site, device))
-                round_.submit(model, weight=SITES[site], metrics={"loss": loss})
+                fl_round.submit(model, weight=SITES[site], metrics={"loss": loss})
         return state_of(model)
 
     left = everywhere(train)
@@ -143,13 +143,13 @@ def by_hand(device: str, folder: Path) -> Tensors:
     with atoll.Server(build(), algorithm="scaffold", state_dir=folder / "state", **options) as server:
         model = build(device)
         with atoll.join(server.url, site="a", folder=folder / "workers") as worker:
-            for round_ in worker:
-                round_.load_into(model)
-                scaffold = atoll.Scaffold(model, round_.global_controls(), round_.own_controls())
+            for fl_round in worker:
+                fl_round.load_into(model)
+                scaffold = atoll.Scaffold(model, fl_round.global_controls(), fl_round.own_controls())
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
                 with scaffold.correct(optimizer):
                     step(model, optimizer, *data("a", device))
-                round_.submit(model, control_difference=scaffold.finish(), steps=scaffold.steps)
+                fl_round.submit(model, control_difference=scaffold.finish(), steps=scaffold.steps)
         assert server.wait(60)
         return state_of(model)
 
@@ -196,10 +196,10 @@ def objects(device: str, folder: Path) -> Tensors:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
-    ref = atoll.publish(dict(model.state_dict()))
-    atoll.fetch(ref, into=other)
+    ref = atoll.objects.publish(dict(model.state_dict()))
+    atoll.objects.fetch(ref, into=other)
     found = {f"into.{name}": tensor for name, tensor in state_of(other).items()}
-    lazy = atoll.fetch(atoll.publish(model.state_dict()), to_disk=True)
+    lazy = atoll.objects.fetch(atoll.objects.publish(model.state_dict()), to_disk=True)
     return found | {f"lazy.{name}": atoll.resolve(tensor).clone() for name, tensor in lazy.items()}
 
 

@@ -30,7 +30,7 @@ PAGES = ["from-nvflare", "from-flower", "from-diloco"]
 
 STAND_FOR: dict[str, Any] = {
     "atoll": atoll,
-    "client": atoll.Client,
+    "client": atoll.functional.Client,
     "controller": Controller,
     "diloco": atoll.DiLoCo,
     "received": Received,

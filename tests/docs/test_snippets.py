@@ -84,9 +84,9 @@ os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"] = server.url, "clinic-a"
 """
 COSINE_FITS = """
 trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False)
-atoll.lightning.patch(trainer)
+atoll.integrations.lightning.patch(trainer)
 module, rates = Cosine(), []
-while atoll.lightning.is_running(trainer):
+while atoll.integrations.lightning.is_running(trainer):
     trainer.fit(module, train_data)
     rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 assert rates == [0.1, 0.05]  # cos 0 = 1, cos π/2 = 0
@@ -136,11 +136,11 @@ Path("train.py").write_text(
     "from my_models import Net\\n"
     "model = Net()\\n"
     "with atoll.join() as worker:\\n"
-    "    for round in worker:\\n"
-    "        round.load_into(model)\\n"
+    "    for fl_round in worker:\\n"
+    "        fl_round.load_into(model)\\n"
     "        with torch.no_grad():\\n"
     "            model.bias += 1.0\\n"
-    "        round.submit(model, weight=1, metrics={'bias': model.bias.mean().item()})\\n"
+    "        fl_round.submit(model, weight=1, metrics={'bias': model.bias.mean().item()})\\n"
 )
 """
 QUICKSTART = (

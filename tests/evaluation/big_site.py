@@ -39,7 +39,7 @@ def give() -> Any:
 
 if "lazy" in words:
     save_file({"weight": torch.full((1, nbytes // 4), target)}, f"{site}.safetensors")
-publisher = atoll.Publisher(name="127.0.0.2") if "apart" in words else None
+publisher = atoll.objects.Publisher(name="127.0.0.2") if "apart" in words else None
 with atoll.tasks(server, site) as worker:
     worker.evaluates(measure)
     worker.submits(give, publisher=publisher)

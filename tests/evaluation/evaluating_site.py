@@ -47,10 +47,10 @@ else:
         worker.evaluates(measure, model=nn.Linear(1, 1, bias=False))
         if "refuses" in words:
             worker.submits(lambda: None)
-        for round_ in worker:
-            round_.load_into(net)
+        for fl_round in worker:
+            fl_round.load_into(net)
             with torch.no_grad():
                 net.weight.fill_(target)
-            round_.submit(net)
-            print(f"submitted {round_.number}", flush=True)
+            fl_round.submit(net)
+            print(f"submitted {fl_round.number}", flush=True)
 print("ended", flush=True)

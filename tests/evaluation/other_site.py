@@ -49,9 +49,9 @@ else:
         register(worker)
         if how == "filtered own":
             worker.submits(lambda: {"weight": torch.full((1, 1), 1.0 + 2**-9)})
-        for round_ in worker:
-            round_.load_into(net)
-            with round_.correct(net, optimizer):
+        for fl_round in worker:
+            fl_round.load_into(net)
+            with fl_round.correct(net, optimizer):
                 step(optimizer)
-            round_.submit(net)
+            fl_round.submit(net)
 print("ended", flush=True)

@@ -133,7 +133,7 @@ def test_where_the_server_is_another_machine_a_model_goes_by_it_unless_a_publish
     sent: dict[str, int] = {}
     for way in ("server", "publisher"):
         with serve(tmp_path / way, **ALONE, has_model=False) as server:
-            with atoll.Publisher() as publisher, atoll.tasks(server.url, "a") as worker:
+            with atoll.objects.Publisher() as publisher, atoll.tasks(server.url, "a") as worker:
                 worker.evaluates(lambda state: {"loss": state["weight"][-1]})
                 worker.submits(
                     lambda: {"weight": torch.arange(1000.0)}, publisher=None if way == "server" else publisher

@@ -18,7 +18,7 @@ def test_refuses_a_site_without_an_evaluator_before_it_trains(tmp_path: Path) ->
     trained: list[int] = []
     with serve(tmp_path, num_workers=1) as server:
         with pytest.raises(UsageError) as refused, atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
-            trained.extend(round_.number for round_ in worker)
+            trained.extend(fl_round.number for fl_round in worker)
         (site,) = server.status().workers
         assert server.status().version == 0
     assert trained == []
@@ -51,8 +51,8 @@ def test_a_site_trains_that_is_not_evaluated_or_has_a_handler_of_its_own(tmp_pat
                 worker.evaluates(lambda model: {"loss": 1.0})
             elif by_hand:
                 worker.task("validate")(lambda payload: {"metrics": {"loss": 2.0}})
-            for round_ in worker:
-                round_.submit(round_.load_into(zero()))
+            for fl_round in worker:
+                fl_round.submit(fl_round.load_into(zero()))
 
     with serve(tmp_path, num_workers=2, workflows=workflows) as server:
         together(lambda: train(server.url, "a"), lambda: train(server.url, "b"))

@@ -36,12 +36,12 @@ import atoll
 
 net = nn.Linear(1, 1, bias=False)
 with atoll.join(sys.argv[1], sys.argv[2]) as worker:
-    for round_ in worker:
-        round_.load_into(net)
+    for fl_round in worker:
+        fl_round.load_into(net)
         loss = abs(net.weight.item() - 2.0)
         with torch.no_grad():
             net.weight += 1
-        round_.submit(net, metrics={"loss": loss})
+        fl_round.submit(net, metrics={"loss": loss})
 """
 
 

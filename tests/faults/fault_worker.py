@@ -21,15 +21,15 @@ with atoll.join() as worker:
     def say(what: str, number: int = 0) -> None:
         print(json.dumps({"what": what, "round": number, "up": worker.bytes_up, "down": worker.bytes_down}), flush=True)
 
-    for round_ in worker:
-        say("begins", round_.number)
-        round_.load_into(model)
-        say("trains", round_.number)
-        while held_round == str(round_.number) and not Path(held_until).exists():
+    for fl_round in worker:
+        say("begins", fl_round.number)
+        fl_round.load_into(model)
+        say("trains", fl_round.number)
+        while held_round == str(fl_round.number) and not Path(held_until).exists():
             time.sleep(0.01)
-        if fail_in == str(round_.number):
+        if fail_in == str(fl_round.number):
             raise ValueError("no such column: age")
-        train_(model, site, round_.number)
-        round_.submit(model, weight=SITES[site], metrics={"loss": 1.0 / round_.number})
-        say("submitted", round_.number)
+        train_(model, site, fl_round.number)
+        fl_round.submit(model, weight=SITES[site], metrics={"loss": 1.0 / fl_round.number})
+        say("submitted", fl_round.number)
     say("ends")

@@ -65,14 +65,14 @@ class Sites(Threads):
     def _work(self, site: str) -> None:
         model = build()
         with atoll.join(self._url, site=site, folder=self._folder / "workers") as worker:
-            for round_ in worker:
-                round_.load_into(model)
+            for fl_round in worker:
+                fl_round.load_into(model)
                 with self._lock:
-                    self.trained[site, round_.number] += 1
+                    self.trained[site, fl_round.number] += 1
                 if self._during:
-                    self._during(site, round_.number)
-                train_(model, site, round_.number)
-                round_.submit(model, weight=SITES[site], metrics={"loss": 1.0 / round_.number})
+                    self._during(site, fl_round.number)
+                train_(model, site, fl_round.number)
+                fl_round.submit(model, weight=SITES[site], metrics={"loss": 1.0 / fl_round.number})
 
 
 @contextlib.contextmanager

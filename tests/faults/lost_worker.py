@@ -20,11 +20,11 @@ def say(**what: Any) -> None:
 model = build()
 if os.environ["LOOP"] == "federated":
     with atoll.join() as worker:
-        for round_ in worker:
-            round_.load_into(model)
-            train_(model, worker.site, round_.number)
-            round_.submit(model)
-            say(done=round_.number)
+        for fl_round in worker:
+            fl_round.load_into(model)
+            train_(model, worker.site, fl_round.number)
+            fl_round.submit(model)
+            say(done=fl_round.number)
 else:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     with atoll.DiLoCo(model, optimizer) as diloco:

@@ -40,12 +40,12 @@ def train(url: str, folder: Path, site: str, trained: Counter[str]) -> Callable[
     def run() -> None:
         model, k = build(), 0
         with atoll.join(url, site=site, folder=folder / "workers") as worker:
-            for round_ in worker:
-                round_.load_into(model)
+            for fl_round in worker:
+                fl_round.load_into(model)
                 with torch.no_grad():
                     for name, parameter in model.named_parameters():
                         parameter.sub_(change(site, k, name, parameter))
-                round_.submit(model, metrics={"k": k})
+                fl_round.submit(model, metrics={"k": k})
                 trained[site] += 1
                 k += 1
 

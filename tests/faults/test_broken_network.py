@@ -38,10 +38,10 @@ def one_round(folder: Path, server: atoll.Server, url: str) -> tuple[int, int]:
     """One site's round through `url`; tensor bytes that it sent and received."""
     model = build()
     with atoll.join(url, site="a", folder=folder / "workers") as worker:
-        for round_ in worker:
-            round_.load_into(model)
-            train_(model, "a", round_.number)
-            round_.submit(model, weight=SITES["a"])
+        for fl_round in worker:
+            fl_round.load_into(model)
+            train_(model, "a", fl_round.number)
+            fl_round.submit(model, weight=SITES["a"])
         moved = worker.bytes_up, worker.bytes_down
     server.run()
     return moved
@@ -233,11 +233,11 @@ def test_the_newer_of_two_processes_of_a_site_wins_and_the_other_is_told(tmp_pat
             try:
                 model = build()
                 with atoll.join(server.url, site="a", folder=tmp_path / "older") as worker:
-                    for round_ in worker:
-                        round_.load_into(model)
+                    for fl_round in worker:
+                        fl_round.load_into(model)
                         first_trains.set()
                         assert second_trains.wait(30)
-                        round_.submit(model)
+                        fl_round.submit(model)
                 ends.append(None)
             except BaseException as error:
                 ends.append(error)
@@ -247,14 +247,14 @@ def test_the_newer_of_two_processes_of_a_site_wins_and_the_other_is_told(tmp_pat
         assert first_trains.wait(30)
         model = build()
         with atoll.join(server.url, site="a", folder=tmp_path / "newer") as worker:
-            for round_ in worker:
-                round_.load_into(model)
+            for fl_round in worker:
+                fl_round.load_into(model)
                 second_trains.set()
                 thread.join(30)
                 assert not thread.is_alive()
                 assert server.status().fragments[0].version == 0
                 train_(model, "a", 1)
-                round_.submit(model, weight=SITES["a"])
+                fl_round.submit(model, weight=SITES["a"])
         server.run()
     assert isinstance(ends[0], Superseded)
     assert "Another process has joined as 'a'" in str(ends[0])

@@ -178,13 +178,13 @@ def test_a_damaged_note_of_an_object_is_said_and_the_object_gone(
 ) -> None:
     with serve(tmp_path) as server:
         url = server.url
-        kept, lost = (atoll.publish({"w": torch.ones(3)}, server=url) for _ in range(2))
+        kept, lost = (atoll.objects.publish({"w": torch.ones(3)}, server=url) for _ in range(2))
     damage(tmp_path / "state" / "objects" / f"{lost.object}.json")
     caplog.set_level(logging.WARNING, "atoll")
     with serve(tmp_path, port=int(url.rpartition(":")[2])):
         assert said(caplog, f"{lost.object}.json") == 1
         assert [path.stem for path in (tmp_path / "state" / "objects").glob("*.json")] == [kept.object]
-        assert torch.equal(atoll.fetch(kept)["w"], torch.ones(3))
+        assert torch.equal(atoll.objects.fetch(kept)["w"], torch.ones(3))
 
 
 @pytest.mark.covers("F41")

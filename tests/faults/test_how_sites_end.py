@@ -95,9 +95,9 @@ model = build_model()
 """Imports once, and forks a process for each end; each of them ends as Python ends a script."""
 
 FUNCTIONAL = """
-atoll.init()
-assert atoll.is_running()
-atoll.receive(into=model)
+atoll.functional.init()
+assert atoll.functional.is_running()
+atoll.functional.receive(into=model)
 exec(end)
 """
 

@@ -100,7 +100,7 @@ def test_trains_every_round_once_though_clocks_jump_by_a_day(tmp_path: Path, clo
 
 def _wait_for_heartbeats(url: str) -> None:
     """Until the server has heard from both sites under the new time; both are alive to it."""
-    client, silent = atoll.Client(url, site="a"), {"a": 0.0, "b": 0.0}
+    client, silent = atoll.functional.Client(url, site="a"), {"a": 0.0, "b": 0.0}
 
     def heard() -> bool:
         for worker in client.status().workers:

@@ -34,11 +34,11 @@ def test_parallel_parts_make_up_for_a_slow_connection_and_no_site_is_lost(tmp_pa
         Proxy(server.port, PACE) as proxy,
     ):
         with atoll.join(proxy.url, site="far", folder=tmp_path / "workers") as worker:
-            for round_ in worker:
-                round_.load_into(model)
+            for fl_round in worker:
+                fl_round.load_into(model)
                 with torch.no_grad():
                     model.weight.add_(1.0)
-                round_.submit(model, weight=1.0)
+                fl_round.submit(model, weight=1.0)
             moved = [dict(each) for each in proxy.moved_bytes]
         server.run()
         status = server.status()

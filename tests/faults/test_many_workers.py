@@ -37,12 +37,12 @@ def test_many_workers_that_lose_their_server_at_once_come_back(nursery: Nursery,
         try:
             model = build()
             with atoll.join(server.url, site=site, folder=tmp_path / "workers") as worker:
-                for round_ in worker:
-                    round_.load_into(model)
+                for fl_round in worker:
+                    fl_round.load_into(model)
                     trained.append(site)
-                    train_(model, site, round_.number)
+                    train_(model, site, fl_round.number)
                     submitting.wait(60)
-                    round_.submit(model)
+                    fl_round.submit(model)
         except BaseException as error:
             errors.append(error)
 

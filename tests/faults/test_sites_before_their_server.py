@@ -34,7 +34,7 @@ def tasks(url: str, folder: Path) -> object:
 
 
 def client(url: str, folder: Path) -> object:
-    return atoll.Client(url, site="a", folder=folder).register()
+    return atoll.functional.Client(url, site="a", folder=folder).register()
 
 
 @pytest.mark.parametrize("start", [join, diloco, tasks, client])

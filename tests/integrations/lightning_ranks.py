@@ -10,14 +10,14 @@ import torch.distributed as dist
 from lightning_world import data, module_class, trainer_of
 
 import atoll
-import atoll.lightning
+import atoll.integrations.lightning
 
 
 def main(package: str, out: Path, lr: float) -> None:
     trainer = trainer_of(package, devices=2, strategy="ddp", use_distributed_sampler=True)
-    callback = atoll.lightning.patch(trainer, folder=out / f"files-{trainer.global_rank}")
+    callback = atoll.integrations.lightning.patch(trainer, folder=out / f"files-{trainer.global_rank}")
     module, locals_ = module_class(package)(lr=lr), []
-    for _ in atoll.lightning.rounds(trainer):
+    for _ in atoll.integrations.lightning.rounds(trainer):
         trainer.fit(module, data())
         locals_.append(module.w.item())
     told = {

@@ -9,16 +9,16 @@ from pathlib import Path
 from lightning_world import Tiny, data, trainer_of
 from transformers_world import TARGETS, One, trainer_for
 
-import atoll.lightning
+import atoll.integrations.lightning
 from atoll.integrations.transformers import AtollCallback
 
 
 def lightning() -> None:
     """A loop over the rounds that there are; a virtual worker has one."""
     trainer = trainer_of()
-    assert atoll.lightning.patch(trainer).site == os.environ["ATOLL_SITE"]
+    assert atoll.integrations.lightning.patch(trainer).site == os.environ["ATOLL_SITE"]
     module = Tiny(TARGETS[os.environ["ATOLL_SITE"]])
-    for _ in atoll.lightning.rounds(trainer):
+    for _ in atoll.integrations.lightning.rounds(trainer):
         trainer.fit(module, data())
 
 

@@ -10,7 +10,7 @@ import torch
 from lightning_world import PACKAGES, Tiny, data, lines, module_class, package, serve, trainer_of
 from safetensors.torch import load_file
 
-import atoll.lightning
+import atoll.integrations.lightning
 from atoll.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("each_package")
@@ -27,23 +27,25 @@ def callbacks(name: str | None = None) -> Any:
 def test_two_sites_on_one_trainer_are_refused_before_either_joins(tmp_path: Path, name: str, workers: int) -> None:
     """Guards against the first waiting in its hook for the update of the second, for ever."""
     with serve(tmp_path, num_workers=workers) as server:
-        both = [atoll.lightning.AtollCallback(server.url, site, folder=tmp_path / site) for site in ("a", "b")]
+        both = [
+            atoll.integrations.lightning.AtollCallback(server.url, site, folder=tmp_path / site) for site in ("a", "b")
+        ]
         trainer = trainer_of(name, callbacks=list(both))
         words = r"The Trainer has 2 callbacks of Atoll, for the sites 'a', 'b'\. Give it one: a Trainer is one site"
         for attempt in (trainer.validate, trainer.fit):
             with pytest.raises(UsageError, match=words):
                 attempt(module_class(name)(), data())
         with pytest.raises(UsageError, match=words):
-            atoll.lightning.is_running(trainer)
+            atoll.integrations.lightning.is_running(trainer)
         with pytest.raises(UsageError, match="takes part in a run already"):
-            atoll.lightning.patch(trainer, server.url, "c")
+            atoll.integrations.lightning.patch(trainer, server.url, "c")
         assert server.status().workers == []
 
 
 def test_two_callbacks_are_refused_without_a_server_too() -> None:
     trainer = trainer_of()
-    atoll.lightning.patch(trainer, site="a")
-    trainer.callbacks.append(atoll.lightning.AtollCallback(site="b"))
+    atoll.integrations.lightning.patch(trainer, site="a")
+    trainer.callbacks.append(atoll.integrations.lightning.AtollCallback(site="b"))
     with pytest.raises(UsageError, match="for the sites 'a', 'b'"):
         trainer.fit(Tiny(), data())
 
@@ -58,8 +60,8 @@ def test_a_line_search_in_a_fit_goes_by_the_loss_of_fedprox(tmp_path: Path) -> N
     """(w − 1)²/2 + w²/4 is least at 2/3, then (w − 1)²/2 + (w − 2/3)²/4 at (1 + 1/3)/(3/2) = 8/9."""
     with serve(tmp_path, "fedprox", local_options={"mu": 0.5}) as server:
         trainer, module = trainer_of(), LBFGS()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        for number in atoll.lightning.rounds(trainer):
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        for number in atoll.integrations.lightning.rounds(trainer):
             trainer.fit(module, data())
             assert module.w.item() == pytest.approx((2 / 3, 8 / 9)[number - 1], abs=1e-5)
         assert len(lines(server)) == 2
@@ -75,8 +77,8 @@ def test_an_average_of_weights_is_what_a_round_submits(tmp_path: Path, algorithm
     local = {"local_options": {"mu": 0.0}} if algorithm == "fedprox" else {}
     with serve(tmp_path, algorithm, **local) as server:
         trainer, module = trainer_of(callbacks=[callbacks().EMAWeightAveraging(decay=0.5)]), Tiny()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        for _ in atoll.lightning.rounds(trainer):
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        for _ in atoll.integrations.lightning.rounds(trainer):
             trainer.fit(module, data(), data())
         rows = lines(server)
         assert [row["metrics"]["val_w"] for row in rows] == pytest.approx([1 - 0.792, 1 - 0.792**2])
@@ -91,7 +93,7 @@ def test_a_fit_before_its_first_average_submits_nothing(tmp_path: Path) -> None:
         trainer = trainer_of(callbacks=[callbacks().EMAWeightAveraging(decay=0.5, update_starting_at_step=100)])
         module = Tiny()
         module.w.data.fill_(7.0)
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(UsageError, match=r"EMAWeightAveraging averaged nothing in this fit.*update_starting_at"):
             trainer.fit(module, data())
         assert server.status().fragments[0].version == 0
@@ -117,7 +119,7 @@ def test_what_would_submit_another_models_weights_is_refused(
 ) -> None:
     with serve(tmp_path, algorithm, rounds=1, **DILOCO if algorithm == "diloco" else {}) as server:
         trainer, module = trainer_of(name, callbacks=[getattr(callbacks(name), kind)(**given)]), module_class(name)()
-        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(UsageError, match=words):
             trainer.fit(module, data())
         assert module.steps == 0
@@ -133,8 +135,8 @@ def test_early_stopping_shortens_a_fit_and_its_patience_goes_on_in_the_next(tmp_
     with serve(tmp_path, rounds=3) as server:
         stopping = callbacks().EarlyStopping("val_w", patience=1, mode="min")
         trainer, module = trainer_of(max_epochs=4, callbacks=[stopping]), Tiny()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        for _ in atoll.lightning.rounds(trainer):
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        for _ in atoll.integrations.lightning.rounds(trainer):
             trainer.fit(module, data(), data())
         assert [row["weights"] for row in lines(server)] == [[24.0], [12.0], [12.0]]
         assert module.w.item() == pytest.approx(1 - 0.9**12)
@@ -147,8 +149,8 @@ def test_checkpoints_are_of_this_sites_training_over_all_rounds(tmp_path: Path) 
     with serve(tmp_path) as server:
         trainer = trainer_of(max_epochs=2, callbacks=[keeps], enable_checkpointing=True)
         module = Tiny()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        for _ in atoll.lightning.rounds(trainer):
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        for _ in atoll.integrations.lightning.rounds(trainer):
             trainer.fit(module, data(), data())
         assert len(lines(server)) == 2
     kept = sorted(value.item() for value in keeps.best_k_models.values())

@@ -21,9 +21,9 @@ def rounds_of(folder: Path, **trainer_options: Any) -> tuple[list[dict[str, floa
     options = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none", "best_metric": "val_w", "best_mode": "max"}
     with serve(folder, "diloco", sync_every=H, rounds=ROUNDS, **options) as server:
         trainer = trainer_of(**trainer_options)
-        atoll.lightning.patch(trainer, server.url, "a", folder=folder)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=folder)
         module = Tiny()
-        while atoll.lightning.is_running(trainer):
+        while atoll.integrations.lightning.is_running(trainer):
             trainer.fit(module, data(), data())
         assert server.wait(60)
         status = server.status()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import atoll
-import atoll.lightning
+import atoll.integrations.lightning
 
 pytestmark = pytest.mark.usefixtures("each_package")
 CURVES = {"a": (1.0, 1.0), "b": (4.0, 0.0)}
@@ -34,8 +34,8 @@ def train(url: str, site: str, folder: Path) -> None:
     module = Curved()
     module.curvature, module.target = CURVES[site]
     trainer = trainer_of()
-    atoll.lightning.patch(trainer, url, site, folder=folder)
-    for _ in atoll.lightning.rounds(trainer):
+    atoll.integrations.lightning.patch(trainer, url, site, folder=folder)
+    for _ in atoll.integrations.lightning.rounds(trainer):
         trainer.fit(module, data())
 
 

@@ -20,11 +20,11 @@ def test_models_are_validated_when_training_is_over(tmp_path: Path, name: str) -
     """w ← w − 0.1·(w − 1), three steps: 1 − 0.9³; version 0 is w = 0. `val_w` is w itself."""
     with serve(tmp_path, rounds=1, workflows=WORKFLOWS) as server:
         trainer, module = trainer_of(name), module_class(name)()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        atoll.lightning.evaluates(trainer, module, data())
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.evaluates(trainer, module, data())
         with pytest.raises(UsageError, match="evaluates already"):
-            atoll.lightning.evaluates(trainer, module)
-        while atoll.lightning.is_running(trainer):
+            atoll.integrations.lightning.evaluates(trainer, module)
+        while atoll.integrations.lightning.is_running(trainer):
             trainer.fit(module, data(), data())
         assert module.w.item() == pytest.approx(1 - 0.9**3)  # the result, not what was evaluated last
         server.run()
@@ -37,4 +37,4 @@ def test_models_are_validated_when_training_is_over(tmp_path: Path, name: str) -
 
 def test_a_trainer_that_takes_no_part_is_told_so() -> None:
     with pytest.raises(UsageError, match="patch"):
-        atoll.lightning.evaluates(trainer_of(), Tiny())
+        atoll.integrations.lightning.evaluates(trainer_of(), Tiny())

@@ -9,7 +9,7 @@ import pytest
 from lightning_world import Tiny, data, serve, trainer_of
 from safetensors.torch import load_file
 
-import atoll.lightning
+import atoll.integrations.lightning
 from atoll.errors import UsageError
 from atoll.filters import NormClip
 
@@ -29,11 +29,11 @@ def test_what_a_fit_sends_passes_the_sites_filters(tmp_path: Path, algorithm: st
         where: dict[str, Any] = {"server": server.url, "site": "a", "folder": tmp_path, "filters": [NormClip(0.1)]}
         if style == "patch":
             trainer = trainer_of()
-            atoll.lightning.patch(trainer, **where)
+            atoll.integrations.lightning.patch(trainer, **where)
         else:
-            trainer = trainer_of(callbacks=[atoll.lightning.AtollCallback(**where)])
+            trainer = trainer_of(callbacks=[atoll.integrations.lightning.AtollCallback(**where)])
         module = Tiny()
-        for _ in atoll.lightning.rounds(trainer):
+        for _ in atoll.integrations.lightning.rounds(trainer):
             trainer.fit(module, data())
         assert server.wait(60)
         assert load_file(server.exports / "model.safetensors")["w"].item() == pytest.approx(0.2)
@@ -44,4 +44,4 @@ def test_what_a_fit_sends_passes_the_sites_filters(tmp_path: Path, algorithm: st
 @pytest.mark.covers("T8", "X3")
 def test_what_is_no_filter_is_refused_before_it_trains() -> None:
     with pytest.raises(UsageError, match="'drop' is not a filter"):
-        atoll.lightning.patch(trainer_of(), "http://127.0.0.1:1", "a", filters=["drop"])  # type: ignore[list-item]
+        atoll.integrations.lightning.patch(trainer_of(), "http://127.0.0.1:1", "a", filters=["drop"])  # type: ignore[list-item]

@@ -12,7 +12,8 @@ from lightning_world import PACKAGES
 
 def test_importing_it_is_cheap_and_brings_no_lightning() -> None:
     in_a_fresh_process(
-        "import sys, atoll; a = atoll.lightning; import atoll.lightning as b; assert a is b and callable(a.patch); "
+        "import sys, atoll; a = atoll.integrations.lightning; import atoll.integrations.lightning as b; "
+        "assert a is b and callable(a.patch); "
         "loaded = {name.split('.')[0] for name in sys.modules}; "
         "assert not loaded & {'lightning', 'pytorch_lightning', 'aiohttp'}, loaded"
     )
@@ -31,7 +32,7 @@ def test_controls_are_imported_when_a_run_has_them(tmp_path: Path, name: str) ->
         f"    folder = Path({str(tmp_path)!r}) / algorithm\n"
         "    with serve(folder, algorithm, rounds=1) as server:\n"
         f"        trainer = trainer_of({name!r})\n"
-        "        atoll.lightning.patch(trainer, server.url, 'a', folder=folder)\n"
+        "        atoll.integrations.lightning.patch(trainer, server.url, 'a', folder=folder)\n"
         f"        trainer.fit(module_class({name!r})(), data())\n"
         "        assert server.wait(60)\n"
         "        folder = 'atoll.worker.correction.'\n"

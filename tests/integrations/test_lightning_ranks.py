@@ -12,7 +12,7 @@ import pytest
 from lightning_world import SAMPLES, Tiny, data, lines, serve, trainer_of
 
 import atoll
-import atoll.lightning
+import atoll.integrations.lightning
 
 SCRIPT = Path(__file__).with_name("lightning_ranks.py")
 
@@ -55,8 +55,8 @@ def test_two_ranks_are_one_site(tmp_path: Path, name: str) -> None:
         ranks = start(name, server.url, tmp_path)
         try:
             trainer, module = trainer_of(), Tiny(target=-3.0)
-            atoll.lightning.patch(trainer, server.url, "b", folder=tmp_path / "b")
-            for _ in atoll.lightning.rounds(trainer):
+            atoll.integrations.lightning.patch(trainer, server.url, "b", folder=tmp_path / "b")
+            for _ in atoll.integrations.lightning.rounds(trainer):
                 trainer.fit(module, data())
             output, _ = ranks.communicate(timeout=100)
         finally:

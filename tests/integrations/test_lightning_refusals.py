@@ -12,7 +12,7 @@ from lightning_world import PACKAGES, Tiny, data, lines, module_class, package, 
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 import atoll
-import atoll.lightning
+import atoll.integrations.lightning
 from atoll.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("each_package")
@@ -104,7 +104,7 @@ REFUSED = [
     (NotANumber, "learning rate is nan", "finite and not negative"),
     (Late, "learning rate is -0.5", "finite and not negative"),
     (Zero, "3 steps sum up to 0", "at least one step needs a learning rate above zero"),
-    (NoStep, "no optimizer step", "round.correct"),
+    (NoStep, "no optimizer step", "fl_round.correct"),
 ]
 
 
@@ -115,7 +115,7 @@ def test_scaffold_refuses_it_and_a_better_fit_takes_its_place(
 ) -> None:
     with serve(tmp_path, "scaffold", rounds=1) as server:
         trainer = trainer_of()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(UsageError, match=words) as caught:
             trainer.fit(kind(), data())
         assert remedy in str(caught.value)
@@ -126,8 +126,8 @@ def test_scaffold_refuses_it_and_a_better_fit_takes_its_place(
 def retry(server: atoll.Server, folder: Path) -> None:
     """The site's next fit counts; an update that was refused has not reached anybody."""
     trainer, module = trainer_of(), Tiny()
-    atoll.lightning.patch(trainer, server.url, "a", folder=folder)
-    for _ in atoll.lightning.rounds(trainer):
+    atoll.integrations.lightning.patch(trainer, server.url, "a", folder=folder)
+    for _ in atoll.integrations.lightning.rounds(trainer):
         trainer.fit(module, data())
     assert module.w.item() == pytest.approx(1 - 0.9**3)
     assert len(lines(server)) == 1
@@ -140,7 +140,7 @@ def test_a_gradient_scaler_is_refused(tmp_path: Path, name: str, algorithm: str)
     plugin = package(name).plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     with serve(tmp_path, algorithm, rounds=1) as server:
         trainer = trainer_of(name, plugins=[plugin])
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(UsageError, match=rf"precision 16-mixed.*{algorithm}.*Use precision='bf16-mixed'"):
             trainer.fit(module_class(name)(), data())
         assert server.status().fragments[0].version == 0
@@ -150,7 +150,7 @@ def test_a_gradient_scaler_is_refused(tmp_path: Path, name: str, algorithm: str)
 def test_several_optimizers_are_refused(tmp_path: Path) -> None:
     with serve(tmp_path, "scaffold", rounds=1) as server:
         trainer, module = trainer_of(), OneOfTwo()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(UsageError, match=r"OneOfTwo has 2 optimizers, and scaffold follows one\. Put all"):
             trainer.fit(module, data())
         assert module.steps == 0
@@ -162,8 +162,8 @@ def test_several_optimizers_are_refused(tmp_path: Path) -> None:
 def test_fedavg_takes_what_it_need_not_correct(tmp_path: Path, kind: Any) -> None:
     with serve(tmp_path, rounds=1) as server:
         trainer, module = trainer_of(), kind()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        for _ in atoll.lightning.rounds(trainer):
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        for _ in atoll.integrations.lightning.rounds(trainer):
             trainer.fit(module, data())
         assert module.w.item() == pytest.approx(1 - 0.9**3)
         assert len(lines(server)) == 1
@@ -178,7 +178,7 @@ def test_warm_up_steps_without_a_rate_do_no_harm(tmp_path: Path) -> None:
 
     with serve(tmp_path, "scaffold", rounds=2) as server:
         trainer, module = trainer_of(), WarmUp()
-        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         trainer.fit(module, data())
         assert module.w.item() == pytest.approx(0.28)
         trainer.fit(module, data())
@@ -192,9 +192,9 @@ def test_warm_up_steps_without_a_rate_do_no_harm(tmp_path: Path) -> None:
 def test_controls_that_are_malformed_in_a_later_round_are_refused(tmp_path: Path, spoil: str) -> None:
     with serve(tmp_path, "scaffold", rounds=3) as server:
         trainer, module = trainer_of(), Tiny()
-        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         trainer.fit(module, data())
-        assert atoll.lightning.is_running(trainer)
+        assert atoll.integrations.lightning.is_running(trainer)
         assert callback._worker is not None
         session = callback._worker._session
         if spoil == "missing":
@@ -213,7 +213,7 @@ def test_controls_that_are_malformed_in_a_later_round_are_refused(tmp_path: Path
 def test_a_fit_without_a_step_is_refused_for_every_algorithm(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
         trainer = trainer_of(limit_train_batches=0)
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(UsageError, match=r"no optimizer step.*limit_train_batches"):
             trainer.fit(Tiny(), data())
 
@@ -231,7 +231,7 @@ def test_a_step_without_the_end_of_its_batch_is_an_error(tmp_path: Path, algorit
 
     with serve(tmp_path, algorithm, rounds=1) as server:
         trainer = trainer_of()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(UsageError, match=r"step 2 was not followed by on_train_batch_end.*should_stop = True"):
             trainer.fit(Stops(), data())
         retry(server, tmp_path)
@@ -250,7 +250,7 @@ def test_a_fit_that_failed_is_begun_anew(tmp_path: Path) -> None:
 
     with serve(tmp_path, "scaffold", rounds=1) as server:
         trainer, module = trainer_of(), Fails()
-        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(RuntimeError, match="the data are broken"):
             trainer.fit(module, data())
         assert trainer.max_epochs == 1
@@ -267,8 +267,8 @@ def test_a_fit_that_failed_is_begun_anew(tmp_path: Path) -> None:
 def test_these_precisions_work(tmp_path: Path, name: str, precision: str) -> None:
     with serve(tmp_path, "scaffold") as server:
         trainer, module = trainer_of(name, precision=precision), module_class(name)()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        for _ in atoll.lightning.rounds(trainer):
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        for _ in atoll.integrations.lightning.rounds(trainer):
             trainer.fit(module, data())
         assert module.w.dtype == torch.float32
         assert module.w.item() == pytest.approx(1 - 0.9**6, rel=1e-2 if precision == "bf16-mixed" else 1e-6)
@@ -285,14 +285,14 @@ def test_a_parameter_that_is_unfrozen_later_is_corrected_from_then_on(tmp_path: 
 
     with serve(tmp_path, "scaffold", rounds=3) as server:
         trainer, module = trainer_of(), Thaws()
-        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         kept = {name: value.data_ptr() for name, value in module.named_parameters()}
         trainer.fit(module, data())
         assert module.frozen.tolist() == [1.0, 1.0]
         module.frozen.requires_grad_(True)
         trainer.fit(module, data())
         assert module.frozen.tolist() == pytest.approx([0.7, 0.7])
-        assert atoll.lightning.is_running(trainer)
+        assert atoll.integrations.lightning.is_running(trainer)
         trainer.fit(module, data())
         assert callback._worker is not None
         base = callback._worker._session.base
@@ -304,13 +304,13 @@ def test_a_parameter_that_is_unfrozen_later_is_corrected_from_then_on(tmp_path: 
 
 def test_a_trainer_takes_part_once(tmp_path: Path) -> None:
     trainer = trainer_of()
-    with pytest.raises(UsageError, match=r"0 callbacks of Atoll\. Call atoll\.lightning\.patch"):
-        atoll.lightning.is_running(trainer)
-    atoll.lightning.patch(trainer)
+    with pytest.raises(UsageError, match=r"0 callbacks of Atoll\. Call atoll\.integrations\.lightning\.patch"):
+        atoll.integrations.lightning.is_running(trainer)
+    atoll.integrations.lightning.patch(trainer)
     with pytest.raises(UsageError, match="already"):
-        atoll.lightning.patch(trainer)
+        atoll.integrations.lightning.patch(trainer)
     with pytest.raises(UsageError, match="dict is not a Lightning Trainer"):
-        atoll.lightning.patch({})
+        atoll.integrations.lightning.patch({})
 
 
 @pytest.mark.covers("S8")
@@ -328,7 +328,7 @@ def test_strategies_that_split_the_model_are_refused(tmp_path: Path) -> None:
 
     with serve(tmp_path) as server:
         trainer, module = trainer_of(strategy=ShardedStrategy()), Tiny()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         for attempt in (trainer.validate, trainer.fit):
             with pytest.raises(UsageError, match=r"strategy ShardedStrategy.*strategy='ddp'"):
                 attempt(module, data())
@@ -341,7 +341,7 @@ def test_processes_that_the_trainer_forks_are_refused(tmp_path: Path, monkeypatc
     monkeypatch.setenv("MASTER_PORT", str(free_port()))  # Lightning sets it, for good
     with serve(tmp_path) as server:
         trainer = trainer_of(strategy="ddp_fork")
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(ProcessRaisedException, match=r"UsageError: .*spawns or forks.*strategy='ddp'"):
             trainer.fit(Tiny(), data())
         assert server.status().workers == []
@@ -351,11 +351,11 @@ def test_a_batch_without_tensors_needs_a_weight(tmp_path: Path) -> None:
     words = torch.utils.data.DataLoader(["a", "b", "c"], batch_size=2)
     with serve(tmp_path, rounds=1) as server:
         trainer = trainer_of()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(UsageError, match=r"batch of list.*patch\(trainer, weight="):
             trainer.fit(Tiny(), words)
         trainer = trainer_of()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path, weight=3)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path, weight=3)
         trainer.fit(Tiny(), words)
         assert lines(server)[0]["weights"] == [3.0]
 
@@ -372,7 +372,7 @@ def test_a_fit_from_a_checkpoint_is_refused_and_a_validation_of_one_stays_here(t
     alone.save_checkpoint(file)
     with serve(tmp_path, rounds=1) as server:
         trainer, module = trainer_of(name), kind()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         assert trainer.validate(module, data(), ckpt_path=file)[0]["val_w"] == pytest.approx(0.271)
         with pytest.raises(UsageError, match=r"resumes from the checkpoint '.*alone.ckpt'.*Leave ckpt_path out"):
             trainer.fit(module, data(), ckpt_path=file)

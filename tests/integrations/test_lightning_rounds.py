@@ -15,7 +15,7 @@ from lightning_world import PACKAGES, SAMPLES, Tiny, data, lines, module_class, 
 from safetensors.torch import load_file
 
 import atoll
-import atoll.lightning
+import atoll.integrations.lightning
 from atoll.errors import UsageError
 from atoll.worker.session.session import Session
 from atoll.worker.training.federated_loop import FederatedRound
@@ -43,11 +43,11 @@ def test_two_rounds_of_fedavg(tmp_path: Path, name: str, style: str) -> None:
         options: dict[str, Any] = {"server": server.url, "site": "a", "folder": tmp_path}
         if style == "patch":
             trainer = trainer_of(name)
-            atoll.lightning.patch(trainer, **options)
+            atoll.integrations.lightning.patch(trainer, **options)
         else:
-            trainer = trainer_of(name, callbacks=[atoll.lightning.AtollCallback(**options)])
+            trainer = trainer_of(name, callbacks=[atoll.integrations.lightning.AtollCallback(**options)])
         module, epochs = module_class(name)(), []
-        while atoll.lightning.is_running(trainer):
+        while atoll.integrations.lightning.is_running(trainer):
             trainer.fit(module, data())
             epochs.append(trainer.current_epoch)
             assert trainer.max_epochs == 1  # as the user wrote it
@@ -68,9 +68,9 @@ def test_the_same_script_runs_what_the_server_chose(tmp_path: Path, algorithm: s
     """
     with serve(tmp_path, algorithm, rounds=1, local_options={"mu": 0.1} if algorithm == "fedprox" else {}) as server:
         trainer = trainer_of()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         module = Tiny()
-        for number in atoll.lightning.rounds(trainer):
+        for number in atoll.integrations.lightning.rounds(trainer):
             assert number == 1
             trainer.fit(module, data())
             local = module.w.item()
@@ -84,9 +84,9 @@ def test_the_same_script_runs_what_the_server_chose(tmp_path: Path, algorithm: s
 def site(server: atoll.Server, name: str, folder: Path, target: float, module: Any, **options: Any) -> Any:
     """One site of several, to its end; in a thread of its own."""
     trainer = trainer_of(**options)
-    atoll.lightning.patch(trainer, server.url, name, folder=folder)
+    atoll.integrations.lightning.patch(trainer, server.url, name, folder=folder)
     module.target = target
-    for _ in atoll.lightning.rounds(trainer):
+    for _ in atoll.integrations.lightning.rounds(trainer):
         trainer.fit(module, data())
     return module
 
@@ -135,8 +135,8 @@ def test_two_workers_two_rounds_with_batchnorm(tmp_path: Path) -> None:
 
     def take_part(name: str, offset: float) -> Any:
         trainer, module = trainer_of(), Tiny(norm=True)
-        atoll.lightning.patch(trainer, server.url, name, folder=tmp_path / name)
-        for _ in atoll.lightning.rounds(trainer):
+        atoll.integrations.lightning.patch(trainer, server.url, name, folder=tmp_path / name)
+        for _ in atoll.integrations.lightning.rounds(trainer):
             trainer.fit(module, data(offset=offset))
         return module
 
@@ -160,7 +160,7 @@ def test_validation_inside_fit_receives_nothing(tmp_path: Path, name: str, monke
     received = spy(monkeypatch, FederatedRound, "load_into")
     with serve(tmp_path, rounds=2) as server:
         trainer = trainer_of(name, max_epochs=2, num_sanity_val_steps=1)
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         module = module_class(name)()
         with torch.no_grad():
             module.w.fill_(7.0)  # what it was before is of no account
@@ -178,7 +178,7 @@ def test_a_validation_before_fit_receives_for_it(
     pulled = spy(monkeypatch, Session, "next_round")
     with serve(tmp_path, rounds=2) as server:
         trainer = trainer_of(name)
-        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         module = module_class(name)()
         with torch.no_grad():
             module.w.fill_(7.0)
@@ -196,7 +196,7 @@ def test_a_validation_before_fit_receives_for_it(
         model_bytes = 3 * 4  # w and frozen in fp32
         assert callback._worker is not None
         assert callback._worker.bytes_down < 2 * (model_bytes + 4096)
-        assert not atoll.lightning.is_running(trainer)
+        assert not atoll.integrations.lightning.is_running(trainer)
         metrics = [line["metrics"] for line in lines(server)]
         assert [line["global_val_w"] for line in metrics] == pytest.approx([0.0, 1 - 0.9**3])
         assert [line["val_w"] for line in metrics] == pytest.approx([1 - 0.9**3, 1 - 0.9**6])
@@ -224,9 +224,9 @@ def test_what_validation_measures_decides_which_version_is_best(
     before, inside = [0.5, 0.1, 0.4, 0.3], [0.6, 0.7, 0.2, 0.5]
     with serve(tmp_path, rounds=4, best_metric=metric, best_mode="min") as server:
         trainer = trainer_of()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         module = Measured([loss for both in zip(before, inside, strict=True) for loss in both])
-        for _ in atoll.lightning.rounds(trainer):
+        for _ in atoll.integrations.lightning.rounds(trainer):
             trainer.validate(module, data(), verbose=False)
             trainer.fit(module, data(), data())
         metrics = [line["metrics"] for line in lines(server)]
@@ -257,7 +257,7 @@ def spy(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> list[str]:
 def test_weight_and_steps_of_the_user_win(tmp_path: Path) -> None:
     with serve(tmp_path, "scaffold", rounds=1) as server:
         trainer = trainer_of()
-        atoll.lightning.patch(trainer, server.url, "a", weight=lambda: 5.0, steps=7, folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", weight=lambda: 5.0, steps=7, folder=tmp_path)
         trainer.fit(Tiny(), data())
         assert server.wait(60)
         assert lines(server)[0]["weights"] == [5.0]
@@ -272,7 +272,7 @@ def test_a_metric_that_takes_our_name_is_an_error(tmp_path: Path) -> None:
 
     with serve(tmp_path) as server:
         trainer = trainer_of()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         trainer.validate(Logs(), data(), verbose=False)
         with pytest.raises(UsageError, match=r"logs 'global_val_w'.*Log it under another name"):
             trainer.fit(Logs(), data())
@@ -285,9 +285,9 @@ def test_a_run_of_diloco_synchronises_inside_of_fits_and_across_them(tmp_path: P
     options = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
     with serve(tmp_path, "diloco", sync_every=sync_every, **options) as server:
         trainer = trainer_of()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         module, fits = Tiny(), 0
-        while atoll.lightning.is_running(trainer):
+        while atoll.integrations.lightning.is_running(trainer):
             trainer.fit(module, data())
             fits += 1
         assert (module.steps, fits) == {2: (4, 2), 4: (8, 3)}[sync_every]
@@ -303,9 +303,9 @@ def test_without_a_server_the_script_trains_alone(tmp_path: Path, name: str) -> 
     plain, patched = module_class(name)(), module_class(name)()
     trainer_of(name).fit(plain, data())
     trainer = trainer_of(name)
-    atoll.lightning.patch(trainer)
+    atoll.integrations.lightning.patch(trainer)
     fits = 0
-    while atoll.lightning.is_running(trainer):
+    while atoll.integrations.lightning.is_running(trainer):
         trainer.fit(patched, data(), data())
         fits += 1
     assert fits == 1
@@ -315,7 +315,7 @@ def test_without_a_server_the_script_trains_alone(tmp_path: Path, name: str) -> 
 def test_a_fit_after_the_last_round_trains_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with serve(tmp_path, rounds=1) as server:
         trainer = trainer_of()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         module = Tiny()
         for _ in range(3):
             trainer.fit(module, data())
@@ -327,9 +327,9 @@ def test_a_fit_after_the_last_round_trains_nothing(tmp_path: Path, caplog: pytes
 def test_each_fit_trains_max_steps_further_ones(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
         trainer = trainer_of(max_epochs=-1, max_steps=2)
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         module = Tiny()
-        for number in atoll.lightning.rounds(trainer):
+        for number in atoll.integrations.lightning.rounds(trainer):
             trainer.fit(module, data())
             assert (module.steps, trainer.global_step, trainer.max_steps) == (2 * number, 2 * number, 2)
         assert number == 2

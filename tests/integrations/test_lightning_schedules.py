@@ -11,7 +11,7 @@ import torch
 from lightning_world import Tiny, data, serve, trainer_of
 
 import atoll
-import atoll.lightning
+import atoll.integrations.lightning
 
 pytestmark = pytest.mark.usefixtures("each_package")
 
@@ -37,8 +37,8 @@ def rates_of(folder: Path, module: Any, rounds: int = 3) -> list[float]:
     rates = []
     with serve(folder, rounds=rounds) as server:
         trainer = trainer_of()
-        atoll.lightning.patch(trainer, server.url, "a", folder=folder)
-        while atoll.lightning.is_running(trainer):
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=folder)
+        while atoll.integrations.lightning.is_running(trainer):
             trainer.fit(module, data())
             rates.append(trainer.optimizers[0].param_groups[0]["lr"])
             assert (module.atoll_round, module.atoll_rounds) == (len(rates), rounds)
@@ -69,6 +69,6 @@ def test_a_module_builds_its_schedule_from_the_number_of_the_round(
 
 def test_a_module_that_trains_alone_is_in_round_one_of_one() -> None:
     trainer, module = trainer_of(), ByRound()
-    atoll.lightning.patch(trainer)
+    atoll.integrations.lightning.patch(trainer)
     trainer.fit(module, data())
     assert (module.atoll_round, module.atoll_rounds) == (1, 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning_world import Tiny, data, lines, package, serve, trainer_of
 
-import atoll.lightning
+import atoll.integrations.lightning
 
 pytestmark = pytest.mark.usefixtures("each_package")
 
@@ -27,11 +27,11 @@ def test_the_snapshot_of_the_global_model_cannot_be_changed_from_outside(tmp_pat
 
     with serve(tmp_path, rounds=1) as server:
         trainer, module = trainer_of(callbacks=[Meddles()]), Tiny()
-        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         trainer.fit(module, data())
         local = module.w.item()
         assert local == pytest.approx(1 + 2 * 0.9**3)
-        assert not atoll.lightning.is_running(trainer)
+        assert not atoll.integrations.lightning.is_running(trainer)
         assert module.w.item() == pytest.approx(local)  # 0 − (0 − local): the base was 0, whatever was written
 
 
@@ -62,12 +62,12 @@ def test_nothing_of_a_module_is_deep_copied_in_its_rounds(
 
     with serve(tmp_path, algorithm, norm=True, local_options={"mu": 0.0} if algorithm == "fedprox" else {}) as server:
         trainer, module = trainer_of(), Uncopied(norm=True)
-        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         own = {value.data_ptr() for value in module.state_dict().values()}
         monkeypatch.setattr(torch.Tensor, "__deepcopy__", refuse_own)
         for kind in (torch.nn.Parameter, torch.nn.BatchNorm1d):
             monkeypatch.setattr(kind, "__deepcopy__", refuse, raising=False)
-        for _ in atoll.lightning.rounds(trainer):
+        for _ in atoll.integrations.lightning.rounds(trainer):
             trainer.validate(module, data(), verbose=False)
             trainer.fit(module, data(), data())
         assert len(lines(server)) == 2

@@ -10,7 +10,7 @@ from harness.processes import free_port
 from lightning_world import Tiny, data, lines, package, serve, trainer_of
 
 import atoll
-import atoll.lightning
+import atoll.integrations.lightning
 
 pytestmark = pytest.mark.usefixtures("each_package")
 
@@ -23,10 +23,10 @@ def test_steps_that_another_callback_tries_before_training_are_none_of_the_round
     )
     with serve(tmp_path, "scaffold") as server:
         trainer, module = trainer_of(callbacks=[finder], default_root_dir=tmp_path), Tiny()
-        callback = atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         trainer.fit(module, data())
         assert module.steps > 3
-        assert atoll.lightning.is_running(trainer)
+        assert atoll.integrations.lightning.is_running(trainer)
         trainer.validate(module, data(), verbose=False)  # pulls the second version
         assert callback._worker is not None
         assert module.w.item() == pytest.approx(0.271)
@@ -38,7 +38,7 @@ def test_steps_that_another_callback_tries_before_training_are_none_of_the_round
 def test_a_fit_behind_an_error_asks_what_the_server_runs_now(tmp_path: Path) -> None:
     """Guards against the earlier run's algorithm in another run at the same address: its rounds went uncorrected."""
     trainer, module, port = trainer_of(), Tiny(), free_port()
-    atoll.lightning.patch(trainer, f"http://127.0.0.1:{port}", "a", folder=tmp_path)
+    atoll.integrations.lightning.patch(trainer, f"http://127.0.0.1:{port}", "a", folder=tmp_path)
     with serve(tmp_path / "first", port=port):
         trainer.fit(module, data())
         module.target = "one"  # a mistake of the script
@@ -69,7 +69,7 @@ def test_a_fit_that_failed_lets_go_of_its_optimizer(tmp_path: Path, algorithm: s
     """Who goes on with that optimizer by hand trains plainly."""
     with serve(tmp_path, algorithm, local_options={"mu": 0.1} if algorithm == "fedprox" else {}) as server:
         trainer, module = trainer_of(), Fails()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(RuntimeError, match="the data are broken"):
             trainer.fit(module, data())
         (optimizer,) = trainer.optimizers
@@ -83,11 +83,11 @@ def test_a_fit_of_diloco_that_failed_leaves_and_the_next_begins_at_the_head(tmp_
     options = {"sync_every": 2, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
     with serve(tmp_path, "diloco", **options) as server:
         trainer, module = trainer_of(), Fails()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         with pytest.raises(RuntimeError, match="the data are broken"):
             trainer.fit(module, data())
         assert [worker.error for worker in server.status().workers] == ["RuntimeError: the data are broken"]
-        while atoll.lightning.is_running(trainer):
+        while atoll.integrations.lightning.is_running(trainer):
             trainer.fit(module, data())
         assert module.w.item() == pytest.approx(1 - 0.9**4)
         assert len(lines(server)) == 2
@@ -99,7 +99,7 @@ def test_a_fit_of_diloco_with_another_module_begins_at_the_head(tmp_path: Path) 
     options = {"sync_every": 3, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "none"}
     with serve(tmp_path, "diloco", **options) as server:
         trainer = trainer_of()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         for steps in (3, 6):
             module = Tiny()
             module.w.data.fill_(7.0)
@@ -117,8 +117,8 @@ def test_each_fit_trains_min_epochs_further_ones(tmp_path: Path) -> None:
 
     with serve(tmp_path) as server:
         trainer, module = trainer_of(min_epochs=2, max_epochs=5, callbacks=[Stops()]), Tiny()
-        atoll.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        for number in atoll.lightning.rounds(trainer):
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        for number in atoll.integrations.lightning.rounds(trainer):
             trainer.fit(module, data())
             assert (module.steps, trainer.min_epochs) == (6 * number, 2)
         assert len(lines(server)) == 2

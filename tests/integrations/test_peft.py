@@ -72,13 +72,13 @@ def test_what_the_server_saves_opens_with_peft(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in start.state_dict().items()}
     with atoll.Server(start, port=0, state_dir=tmp_path / "state", **options) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
-            for round_ in worker:
-                round_.load_into(travels)
+            for fl_round in worker:
+                fl_round.load_into(travels)
                 with torch.no_grad():
                     for parameter in travels.parameters():
                         parameter += 1.0
-                measured = {1: 0.1, 2: 0.3, 3: 0.2}[round_.number]  # of the version that the round began with
-                round_.submit(travels, metrics={"score": measured})
+                measured = {1: 0.1, 2: 0.3, 3: 0.2}[fl_round.number]  # of the version that the round began with
+                fl_round.submit(travels, metrics={"score": measured})
         server.run()
     for folder, rounds in (("opens", 3.0), ("opens/best", 1.0)):
         with warnings.catch_warnings():
@@ -146,13 +146,13 @@ def test_two_workers_move_the_adapter_and_the_result_opens_with_peft(tmp_path: P
     def site(url: str, name: str) -> None:
         travels = adapter(models[name])
         with atoll.join(url, site=name, folder=tmp_path / name) as worker:
-            for round_ in worker:
-                round_.load_into(travels)
+            for fl_round in worker:
+                fl_round.load_into(travels)
                 with torch.no_grad():
                     for parameter in models[name].parameters():
                         if parameter.requires_grad:
                             parameter += {"a": 1.0, "b": 3.0}[name]
-                round_.submit(travels)
+                fl_round.submit(travels)
             worker.load_into(travels)
 
     with atoll.Server(start, port=0, state_dir=tmp_path / "state", **options) as server:
@@ -206,9 +206,9 @@ def test_what_has_no_adapter_is_refused(tmp_path: Path) -> None:
 def test_a_whole_model_is_refused_by_a_run_of_adapters(tmp_path: Path) -> None:
     with atoll.Server(adapter(with_adapter()), port=0, state_dir=tmp_path / "state", algorithm="fedavg") as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
-            round_ = next(iter(worker))
+            fl_round = next(iter(worker))
             with pytest.raises(SchemaMismatch):
-                round_.load_into(with_adapter())
+                fl_round.load_into(with_adapter())
 
 
 def test_a_merged_adapter_neither_receives_nor_is_sent() -> None:

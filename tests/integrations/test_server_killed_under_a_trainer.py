@@ -22,7 +22,7 @@ from torch import nn
 from transformers_world import MOMENTUM, STEPS, One, rate, trainer_for
 
 import atoll
-import atoll.lightning
+import atoll.integrations.lightning
 from atoll.integrations.transformers import AtollCallback
 
 ROUNDS = 3
@@ -75,8 +75,8 @@ class World:
 
     def _submit_what_was_pulled(self) -> None:
         with atoll.join(self.url, site="b", folder=self.folder / "b") as worker:
-            for round_ in worker:
-                round_.submit(round_.state_dict(), weight=12.0)
+            for fl_round in worker:
+                fl_round.submit(fl_round.state_dict(), weight=12.0)
                 self._submitted += 1
 
     def in_step(self, number: int) -> None:
@@ -128,8 +128,8 @@ def test_a_lightning_trainer_goes_on(world_of: Any, algorithm: str, life: str) -
             return loss
 
     trainer, module = trainer_of(), Told()
-    atoll.lightning.patch(trainer, world.url, "a", folder=world.folder / "a")
-    for _ in atoll.lightning.rounds(trainer):
+    atoll.integrations.lightning.patch(trainer, world.url, "a", folder=world.folder / "a")
+    for _ in atoll.integrations.lightning.rounds(trainer):
         trainer.fit(module, data())
     w = world.require_each_update_once()
     assert w == pytest.approx(1 - (0.8645 if algorithm == "fedavg" else 0.729) ** ROUNDS)

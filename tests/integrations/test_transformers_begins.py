@@ -72,8 +72,8 @@ def test_a_site_that_tries_smaller_batches_keeps_its_place_in_the_round(serve: A
 
     def other() -> None:
         with atoll.join(server.url, site="b", folder=tmp_path / "b") as worker:
-            for round_ in worker:
-                round_.submit(round_.load_into(One()), weight=12.0)
+            for fl_round in worker:
+                fl_round.submit(fl_round.load_into(One()), weight=12.0)
                 submitted.set()
 
     model = OutOfMemory(2, lambda: submitted.wait(30))

@@ -56,7 +56,7 @@ def across(mb: int) -> torch.Tensor:
 
 def publish(what: str, **options: Any) -> None:
     tree = model() if what == "model" else TREES[what]()
-    print(atoll.publish(tree, **options), flush=True)
+    print(atoll.objects.publish(tree, **options), flush=True)
     if "server" not in options:
         signal.pause()
 
@@ -84,10 +84,10 @@ def fetch(ref: str, how: str = "memory", what: str = "flat", abort: str = "", ho
         with torch.no_grad():
             for tensor in target.state_dict().values():
                 tensor.zero_()
-        assert atoll.fetch(ref, into=target, **options) is target
+        assert atoll.objects.fetch(ref, into=target, **options) is target
         wrong = differences(dict(model().state_dict()), dict(target.state_dict()))
     else:
-        came = atoll.fetch(ref, to_disk=how == "disk", **options)
+        came = atoll.objects.fetch(ref, to_disk=how == "disk", **options)
         if came is None:
             print("none")
             return
@@ -101,8 +101,8 @@ def fetch(ref: str, how: str = "memory", what: str = "flat", abort: str = "", ho
 def measure(mb: int) -> None:
     tensor = across(mb)
     held: dict[str, Any] = {}
-    atoll.publish({"small": torch.zeros(1)})  # modules and threads come with the first
-    publishing = grown_mb(lambda: held.update(ref=atoll.publish({"w": tensor}, chunk_bytes=16 * 2**20)))
+    atoll.objects.publish({"small": torch.zeros(1)})  # modules and threads come with the first
+    publishing = grown_mb(lambda: held.update(ref=atoll.objects.publish({"w": tensor}, chunk_bytes=16 * 2**20)))
     ref = str(held["ref"])
     print(json.dumps({"publish": publishing, "ref": ref}), flush=True)
     signal.pause()
@@ -110,12 +110,12 @@ def measure(mb: int) -> None:
 
 def measure_fetch(ref: str, mb: int) -> None:
     held: dict[str, Any] = {}
-    small = atoll.publish({"small": torch.zeros(1)})
-    atoll.fetch(str(small))  # as above
-    grown = grown_mb(lambda: held.update(state=atoll.fetch(ref, to_disk=True)))
+    small = atoll.objects.publish({"small": torch.zeros(1)})
+    atoll.objects.fetch(str(small))  # as above
+    grown = grown_mb(lambda: held.update(state=atoll.objects.fetch(ref, to_disk=True)))
     target = torch.zeros(mb * 256, 1024, dtype=torch.int32)
     target.add_(1)  # its pages are there before
-    into = grown_mb(lambda: atoll.fetch(ref, into={"w": target}))
+    into = grown_mb(lambda: atoll.objects.fetch(ref, into={"w": target}))
     assert torch.equal(target, across(mb))
     print(json.dumps({"disk": grown, "into": into}), flush=True)
 

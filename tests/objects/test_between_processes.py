@@ -47,42 +47,42 @@ def test_a_publisher_that_was_killed_is_named_and_what_is_optional_is_none(nurse
     publisher.kill()
     assert said(fetching(nursery, tmp_path, ref, optional=True)) == "none"
     with pytest.raises(ServerUnreachable, match=rf"Nobody serves reference {ref.object[:8]} at 127.0.0.1:{ref.port}.*"):
-        atoll.fetch(ref, idle_timeout_s=0.2)
+        atoll.objects.fetch(ref, idle_timeout_s=0.2)
 
 
 @pytest.mark.covers("P14")
 def test_an_absent_reference_is_none_where_that_is_allowed() -> None:
-    assert atoll.fetch(None, optional=True) is None
+    assert atoll.objects.fetch(None, optional=True) is None
     with pytest.raises(UsageError, match="no reference"):
-        atoll.fetch(None)
+        atoll.objects.fetch(None)
 
 
 @pytest.mark.covers("P14")
 def test_an_expired_reference_says_so_with_its_name_and_a_remedy() -> None:
-    with atoll.Publisher() as publisher:
+    with atoll.objects.Publisher() as publisher:
         ref = publisher.publish(flat(), expires_s=0.01)
         wait_until(lambda: not publisher._host._objects, "the end of what has expired")
         late = dataclasses.replace(ref, expires_at=1)  # expires_s below a second: the clock in the text is rounded
         with pytest.raises(Gone, match=rf"{ref.object[:8]} .*it expired at 1970-01-01 00:00:01 UTC.*longer expires_s"):
-            atoll.fetch(late)
-        assert atoll.fetch(ref, optional=True) is None
+            atoll.objects.fetch(late)
+        assert atoll.objects.fetch(ref, optional=True) is None
 
 
 @pytest.mark.covers("P1", "P14")
 def test_what_is_withdrawn_is_gone_and_its_disk_given_back() -> None:
-    ref = atoll.publish(flat())
-    state = atoll.fetch(ref, to_disk=True)
-    assert atoll.withdraw(str(ref))
-    assert not atoll.withdraw(ref)
+    ref = atoll.objects.publish(flat())
+    state = atoll.objects.fetch(ref, to_disk=True)
+    assert atoll.objects.withdraw(str(ref))
+    assert not atoll.objects.withdraw(ref)
     with pytest.raises(Gone, match="withdrawn"):
-        atoll.fetch(ref)
+        atoll.objects.fetch(ref)
     assert torch.equal(state["w"], flat()["w"])  # what was fetched is the fetcher's own
 
 
 @pytest.mark.covers("P1")
 @pytest.mark.parametrize("field", ["secret", "object", "digest"])
 def test_a_foreign_reference_is_refused(field: str) -> None:
-    ref = atoll.publish(flat())
+    ref = atoll.objects.publish(flat())
     foreign = dataclasses.replace(ref, **{field: "0" * len(getattr(ref, field))})
     error, words = {
         "secret": (AuthError, "is refused there: its secret"),
@@ -90,7 +90,7 @@ def test_a_foreign_reference_is_refused(field: str) -> None:
         "digest": (atoll.errors.PartCorrupt, "not what its reference says"),
     }[field]
     with pytest.raises(error, match=words):
-        atoll.fetch(foreign)
+        atoll.objects.fetch(foreign)
     assert ref.secret not in repr(ref)
 
 
@@ -110,18 +110,18 @@ def test_a_foreign_reference_is_refused(field: str) -> None:
 )
 def test_a_text_that_is_no_reference_is_refused_before_anything_is_asked(text: str) -> None:
     with pytest.raises(UsageError, match="reference"):
-        atoll.fetch(text)
+        atoll.objects.fetch(text)
 
 
 @pytest.mark.covers("T1", "P1")
 def test_a_reference_travels_in_a_payload_unresolved_and_survives_json() -> None:
-    ref = atoll.publish({"w": torch.ones(3)})
+    ref = atoll.objects.publish({"w": torch.ones(3)})
     packed = pack({"task": "train", "model": ref})
     assert packed.tensors == ()
     came = unpack(json.loads(json.dumps(packed.skeleton)), [])
     assert came == {"task": "train", "model": ref}
-    outer = atoll.publish({"inner": ref, "x": torch.zeros(1)})
-    assert torch.equal(atoll.fetch(atoll.fetch(str(outer))["inner"])["w"], torch.ones(3))
+    outer = atoll.objects.publish({"inner": ref, "x": torch.zeros(1)})
+    assert torch.equal(atoll.objects.fetch(atoll.objects.fetch(str(outer))["inner"])["w"], torch.ones(3))
     six = dataclasses.replace(ref, host="fe80::1", secure=True)
     assert atoll.TensorRef.parse(str(six)) == six
 
@@ -130,10 +130,10 @@ def test_a_reference_travels_in_a_payload_unresolved_and_survives_json() -> None
 def test_nothing_refers_to_what_was_published() -> None:
     tensor, array = torch.ones(1000), np.ones(1000)
     seen = [weakref.ref(tensor), weakref.ref(array)]
-    ref = atoll.publish({"t": tensor, "a": array}, chunk_bytes=PART)
+    ref = atoll.objects.publish({"t": tensor, "a": array}, chunk_bytes=PART)
     del tensor, array
     assert [each() for each in seen] == [None, None]
-    assert float(atoll.fetch(ref)["t"].sum()) == 1000.0
+    assert float(atoll.objects.fetch(ref)["t"].sum()) == 1000.0
 
 
 @pytest.mark.covers("D5", "D6", "D4")
@@ -143,11 +143,11 @@ def test_what_came_to_disk_has_no_name_there_and_goes_with_its_last_user(tmp_pat
     def files() -> int:
         return sum(str(tmp_path) in str(Path(fd).readlink()) for fd in fds.iterdir() if fd.exists() or fd.is_symlink())
 
-    state = atoll.fetch(atoll.publish(flat()), to_disk=tmp_path)
+    state = atoll.objects.fetch(atoll.objects.publish(flat()), to_disk=tmp_path)
     assert isinstance(state, LazyState)
     assert list(state) == list(flat())
     lazy = state.ref("across")
-    tree = atoll.fetch(atoll.publish(nested()), to_disk=tmp_path)
+    tree = atoll.objects.fetch(atoll.objects.publish(nested()), to_disk=tmp_path)
     assert isinstance(tree["model"]["layers"][0], LazyTensor)
     assert tree["name"] == "task"
     assert list(tmp_path.iterdir()) == []
@@ -164,7 +164,7 @@ def test_in_place_into_tensors_arrays_and_other_strides() -> None:
     target: dict[str, Any] = {key: torch.zeros_like(torch.as_tensor(value)) for key, value in flat().items()}
     target["across"] = torch.zeros(20, 30, dtype=torch.int64).t()
     array = target["array"] = np.zeros((3, 4), np.int16)
-    atoll.fetch(atoll.publish(flat(), chunk_bytes=PART), into=target)
+    atoll.objects.fetch(atoll.objects.publish(flat(), chunk_bytes=PART), into=target)
     assert target["array"] is array
     assert differences(flat(), target) == []
 
@@ -195,17 +195,17 @@ def test_what_does_not_fit_in_place_is_named_before_a_byte_is_written(case: str)
     else:
         published = [torch.ones(2)]
     with pytest.raises(SchemaMismatch, match=words):
-        atoll.fetch(atoll.publish(published), into=target)
+        atoll.objects.fetch(atoll.objects.publish(published), into=target)
     assert all(not tensor.any() for tensor in target.values())
 
 
 @pytest.mark.covers("P4")
 def test_tied_tensors_travel_once_and_arrive_under_both_names() -> None:
-    ref = atoll.publish(model())
-    state = atoll.fetch(ref)
+    ref = atoll.objects.publish(model())
+    state = atoll.objects.fetch(ref)
     assert state["0.weight"] is state["2.weight"]
     untied = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
-    atoll.fetch(ref, into=untied)
+    atoll.objects.fetch(ref, into=untied)
     assert torch.equal(untied[2].weight, model()[0].weight)
     assert untied[2].weight.data_ptr() != untied[0].weight.data_ptr()
 
@@ -220,7 +220,7 @@ def test_what_cannot_travel_is_refused_by_name() -> None:
         (object(), "object"),
     ):
         with pytest.raises(UsageError, match=rf"payload\['bad'\] is .*{words}"):
-            atoll.publish({"good": torch.ones(1), "bad": value})
+            atoll.objects.publish({"good": torch.ones(1), "bad": value})
 
 
 @pytest.mark.covers("P14", "X3")
@@ -239,23 +239,23 @@ def test_what_cannot_travel_is_refused_by_name() -> None:
     ids=["number", "bytes", "zero", "nan", "text", "abort", "list", "expanded"],
 )
 def test_what_fetch_cannot_use_is_named(options: dict[str, Any], words: str) -> None:
-    ref = atoll.publish({"a": torch.ones(2)})
+    ref = atoll.objects.publish({"a": torch.ones(2)})
     with pytest.raises(UsageError, match=words):
-        atoll.fetch(**{"ref": ref, **options})
+        atoll.objects.fetch(**{"ref": ref, **options})
 
 
 @pytest.mark.covers("P14", "P2", "X3")
 @pytest.mark.parametrize("chunk_bytes", [1, PART - 64, PART + 1, 2**24 + 64, -1, 1.5])
 def test_a_chunk_size_that_cannot_be_is_refused(chunk_bytes: Any) -> None:
     with pytest.raises(UsageError, match="chunk_bytes"):
-        atoll.publish({}, chunk_bytes=chunk_bytes)
+        atoll.objects.publish({}, chunk_bytes=chunk_bytes)
 
 
 @pytest.mark.covers("P2")
 def test_inline_is_one_answer_and_has_a_limit() -> None:
     with pytest.raises(UsageError, match="inline"):
-        atoll.publish({"w": torch.zeros(2**22 + 1)}, chunk_bytes=0)
-    assert differences(flat(), atoll.fetch(atoll.publish(flat(), chunk_bytes=0))) == []
+        atoll.objects.publish({"w": torch.zeros(2**22 + 1)}, chunk_bytes=0)
+    assert differences(flat(), atoll.objects.fetch(atoll.objects.publish(flat(), chunk_bytes=0))) == []
 
 
 @pytest.mark.covers("X2")
@@ -263,22 +263,22 @@ def test_others_can_reach_a_publisher_only_with_tls(tmp_path: Path, monkeypatch:
     import trustme
 
     with pytest.raises(ConfigError, match=r"published on 0\.0\.0\.0, which others can reach, without TLS"):
-        atoll.Publisher("0.0.0.0")
+        atoll.objects.Publisher("0.0.0.0")
     authority = trustme.CA()
     cert = authority.issue_cert("localhost")
     (tmp_path / "cert.pem").write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
     (tmp_path / "key.pem").touch(mode=0o600)
     (tmp_path / "key.pem").write_bytes(cert.private_key_pem.bytes())
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
-    with atoll.Publisher(
+    with atoll.objects.Publisher(
         "127.0.0.1", name="localhost", tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem"
     ) as publisher:
         ref = publisher.publish(flat(), chunk_bytes=PART)
         assert str(ref).startswith("atoll-refs://localhost:")
         with pytest.raises(ServerUnreachable, match="cannot prove who it is"):
-            atoll.fetch(ref, idle_timeout_s=0.2)
+            atoll.objects.fetch(ref, idle_timeout_s=0.2)
         monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))
-        assert differences(flat(), atoll.fetch(ref)) == []
+        assert differences(flat(), atoll.objects.fetch(ref)) == []
 
 
 @pytest.mark.slow

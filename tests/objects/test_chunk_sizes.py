@@ -124,7 +124,7 @@ def test_every_source_has_the_same_effect(tmp_path: Path, monkeypatch: pytest.Mo
     flags = {key: str(value) for key, value in given.items()} if source == "flag" else {}
     settings = atoll.Server(**given).settings if source == "keyword" else Settings.read(path, flags, environ)
     seen: list[float] = []
-    monkeypatch.setattr("atoll.worker.tasks.answer_tasks.fetch", _noting(seen, atoll.fetch))
+    monkeypatch.setattr("atoll.worker.tasks.answer_tasks.fetch", _noting(seen, atoll.objects.fetch))
     assert both_ways(tmp_path, settings, monkeypatch) == [CASES["torch inline"][2]] * 2
     assert seen == [7.5]
 
@@ -152,11 +152,11 @@ def test_what_a_process_publishes_is_cut_as_its_environment_says(monkeypatch: py
     torch_size, numpy_size, expected = CASES[case]
     for key, size in options(torch_size, numpy_size).items():
         monkeypatch.setenv(f"ATOLL_{key.upper()}", str(size))
-    with atoll.Publisher() as publisher:
+    with atoll.objects.Publisher() as publisher:
         ref = publisher.publish(tree())
         served = publisher._host._objects[ref.object]
         assert told(served.manifest.extent, served.inline) == expected
-        assert differences(tree(), atoll.fetch(ref)) == []
+        assert differences(tree(), atoll.objects.fetch(ref)) == []
         chosen = publisher.publish(tree(), chunk_bytes=2 * PART)  # what is said counts more
         assert publisher._host._objects[chosen.object].manifest.extent.part_bytes == 2 * PART
 
@@ -182,16 +182,16 @@ def test_tensors_within_a_head_come_to_memory_to_disk_and_in_place(
     for key, size in options(torch_size, numpy_size).items():
         monkeypatch.setenv(f"ATOLL_{key.upper()}", str(size))
     published = every_kind()
-    ref = atoll.publish(published)
-    assert differences(published, atoll.fetch(ref)) == []
-    lazy = atoll.fetch(ref, to_disk=True)
+    ref = atoll.objects.publish(published)
+    assert differences(published, atoll.objects.fetch(ref)) == []
+    lazy = atoll.objects.fetch(ref, to_disk=True)
     assert isinstance(lazy, LazyState)
     as_torch = {key: torch.as_tensor(value) for key, value in published.items()}
     assert differences(as_torch, resolve(lazy)) == []
     target = {key: torch.zeros_like(value) for key, value in as_torch.items()}
-    atoll.fetch(ref, into=target)
+    atoll.objects.fetch(ref, into=target)
     assert differences(as_torch, target) == []
-    tree = atoll.fetch(atoll.publish([published]), to_disk=True)
+    tree = atoll.objects.fetch(atoll.objects.publish([published]), to_disk=True)
     assert differences([as_torch], [{key: torch.as_tensor(each) for key, each in resolve(tree)[0].items()}]) == []
 
 
@@ -209,9 +209,9 @@ def test_what_is_too_large_to_go_inline_is_streamed_and_said(
     assert cut_of(fits, ChunkSizes(0, PART)) == Cut(PART, in_head=frozenset({0}))
     monkeypatch.setenv("ATOLL_TENSOR_DOWNLOAD_CHUNK_SIZE", "0")
     with caplog.at_level(logging.WARNING, "atoll"):
-        ref = atoll.publish(large)
+        ref = atoll.objects.publish(large)
     assert f"{MOST_INLINE_BYTES} bytes of tensors are too many to travel inline: they are streamed" in caplog.text
-    assert torch.equal(atoll.fetch(ref)["w"], large["w"])
+    assert torch.equal(atoll.objects.fetch(ref)["w"], large["w"])
 
 
 @pytest.mark.covers("P13")
@@ -238,7 +238,7 @@ def test_a_size_that_cannot_be_is_refused_by_its_source(
         Settings.read(None, {key: value}, {})
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=rf"{variable}: {key} = '{value}': .*\. {key}: "):
-        atoll.publish({})
+        atoll.objects.publish({})
     path = tmp_path / "run.toml"
     path.write_text(f"{key} = 65600\n")  # a multiple of 64, and no less than 64 KiB
     assert getattr(Settings.read(path, {}, {}), key) == 65_600
@@ -248,16 +248,20 @@ def test_a_size_that_cannot_be_is_refused_by_its_source(
 def test_the_idle_timeout_comes_from_the_environment_and_a_wrong_one_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ref = atoll.publish({})
+    ref = atoll.objects.publish({})
     for wrong in (0, -1.0, float("nan"), "5", True):
         with pytest.raises(UsageError, match="idle_timeout_s is"):
-            atoll.fetch(ref, idle_timeout_s=wrong)
+            atoll.objects.fetch(ref, idle_timeout_s=wrong)
     monkeypatch.setenv("ATOLL_IDLE_TIMEOUT_S", "never")
-    for call in (lambda: atoll.fetch(ref), atoll.Publisher, lambda: atoll.publish({}, server="http://127.0.0.1:1")):
+    for call in (
+        lambda: atoll.objects.fetch(ref),
+        atoll.objects.Publisher,
+        lambda: atoll.objects.publish({}, server="http://127.0.0.1:1"),
+    ):
         with pytest.raises(ConfigError, match="ATOLL_IDLE_TIMEOUT_S: idle_timeout_s = 'never'"):
             call()
     monkeypatch.setenv("ATOLL_IDLE_TIMEOUT_S", "0.2")
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
         gone = dataclasses.replace(ref, port=silent.getsockname()[1])
         with pytest.raises(TransferStalled, match=r"moved no byte for 0\.2 s"):
-            atoll.fetch(gone)
+            atoll.objects.fetch(gone)

@@ -16,7 +16,7 @@ from torch import nn
 
 import atoll
 from atoll.filters import Cast, NormClip
-from atoll.payloads import Stream, register
+from atoll.objects import Stream, register
 from atoll.tensors.lazy_tensors import resolve
 
 PART = 2**16
@@ -134,19 +134,19 @@ def test_references_lead_to_empty_tensors(monkeypatch: pytest.MonkeyPatch, sizes
     """To memory, to disk as a whole and lazily, and in place."""
     for key, size in zip(("TENSOR", "NP"), SIZES[sizes], strict=True):
         monkeypatch.setenv(f"ATOLL_{key}_DOWNLOAD_CHUNK_SIZE", str(size))
-    with atoll.Publisher() as publisher:
+    with atoll.objects.Publisher() as publisher:
         for key, payload in (payloads() | streams()).items():
             ref = publisher.publish(payload)
-            assert same(payload, atoll.fetch(ref)), key
+            assert same(payload, atoll.objects.fetch(ref)), key
         for key, payload in payloads().items():
             ref = publisher.publish(payload)
-            lazily = resolve(atoll.fetch(ref, to_disk=tmp_path))
+            lazily = resolve(atoll.objects.fetch(ref, to_disk=tmp_path))
             assert differences(tensors_only(payload), tensors_only(lazily)) == [], key
             if isinstance(payload, dict):
                 target = {name: filled(value) for name, value in payload.items()}
                 if "again" in target:
                     target["again"] = target["e"]
-                atoll.fetch(ref, into=target)
+                atoll.objects.fetch(ref, into=target)
                 assert differences(payload, target) == [], key
 
 
@@ -235,14 +235,14 @@ def test_models_with_empty_tensors_train(tmp_path: Path, settings: dict[str, Any
         options["filters"] = {"a": [NormClip(1e9)]}
     with serve(tmp_path, Sparse(), **options) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers", filters=[NormClip(1e9)]) as worker:
-            for round_ in worker:
-                model = round_.load_into(Sparse())
+            for fl_round in worker:
+                model = fl_round.load_into(Sparse())
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-                with round_.correct(model, optimizer):
+                with fl_round.correct(model, optimizer):
                     for parameter in model.parameters():
                         parameter.grad = torch.ones_like(parameter)
                     optimizer.step()
-                round_.submit(model)
+                fl_round.submit(model)
         server.run()
     result = exported(tmp_path)
     assert described(result) == described({name: value.detach() for name, value in Sparse().state_dict().items()})

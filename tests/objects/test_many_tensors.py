@@ -56,9 +56,9 @@ def test_small_tensors_are_written_to_disk_in_runs(monkeypatch: pytest.MonkeyPat
     256 KiB. The 50 are larger, too, and each is written from where it is; their head is gathered: 51."""
     for count, writes in ((MANY, 9), (FEW, 51)):
         with counted(monkeypatch, object_file, "write_at") as calls:
-            ref = atoll.publish(tensors(count))
+            ref = atoll.objects.publish(tensors(count))
         assert len(calls) == writes
-        assert differences(tensors(count), atoll.fetch(ref)) == []
+        assert differences(tensors(count), atoll.objects.fetch(ref)) == []
 
 
 @pytest.mark.covers("T5")
@@ -67,17 +67,17 @@ def test_requests_and_runs_do_not_grow_with_the_number_of_tensors(monkeypatch: p
     """16 MB in parts of 8 MiB are 2 parts, and 2 requests over two connections; one for the head, one for the manifest.
     To disk each part is 4 runs of 2 MiB at most; in place so is what is gathered, and every tensor of 320,000 bytes is
     at most 2 runs, where a part ends in its middle."""
-    ref = atoll.publish(tensors(count))
+    ref = atoll.objects.publish(tensors(count))
     with Proxy(ref.port) as proxy:
         through = dataclasses.replace(ref, port=proxy.port)
         with counted(monkeypatch, posix.os, "pwrite") as writes:
-            lazy = atoll.fetch(through, to_disk=True)
+            lazy = atoll.objects.fetch(through, to_disk=True)
         assert proxy.count("GET ") == 1 + 1 + 2
         assert len(writes) == 8
         proxy.requests.clear()
         target = {name: torch.zeros_like(tensor) for name, tensor in tensors(count).items()}
         with counted(monkeypatch, Scatter, "room") as asked:
-            atoll.fetch(through, into=target)
+            atoll.objects.fetch(through, into=target)
         assert proxy.count("GET ") == 1 + 1 + 2
         assert len(asked) <= (8 if count == MANY else 8 + 2 * FEW)
     assert differences(tensors(count), target) == []
@@ -106,12 +106,12 @@ def test_small_tensors_set_off_no_search_for_cycles() -> None:
 
     published = tensors(MANY)
     target = {name: torch.zeros_like(tensor) for name, tensor in published.items()}
-    atoll.withdraw(atoll.publish(tensors(FEW)))  # what is made once is there
+    atoll.objects.withdraw(atoll.objects.publish(tensors(FEW)))  # what is made once is there
     assert gc.isenabled()
-    publishing, ref = collections(lambda: atoll.publish(published))
-    into, _ = collections(lambda: atoll.fetch(ref, into=target))
-    to_disk, lazy = collections(lambda: atoll.fetch(ref, to_disk=True))
-    to_memory, state = collections(lambda: atoll.fetch(ref))
+    publishing, ref = collections(lambda: atoll.objects.publish(published))
+    into, _ = collections(lambda: atoll.objects.fetch(ref, into=target))
+    to_disk, lazy = collections(lambda: atoll.objects.fetch(ref, to_disk=True))
+    to_memory, state = collections(lambda: atoll.objects.fetch(ref))
     assert gc.isenabled()
     assert list(lazy) == list(state) == list(published)
     assert max(publishing, into, to_disk) <= 6
@@ -121,7 +121,7 @@ def test_small_tensors_set_off_no_search_for_cycles() -> None:
 def test_leaves_the_garbage_collector_off_where_it_was_off() -> None:
     gc.disable()
     try:
-        atoll.fetch(atoll.publish({"w": torch.zeros(2)}))
+        atoll.objects.fetch(atoll.objects.publish({"w": torch.zeros(2)}))
         assert not gc.isenabled()
     finally:
         gc.enable()

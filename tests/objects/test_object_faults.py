@@ -45,7 +45,7 @@ UNDISTURBED = 1 + 5
 """Requests for the head and for the tensors."""
 
 
-def served(publisher: atoll.Publisher, ref: TensorRef) -> Served:
+def served(publisher: atoll.objects.Publisher, ref: TensorRef) -> Served:
     return publisher._host._objects[ref.object]
 
 
@@ -55,7 +55,7 @@ def test_what_broke_in_the_middle_is_asked_for_again_alone(nursery: Nursery, tmp
     publisher, ref = publishing(nursery, tmp_path, "flat", chunk_bytes=PART)
     with Proxy(ref.port) as proxy:
         through = dataclasses.replace(ref, port=proxy.port)
-        assert differences(flat(), atoll.fetch(through)) == []
+        assert differences(flat(), atoll.objects.fetch(through)) == []
         assert proxy.count(DATA) == UNDISTURBED
         proxy.requests.clear()
         fault = Fault(DATA, "down", at=100_000, action=action)  # in the second part of some run
@@ -68,20 +68,20 @@ def test_what_broke_in_the_middle_is_asked_for_again_alone(nursery: Nursery, tmp
 
 @pytest.mark.covers("P1", "X3")
 def test_damage_that_lasts_is_an_error_that_names_the_reference() -> None:
-    ref = atoll.publish(flat(), chunk_bytes=PART)
+    ref = atoll.objects.publish(flat(), chunk_bytes=PART)
     with Proxy(ref.port) as proxy:
         proxy.faults += [Fault(DATA, "down", at=10, action="flip") for _ in range(4)]
         with pytest.raises(PartCorrupt, match=rf"Reference {ref.object[:8]} .*Part 0 .*damaged"):
-            atoll.fetch(dataclasses.replace(ref, port=proxy.port))
+            atoll.objects.fetch(dataclasses.replace(ref, port=proxy.port))
 
 
 @pytest.mark.covers("P5")
 def test_a_transfer_that_moves_no_byte_ends_by_the_idle_timeout() -> None:
-    ref = atoll.publish(flat(), chunk_bytes=PART)
+    ref = atoll.objects.publish(flat(), chunk_bytes=PART)
     with Proxy(ref.port) as proxy:
         proxy.faults += [Fault(DATA, "down", at=1000, action="stall") for _ in range(40)]
         with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*moved no byte for 0\.2 s"):
-            atoll.fetch(dataclasses.replace(ref, port=proxy.port), idle_timeout_s=0.2)
+            atoll.objects.fetch(dataclasses.replace(ref, port=proxy.port), idle_timeout_s=0.2)
 
 
 @contextmanager
@@ -108,14 +108,14 @@ def silent() -> Iterator[tuple[int, list[socket.socket]]]:
 
 @pytest.mark.covers("P5")
 def test_a_peer_that_never_answers_is_asked_once() -> None:
-    ref = atoll.publish(flat(), chunk_bytes=PART)
+    ref = atoll.objects.publish(flat(), chunk_bytes=PART)
     with silent() as (port, came):
         with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*moved no byte for 0\.2 s"):
-            atoll.fetch(dataclasses.replace(ref, port=port), idle_timeout_s=0.2)
+            atoll.objects.fetch(dataclasses.replace(ref, port=port), idle_timeout_s=0.2)
         assert len(came) == 1
     with silent() as (port, came):
         with pytest.raises(TransferStalled, match=r"moved no byte for 0\.2 s"):
-            atoll.publish(flat(), server=f"http://127.0.0.1:{port}", idle_timeout_s=0.2)
+            atoll.objects.publish(flat(), server=f"http://127.0.0.1:{port}", idle_timeout_s=0.2)
         assert len(came) == 1
 
 
@@ -143,25 +143,25 @@ def test_a_publisher_that_falls_silent_in_the_middle_is_not_asked_again_and_agai
     monkeypatch.setattr(resumable_transfer, "failpoint", stop)
     monkeypatch.setattr(Lane, "get", spy)
     with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*moved no byte for 0\.5 s"):
-        atoll.fetch(ref, idle_timeout_s=0.5, to_disk=tmp_path)
+        atoll.objects.fetch(ref, idle_timeout_s=0.5, to_disk=tmp_path)
     assert len(asked) <= 3  # four attempts each would be 6 more at least
     publisher.kill()
 
 
 @pytest.mark.covers("P5", "D4")
 def test_an_abort_ends_a_transfer_that_stands_still(tmp_path: Path) -> None:
-    ref, abort = atoll.publish(flat(), chunk_bytes=PART), threading.Event()
+    ref, abort = atoll.objects.publish(flat(), chunk_bytes=PART), threading.Event()
     with Proxy(ref.port) as proxy:
         fault = Fault(DATA, "down", at=100_000, action="stall")
         proxy.faults.append(fault)
         setter = threading.Thread(target=lambda: (fault.reached.wait(30), abort.set()))
         setter.start()
         with pytest.raises(TransferAborted):  # far below the idle timeout of 60 s, and the test's limit
-            atoll.fetch(dataclasses.replace(ref, port=proxy.port), abort=abort, to_disk=tmp_path)
+            atoll.objects.fetch(dataclasses.replace(ref, port=proxy.port), abort=abort, to_disk=tmp_path)
         setter.join()
         asked = len(proxy.requests)
         with pytest.raises(TransferAborted):
-            atoll.fetch(dataclasses.replace(ref, port=proxy.port), abort=abort)
+            atoll.objects.fetch(dataclasses.replace(ref, port=proxy.port), abort=abort)
         assert len(proxy.requests) == asked
     assert list(tmp_path.iterdir()) == []
 
@@ -176,7 +176,7 @@ def paused(nursery: Nursery, folder: Path, ref: TensorRef, **options: Any) -> tu
 
 @pytest.mark.covers("P5")
 def test_a_receivers_abort_ends_the_sending_too(nursery: Nursery, tmp_path: Path) -> None:
-    with atoll.Publisher() as publisher:
+    with atoll.objects.Publisher() as publisher:
         ref = publisher.publish(large())
         process, go = paused(nursery, tmp_path, ref, abort=str(tmp_path / "abort"))
         assert served(publisher, ref).readers > 0
@@ -188,7 +188,7 @@ def test_a_receivers_abort_ends_the_sending_too(nursery: Nursery, tmp_path: Path
 
 @pytest.mark.covers("P5")
 def test_withdrawing_ends_the_receiving_too(nursery: Nursery, tmp_path: Path) -> None:
-    with atoll.Publisher() as publisher:
+    with atoll.objects.Publisher() as publisher:
         ref = publisher.publish(large())
         process, go = paused(nursery, tmp_path, ref)
         held = served(publisher, ref)
@@ -213,7 +213,7 @@ def test_a_publisher_killed_in_the_middle_is_named(nursery: Nursery, tmp_path: P
 @pytest.mark.covers("P3", "T3")
 def test_stalled_receivers_hold_up_no_others() -> None:
     big = {"w": torch.arange(2**23, dtype=torch.int32)}  # 32 MiB: more than sockets hold
-    with atoll.Publisher(idle_timeout_s=0.5) as publisher:
+    with atoll.objects.Publisher(idle_timeout_s=0.5) as publisher:
         ref = publisher.publish(big)
         path = routes.OBJECT_DATA.format(object=ref.object)
         stalled = [socket.create_connection(("127.0.0.1", ref.port), timeout=20) for _ in range(12)]
@@ -223,7 +223,7 @@ def test_stalled_receivers_hold_up_no_others() -> None:
                     f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{routes.SECRET_HEADER}: {ref.secret}\r\n\r\n".encode()
                 )
             wait_until(lambda: served(publisher, ref).readers == 12, "all of them")
-            assert torch.equal(atoll.fetch(ref)["w"], big["w"])
+            assert torch.equal(atoll.objects.fetch(ref)["w"], big["w"])
             wait_until(lambda: not served(publisher, ref).readers, "the end of those that stand still")
             held = served(publisher, ref)
             publisher.withdraw(ref)
@@ -340,7 +340,7 @@ def test_a_hostile_head_is_refused_by_name_before_memory_is_taken(case: str, mon
     fd = nameless(None)
     write_at(fd, data, 0)
     digests = tuple(blake3(data[part.start : part.stop]).digest() for part in extent.parts())
-    with atoll.Publisher() as publisher:
+    with atoll.objects.Publisher() as publisher:
         ref = publisher.publish({})
         publisher._host._objects[ref.object] = dataclasses.replace(
             served(publisher, ref), manifest=Manifest(extent, digests), fd=fd, digest=extent.digest(digests)
@@ -348,7 +348,7 @@ def test_a_hostile_head_is_refused_by_name_before_memory_is_taken(case: str, mon
         made: list[object] = []
         monkeypatch.setattr(torch, "empty", lambda *shape, **_: made.append(shape))
         with pytest.raises(BadRequest, match=ref.object[:8]):
-            atoll.fetch(dataclasses.replace(ref, digest=extent.digest(digests)))
+            atoll.objects.fetch(dataclasses.replace(ref, digest=extent.digest(digests)))
         assert made == []
 
 
@@ -363,7 +363,7 @@ def test_a_head_that_is_not_as_long_as_its_manifest_says_is_refused() -> None:
 
 @pytest.mark.covers("P1")
 def test_a_publisher_refuses_what_it_does_not_publish() -> None:
-    with atoll.Publisher() as publisher:
+    with atoll.objects.Publisher() as publisher:
         ref = publisher.publish({})
         with socket.create_connection(("127.0.0.1", publisher.port), timeout=20) as raw:
             raw.sendall(b"GET /v1/run HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -372,4 +372,4 @@ def test_a_publisher_refuses_what_it_does_not_publish() -> None:
             publisher.withdraw(dataclasses.replace(ref, secret="0" * 32))
         assert not publisher.withdraw(dataclasses.replace(ref, object="0" * 32))
     with pytest.raises(Gone):
-        atoll.fetch(dataclasses.replace(atoll.publish({}), object="0" * 32))
+        atoll.objects.fetch(dataclasses.replace(atoll.objects.publish({}), object="0" * 32))

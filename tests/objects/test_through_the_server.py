@@ -68,7 +68,7 @@ def test_what_a_process_left_at_the_server_another_one_gets_after_a_restart(nurs
     with serve(tmp_path, port=port):
         assert said(fetching(nursery, tmp_path, ref, how="disk")) == "same"
         assert files(tmp_path) == [".json", ".safetensors"]
-        assert atoll.withdraw(ref)
+        assert atoll.objects.withdraw(ref)
         assert files(tmp_path) == []
         assert said(fetching(nursery, tmp_path, ref, optional=True)) == "none"
 
@@ -76,35 +76,35 @@ def test_what_a_process_left_at_the_server_another_one_gets_after_a_restart(nurs
 @pytest.mark.covers("P1", "P2")
 def test_what_the_server_keeps_is_a_safetensors_file(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
-        atoll.publish(flat(), server=server.url)
+        atoll.objects.publish(flat(), server=server.url)
         (path,) = (tmp_path / "state" / "objects").glob("*.safetensors")
         opened = load_file(path)
         assert (
             differences({key: torch.as_tensor(value) for key, value in flat().items()}, {k: opened[k] for k in flat()})
             == []
         )
-        inline = atoll.publish(flat(), server=server.url, chunk_bytes=0)
-        assert differences(flat(), atoll.fetch(inline)) == []
+        inline = atoll.objects.publish(flat(), server=server.url, chunk_bytes=0)
+        assert differences(flat(), atoll.objects.fetch(inline)) == []
 
 
 @pytest.mark.covers("P14", "D4")
 def test_what_expires_is_removed_and_the_reference_says_so(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
-        kept = atoll.publish(flat(), server=server.url)
-        ref = atoll.publish(flat(), server=server.url, expires_s=0.2)
+        kept = atoll.objects.publish(flat(), server=server.url)
+        ref = atoll.objects.publish(flat(), server=server.url, expires_s=0.2)
         wait_until(lambda: len(files(tmp_path)) == 2, "the end of the other")
         wait_until(lambda: time.time() > ref.expires_at + 1, "its time, in whole seconds")
         with pytest.raises(Gone, match=rf"{ref.object[:8]} .*it expired at .* longer expires_s"):
-            atoll.fetch(ref)
-        assert atoll.fetch(ref, optional=True) is None
-        assert differences(flat(), atoll.fetch(kept)) == []
+            atoll.objects.fetch(ref)
+        assert atoll.objects.fetch(ref, optional=True) is None
+        assert differences(flat(), atoll.objects.fetch(kept)) == []
 
 
 @pytest.mark.covers("P14", "D4")
 def test_the_server_keeps_nothing_longer_than_it_declares(tmp_path: Path) -> None:
     with serve(tmp_path, objects_expire_s=100.0) as server:
         begin = time.time()
-        ref = atoll.publish(flat(), server=server.url, expires_s=1e6)
+        ref = atoll.objects.publish(flat(), server=server.url, expires_s=1e6)
         assert begin + 98 <= ref.expires_at <= time.time() + 100
 
 
@@ -112,15 +112,15 @@ def test_the_server_keeps_nothing_longer_than_it_declares(tmp_path: Path) -> Non
 def test_a_start_removes_what_expired_meanwhile_and_what_a_killed_server_left(tmp_path: Path) -> None:
     folder, port = tmp_path / "state" / "objects", free_port()
     with serve(tmp_path, port=port) as server:
-        ref = atoll.publish(flat(), server=server.url)
-        brief = atoll.publish(flat(), server=server.url, expires_s=3600)
+        ref = atoll.objects.publish(flat(), server=server.url)
+        brief = atoll.objects.publish(flat(), server=server.url, expires_s=3600)
     note = folder / f"{brief.object}.json"
     note.write_text(json.dumps({**json.loads(note.read_text()), "expires_at": time.time() - 1}))
     for name in ("1" * 32 + ".part", "2" * 32 + ".safetensors", "3" * 32 + ".note", "4" * 32 + ".json"):
         (folder / name).write_text("[]")
     with serve(tmp_path, port=port):
         assert sorted(path.name for path in folder.iterdir()) == [f"{ref.object}.json", f"{ref.object}.safetensors"]
-        assert differences(flat(), atoll.fetch(ref)) == []
+        assert differences(flat(), atoll.objects.fetch(ref)) == []
 
 
 @pytest.mark.covers("D4", "X3")
@@ -134,7 +134,7 @@ def test_a_server_killed_within_an_upload_leaves_nothing_at_its_next_start(nurse
     with Proxy(int(listens[1])) as proxy, ThreadPoolExecutor(1) as pool:
         fault = Fault(PUT, "up", at=1000, action="stall")
         proxy.faults.append(fault)
-        upload = pool.submit(atoll.publish, flat(), server=proxy.url, chunk_bytes=PART, idle_timeout_s=0.5)
+        upload = pool.submit(atoll.objects.publish, flat(), server=proxy.url, chunk_bytes=PART, idle_timeout_s=0.5)
         assert fault.reached.wait(30)
         assert files(tmp_path) == [".part"]
         server.kill()
@@ -154,7 +154,7 @@ def test_an_upload_that_was_told_to_stop_leaves_nothing(tmp_path: Path) -> None:
         setter = threading.Thread(target=lambda: (fault.reached.wait(30), abort.set()))
         setter.start()
         with pytest.raises(TransferAborted):
-            atoll.publish(flat(), server=proxy.url, chunk_bytes=PART, abort=abort)
+            atoll.objects.publish(flat(), server=proxy.url, chunk_bytes=PART, abort=abort)
         setter.join()
         assert files(tmp_path) == []
 
@@ -176,27 +176,27 @@ def test_a_part_that_broke_on_its_way_up_is_sent_again_alone(tmp_path: Path, act
     with serve(tmp_path) as server, Proxy(server.port) as proxy:
         fault = Fault(PUT, "up", at=30_000, action=action)
         proxy.faults.append(fault)
-        ref = atoll.publish(flat(), server=proxy.url, chunk_bytes=PART)
+        ref = atoll.objects.publish(flat(), server=proxy.url, chunk_bytes=PART)
         assert fault.reached.is_set()
         assert proxy.count("PUT ") == 18 + 1
         assert proxy.count(PUT) == 2
-        assert differences(flat(), atoll.fetch(dataclasses.replace(ref, port=server.port))) == []
+        assert differences(flat(), atoll.objects.fetch(dataclasses.replace(ref, port=server.port))) == []
 
 
 @pytest.mark.covers("X3", "P14")
 def test_quotas_are_declared_and_withdrawing_makes_room(tmp_path: Path) -> None:
     with serve(tmp_path, objects_max_bytes=2**20) as server:
         with pytest.raises(BadRequest, match=r"keeps at most 1048576 of objects.*objects_max_bytes"):
-            atoll.publish(flat(), server=server.url)
+            atoll.objects.publish(flat(), server=server.url)
         half = {"w": torch.zeros(2**17)}  # 512 KiB and a head: two do not fit
-        ref = atoll.publish(half, server=server.url)
+        ref = atoll.objects.publish(half, server=server.url)
         with pytest.raises(Busy, match="has no room for"):
-            atoll.publish(half, server=server.url)
-        atoll.withdraw(ref)
-        atoll.publish(half, server=server.url)
+            atoll.objects.publish(half, server=server.url)
+        atoll.objects.withdraw(ref)
+        atoll.objects.publish(half, server=server.url)
     with serve(tmp_path, min_free_bytes=2**60) as server:
         with pytest.raises(DiskFull):
-            atoll.publish(half, server=server.url)
+            atoll.objects.publish(half, server=server.url)
 
 
 @pytest.mark.covers("X2", "P1")
@@ -205,20 +205,20 @@ def test_publishing_needs_the_token_and_fetching_the_reference_alone(
 ) -> None:
     monkeypatch.setenv("ATOLL_TOKEN", "secret")
     with serve(tmp_path) as server:
-        ref = atoll.publish(flat(), server=server.url)
+        ref = atoll.objects.publish(flat(), server=server.url)
         monkeypatch.delenv("ATOLL_TOKEN")
         assert said(fetching(nursery, tmp_path, ref)) == "same"  # a process without a token
         with pytest.raises(AuthError, match="token"):
-            atoll.publish(flat(), server=server.url)
+            atoll.objects.publish(flat(), server=server.url)
         for field in ("secret", "object"):
             foreign = dataclasses.replace(ref, **{field: "0" * 32})
             with pytest.raises((AuthError, Gone), match=foreign.object[:8]):
-                atoll.fetch(foreign)
+                atoll.objects.fetch(foreign)
             http = Http(server.url)
             http.secret = foreign.secret
             with pytest.raises((AuthError, Gone)):
                 http.delete(routes.OBJECT.format(object=foreign.object))
-        assert differences(flat(), atoll.fetch(ref)) == []
+        assert differences(flat(), atoll.objects.fetch(ref)) == []
 
 
 @pytest.mark.covers("X2")
@@ -239,7 +239,7 @@ def test_a_token_does_not_go_where_somebodys_reference_leads(monkeypatch: pytest
         port = listener.getsockname()[1]
         ref = TensorRef("127.0.0.1", port, False, "1" * 32, "2" * 32, "3" * 64, 1)
         with pytest.raises(AtollError):
-            atoll.fetch(ref)
+            atoll.objects.fetch(ref)
         thread.join()
     assert f"{routes.SECRET_HEADER}: {'2' * 32}".encode() in came
     assert b"token" not in came
@@ -306,11 +306,11 @@ def test_sizes_that_no_object_has_are_refused_before_a_file_is_made(
 @pytest.mark.covers("P5", "D4")
 def test_withdrawing_breaks_off_pulls_from_the_server(nursery: Nursery, tmp_path: Path) -> None:
     with serve(tmp_path) as server:
-        ref = atoll.publish({"w": torch.zeros(2**25)}, server=server.url)
+        ref = atoll.objects.publish({"w": torch.zeros(2**25)}, server=server.url)
         go = tmp_path / "go"
         process = fetching(nursery, tmp_path, ref, what="large", hold=str(go))
         wait_until(Path(f"{go}.reached").exists, "the first part of the tensors")
-        assert atoll.withdraw(ref)
+        assert atoll.objects.withdraw(ref)
         assert files(tmp_path) == []
         go.touch()
         assert re.match(rf"Gone: Reference {ref.object[:8]} ", said(process))

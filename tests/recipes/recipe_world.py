@@ -37,11 +37,11 @@ from my_model import Net
 
 model = Net()
 with atoll.join() as worker:
-    for round in worker:
-        data = torch.Generator().manual_seed(zlib.crc32(f"{{worker.site}} {{round.number}}".encode()))
-        round.load_into(model)
+    for fl_round in worker:
+        data = torch.Generator().manual_seed(zlib.crc32(f"{{worker.site}} {{fl_round.number}}".encode()))
+        fl_round.load_into(model)
 {steps}        {more}
-        round.submit(model, weight=8, metrics={{"loss": loss.item()}})
+        fl_round.submit(model, weight=8, metrics={{"loss": loss.item()}})
 print("done", *sys.argv[1:])
 """
 
@@ -59,7 +59,7 @@ BY_HAND = """\
 
 CORRECTED = """\
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        with round.correct(model, optimizer):
+        with fl_round.correct(model, optimizer):
             for _ in range(3):
                 x = torch.randn(8, 4, generator=data)
                 loss = (model(x) - x).square().mean()

@@ -40,7 +40,8 @@ class Clients:
         self.server = atoll.Server(self.model, **self.options).start()
         stack.callback(lambda: self.server.stop())
         self.clients = {
-            site: stack.enter_context(atoll.Client(self.server.url, site=site, folder=folder / "w")) for site in SITES
+            site: stack.enter_context(atoll.functional.Client(self.server.url, site=site, folder=folder / "w"))
+            for site in SITES
         }
         for client in self.clients.values():
             client.register()

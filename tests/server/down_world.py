@@ -150,11 +150,11 @@ def require_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         assert torch.equal(found[name], tensor), name
 
 
-def clients(server: atoll.Server, folder: Path, sites: str = "ab") -> dict[str, atoll.Client]:
-    return {site: atoll.Client(server.url, site=site, folder=folder / "w").register() for site in sites}
+def clients(server: atoll.Server, folder: Path, sites: str = "ab") -> dict[str, atoll.functional.Client]:
+    return {site: atoll.functional.Client(server.url, site=site, folder=folder / "w").register() for site in sites}
 
 
-def play(sites: dict[str, atoll.Client], number: int, reference: Reference) -> None:
+def play(sites: dict[str, atoll.functional.Client], number: int, reference: Reference) -> None:
     """One round, in which every site holds what the reference says."""
     for client in sites.values():
         assert client.next_round() == number
@@ -165,7 +165,7 @@ def play(sites: dict[str, atoll.Client], number: int, reference: Reference) -> N
     reference.round(number, "".join(sites))
 
 
-def down_bytes(client: atoll.Client) -> int:
+def down_bytes(client: atoll.functional.Client) -> int:
     """Of tensors, that this client's process has received so far."""
     assert client._session is not None
     return client._session.counters.bytes_down

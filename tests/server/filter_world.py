@@ -32,8 +32,8 @@ def serving(folder: Path, start: State = START, **options: Any) -> atoll.Server:
     return atoll.Server(start, **(where | settings | options))
 
 
-def join(server: atoll.Server, folder: Path, sites: str) -> dict[str, atoll.Client]:
-    clients = {site: atoll.Client(server.url, site=site, folder=folder / "w").register() for site in sites}
+def join(server: atoll.Server, folder: Path, sites: str) -> dict[str, atoll.functional.Client]:
+    clients = {site: atoll.functional.Client(server.url, site=site, folder=folder / "w").register() for site in sites}
     for client in clients.values():
         assert client.next_round() == 1
         client.pull()

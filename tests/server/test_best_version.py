@@ -37,7 +37,7 @@ def work(server: atoll.Server, folder: Path, measured: list[dict[str, float]]) -
 
     In the end all of its rounds are committed, and the next one is open, or the run is finished.
     """
-    with atoll.Client(server.url, site="a", folder=folder / "workers") as client:
+    with atoll.functional.Client(server.url, site="a", folder=folder / "workers") as client:
         for done, metrics in enumerate(measured):
             if client.next_round() is None:
                 return done
@@ -142,9 +142,9 @@ def test_a_federated_worker_is_told_why_the_run_is_over(tmp_path: Path, caplog: 
         serve(tmp_path, early_stop_rounds=1) as server,
         atoll.join(server.url, site="a", folder=tmp_path / "w") as worker,
     ):
-        for round_ in worker:
+        for fl_round in worker:
             rounds += 1
-            round_.submit(round_.state_dict(), metrics={"acc": 0.5})
+            fl_round.submit(fl_round.state_dict(), metrics={"acc": 0.5})
     assert rounds == 2
     assert "a: the run is finished at version 2 (stopped early: acc has not improved for 1 round;" in caplog.text
 
@@ -161,7 +161,7 @@ def test_warns_once_of_a_metric_that_no_site_reports(tmp_path: Path, caplog: pyt
 def test_the_mean_over_the_workers_decides(tmp_path: Path) -> None:
     # weights 1 and 3: round 1 (0.9 + 3·0.1) / 4 = 0.3, round 2 (0.2 + 3·0.6) / 4 = 0.5
     with serve(tmp_path, num_workers=2) as server:
-        clients = [atoll.Client(server.url, site=site, folder=tmp_path / "w").register() for site in "ab"]
+        clients = [atoll.functional.Client(server.url, site=site, folder=tmp_path / "w").register() for site in "ab"]
         for metrics in ((0.9, 0.1), (0.2, 0.6)):
             for client in clients:
                 client.next_round()

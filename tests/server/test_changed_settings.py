@@ -89,11 +89,11 @@ def test_what_sites_were_told_holds_for_them_until_they_start_again(tmp_path: Pa
     later = {"connections": 3, "heartbeat_interval_s": 40.0, "idle_timeout_s": 9.0}
     run: dict[str, Any] = {"algorithm": "fedavg", "port": free_port(), "rounds": 3}
     with serve(tmp_path, **run, **told) as server:
-        a = atoll.Client(server.url, site="a", folder=tmp_path / "w").register()
+        a = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
         one_round(a)
     with serve(tmp_path, **run, **later) as server:
         one_round(a)
-        b = atoll.Client(server.url, site="b", folder=tmp_path / "w").register()
+        b = atoll.functional.Client(server.url, site="b", folder=tmp_path / "w").register()
         for client, expected in ((a, told), (b, later)):
             session = client._session
             assert session is not None
@@ -110,7 +110,9 @@ def test_settings_of_the_server_alone_hold_from_its_next_start_for_running_worke
     """The run gets a round more, of fewer workers, by a median, and refuses what is too large."""
     run: dict[str, Any] = {"algorithm": "fedavg", "port": free_port(), "num_workers": 2}
     with serve(tmp_path, **run, rounds=1, min_workers=2) as server:
-        sites = [atoll.Client(server.url, site=site, folder=tmp_path / "w").register() for site in ("a", "b")]
+        sites = [
+            atoll.functional.Client(server.url, site=site, folder=tmp_path / "w").register() for site in ("a", "b")
+        ]
         for client in sites:
             one_round(client)
         wait_until(lambda: server.finished, "the end of its one round")
@@ -128,7 +130,7 @@ def test_settings_of_the_server_alone_hold_from_its_next_start_for_running_worke
         assert server.status().history[-1].workers == ["b"]
 
 
-def one_round(client: atoll.Client) -> None:
+def one_round(client: atoll.functional.Client) -> None:
     assert client.next_round() is not None
     client.submit(client.pull())
 

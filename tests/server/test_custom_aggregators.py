@@ -34,11 +34,11 @@ def serve(folder: Path, name: str, start: dict[str, torch.Tensor] = START, **opt
     return atoll.Server(start, **(settings | options))
 
 
-def clients_of(server: atoll.Server, folder: Path) -> dict[str, atoll.Client]:
-    return {site: atoll.Client(server.url, site=site, folder=folder / "w").register() for site in SITES}
+def clients_of(server: atoll.Server, folder: Path) -> dict[str, atoll.functional.Client]:
+    return {site: atoll.functional.Client(server.url, site=site, folder=folder / "w").register() for site in SITES}
 
 
-def submit(client: atoll.Client, site: str, number: int) -> None:
+def submit(client: atoll.functional.Client, site: str, number: int) -> None:
     """What a site's local training in a round comes to: a different number in each tensor."""
     state = client.pull()
     scale = SITES[site] * number
@@ -244,7 +244,7 @@ FAILURES = [
 def test_one_that_cannot_give_a_result_ends_the_run_with_the_reason(tmp_path: Path, body: str, words: str) -> None:
     write(tmp_path, f"def bad(updates):\n    {body}\n")
     server = serve(tmp_path, "bad", num_workers=1, aggregator_timeout_s=1.0).start()
-    client = atoll.Client(server.url, site="a", folder=tmp_path / "w").register()
+    client = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
     assert client.next_round() == 1
     submit(client, "a", 1)
     with pytest.raises(RunFailed) as raised:
@@ -272,7 +272,7 @@ def waits(updates):
     )
     port = free_port()
     server = serve(tmp_path, "waits", num_workers=1, port=port).start()
-    client = atoll.Client(server.url, site="a", folder=tmp_path / "w").register()
+    client = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
     assert client.next_round() == 1
     submit(client, "a", 1)
     pid = tmp_path / "pid"

@@ -31,7 +31,7 @@ def delta_bytes(codec: str, options: dict[str, Any] | None = None) -> int:
     return downlink.layout.nbytes
 
 
-def finish(server: atoll.Server, sites: dict[str, atoll.Client], reference: Reference) -> None:
+def finish(server: atoll.Server, sites: dict[str, atoll.functional.Client], reference: Reference) -> None:
     """The run is over: everybody has the last b, and the export is θ."""
     for client in sites.values():
         assert client.next_round() is None
@@ -165,7 +165,7 @@ def test_a_late_worker_applies_the_kept_differences_in_between(tmp_path: Path) -
 
 def pulled_anew(server: atoll.Server, folder: Path, site: str, reference: Reference) -> int:
     """Another process of a site pulls the head; returns how many bytes came."""
-    client = atoll.Client(server.url, site=site, folder=folder / "w").register()
+    client = atoll.functional.Client(server.url, site=site, folder=folder / "w").register()
     session, held = client._session, {name: torch.zeros_like(tensor) for name, tensor in reference.held.items()}
     assert session is not None
     reply = session.next_ticket(wait_s=0.0)

@@ -22,7 +22,7 @@ from atoll.filters import NormClip
 
 def whole_pull(server: atoll.Server, folder: Path) -> tuple[dict[str, Tensor], int]:
     """What somebody gets who has nothing yet, and its bytes."""
-    client = atoll.Client(server.url, site="joiner", folder=folder / "joiner").register()
+    client = atoll.functional.Client(server.url, site="joiner", folder=folder / "joiner").register()
     session = client._session
     assert session is not None
     reply = session.next_ticket(wait_s=0.0)

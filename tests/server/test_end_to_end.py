@@ -49,11 +49,11 @@ def federated(server: atoll.Server, folder: Path, site: str, amount: float, weig
     def job() -> None:
         model = tiny(seed=99)
         with atoll.join(server.url, site=site, folder=folder / "workers") as worker:
-            for round_ in worker:
-                round_.load_into(model)
+            for fl_round in worker:
+                fl_round.load_into(model)
                 add(model, amount)
                 model[1].num_batches_tracked += int(amount)
-                round_.submit(model, weight=weight, metrics={"loss": amount})
+                fl_round.submit(model, weight=weight, metrics={"loss": amount})
             final = worker.load_into(tiny(seed=7))
         assert finals.setdefault(server.url, final.state_dict()).keys() == final.state_dict().keys()
         for name, tensor in final.state_dict().items():
@@ -133,7 +133,7 @@ def test_the_outer_momentum_goes_on_from_round_to_round(tmp_path: Path, restarte
     options: dict[str, Any] = {"algorithm": "diloco", "codec": "none", "outer_lr": 0.5, "outer_momentum": 0.5}
     options |= {"port": free_port(), "rounds": 2, "state_dir": tmp_path / "state"}
     server = atoll.Server(start, **options).start()
-    with atoll.Client(server.url, site="a", folder=tmp_path / "workers") as client:
+    with atoll.functional.Client(server.url, site="a", folder=tmp_path / "workers") as client:
         for theta in (8.0, 6.5):
             assert client.next_round() is not None
             weight = client.pull()["weight"]
@@ -152,10 +152,10 @@ def test_another_architecture_is_refused_with_both_digests_and_the_first_differe
     server = serve(tmp_path, tiny(), num_workers=1)
     try:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
-            round_ = next(iter(worker))
+            fl_round = next(iter(worker))
             sent = server.status().bytes_down
             with pytest.raises(SchemaMismatch, match=r"0\.weight F32\[5, 3\].*0\.weight F32\[4, 3\]"):
-                round_.load_into(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)))
+                fl_round.load_into(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)))
             assert server.status().bytes_down == sent
     finally:
         server.stop()
@@ -169,11 +169,11 @@ def test_nan_is_refused_naming_worker_and_tensor_and_the_round_goes_on(tmp_path:
     def broken() -> None:
         model = tiny()
         with atoll.join(server.url, site="bad", folder=tmp_path / "workers") as worker:
-            for round_ in worker:
-                round_.load_into(model)
+            for fl_round in worker:
+                fl_round.load_into(model)
                 with torch.no_grad():
                     model[2].weight[0, 0] = float("nan")
-                round_.submit(model)
+                fl_round.submit(model)
 
     together(federated(server, tmp_path, "good", 1.0, 1.0), broken)
     assert server.wait(30)
@@ -190,7 +190,7 @@ def test_nan_is_refused_naming_worker_and_tensor_and_the_round_goes_on(tmp_path:
 @pytest.mark.covers("L20")
 def test_the_public_client_registers_pulls_submits_and_asks(tmp_path: Path) -> None:
     server = serve(tmp_path, tiny(), num_workers=1, rounds=1)
-    with atoll.Client(server.url, site="by-hand", folder=tmp_path / "workers") as client:
+    with atoll.functional.Client(server.url, site="by-hand", folder=tmp_path / "workers") as client:
         assert client.next_round() == 1
         state = client.pull()
         assert torch.equal(state["0.bias"], tiny()[0].bias.detach())
@@ -227,12 +227,12 @@ def test_a_run_that_is_finished_has_its_metrics_written(tmp_path: Path, monkeypa
 def test_status_names_the_sites_that_the_round_waits_for(tmp_path: Path) -> None:
     server = serve(tmp_path, tiny(), num_workers=2)
     try:
-        with atoll.Client(server.url, site="first", folder=tmp_path / "workers") as client:
+        with atoll.functional.Client(server.url, site="first", folder=tmp_path / "workers") as client:
             assert client.next_round(wait_s=0.0) is None
             waiting = status(server.url)
             assert "waits for 2 workers to join, 1 has" in waiting.fragments[0].reason
             assert waiting.policy == "barrier"
-            with atoll.Client(server.url, site="second", folder=tmp_path / "workers") as other:
+            with atoll.functional.Client(server.url, site="second", folder=tmp_path / "workers") as other:
                 other.register()
                 assert client.next_round() == 1
                 assert other.next_round() == 1
@@ -264,8 +264,8 @@ def test_a_round_that_was_not_submitted_is_an_error_that_says_what_to_do(tmp_pat
 def test_the_same_scripts_run_without_a_server() -> None:
     model = tiny()
     with atoll.join() as worker:
-        for round_ in worker:
-            round_.submit(round_.load_into(model), weight=5, metrics={"loss": 0.1})
+        for fl_round in worker:
+            fl_round.submit(fl_round.load_into(model), weight=5, metrics={"loss": 0.1})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with atoll.DiLoCo(model, optimizer) as diloco:
         optimizer.step()

@@ -47,7 +47,7 @@ def test_updates_of_a_lost_version_are_submitted_again_from_the_outbox(tmp_path:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     trained: list[int] = []
-    with atoll.Client(f"http://127.0.0.1:{options['port']}", site="a", folder=tmp_path / "w") as client:
+    with atoll.functional.Client(f"http://127.0.0.1:{options['port']}", site="a", folder=tmp_path / "w") as client:
         server = atoll.Server(model, **options).start()
 
         def train() -> dict[str, torch.Tensor]:
@@ -163,8 +163,8 @@ def test_a_round_from_a_lost_version_leaves_the_outbox_as_it_is(tmp_path: Path) 
     with slow_disk(newest=1):
         server = atoll.Server(model, **options).start()
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for round_ in worker:
-                round_.load_into(model)
+            for fl_round in worker:
+                fl_round.load_into(model)
                 before = model.weight.item()
                 with torch.no_grad():
                     model.weight.add_(1.0 if trained else 16.0)
@@ -173,7 +173,7 @@ def test_a_round_from_a_lost_version_leaves_the_outbox_as_it_is(tmp_path: Path) 
                     wait_until_durable(server, 1)
                 if len(trained) == 3:
                     server = lose_power(server, model, options)
-                round_.submit(model)
+                fl_round.submit(model)
             assert worker.load_into(model).weight.item() == 18.0
         server.run()
     assert trained == [(0.0, 16.0), (16.0, 17.0), (17.0, 18.0), (17.0, 18.0)]  # round 2 only once
@@ -184,7 +184,7 @@ def test_an_update_that_the_journal_has_forgotten_is_sent_again_under_the_same_t
     """As after a power loss that took the journal's last rows: the ticket is open, and its update was acknowledged."""
     options: dict[str, Any] = {"algorithm": "fedavg", "rounds": 3, "port": free_port(), "state_dir": tmp_path / "state"}
     model, journal, kept = nn.Linear(1, 1), tmp_path / "state" / "journal.sqlite", tmp_path / "kept.sqlite"
-    with atoll.Client(f"http://127.0.0.1:{options['port']}", site="a", folder=tmp_path / "w") as client:
+    with atoll.functional.Client(f"http://127.0.0.1:{options['port']}", site="a", folder=tmp_path / "w") as client:
         server = atoll.Server(model, **options).start()
         for number in (1, 2):
             assert client.next_round() == number
@@ -210,7 +210,7 @@ def test_an_update_that_the_journal_has_forgotten_is_sent_again_under_the_same_t
 def test_an_update_trained_from_another_version_than_the_runs_is_not_taken(tmp_path: Path) -> None:
     """As after an old backup: the ticket's number is right, and the base is not what the server has."""
     with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "state", algorithm="fedavg") as server:
-        with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             assert client.next_round() == 1
             client.pull()
             session = client.register()._session

@@ -28,11 +28,11 @@ def serve(folder: Path, **settings: Any) -> atoll.Server:
     return atoll.Server(start, **(options | {"state_dir": folder / "state"} | settings))
 
 
-def clients(server: atoll.Server, folder: Path) -> list[atoll.Client]:
-    return [atoll.Client(server.url, site=site, folder=folder / "w").register() for site in "ab"]
+def clients(server: atoll.Server, folder: Path) -> list[atoll.functional.Client]:
+    return [atoll.functional.Client(server.url, site=site, folder=folder / "w").register() for site in "ab"]
 
 
-def submit(client: atoll.Client, value: float, **how: Any) -> None:
+def submit(client: atoll.functional.Client, value: float, **how: Any) -> None:
     client.pull()
     client.submit({"w": torch.tensor([value]), "bn.running_mean": torch.tensor([value])}, **how)
 
@@ -96,14 +96,14 @@ def test_correct_counts_the_steps(tmp_path: Path) -> None:
         atoll.Server(model, algorithm="fednova", rounds=1, port=0, state_dir=tmp_path / "state") as server,
         atoll.join(server.url, site="a", folder=tmp_path / "w") as worker,
     ):
-        for round_ in worker:
-            round_.load_into(model)
+        for fl_round in worker:
+            fl_round.load_into(model)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            with round_.correct(model, optimizer):
+            with fl_round.correct(model, optimizer):
                 for _ in range(7):
                     model(torch.ones(1, 1)).sum().backward()
                     optimizer.step()
-            round_.submit(model)
+            fl_round.submit(model)
         assert server.status().refused == 0
         assert server.status().fragments[0].version == 1
 
@@ -112,7 +112,7 @@ def test_another_reducer_is_refused_and_the_normalised_mean_serves_others(tmp_pa
     with pytest.raises(ConfigError, match=r"reducer = 'median'.*fednova"):
         serve(tmp_path, reducer="median").start()
     with serve(tmp_path, algorithm="fedavg", reducer="normalised_mean", num_workers=1) as server:
-        with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             client.next_round()
             submit(client, -4.0, steps=5)
         assert result(server)[0] == -4.0

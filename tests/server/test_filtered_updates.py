@@ -46,9 +46,9 @@ def test_each_site_has_its_own_filters(tmp_path: Path) -> None:
     def take_part(site: str) -> None:
         model = zero_linear()
         with atoll.join(server.url, site, folder=tmp_path / "w", filters=filters[site]) as worker:
-            for round_ in worker:
-                round_.load_into(model)
-                round_.submit(become_(model, *becomes[site]))
+            for fl_round in worker:
+                fl_round.load_into(model)
+                fl_round.submit(become_(model, *becomes[site]))
 
     with serving(tmp_path, zero_linear(), num_workers=2) as server:
         threads = [threading.Thread(target=take_part, args=(site,)) for site in filters]
@@ -69,8 +69,8 @@ def test_the_round_goes_on_without_a_site_with_a_failing_filter(tmp_path: Path) 
             raise KeyError("salt")
 
     with serving(tmp_path, zero_linear(), num_workers=2, min_workers=1) as server:
-        good = atoll.Client(server.url, site="a", folder=tmp_path / "w").register()
-        bad = atoll.Client(server.url, site="b", folder=tmp_path / "w", filters=[Broken()]).register()
+        good = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
+        bad = atoll.functional.Client(server.url, site="b", folder=tmp_path / "w", filters=[Broken()]).register()
         for client in (good, bad):
             assert client.next_round() == 1
             client.pull()
@@ -110,11 +110,11 @@ def test_diloco_has_filters_too(tmp_path: Path) -> None:
     assert (result["weight"].tolist(), result["bias"].tolist()) == ([[-1.5, -2.0]], [0.0])
 
 
-def scaffold_step(round_: FederatedRound, rate: float) -> nn.Linear:
+def scaffold_step(fl_round: FederatedRound, rate: float) -> nn.Linear:
     """One step down the gradient of x·w + b at x = (3, 4): the gradient is (3, 4) and 1."""
-    model = round_.load_into(zero_linear())
+    model = fl_round.load_into(zero_linear())
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    with round_.correct(model, optimizer):
+    with fl_round.correct(model, optimizer):
         model(torch.tensor([[3.0, 4.0]])).sum().backward()
         optimizer.step()
     return model
@@ -130,11 +130,11 @@ def test_scaffolds_control_follows_from_what_the_filters_left(tmp_path: Path) ->
     with serving(tmp_path, zero_linear(), num_workers=1, algorithm="scaffold", rounds=2) as server:
         with atoll.join(server.url, "a", folder=tmp_path / "w", filters=filters) as worker:
             rounds = iter(worker)
-            round_ = next(rounds)
-            round_.submit(scaffold_step(round_, 0.5))
-            round_ = next(rounds)
-            assert round_.load_into(zero_linear()).weight.tolist() == [[-0.75, -1.0]]
-            for controls in (round_.global_controls(), round_.own_controls()):
+            fl_round = next(rounds)
+            fl_round.submit(scaffold_step(fl_round, 0.5))
+            fl_round = next(rounds)
+            assert fl_round.load_into(zero_linear()).weight.tolist() == [[-0.75, -1.0]]
+            for controls in (fl_round.global_controls(), fl_round.own_controls()):
                 assert controls["weight"].tolist() == [[1.5, 2.0]]
                 assert controls["bias"].tolist() == [0.0]
 
@@ -143,10 +143,10 @@ def test_scaffolds_control_follows_from_what_the_filters_left(tmp_path: Path) ->
 def test_a_control_difference_measured_by_hand_does_not_pass_by_the_filters(tmp_path: Path) -> None:
     with serving(tmp_path, zero_linear(), num_workers=1, algorithm="scaffold") as server:
         with atoll.join(server.url, "a", folder=tmp_path / "w", filters=[NormClip(1.0)]) as worker:
-            round_ = next(iter(worker))
-            model = round_.load_into(zero_linear())
+            fl_round = next(iter(worker))
+            model = fl_round.load_into(zero_linear())
             with pytest.raises(UsageError, match=r"without passing its filters.*round\.correct"):
-                round_.submit(model, steps=1, control_difference=round_.own_controls())
+                fl_round.submit(model, steps=1, control_difference=fl_round.own_controls())
 
 
 def test_a_filter_that_fails_at_the_begin_leaves_the_outbox_as_it_was(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_filter_that_fails_at_the_begin_leaves_the_outbox_as_it_was(tmp_path: 
                 raise KeyError("salt")
 
     with serving(tmp_path, zero_linear(), num_workers=1, rounds=2) as server:
-        with atoll.Client(server.url, site="a", folder=tmp_path / "w", filters=[Second()]) as client:
+        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w", filters=[Second()]) as client:
             for number in (1, 2):
                 assert client.next_round() == number
                 client.pull()

@@ -53,8 +53,8 @@ def serving(folder: Path, **options: Any) -> atoll.Server:
     return atoll.Server(START, state_dir=folder / "state", **(settings | options))
 
 
-def client(server: atoll.Server, folder: Path, site: str) -> atoll.Client:
-    return atoll.Client(server.url, site=site, folder=folder / "w").register()
+def client(server: atoll.Server, folder: Path, site: str) -> atoll.functional.Client:
+    return atoll.functional.Client(server.url, site=site, folder=folder / "w").register()
 
 
 @pytest.mark.covers("T8")

@@ -49,7 +49,7 @@ class World:
         self.folder, self._stack = folder, stack
         self._serve()
         self.line = stack.enter_context(Proxy(self.options["port"]))
-        self.b = stack.enter_context(atoll.Client(self.server.url, site="b", folder=folder / "w")).register()
+        self.b = stack.enter_context(atoll.functional.Client(self.server.url, site="b", folder=folder / "w")).register()
 
     def _serve(self) -> None:
         self.server = atoll.Server(self.model, **self.options).start()
@@ -70,7 +70,7 @@ class World:
         self.server.stop()
         self._serve()
 
-    def submit(self, client: atoll.Client, state: dict[str, torch.Tensor], by: float) -> None:
+    def submit(self, client: atoll.functional.Client, state: dict[str, torch.Tensor], by: float) -> None:
         client.submit({"weight": state["weight"] - by})
         self.moved += by
 
@@ -93,7 +93,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 @pytest.mark.covers("L3", "L10")
 def test_a_federated_site_pulls_the_head_instead(world: World) -> None:
     broken = world.break_the_next_pull()
-    with atoll.Client(world.line.url, site="a", folder=world.folder / "w") as a:
+    with atoll.functional.Client(world.line.url, site="a", folder=world.folder / "w") as a:
         a.register()
         assert a.next_round() is not None
         state = a.pull()

@@ -18,12 +18,12 @@ from atoll.worker.exchange.exchange import MAX_REFUSALS
 
 def submit_nan(url: str, folder: Path, trained: list[int]) -> None:
     with atoll.join(url, site="a", folder=folder) as worker:
-        for round_ in worker:
-            model = round_.load_into(nn.Linear(2, 2))
-            trained.append(round_.number)
+        for fl_round in worker:
+            model = fl_round.load_into(nn.Linear(2, 2))
+            trained.append(fl_round.number)
             with torch.no_grad():
                 model.weight.fill_(float("nan"))
-            round_.submit(model)
+            fl_round.submit(model)
 
 
 @pytest.mark.covers("F31")
@@ -52,12 +52,12 @@ def test_refusals_are_counted_anew_after_an_update_that_was_taken(
     bad = iter([True, True, True, False] * 2)
     with atoll.Server(nn.Linear(2, 2), port=0, state_dir=tmp_path / "s", algorithm="fedavg", rounds=2) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for round_ in worker:
-                model = round_.load_into(nn.Linear(2, 2))
+            for fl_round in worker:
+                model = fl_round.load_into(nn.Linear(2, 2))
                 if next(bad):
                     with torch.no_grad():
                         model.weight.fill_(float("nan"))
-                round_.submit(model)
+                fl_round.submit(model)
         assert server.status().refused == 6
     assert "in a row" not in caplog.text
 
@@ -170,13 +170,13 @@ def test_a_pseudo_gradient_of_zeros_is_told(tmp_path: Path, caplog: pytest.LogCa
 @pytest.mark.parametrize("weight", ["3", None, float("nan"), 0, -1])
 def test_a_weight_that_is_no_positive_number_is_refused(tmp_path: Path, weight: object) -> None:
     with atoll.join() as worker:
-        (round_,) = worker
+        (fl_round,) = worker
         with pytest.raises(UsageError, match="weight"):
-            round_.submit(nn.Linear(1, 1), weight=weight)  # type: ignore[arg-type]
+            fl_round.submit(nn.Linear(1, 1), weight=weight)  # type: ignore[arg-type]
 
 
 def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
     with atoll.join() as worker:
-        (round_,) = worker
+        (fl_round,) = worker
         with pytest.raises(UsageError, match="'loss' is 'high'"):
-            round_.submit(nn.Linear(1, 1), metrics={"loss": "high"})  # type: ignore[dict-item]
+            fl_round.submit(nn.Linear(1, 1), metrics={"loss": "high"})  # type: ignore[dict-item]

@@ -70,7 +70,7 @@ def test_forged_bytes(
     start = {"w": torch.zeros(300), "v": torch.zeros(5)}
     settings: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 1, "rounds": 2, "port": 0, "min_free_bytes": 0}
     with atoll.Server(start, state_dir=tmp_path / "state", codec=codec, **settings) as server:
-        site = atoll.Client(server.url, site="a", folder=tmp_path / "w").register()
+        site = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
         session, honest = site._session, codecs_of(codec, {})[codec]
         assert session is not None
         moved = torch.linspace(1, 2, 300)

@@ -32,7 +32,7 @@ def serve(folder: Path, **options: Any) -> atoll.Server:
 
 def play(server: atoll.Server, folder: Path) -> tuple[str, list[str]]:
     """Three rounds of two sites; the export's digest, and every version's."""
-    clients = [atoll.Client(server.url, site=site, folder=folder / "w").register() for site in "ab"]
+    clients = [atoll.functional.Client(server.url, site=site, folder=folder / "w").register() for site in "ab"]
     for number in (1, 2, 3):
         for client in clients:
             assert client.next_round() == number
@@ -72,7 +72,7 @@ def test_an_aggregator_reads_updates_that_are_in_memory(tmp_path: Path) -> None:
     (tmp_path / "first.py").write_text("def first(updates):\n    return updates[0].tensors\n")
     options: dict[str, Any] = {"aggregator": f"{tmp_path / 'first.py'}:first", "num_workers": 1, "rounds": 1}
     with serve(tmp_path, download_to_disk=False, outer_optimizer="sgd", codec="none", **options) as server:
-        with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             assert client.next_round() == 1
             before = client.pull()
             client.submit({name: tensor + 1 for name, tensor in before.items()})

@@ -108,7 +108,7 @@ def test_a_folder_is_all_of_its_files(parts: Path) -> None:
 def test_a_run_begins_with_a_folder(parts: Path, tmp_path: Path) -> None:
     run = {"model": str(parts), "algorithm": "fedavg", "rounds": 1, "port": 0, "state_dir": tmp_path / "s"}
     with atoll.Server(settings=Settings.build(run)) as server:
-        with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             client.next_round()
             found: dict[str, Tensor] = client.pull()
     assert {name: tensor.tolist() for name, tensor in found.items()} == {"a": [1.0, 1.0], "b": [2.0, 2.0, 2.0]}
@@ -146,16 +146,16 @@ def test_a_run_begins_with_the_export_of_a_tied_model(tmp_path: Path) -> None:
     first = {"algorithm": "fedavg", "rounds": 1, "port": 0, "min_free_bytes": 0}
     with atoll.Server(Tied(), state_dir=tmp_path / "one", **first) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for round_ in worker:
-                round_.submit(round_.load_into(Tied()))
+            for fl_round in worker:
+                fl_round.submit(fl_round.load_into(Tied()))
         assert server.wait(30)
         export = server.exports / "model.safetensors"
     with atoll.Server(str(export), state_dir=tmp_path / "two", **first) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for round_ in worker:
-                model = round_.load_into(Tied())
+            for fl_round in worker:
+                model = fl_round.load_into(Tied())
                 assert torch.equal(model.head.weight, load_file(export)["head.weight"])
-                round_.submit(model)
+                fl_round.submit(model)
         assert server.wait(30)
     settings = Settings.build({"model": str(export)})
     schema = schema_for(settings, initial_model(settings, None))
@@ -186,8 +186,8 @@ def begins(model: object, folder: Path, worker: nn.Module) -> None:
     settings: dict[str, Any] = {"algorithm": "fedavg", "rounds": 1, "port": 0, "min_free_bytes": 0}
     with atoll.Server(model, state_dir=folder / "state", **settings) as server:  # type: ignore[arg-type]
         with atoll.join(server.url, site="a", folder=folder / "w") as joined:
-            for round_ in joined:
-                round_.submit(round_.load_into(worker))
+            for fl_round in joined:
+                fl_round.submit(fl_round.load_into(worker))
         assert server.wait(30)
 
 

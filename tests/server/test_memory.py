@@ -127,7 +127,7 @@ def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
     model = nn.Linear(4000, 2000, bias=False)  # 32 MB: two parts
     options: dict[str, Any] = {"algorithm": "fedavg", "rounds": 1, "connections": 1}
     with atoll.Server(model, port=0, state_dir=tmp_path / "state", **options) as server:
-        with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             assert client.next_round() == 1
             state = client.pull()
             tracemalloc.start()
@@ -145,7 +145,7 @@ def test_five_thousand_tensors_travel_as_one_stream_each_way(tmp_path: Path) -> 
     """5,000 tensors of 12 bytes: requests are counted in parts, not in tensors."""
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(5000)}
     with atoll.Server(model, port=0, state_dir=tmp_path / "state", algorithm="fedavg", rounds=1) as server:
-        with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             assert client.next_round() == 1
             state = client.pull()
             assert torch.equal(state["layer.4999"], torch.full((3,), 4999.0))

@@ -29,13 +29,13 @@ import atoll
 def scaffold(url: str, folder: Path, site: str) -> None:
     model = build_model()
     with atoll.join(url, site=site, folder=folder / "workers") as worker:
-        for round_ in worker:
-            round_.load_into(model)
+        for fl_round in worker:
+            fl_round.load_into(model)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-            with round_.correct(model, optimizer):
+            with fl_round.correct(model, optimizer):
                 for step in range(3):
                     local_step(model, optimizer, site, step)
-            round_.submit(model)
+            fl_round.submit(model)
 
 
 RUNS: dict[str, tuple[dict[str, Any], Callable[[str, Path], Any]]] = {
@@ -83,8 +83,8 @@ def test_sites_bring_the_module_where_the_file_is_split_into_fragments(tmp_path:
 def test_a_run_that_began_with_a_file_goes_on_with_its_module(tmp_path: Path) -> None:
     with serve(tmp_path, saved(tmp_path), num_workers=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
-            round_ = next(iter(worker))
-            round_.submit(round_.load_into(build_model()))
+            fl_round = next(iter(worker))
+            fl_round.submit(fl_round.load_into(build_model()))
     with serve(tmp_path, build_model(), num_workers=1) as server:
         sites = FederatedSites(server.url, tmp_path, ["a"])
         together(server.run)

@@ -84,7 +84,7 @@ def serving(folder: Path, codec: str, **options: Any) -> atoll.Server:
 def test_a_codec_of_ones_own_encodes_with_its_options_at_both_sides(own: str, name: str, tmp_path: Path) -> None:
     """Moves by 0.26 in quarters: ¼ arrives, 0.01 is kept; by 0.26 + 0.12 with what was left: ½ − ¼ arrives."""
     with serving(tmp_path, name, codec_options={"per": 4}) as server:
-        site = atoll.Client(server.url, site="a", folder=tmp_path / "w").register()
+        site = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
         found = []
         for change in (0.26, 0.12):
             site.next_round()
@@ -143,14 +143,14 @@ def test_what_is_no_codec_is_refused_before_anything_moves(
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_a_site_says_that_its_folder_was_removed(tmp_path: Path, codec: str) -> None:
     with serving(tmp_path, codec) as server:
-        site = atoll.Client(server.url, site="a", folder=tmp_path / "w").register()
+        site = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register()
         site.next_round()
         model = site.pull()
         shutil.rmtree(tmp_path / "w")
         with pytest.raises(StoreError, match=r"cannot be written.*folder was removed has to be started again"):
             site.submit({"w": model["w"] - 1})
         site.close()
-        with atoll.Client(server.url, site="a", folder=tmp_path / "w").register() as again:
+        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register() as again:
             again.next_round()
             again.submit({"w": again.pull()["w"] - 1})
             assert again.next_round() == 2

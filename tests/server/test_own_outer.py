@@ -53,7 +53,7 @@ def gradient(number: int) -> Tensor:
 
 
 def play(server: atoll.Server, folder: Path, numbers: range) -> None:
-    with server, atoll.Client(server.url, site="a", folder=folder / "w") as client:
+    with server, atoll.functional.Client(server.url, site="a", folder=folder / "w") as client:
         for number in numbers:
             assert client.next_round() == number
             client.submit({"weight": client.pull()["weight"] - gradient(number)})

@@ -160,13 +160,13 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
     options |= {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem", "outer_lr": 1.0}
     with atoll.Server(model, port=0, algorithm="fedavg", state_dir=tmp_path / "state", **options) as server:
         with atoll.join(f"https://localhost:{server.port}", site="a", folder=tmp_path / "w") as worker:
-            for round_ in worker:
+            for fl_round in worker:
                 copy = nn.Linear(1000, 1000)
-                round_.load_into(copy)
+                fl_round.load_into(copy)
                 assert torch.equal(copy.weight, model.weight)
                 with torch.no_grad():
                     copy.weight.zero_()
-                round_.submit(copy)
+                fl_round.submit(copy)
         server.run()
         with safe_open(server.exports / "model.safetensors", "pt") as file:
             assert file.get_tensor("weight").count_nonzero() == 0

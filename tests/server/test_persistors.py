@@ -64,7 +64,7 @@ def server_of(folder: Path, model: Any = None, **options: Any) -> atoll.Server:
 
 def play(server: atoll.Server, folder: Path, rounds: int) -> None:
     """One site that adds the round's number to every element."""
-    with atoll.Client(server.url, site="a", folder=folder / "w") as client:
+    with atoll.functional.Client(server.url, site="a", folder=folder / "w") as client:
         for number in range(1, rounds + 1):
             assert client.next_round() == number
             client.submit({name: tensor + number for name, tensor in client.pull().items()}, metrics={"loss": 0.5})
@@ -150,11 +150,11 @@ def test_a_tied_tensor_may_come_as_two_where_the_runs_model_is_named(tmp_path: P
     Shelf.initial.pop(left_out, None)
     with server_of(tmp_path, model=f"{__name__}:Tied", rounds=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for round_ in worker:
-                model = round_.load_into(Tied())
+            for fl_round in worker:
+                model = fl_round.load_into(Tied())
                 assert torch.equal(model.head.weight, mine.head.weight)
                 assert model.head.weight is model.table.weight
-                round_.submit(model)
+                fl_round.submit(model)
         assert server.wait(30)
     with server_of(tmp_path, model=f"{__name__}:Tied", rounds=1) as server:
         assert server.wait(30)
@@ -251,7 +251,7 @@ def test_one_that_only_saves_leaves_the_initial_model_to_the_settings(tmp_path: 
 def test_it_gets_each_version_that_is_the_best_so_far(tmp_path: Path) -> None:
     """Accuracies 0.5, 0.9, 0.7 are of versions 0, 1, 2, which the rounds started from: version 2 is no new best."""
     with server_of(tmp_path, rounds=3, best_metric="accuracy", best_mode="max") as server:
-        with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             for accuracy in (0.5, 0.9, 0.7):
                 client.next_round()
                 client.submit(
@@ -289,7 +289,7 @@ def slow_server(folder: Path, rounds: int) -> atoll.Server:
     return server_of(folder, START, rounds=rounds, **named)
 
 
-def measure(client: atoll.Client, accuracies: list[float]) -> None:
+def measure(client: atoll.functional.Client, accuracies: list[float]) -> None:
     """A round for each accuracy; every element grows by 1."""
     for accuracy in accuracies:
         assert client.next_round() is not None
@@ -307,7 +307,7 @@ def test_rounds_do_not_wait_for_a_slow_save_best_and_the_end_of_the_run_does(
     monkeypatch.setattr(Slow, "handed", [])
     Slow.go.clear()
     with slow_server(tmp_path, rounds=5) as server:
-        with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             measure(client, [0.5])
             assert Slow.begun.wait(30)
             measure(client, [0.7, 0.9, 0.1, 0.1])
@@ -338,7 +338,7 @@ def test_the_next_server_hands_over_a_best_version_that_was_due(
     monkeypatch.setattr(Slow, "handed", [])
     Slow.go.clear()
     with slow_server(tmp_path, rounds=9) as server:
-        with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             measure(client, [0.5])
             assert Slow.begun.wait(30)
             measure(client, [0.9, 0.1, 0.1, 0.1])

@@ -20,8 +20,8 @@ def test_says_that_the_round_waits_where_no_other_update_suffices(
     caplog.set_level("INFO", "atoll")
     with serve(tmp_path, min_workers=min_workers) as server:
         with (
-            atoll.Client(server.url, site="a", folder=tmp_path / "w").register() as one,
-            atoll.Client(server.url, site="b", folder=tmp_path / "w").register(),
+            atoll.functional.Client(server.url, site="a", folder=tmp_path / "w").register() as one,
+            atoll.functional.Client(server.url, site="b", folder=tmp_path / "w").register(),
         ):
             one.next_round()
             model = build_model()

@@ -20,7 +20,7 @@ def after_one_round(folder: Path, **options: Any) -> tuple[float, float]:
     sites = HONEST | HOSTILE
     settings = {"algorithm": "fedavg", "num_workers": len(sites), "rounds": 1, "port": 0, "min_free_bytes": 0}
     with atoll.Server(start, **settings, **options, state_dir=folder / "state") as server:
-        clients = [atoll.Client(server.url, site=site, folder=folder / "w").register() for site in sites]
+        clients = [atoll.functional.Client(server.url, site=site, folder=folder / "w").register() for site in sites]
         for client, value in zip(clients, sites.values(), strict=True):
             assert client.next_round() == 1
             state = client.pull()

@@ -60,8 +60,8 @@ def test_ends_a_wait_for_a_round(tmp_path: Path) -> None:
 
 def test_a_site_that_has_submitted_learns_once_which_sites_are_awaited(tmp_path: Path) -> None:
     server = serve(tmp_path, num_workers=2)
-    with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
-        with atoll.Client(server.url, site="b", folder=tmp_path / "w") as other:
+    with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with atoll.functional.Client(server.url, site="b", folder=tmp_path / "w") as other:
             other.register()
             assert client.next_round() == 1
             client.submit(client.pull())
@@ -93,7 +93,7 @@ def test_ends_a_wait_while_an_aggregator_fails(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def bad(updates):\n    raise ValueError('no such luck')\n")
     server = serve(tmp_path, num_workers=2, aggregator=f"{tmp_path / 'mine.py'}:bad")
     first = Session(server.url, "first", folder=tmp_path / "w")
-    client = atoll.Client(server.url, site="last", folder=tmp_path / "w").register()
+    client = atoll.functional.Client(server.url, site="last", folder=tmp_path / "w").register()
     assert client.next_round() == 1
     state = client.pull()
     ticket = ticket_of(first).ticket

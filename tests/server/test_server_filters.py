@@ -186,7 +186,7 @@ def test_a_filter_may_look_at_the_lazy_whole_and_its_metadata(tmp_path: Path) ->
 def test_scaffolds_controls_pass_as_they_came(tmp_path: Path) -> None:
     """c is the mean of what sites hold as c_i, and a site does not know what the server does to its update."""
     with serving(tmp_path, algorithm="scaffold", num_workers=1, rounds=2, filters=[Halved()]) as server:
-        with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             client.next_round()
             client.pull()
             client.submit(

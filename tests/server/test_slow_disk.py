@@ -38,7 +38,7 @@ def test_rounds_that_overtake_the_disk_keep_no_more_versions(tmp_path: Path, mon
     waits.set()
     versions = set()
     with serve(tmp_path, nn.Linear(4, 3), algorithm="fedavg", rounds=7, num_workers=1) as server:
-        with atoll.Client(server.url, site="a", folder=tmp_path / "workers") as client:
+        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "workers") as client:
             while (number := client.next_round()) is not None:
                 if number == 2:
                     wait_until(lambda: server.status().durable_version == 1, "version 1 to be durable")

@@ -50,7 +50,7 @@ def test_a_stalled_reader_gets_its_own_version_or_is_cut_off(tmp_path: Path) -> 
     readers: list[tuple[socket.socket, bytes]] = []
     versions: list[bytes] = []
     with atoll.Server(model, port=0, state_dir=tmp_path / "state", **options) as server:
-        with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
             for number in range(8):
                 assert client.next_round() == number + 1
                 state = client.pull()

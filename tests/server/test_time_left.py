@@ -67,12 +67,14 @@ def test_status_and_the_servers_lines_say_how_long_a_run_still_takes(
     told: list[float | None] = []
     with serve(tmp_path, rounds=4) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for round in worker:
+            for fl_round in worker:
                 status = server.status()
                 told.append(status.left_s)
                 shown = cli_status.headline(status, server.url)[1]
-                assert bool(re.search(r"rounds 4 in all, up .* s, about \d\.\d s left$", shown)) == (round.number > 1)
-                round.submit({name: torch.zeros_like(t) for name, t in round.state_dict().items()})
+                assert bool(re.search(r"rounds 4 in all, up .* s, about \d\.\d s left$", shown)) == (
+                    fl_round.number > 1
+                )
+                fl_round.submit({name: torch.zeros_like(t) for name, t in fl_round.state_dict().items()})
         over = server.status()
     assert told[0] is None
     assert all(left is not None and 0 < left < 60 for left in told[1:])
@@ -86,9 +88,9 @@ def test_a_run_that_goes_on_until_it_is_stopped_has_no_time_left(
 ) -> None:
     caplog.set_level(logging.INFO)
     with serve(tmp_path, rounds=0) as server, atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-        for round in worker:
-            round.submit(round.state_dict())
-            if round.number == 3:
+        for fl_round in worker:
+            fl_round.submit(fl_round.state_dict())
+            if fl_round.number == 3:
                 break
         status = server.status()
     assert status.left_s is None
@@ -99,7 +101,7 @@ def test_a_run_that_goes_on_until_it_is_stopped_has_no_time_left(
 @pytest.mark.covers("X4")
 def test_the_server_tells_waiting_sites_the_time_left(tmp_path: Path) -> None:
     with serve(tmp_path, rounds=5, num_workers=2) as server:
-        a, b = (atoll.Client(server.url, site=site, folder=tmp_path / "w").register() for site in "ab")
+        a, b = (atoll.functional.Client(server.url, site=site, folder=tmp_path / "w").register() for site in "ab")
         for client in (a, b, a):
             assert client.next_round() is not None
             client.submit(client.pull())
@@ -126,8 +128,8 @@ def test_no_time_is_named_while_a_run_waits_for_a_site(tmp_path: Path) -> None:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as a:
             with atoll.join(server.url, site="b", folder=tmp_path / "w") as b:
                 for worker in (a, b):
-                    round = next(iter(worker))
-                    round.submit(round.state_dict())
+                    fl_round = next(iter(worker))
+                    fl_round.submit(fl_round.state_dict())
                 wait_until(lambda: server.status().version == 1, "the first round")
                 assert server.status().left_s is not None
             wait_until(lambda: [each.state for each in server.status().workers] == ["alive", "left"], "b's leaving")

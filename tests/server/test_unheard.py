@@ -105,7 +105,7 @@ def test_a_site_that_is_silent_since_the_restart_is_shown_with_the_version_it_ha
         return worker.version, worker.staleness
 
     with atoll.Server(nn.Linear(4, 3), **options) as server:
-        client = atoll.Client(server.url, site="a", folder=tmp_path / "w")
+        client = atoll.functional.Client(server.url, site="a", folder=tmp_path / "w")
         for number in (1, 2):
             assert client.next_round() == number
             client.submit(client.pull())

@@ -97,7 +97,7 @@ def main(
     trained = shard(model, sharded)
     dist.barrier()  # a rank that is refused ends, and with rank 0 the store by which others make their groups
     if otherwise == "publish":
-        atoll.publish(model)
+        atoll.objects.publish(model)
     elif otherwise == "join":
         with atoll.join(site=site, folder=out / "workers") as worker:
             next(iter(worker)).load_into(model)

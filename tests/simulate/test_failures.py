@@ -26,8 +26,9 @@ FOUR = ("--workers", "4", "--processes", "1")
 TWO = ("--workers", "4", "--processes", "2")
 
 RAISES = CLIENT.replace(
-    "        round.load_into(model)\n",
-    "        round.load_into(model)\n        if {where}:\n            raise ValueError('no data at ' + worker.site)\n",
+    "        fl_round.load_into(model)\n",
+    "        fl_round.load_into(model)\n"
+    "        if {where}:\n            raise ValueError('no data at ' + worker.site)\n",
 )
 
 
@@ -104,7 +105,7 @@ def test_an_update_that_is_not_finite_is_refused_and_the_round_goes_on(nursery: 
         if worker.site == "site-0003" and round.number == 1:
             model[0].weight.data[0, 0] = float("nan")
 """
-    client = CLIENT.replace("        round.submit(", nan + "        round.submit(")
+    client = CLIENT.replace("        fl_round.submit(", nan + "        fl_round.submit(")
     said = simulate(nursery, write(tmp_path, client, min_workers=1), *FOUR, "--json")
     assert "site-0003: update refused: 0.weight holds NaN or Inf" in said
     assert "; 1 update refused: site-0003; " in said
@@ -121,7 +122,7 @@ def test_retries_a_site_that_the_round_cannot_close_without(nursery: Nursery, tm
             mark.touch()
             model[0].weight.data[0, 0] = float("nan")
 """
-    client = CLIENT.replace("        round.submit(", nan + "        round.submit(")
+    client = CLIENT.replace("        fl_round.submit(", nan + "        fl_round.submit(")
     said = simulate(nursery, write(tmp_path, client), *FOUR)
     assert "site-0003: update refused" in said
     assert workers_of(tmp_path / "atoll-simulation") == [list("0123")] * 3
@@ -141,7 +142,7 @@ def test_a_control_that_the_disk_has_damaged_ends_its_virtual_workers_part(
 ) -> None:
     """At zero it would train that site away from the rest, and nobody would know."""
     simulate_here(monkeypatch)
-    submit = next(line for line in CLIENT.splitlines(keepends=True) if "round.submit(" in line)
+    submit = next(line for line in CLIENT.splitlines(keepends=True) if "fl_round.submit(" in line)
     given = {"state_dir": tmp_path / "state", "model": f"{tmp_path / 'client.py'}:build"}
     run_file = write(tmp_path, CLIENT.replace(submit, submit + DAMAGES), algorithm="scaffold", rounds=4, min_workers=1)
     settings = atoll.Settings.read(run_file, given)
@@ -227,7 +228,7 @@ FORKS = """\
 
 @pytest.mark.slow
 def test_a_client_that_forks_and_returns_twice_answers_once(nursery: Nursery, tmp_path: Path) -> None:
-    submit = next(line for line in CLIENT.splitlines(keepends=True) if "round.submit(" in line)
+    submit = next(line for line in CLIENT.splitlines(keepends=True) if "fl_round.submit(" in line)
     said = simulate(nursery, write(tmp_path, CLIENT.replace(submit, FORKS + submit)), *FOUR, "--json")
     assert told(said)["failed"] == {}
     assert workers_of(tmp_path / "atoll-simulation") == [list("0123")] * 3
@@ -246,7 +247,7 @@ KILLS = """\
 def killed(times: int) -> str:
     """A client whose process is killed in round 2, so often."""
     text = KILLS.replace("{times}", str(times))
-    return CLIENT.replace("        round.submit(", text + "        round.submit(")
+    return CLIENT.replace("        fl_round.submit(", text + "        fl_round.submit(")
 
 
 @pytest.mark.covers("V2")
@@ -276,7 +277,7 @@ WAITS = """\
             (marks / "here").touch()
             time.sleep(0.01)
 """
-WAITING = CLIENT.replace("        round.submit(", WAITS + "        round.submit(")
+WAITING = CLIENT.replace("        fl_round.submit(", WAITS + "        fl_round.submit(")
 
 
 @pytest.mark.covers("V3")
@@ -310,7 +311,7 @@ def test_a_deadline_closes_the_round_and_the_late_update_does_not_count(nursery:
         if round.number == 2:
             (marks / "go").touch()
 """
-    client = CLIENT.replace("        round.submit(", late + "        round.submit(")
+    client = CLIENT.replace("        fl_round.submit(", late + "        fl_round.submit(")
     run_file = write(tmp_path, client, quorum=3, round_deadline_s=1.0)
     done = told(simulate(nursery, run_file, *TWO, "--json"))  # the other process takes what waits behind it
     assert (done["late"], done["failed"]) == (1, {})
@@ -365,7 +366,7 @@ def test_virtual_workers_that_never_return_do_not_keep_the_processes(
     """As many of them as there are processes: without a third the round cannot close."""
     monkeypatch.setattr(schedule_sites, "LEAST_PATIENCE_S", 1.0)
     sleeps = "        import time\n        if worker.site < 'site-0002':\n            time.sleep(100000)\n"
-    client = CLIENT.replace("        round.submit(", sleeps + "        round.submit(")
+    client = CLIENT.replace("        fl_round.submit(", sleeps + "        fl_round.submit(")
     rules = {"quorum": 3, "min_workers": 3, "round_deadline_s": 0.5, "rounds": 6, "num_workers": 5}
     given = {"state_dir": tmp_path / "state", "model": f"{tmp_path / 'client.py'}:build"}
     settings = atoll.Settings.read(write(tmp_path, client, **rules), given)

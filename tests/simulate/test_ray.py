@@ -23,14 +23,14 @@ from atoll.errors import ConfigError, RunFailed
 FOUR = ("--workers", "4", "--processes", "2", "--engine", "ray")
 
 KILLED = CLIENT.replace(
-    "        round.submit(",
+    "        fl_round.submit(",
     """\
         import os, pathlib, signal
         mark = pathlib.Path(__file__).parent / "killed"
         if worker.site == "site-0001" and round.number == 2 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        round.submit(""",
+        fl_round.submit(""",
 )
 
 

@@ -50,12 +50,12 @@ def build() -> nn.Module:
 
 def train(worker) -> None:
     model, number = build(), int(worker.site[-4:])
-    for round in worker:
-        round.load_into(model)
+    for fl_round in worker:
+        fl_round.load_into(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(number + 1.0)
-        round.submit(model, weight=1.0, metrics={"number": number, "threads": torch.get_num_threads()})
+        fl_round.submit(model, weight=1.0, metrics={"number": number, "threads": torch.get_num_threads()})
 
 
 def remember(worker) -> None:
@@ -380,7 +380,7 @@ def test_it_goes_on_with_fewer_virtual_workers_or_with_more(tmp_path: Path, clie
 
 def test_a_run_of_real_workers_is_left_alone(tmp_path: Path, client: str) -> None:
     server = atoll.Server(start(), algorithm="fedavg", rounds=2, port=0, state_dir=tmp_path / "state").start()
-    with atoll.Client(server.url, site="clinic-a", folder=tmp_path / "workers") as worker:
+    with atoll.functional.Client(server.url, site="clinic-a", folder=tmp_path / "workers") as worker:
         worker.register()
     server.stop()
     with pytest.raises(ConfigError, match="has real workers, such as clinic-a"):
@@ -392,13 +392,13 @@ def test_a_script_in_the_functional_form_runs_for_one_after_the_other(tmp_path: 
     (tmp_path / "script.py").write_text(
         "import sys\nimport torch\nimport atoll\n"
         "model = torch.nn.Linear(3, 2)\n"
-        "atoll.init()\n"
-        "while atoll.is_running():\n"
-        "    atoll.receive(into=model)\n"
+        "atoll.functional.init()\n"
+        "while atoll.functional.is_running():\n"
+        "    atoll.functional.receive(into=model)\n"
         "    if sys.argv[1:] == ['raise']:\n"
         "        raise ValueError('in the middle of a round')\n"
         "    model.weight.data += 1.0\n"
-        "    atoll.send(model)\n"
+        "    atoll.functional.send(model)\n"
     )
     done = run(tmp_path, str(tmp_path / "script.py"))
     assert moved(done) == pytest.approx(2.0, abs=1e-5)

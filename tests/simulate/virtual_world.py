@@ -29,17 +29,17 @@ def build() -> nn.Module:
 def train(worker) -> None:
     torch.set_num_threads(1)
     model = build()
-    for round in worker:
-        round.load_into(model)
+    for fl_round in worker:
+        fl_round.load_into(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        draws = torch.Generator().manual_seed(zlib.crc32(f"{worker.site} {round.number}".encode()))
-        with round.correct(model, optimizer):
+        draws = torch.Generator().manual_seed(zlib.crc32(f"{worker.site} {fl_round.number}".encode()))
+        with fl_round.correct(model, optimizer):
             for _ in range(3):
                 loss = (model(torch.randn(8, 6, generator=draws)) - 1).square().mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-        round.submit(model, weight=10.0 + int(worker.site[-1]), metrics={"loss": loss.item()})
+        fl_round.submit(model, weight=10.0 + int(worker.site[-1]), metrics={"loss": loss.item()})
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def write(folder: Path, client: str = CLIENT, **settings: Any) -> Path:
     """A run file and its client; returns the run file."""
     if settings.get("algorithm") != "scaffold":
         client = client.replace("def build()", BY_HAND + "def build()").replace("torch.optim.SGD", "ByHand")
-        client = client.replace("        with round.correct(model, optimizer):\n", "        if True:\n")
+        client = client.replace("        with fl_round.correct(model, optimizer):\n", "        if True:\n")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "client.py").write_text(client)
     told = {"model": "client:build", "client": "client.py:train", "algorithm": "fedavg", "rounds": 3} | settings

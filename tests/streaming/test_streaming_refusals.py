@@ -57,7 +57,10 @@ def test_refuses_at_the_join_a_worker_that_streams_otherwise(tmp_path: Path) -> 
             diloco(sync_every=6)()
         with pytest.raises(ConfigError, match=r"streams .*, and this worker takes whole rounds"):
             atoll.join(server.url, site="a", folder=tmp_path / "w")
-        with pytest.raises(ConfigError, match="takes whole rounds"), atoll.Client(server.url, site="a") as client:
+        with (
+            pytest.raises(ConfigError, match="takes whole rounds"),
+            atoll.functional.Client(server.url, site="a") as client,
+        ):
             client.next_round()
 
 

@@ -25,21 +25,21 @@ def say(what: str, number: int = 0, **more: object) -> None:
 model = build()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 with atoll.join() as worker:
-    for round_ in worker:
-        round_.load_into(model)
-        say("trains", round_.number)
-        while held_round == str(round_.number) and not Path(held_until).exists():
+    for fl_round in worker:
+        fl_round.load_into(model)
+        say("trains", fl_round.number)
+        while held_round == str(fl_round.number) and not Path(held_until).exists():
             time.sleep(0.01)
-        correction = round_.correct(model, optimizer)
+        correction = fl_round.correct(model, optimizer)
         for step in range(2):
-            gradients_(model, site, 10 * round_.number + step)
+            gradients_(model, site, 10 * fl_round.number + step)
             optimizer.step()
-        if nan_in == str(round_.number):
+        if nan_in == str(fl_round.number):
             with torch.no_grad():
                 model.decoder.bias[3] = float("nan")
-        round_.submit(model, weight=SITES.get(site, 1.0), metrics={"loss": 1.0 / round_.number})
-        say("submitted", round_.number)
-        if round_.number == leave_after:
+        fl_round.submit(model, weight=SITES.get(site, 1.0), metrics={"loss": 1.0 / fl_round.number})
+        say("submitted", fl_round.number)
+        if fl_round.number == leave_after:
             break
     worker.load_into(model)
     state = hashlib.sha256(b"".join(each.numpy().tobytes() for each in model.state_dict().values()))

@@ -63,13 +63,15 @@ class Sites(Threads):
         model, steps = build(), STEPS.get(site, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         with atoll.join(self._url, site=site, folder=self._folder / "workers") as worker:
-            for round_ in worker:
-                round_.load_into(model)
-                round_.correct(model, optimizer)
+            for fl_round in worker:
+                fl_round.load_into(model)
+                fl_round.correct(model, optimizer)
                 for step in range(steps):
-                    gradients_(model, site, 10 * round_.number + step)
+                    gradients_(model, site, 10 * fl_round.number + step)
                     optimizer.step()
-                round_.submit(model, weight=SITES.get(site, 1.0), metrics={"loss": 1.0 / round_.number}, steps=steps)
+                fl_round.submit(
+                    model, weight=SITES.get(site, 1.0), metrics={"loss": 1.0 / fl_round.number}, steps=steps
+                )
             self.models[site] = worker.load_into(model)
             self.moved[site] = worker.bytes_up, worker.bytes_down
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import atoll
-from atoll.payloads import Stream, register
+from atoll.objects import Stream, register
 
 
 class Zeros:

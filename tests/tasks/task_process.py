@@ -30,12 +30,12 @@ with atoll.tasks(sys.argv[1], sys.argv[2]) as worker:
     @worker.task("submit_model")
     def submit_model(payload: Any) -> Any:
         """A reference to what only this process has: ones."""
-        return {"ref": atoll.publish({"w": torch.ones(payload["elements"])})}
+        return {"ref": atoll.objects.publish({"w": torch.ones(payload["elements"])})}
 
     @worker.task("train_from")
     def train_from(payload: Any) -> Any:
         """What came, what is behind it, and what the server has on disk meanwhile."""
-        w = atoll.fetch(payload["ref"])["w"]
+        w = atoll.objects.fetch(payload["ref"])["w"]
         objects = [path.name for path in Path("state/objects").glob("*")]
         return {**payload, "kind": type(payload["ref"]).__name__, "sum": float(w.sum()), "objects": objects}
 

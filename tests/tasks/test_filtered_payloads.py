@@ -27,7 +27,7 @@ from atoll.config import Settings
 from atoll.errors import UsageError
 from atoll.filters import About, Cast, Drop, Filter, NormClip, Outgoing
 from atoll.filters.base import filtered
-from atoll.payloads import Stream, register
+from atoll.objects import Stream, register
 from atoll.posix import read_at
 from atoll.server.tasks.task_filters import TaskFilters
 from atoll.server.tasks.task_queue import Answer, read_contents

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.payloads import Stream, register
+from atoll.objects import Stream, register
 from atoll.registry import load_attribute
 from atoll.testing.payloads import PayloadTypeContract
 

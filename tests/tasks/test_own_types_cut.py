@@ -21,7 +21,7 @@ from harness.processes import wait_until
 import atoll
 from atoll.blobs import object_file
 from atoll.blobs.manifest import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
-from atoll.payloads import LazyTensor, Stream, register
+from atoll.objects import LazyTensor, Stream, register
 from atoll.tensors.payload import pack
 from atoll.transport.object_server import written
 
@@ -90,9 +90,9 @@ def test_a_stream_is_cut_as_a_torch_tensor_is(
     draft.close()
     monkeypatch.setenv("ATOLL_TENSOR_DOWNLOAD_CHUNK_SIZE", str(sizes.tensor))
     monkeypatch.setenv("ATOLL_NP_DOWNLOAD_CHUNK_SIZE", str(sizes.np))
-    ref = atoll.publish(tree())
-    assert same(atoll.fetch(ref))
-    assert same(atoll.fetch(ref, to_disk=True) | {"a": ARRAY, "t": torch.arange(3)})
+    ref = atoll.objects.publish(tree())
+    assert same(atoll.objects.fetch(ref))
+    assert same(atoll.objects.fetch(ref, to_disk=True) | {"a": ARRAY, "t": torch.arange(3)})
 
 
 @pytest.mark.covers("P13", "T13")
@@ -172,7 +172,7 @@ def test_code_of_a_type_finds_the_collector_as_it_was(
     if not enabled:
         gc.disable()
     try:
-        assert same(atoll.fetch(atoll.publish(tree())))
+        assert same(atoll.objects.fetch(atoll.objects.publish(tree())))
         assert gc.isenabled() is enabled
     finally:
         gc.enable()

@@ -13,7 +13,7 @@ from harness.processes import Nursery
 
 import atoll
 from atoll.errors import BadRequest, UsageError
-from atoll.payloads import LazyTensor, Stream, register
+from atoll.objects import LazyTensor, Stream, register
 from atoll.registry import load_attribute
 from atoll.tensors.payload import pack, unpack
 from atoll.testing.payloads import MORE_BYTES, peak_growth
@@ -92,7 +92,7 @@ def test_a_type_that_the_other_side_does_not_know_is_named_with_the_remedy(nurse
     play(nursery, tmp_path, main)
     assert "payload['x'][0] is of the type 'tests.server_only', which is not registered in this process" in came["site"]
     assert "registered here: examples.file, examples.quantised, tests." in came["site"]
-    assert "Call atoll.payloads.register(…, 'tests.server_only', …) here, too" in came["site"]
+    assert "Call atoll.objects.register(…, 'tests.server_only', …) here, too" in came["site"]
     assert came["server"].startswith("payload['it'] is of the type 'tests.site_only', which is not registered in this")
     assert came["after"] == 1
 
@@ -120,11 +120,11 @@ def test_a_stream_that_fails_is_the_answer_of_its_site_and_the_sender_s_own_erro
 @pytest.mark.covers("T13", "P1")
 def test_they_travel_behind_references_in_bounded_memory(tmp_path: Path) -> None:
     file, arrived = file_of(tmp_path, FORTY_MIB), []
-    with atoll.Publisher() as publisher:
+    with atoll.objects.Publisher() as publisher:
         refs: list[Any] = []
         assert peak_growth(lambda: refs.append(publisher.publish({"file": file, "w": torch.ones(3)}))) < MORE_BYTES
-        assert peak_growth(lambda: arrived.append(atoll.fetch(refs[0]))) < MORE_BYTES
-        lazy = atoll.fetch(refs[0], to_disk=True)
+        assert peak_growth(lambda: arrived.append(atoll.objects.fetch(refs[0]))) < MORE_BYTES
+        lazy = atoll.objects.fetch(refs[0], to_disk=True)
     assert arrived[0]["file"].path.read_bytes() == file.path.read_bytes()
     assert torch.equal(arrived[0]["w"], torch.ones(3))
     assert lazy["file"].path.read_bytes() == file.path.read_bytes()

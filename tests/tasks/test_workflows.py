@@ -286,7 +286,7 @@ def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
     over = threading.Event()
     with serve(tmp_path / "one", lambda _: over.wait(30) or None) as server:
         with (
-            atoll.Client(server.url, "a", folder=tmp_path) as client,
+            atoll.functional.Client(server.url, "a", folder=tmp_path) as client,
             pytest.raises(ConfigError, match=r"atoll\.tasks"),
         ):
             client.next_round()
@@ -367,14 +367,14 @@ def test_a_site_cannot_end_the_payload_that_others_still_need(tmp_path: Path) ->
         place = ("127.0.0.1", server.port, False)
         ref = TensorRef(*place, key.object, key.secret, key.digest, key.expires_at)
         with pytest.raises(AuthError, match="is the server's own"):
-            atoll.withdraw(ref)
+            atoll.objects.withdraw(ref)
         with pytest.raises(AuthError, match="is the server's own"):
             http.send(answer, tm.TaskAnswer(body=tm.Body(object=key)))
         with pytest.raises(BadRequest, match="a payload or an error"):
             http.send(answer, tm.TaskAnswer())
         with pytest.raises(BadRequest, match="no JSON"):
             http.send(answer, tm.TaskAnswer(body=tm.Body(plain="{")))
-        assert torch.equal(atoll.fetch(ref)["w"], torch.ones(2))
+        assert torch.equal(atoll.objects.fetch(ref)["w"], torch.ones(2))
         for _ in range(2):  # the acknowledgement was lost: the same is taken once
             http.send(answer, tm.TaskAnswer(error="no"))
         with pytest.raises(Conflict, match="has answered"):

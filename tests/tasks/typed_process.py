@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import atoll
-from atoll.payloads import Stream, register
+from atoll.objects import Stream, register
 from atoll.registry import load_attribute
 
 File = load_attribute(f"{Path(__file__).parents[2] / 'examples' / 'own_types.py'}:File")

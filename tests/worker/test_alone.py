@@ -29,10 +29,10 @@ def test_join_gives_one_round_and_says_that_nothing_was_sent(
     before = model.weight.clone()
     numbers = []
     with atoll.join() as worker:
-        for round in worker:
-            round.load_into(model)
-            numbers.append(round.number)
-            round.submit(model, weight=3, metrics={"loss": 0.5})
+        for fl_round in worker:
+            fl_round.load_into(model)
+            numbers.append(fl_round.number)
+            fl_round.submit(model, weight=3, metrics={"loss": 0.5})
         worker.load_into(model)
     assert numbers == [1]
     assert torch.equal(model.weight, before)

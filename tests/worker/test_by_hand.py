@@ -37,41 +37,41 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., atoll.Server]]:
         server.stop()
 
 
-def plainly(round_: Any, target: float) -> One:
+def plainly(fl_round: Any, target: float) -> One:
     """SCAFFOLD's worker without any helper: only what the round gives, and the paper's two lines."""
-    model = round_.load_into(One())
-    c, own = round_.global_controls()["w"], round_.own_controls()["w"]
+    model = fl_round.load_into(One())
+    c, own = fl_round.global_controls()["w"], fl_round.own_controls()["w"]
     x = model.w.detach().clone()
     with torch.no_grad():
         for _ in range(STEPS):
             model.w -= ETA * ((model.w - target) - own + c)
     plus = own - c + (x - model.w.detach()) / (STEPS * ETA)
-    round_.submit(model, control_difference={"w": plus - own, "frozen": torch.zeros(2)}, steps=STEPS)
+    fl_round.submit(model, control_difference={"w": plus - own, "frozen": torch.zeros(2)}, steps=STEPS)
     return model
 
 
-def with_the_helper(round_: Any, target: float) -> One:
-    model = round_.load_into(One())
-    scaffold = atoll.Scaffold(model, round_.global_controls(), round_.own_controls())
+def with_the_helper(fl_round: Any, target: float) -> One:
+    model = fl_round.load_into(One())
+    scaffold = atoll.Scaffold(model, fl_round.global_controls(), fl_round.own_controls())
     optimizer = torch.optim.SGD([model.w], lr=ETA)
     with scaffold.correct(optimizer):
         train(model, optimizer, target)
     difference = scaffold.finish()
     assert scaffold.steps == STEPS
     assert difference["frozen"].tolist() == [0.0, 0.0]
-    assert torch.equal(scaffold.own_controls["w"], round_.own_controls()["w"] + difference["w"])
+    assert torch.equal(scaffold.own_controls["w"], fl_round.own_controls()["w"] + difference["w"])
     assert torch.equal(scaffold.finish()["w"], difference["w"])
-    assert torch.equal(scaffold.own_controls["w"], round_.own_controls()["w"] + difference["w"])  # asked once more
-    round_.submit(model, control_difference=difference, steps=scaffold.steps)
+    assert torch.equal(scaffold.own_controls["w"], fl_round.own_controls()["w"] + difference["w"])  # asked once more
+    fl_round.submit(model, control_difference=difference, steps=scaffold.steps)
     return model
 
 
-def with_the_round(round_: Any, target: float) -> One:
-    model = round_.load_into(One())
+def with_the_round(fl_round: Any, target: float) -> One:
+    model = fl_round.load_into(One())
     optimizer = torch.optim.SGD([model.w], lr=ETA)
-    with round_.correct(model, optimizer):
+    with fl_round.correct(model, optimizer):
         train(model, optimizer, target)
-    round_.submit(model)
+    fl_round.submit(model)
     return model
 
 
@@ -106,12 +106,12 @@ def test_the_update_carries_the_step_count_and_the_scripts_own_wins(serve: Any, 
         assert worker._session.outbox.note.steps == STEPS
         with_the_round(next(rounds), 1.0)
         assert worker._session.outbox.note.steps == STEPS
-        round_ = next(rounds)
-        model = round_.load_into(One())
+        fl_round = next(rounds)
+        model = fl_round.load_into(One())
         optimizer = torch.optim.SGD([model.w], lr=ETA)
-        with round_.correct(model, optimizer):
+        with fl_round.correct(model, optimizer):
             train(model, optimizer, 1.0)
-        round_.submit(model, steps=70)
+        fl_round.submit(model, steps=70)
         assert worker._session.outbox.note.steps == 70
 
 
@@ -138,12 +138,12 @@ def test_a_malformed_difference_is_refused_by_name_and_the_round_goes_on(
 ) -> None:
     server = serve(rounds=1)
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
-        round_ = next(iter(worker))
-        model = round_.load_into(One())
+        fl_round = next(iter(worker))
+        model = fl_round.load_into(One())
         with pytest.raises(UsageError, match=words):
-            round_.submit(model, control_difference=given, steps=1)
-        round_.submit(model, control_difference={name: value.numpy() for name, value in GOOD.items()}, steps=1)
-        assert round_.done
+            fl_round.submit(model, control_difference=given, steps=1)
+        fl_round.submit(model, control_difference={name: value.numpy() for name, value in GOOD.items()}, steps=1)
+        assert fl_round.done
     assert server.wait(30)
     assert server.status().refused == 0
 
@@ -152,25 +152,25 @@ def test_a_malformed_difference_is_refused_by_name_and_the_round_goes_on(
 def test_a_difference_without_steps_or_beside_correct_is_refused(serve: Any, tmp_path: Path) -> None:
     server = serve(rounds=1)
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
-        round_ = next(iter(worker))
-        model = round_.load_into(One())
+        fl_round = next(iter(worker))
+        model = fl_round.load_into(One())
         with pytest.raises(UsageError, match="steps=0"):
-            round_.submit(model, control_difference=GOOD)
-        round_.correct(model, torch.optim.SGD([model.w], lr=ETA))
+            fl_round.submit(model, control_difference=GOOD)
+        fl_round.correct(model, torch.optim.SGD([model.w], lr=ETA))
         with pytest.raises(UsageError, match="measured one already"):
-            round_.submit(model, control_difference=GOOD, steps=1)
+            fl_round.submit(model, control_difference=GOOD, steps=1)
 
 
 def test_a_run_without_controls_has_none_and_refuses_a_difference(serve: Any, tmp_path: Path) -> None:
     server = serve(algorithm="fedavg")
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
-        round_ = next(iter(worker))
-        model = round_.load_into(One())
-        assert round_.global_controls() == round_.own_controls() == {}
+        fl_round = next(iter(worker))
+        model = fl_round.load_into(One())
+        assert fl_round.global_controls() == fl_round.own_controls() == {}
         with pytest.raises(UsageError, match="the run has no controls"):
-            round_.submit(model, control_difference=GOOD, steps=1)
+            fl_round.submit(model, control_difference=GOOD, steps=1)
         with pytest.raises(UsageError, match="global_controls lacks 'w'"):
-            atoll.Scaffold(model, round_.global_controls(), round_.own_controls())
+            atoll.Scaffold(model, fl_round.global_controls(), fl_round.own_controls())
 
 
 def test_the_controls_given_out_are_copies(serve: Any, tmp_path: Path) -> None:
@@ -178,27 +178,27 @@ def test_the_controls_given_out_are_copies(serve: Any, tmp_path: Path) -> None:
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
         loop = iter(worker)
         with_the_round(next(loop), 1.0)
-        round_ = next(loop)
-        round_.load_into(One())
-        first = round_.global_controls()["w"], round_.own_controls()["w"]
+        fl_round = next(loop)
+        fl_round.load_into(One())
+        first = fl_round.global_controls()["w"], fl_round.own_controls()["w"]
         # Δc = (0 − y)/(K·η) with y = 1 − 0.9³ = 0.271; N = 1, so c = c_i = −0.271/0.3
         assert [value.item() for value in first] == [pytest.approx(-0.271 / 0.3)] * 2
         for value in first:
             value.fill_(7.0)
-        assert round_.global_controls()["w"].item() == pytest.approx(-0.271 / 0.3)
-        assert round_.own_controls()["w"].item() == pytest.approx(-0.271 / 0.3)
+        assert fl_round.global_controls()["w"].item() == pytest.approx(-0.271 / 0.3)
+        assert fl_round.own_controls()["w"].item() == pytest.approx(-0.271 / 0.3)
 
 
 def test_alone_a_loop_written_for_scaffold_trains_plainly() -> None:
     """Rate 0.1 towards 1, three steps: w = 1 − 0.9³."""
     with atoll.join() as worker:
-        for round_ in worker:
-            assert with_the_helper(round_, 1.0).w.item() == pytest.approx(1 - 0.9**3)
+        for fl_round in worker:
+            assert with_the_helper(fl_round, 1.0).w.item() == pytest.approx(1 - 0.9**3)
 
 
 def test_a_client_can_do_it_all(serve: Any, tmp_path: Path) -> None:
     server = serve(rounds=2)
-    with atoll.Client(server.url, site="a", folder=tmp_path / "a") as client:
+    with atoll.functional.Client(server.url, site="a", folder=tmp_path / "a") as client:
         assert client.next_round() == 1
         model = One()
         client.pull(model)

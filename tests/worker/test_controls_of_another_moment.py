@@ -27,7 +27,7 @@ class Run:
 
     def part(self, url: str, site: str, until: int) -> None:
         """Rounds up to this one; each Δc_i depends on site and round."""
-        with atoll.Client(url, site=site, folder=self.workers) as client:
+        with atoll.functional.Client(url, site=site, folder=self.workers) as client:
             while (number := client.next_round()) is not None:
                 model = client.pull()
                 self.seen[site, number] = client.global_controls()["w"], client.own_controls()["w"]
@@ -144,7 +144,7 @@ def test_a_server_restored_to_before_the_last_round_finds_the_control_before_it(
     with served(run.folder) as server:
         run.both(server, 3)
         for site in SITES if knows else ():
-            with atoll.Client(server.url, site=site, folder=run.workers) as client:
+            with atoll.functional.Client(server.url, site=site, folder=run.workers) as client:
                 assert client.next_round() == 4
     shutil.rmtree(run.folder / "state")
     copy_folder(run.folder / "backup", run.folder / "state")
@@ -173,7 +173,7 @@ def test_a_server_restored_to_its_begin_begins_with_controls_of_zero(run: Run) -
 def test_an_update_that_is_in_and_not_counted_yet_is_asked_for_too(run: Run, server: atoll.Server) -> None:
     """The copy has the control of the last update that counts, and nothing of the one that is going to."""
     run.both(server, 2)
-    with atoll.Client(server.url, site="a", folder=run.workers) as client:
+    with atoll.functional.Client(server.url, site="a", folder=run.workers) as client:
         assert client.next_round() == 3  # settles what was pending
     copy_folder(run.workers / "a", run.folder / "older")
     run.part(server.url, "a", 3)  # b's is still awaited
@@ -189,7 +189,7 @@ def test_an_update_that_is_in_and_not_counted_yet_is_asked_for_too(run: Run, ser
 def test_an_outbox_of_another_site_is_not_sent(run: Run) -> None:
     """a's folder is a copy of b's: b's update must not count once more as a's."""
     with serve(run.folder, {"w": torch.zeros(1)}, rounds=2, outer_lr=1.0, outer_momentum=0.0) as server:
-        known = {site: atoll.Client(server.url, site=site, folder=run.workers).register() for site in SITES}
+        known = {site: atoll.functional.Client(server.url, site=site, folder=run.workers).register() for site in SITES}
         for client in known.values():
             assert client.next_round() == 1
             client.pull()
@@ -197,7 +197,7 @@ def test_an_outbox_of_another_site_is_not_sent(run: Run) -> None:
         known["a"].close()
         shutil.rmtree(run.workers / "a")
         copy_folder(run.workers / "b", run.workers / "a")
-        with atoll.Client(server.url, site="a", folder=run.workers) as again:
+        with atoll.functional.Client(server.url, site="a", folder=run.workers) as again:
             assert again.next_round() == 1  # it is not served from b's outbox
             again.pull()
             again.submit({"w": torch.tensor([4.0])})
@@ -214,11 +214,11 @@ def with_error_feedback(folder: Path, change: Callable[[Path], None]) -> str:
     def part(site: str, until: int) -> None:
         model = build_model()
         with atoll.join(server.url, site=site, folder=folder / "workers") as worker:
-            for round_ in worker:
-                round_.load_into(model)
-                train_(model, site, round_.number)
-                round_.submit(model, weight=SITES[site])
-                if round_.number == until:
+            for fl_round in worker:
+                fl_round.load_into(model)
+                train_(model, site, fl_round.number)
+                fl_round.submit(model, weight=SITES[site])
+                if fl_round.number == until:
                     return
 
     with serve(folder, **settings) as server:

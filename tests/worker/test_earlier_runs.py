@@ -25,8 +25,8 @@ def one_run(folder: Path, name: str) -> Path:
     with atoll.Server(nn.Linear(8, 4), **options) as server:
         with atoll.join(server.url, site="a", folder=folder / "w") as worker:
             mine: Path = worker._session.folder
-            for round in worker:
-                round.submit(round.load_into(nn.Linear(8, 4)), weight=1)
+            for fl_round in worker:
+                fl_round.submit(fl_round.load_into(nn.Linear(8, 4)), weight=1)
     return mine
 
 

@@ -30,23 +30,23 @@ def serving(folder: Path, codec: str = "int8", **options: Any) -> atoll.Server:
     return atoll.Server(start, state_dir=folder / "state", codec=codec, **(settings | options))
 
 
-def client(server: atoll.Server, folder: Path) -> atoll.Client:
-    return atoll.Client(server.url, site="a", folder=folder / "w").register()
+def client(server: atoll.Server, folder: Path) -> atoll.functional.Client:
+    return atoll.functional.Client(server.url, site="a", folder=folder / "w").register()
 
 
-def residual(client: atoll.Client) -> list[float]:
+def residual(client: atoll.functional.Client) -> list[float]:
     session = client._session
     assert session is not None
     assert session.residuals is not None
     return session.residuals.read("w", 0, 2).tolist()
 
 
-def trained(client: atoll.Client, change: list[float]) -> dict[str, Tensor]:
+def trained(client: atoll.functional.Client, change: list[float]) -> dict[str, Tensor]:
     """The model that a site has behind a round in which it moved by `change` along −g."""
     return {"w": client.pull()["w"] - torch.tensor(change)}
 
 
-def goes_on_with_what_was_left(site: atoll.Client) -> None:
+def goes_on_with_what_was_left(site: atoll.functional.Client) -> None:
     """The second of two rounds that move by (127, 0.4): what the first has left is there, and makes 0.8 of it, so 1."""
     assert residual(site) == [0.0, pytest.approx(0.4)]
     site.submit(trained(site, [127.0, 0.4]))

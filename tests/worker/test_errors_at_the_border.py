@@ -42,8 +42,8 @@ def other_model(server: atoll.Server, folder: Path) -> None:
 
 def other_model_in_a_round(server: atoll.Server, folder: Path) -> None:
     with atoll.join(server.url, site="a", folder=folder) as worker:
-        for round in worker:
-            round.load_into(nn.Linear(8, 5))
+        for fl_round in worker:
+            fl_round.load_into(nn.Linear(8, 5))
 
 
 def twice_the_same_site(server: atoll.Server, folder: Path) -> None:
@@ -60,7 +60,7 @@ def no_update(server: atoll.Server, folder: Path) -> None:
 CASES: list[tuple[Callable[[atoll.Server, Path], object], type[AtollError]]] = [
     (lambda _, folder: atoll.join(NOBODY, site="a", folder=folder), ServerLost),
     (lambda _, folder: atoll.join("box:8512", site="a", folder=folder), UsageError),
-    (lambda _, folder: atoll.Client(NOBODY, site="a", folder=folder).status(), ServerUnreachable),
+    (lambda _, folder: atoll.functional.Client(NOBODY, site="a", folder=folder).status(), ServerUnreachable),
     (other_model, SchemaMismatch),
     (other_model_in_a_round, SchemaMismatch),
     (twice_the_same_site, StateLocked),
@@ -133,7 +133,7 @@ def test_a_hook_that_was_there_before_is_still_called_and_other_errors_are_left_
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
     for _ in range(2):  # installed once, or it would call itself
         with pytest.raises(ServerUnreachable):
-            atoll.Client(NOBODY, site="a").status()
+            atoll.functional.Client(NOBODY, site="a").status()
     other, ours = ValueError(), StateLocked("Locked.")
     sys.excepthook(ValueError, other, None)
     with pytest.raises(SystemExit) as ended:
@@ -146,5 +146,5 @@ def test_in_an_interactive_session_an_error_ends_nothing(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     before = sys.excepthook
     with pytest.raises(ServerUnreachable):
-        atoll.Client(NOBODY, site="a").status()
+        atoll.functional.Client(NOBODY, site="a").status()
     assert sys.excepthook is before

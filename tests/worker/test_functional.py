@@ -1,4 +1,4 @@
-"""`atoll.init`, `is_running`, `receive`, `send`: the loop over rounds as functions."""
+"""`atoll.functional.init`, `is_running`, `receive`, `send`: the loop over rounds as functions."""
 
 from __future__ import annotations
 
@@ -57,17 +57,19 @@ def test_the_loop_runs_every_round_with_settings_from_the_environment(
     monkeypatch.setenv("ATOLL_SERVER", server.url)
     monkeypatch.setenv("ATOLL_SITE", "clinic-a")
     monkeypatch.setenv("ATOLL_DIR", str(tmp_path / "files"))
-    atoll.init()
+    atoll.functional.init()
     seen = []
-    while atoll.is_running():
-        assert atoll.is_running()  # asking does not take a round
-        received = atoll.receive()
+    while atoll.functional.is_running():
+        assert atoll.functional.is_running()  # asking does not take a round
+        received = atoll.functional.receive()
         assert received is not None
-        assert atoll.receive() is received
+        assert atoll.functional.receive() is received
         seen.append((received.number, received.params["weight"][0, 0].item()))
-        atoll.send({name: value + 1 for name, value in received.params.items()}, weight=3, metrics={"loss": 0.5})
+        atoll.functional.send(
+            {name: value + 1 for name, value in received.params.items()}, weight=3, metrics={"loss": 0.5}
+        )
     assert seen == [(1, 1.0), (2, 2.0)]
-    assert atoll.receive() is None
+    assert atoll.functional.receive() is None
     assert server.wait(30)
     status = server.status()
     assert [(row.workers, row.weights, row.metrics) for row in status.history] == [
@@ -93,14 +95,14 @@ def no_collector() -> Iterator[None]:
 def test_what_was_sent_and_received_is_forgotten_at_once_unless_told(
     server: atoll.Server, tmp_path: Path, clear_cache: bool
 ) -> None:
-    atoll.init(server.url, "a", folder=tmp_path / "a")
-    received = atoll.receive()
+    atoll.functional.init(server.url, "a", folder=tmp_path / "a")
+    received = atoll.functional.receive()
     assert received is not None
     model = ones()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     received.correct(model, optimizer)
     pulled, sent = weakref.ref(received.params["weight"]), weakref.ref(model.weight)
-    atoll.send(model, clear_cache=clear_cache)
+    atoll.functional.send(model, clear_cache=clear_cache)
     del model, optimizer
     assert (pulled() is None) == clear_cache
     assert (sent() is None) == clear_cache
@@ -120,9 +122,9 @@ def test_memory_of_what_was_sent_is_free_at_once(
     sent: dict[str, Any] = {"weight": tensor, "bias": array}
     submit: Callable[..., None]
     if call == "send":
-        atoll.init(server.url, "a", folder=tmp_path / "a", filters=filters)
-        atoll.receive(into=ones())
-        submit = atoll.send
+        atoll.functional.init(server.url, "a", folder=tmp_path / "a", filters=filters)
+        atoll.functional.receive(into=ones())
+        submit = atoll.functional.send
     else:
         worker = atoll.join(server.url, "a", folder=tmp_path / "a", filters=filters)
         request.addfinalizer(worker.leave)
@@ -140,38 +142,38 @@ def test_memory_of_what_was_sent_is_free_at_once(
 def test_what_is_sent_passes_the_sites_filters(server: atoll.Server, tmp_path: Path) -> None:
     """The weights stay as they were, the biases become 6."""
     model = ones()
-    atoll.init(server.url, "a", folder=tmp_path / "w", filters=[Drop("weight")])
-    atoll.receive(into=model)
+    atoll.functional.init(server.url, "a", folder=tmp_path / "w", filters=[Drop("weight")])
+    atoll.functional.receive(into=model)
     with torch.no_grad():
         model.weight += 5
         model.bias += 5
-    atoll.send(model)
-    atoll.receive(into=model)
+    atoll.functional.send(model)
+    atoll.functional.receive(into=model)
     assert (model.weight.unique().tolist(), model.bias.unique().tolist()) == ([1.0], [6.0])
 
 
 @pytest.mark.covers("P15")
 def test_an_error_keeps_the_round_so_that_it_can_be_sent_again(server: atoll.Server, tmp_path: Path) -> None:
-    atoll.init(server.url, "a", folder=tmp_path / "a")
-    received = atoll.receive()
+    atoll.functional.init(server.url, "a", folder=tmp_path / "a")
+    received = atoll.functional.receive()
     assert received is not None
     with pytest.raises(UsageError, match="'weight' is a str"):
-        atoll.send({**received.params, "weight": "ones"})
-    atoll.send(received.params)
-    assert atoll.is_running()
-    with pytest.raises(UsageError, match=r"atoll\.receive\(\) first"):
-        atoll.send(ones())
+        atoll.functional.send({**received.params, "weight": "ones"})
+    atoll.functional.send(received.params)
+    assert atoll.functional.is_running()
+    with pytest.raises(UsageError, match=r"atoll\.functional\.receive\(\) first"):
+        atoll.functional.send(ones())
 
 
 def test_numpy_goes_through_and_a_model_is_filled_in_place(server: atoll.Server, tmp_path: Path) -> None:
-    atoll.init(server.url, "a", folder=tmp_path / "a")
-    received = atoll.receive(framework="numpy")
+    atoll.functional.init(server.url, "a", folder=tmp_path / "a")
+    received = atoll.functional.receive(framework="numpy")
     assert received is not None
     assert {type(value) for value in received.params.values()} == {np.ndarray}
-    atoll.send({name: value * 3 for name, value in received.params.items()})
+    atoll.functional.send({name: value * 3 for name, value in received.params.items()})
     model = nn.Linear(3, 2)
     address = model.weight.data_ptr()
-    again = atoll.receive(into=model)
+    again = atoll.functional.receive(into=model)
     assert again is not None
     assert again.params == {}
     assert model.weight.data_ptr() == address
@@ -179,28 +181,28 @@ def test_numpy_goes_through_and_a_model_is_filled_in_place(server: atoll.Server,
 
 
 def test_calls_out_of_order_say_what_to_call(server: atoll.Server, tmp_path: Path) -> None:
-    for call in (atoll.is_running, atoll.receive, lambda: atoll.send(ones())):
-        with pytest.raises(UsageError, match=r"atoll\.init\(\) first"):
+    for call in (atoll.functional.is_running, atoll.functional.receive, lambda: atoll.functional.send(ones())):
+        with pytest.raises(UsageError, match=r"atoll\.functional\.init\(\) first"):
             call()
-    atoll.init(server.url, "a", folder=tmp_path / "a")
+    atoll.functional.init(server.url, "a", folder=tmp_path / "a")
     with pytest.raises(UsageError, match="twice"):
-        atoll.init(server.url, "a", folder=tmp_path / "a")
+        atoll.functional.init(server.url, "a", folder=tmp_path / "a")
     with pytest.raises(UsageError, match="'jax'"):
-        atoll.receive(framework="jax")  # type: ignore[arg-type]
+        atoll.functional.receive(framework="jax")  # type: ignore[arg-type]
 
 
 @pytest.mark.covers("P15")
 def test_without_a_server_there_is_one_round() -> None:
-    atoll.init()
+    atoll.functional.init()
     model, rounds = ones(), 0
-    while atoll.is_running():
-        received = atoll.receive(into=model)
+    while atoll.functional.is_running():
+        received = atoll.functional.receive(into=model)
         assert received is not None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with received.correct(model, optimizer):
             model(torch.ones(1, 3)).sum().backward()
             optimizer.step()
-        atoll.send(model, metrics={"loss": 1.0})
+        atoll.functional.send(model, metrics={"loss": 1.0})
         rounds += 1
     assert rounds == 1
     # the gradient of a weight is its input, 1
@@ -208,19 +210,19 @@ def test_without_a_server_there_is_one_round() -> None:
 
 
 def test_alone_there_are_no_tensors_to_give() -> None:
-    atoll.init()
+    atoll.functional.init()
     with pytest.raises(UsageError, match="no global model without a server"):
-        atoll.receive()
+        atoll.functional.receive()
 
 
 SCRIPT = """
 import atoll
 
-atoll.init()
-while atoll.is_running():
-    received = atoll.receive(framework="numpy")
+atoll.functional.init()
+while atoll.functional.is_running():
+    received = atoll.functional.receive(framework="numpy")
     print("round", received.number, flush=True)
-    atoll.send({name: value + 1 for name, value in received.params.items()})
+    atoll.functional.send({name: value + 1 for name, value in received.params.items()})
     LAST
 """
 
@@ -247,7 +249,7 @@ def test_a_script_runs_under_atoll_worker(server: atoll.Server, tmp_path: Path) 
     assert done.stdout.split() == ["round", "1", "round", "2"]
     assert server.wait(30)
     final = atoll.Server.load_state(server.exports / "model.safetensors", port=0, state_dir=tmp_path / "next")
-    with final, atoll.Client(final.url, site="x", folder=tmp_path / "x") as client:
+    with final, atoll.functional.Client(final.url, site="x", folder=tmp_path / "x") as client:
         client.next_round()
         assert client.pull()["weight"].unique().tolist() == [3.0]
 

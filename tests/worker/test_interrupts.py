@@ -28,8 +28,8 @@ with atoll.join(sys.argv[1], site="a", folder="w") as worker:
 
 FUNCTIONS = """
 import sys, atoll
-atoll.init(sys.argv[1], site="a", folder="w")
-while atoll.is_running():
+atoll.functional.init(sys.argv[1], site="a", folder="w")
+while atoll.functional.is_running():
     pass
 """
 

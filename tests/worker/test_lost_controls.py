@@ -28,7 +28,7 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 
 def take_part(server: atoll.Server, folder: Path, rounds: int = 1, site: str = "a") -> list[float]:
     """So many rounds with Δc = (1, 2) each; returns c_i as the last of them begins."""
-    with atoll.Client(server.url, site=site, folder=folder) as client:
+    with atoll.functional.Client(server.url, site=site, folder=folder) as client:
         for _ in range(rounds):
             assert client.next_round() is not None
             model = client.pull()
@@ -148,7 +148,7 @@ def test_a_site_that_comes_late_begins_at_zero(server: atoll.Server, tmp_path: P
 
 @pytest.mark.covers("S2")
 def test_a_site_without_counted_updates_may_come_from_anywhere(server: atoll.Server, tmp_path: Path) -> None:
-    with atoll.Client(server.url, site="a", folder=tmp_path / "w") as client:
+    with atoll.functional.Client(server.url, site="a", folder=tmp_path / "w") as client:
         client.next_round()
         client.pull()
     assert take_part(server, tmp_path / "other") == [0.0, 0.0]
@@ -159,7 +159,7 @@ def test_an_update_that_is_accepted_and_not_yet_counted_counts(tmp_path: Path) -
     """Two are awaited: a's update lies there, accepted, when a loses its files."""
     options = {"algorithm": "scaffold", "num_workers": 2, "rounds": 9, "min_free_bytes": 0, "port": 0}
     with atoll.Server({"w": torch.zeros(2)}, state_dir=tmp_path / "state", **options) as server:
-        with atoll.Client(server.url, site="b", folder=tmp_path / "w").register():
+        with atoll.functional.Client(server.url, site="b", folder=tmp_path / "w").register():
             take_part(server, tmp_path / "w")
             shutil.rmtree(tmp_path / "w" / "a")
             with pytest.raises(ConfigError, match="1 update of a is"):

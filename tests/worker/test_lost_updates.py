@@ -66,7 +66,7 @@ def rounds_of(
     with atoll.Server(
         start, state_dir=folder / "state", codec=codec, min_free_bytes=0, **settings, **options
     ) as server:
-        site = atoll.Client(server.url, site="a", folder=folder / "w").register()
+        site = atoll.functional.Client(server.url, site="a", folder=folder / "w").register()
         for change in changes:
             site.next_round()
             model = site.pull()
@@ -193,9 +193,9 @@ def test_what_filters_have_made_nothing_of_is_said_to_be_theirs(
     settings: dict[str, Any] = {"algorithm": "fedavg", "num_workers": 1, "rounds": 1, "port": 0, "min_free_bytes": 0}
     with atoll.Server({"w": torch.zeros(3)}, state_dir=tmp_path / "state", **settings) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w", filters=[Silence()]) as worker:
-            for round_ in worker:
-                model = round_.state_dict()
-                round_.submit({"w": model["w"] - 1})
+            for fl_round in worker:
+                model = fl_round.state_dict()
+                fl_round.submit({"w": model["w"] - 1})
     assert "the pseudo-gradient is all zero behind this site's filters. Does" in caplog.text
 
 

@@ -27,10 +27,10 @@ def by_join(**options: bool) -> None:
 
 
 def by_functions(**options: bool) -> None:
-    atoll.init(**options)
-    while atoll.is_running():
-        atoll.receive(into=nn.Linear(2, 2))
-        atoll.send(nn.Linear(2, 2))
+    atoll.functional.init(**options)
+    while atoll.functional.is_running():
+        atoll.functional.receive(into=nn.Linear(2, 2))
+        atoll.functional.send(nn.Linear(2, 2))
 
 
 def by_diloco(**options: bool) -> None:
@@ -40,7 +40,7 @@ def by_diloco(**options: bool) -> None:
 
 
 def by_client() -> None:
-    with atoll.Client("http://127.0.0.1:9", site="a"):
+    with atoll.functional.Client("http://127.0.0.1:9", site="a"):
         pass
 
 
@@ -90,10 +90,10 @@ def test_a_lightning_trainer_that_requires_a_server_does_not_train_alone(monkeyp
     lightning = pytest.importorskip("lightning.pytorch")
     trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
     with pytest.raises(ConfigError):
-        atoll.lightning.patch(trainer, require_server=True)
+        atoll.integrations.lightning.patch(trainer, require_server=True)
     monkeypatch.setenv("ATOLL_SERVR", "http://127.0.0.1:9")
     with pytest.raises(ConfigError):
-        atoll.lightning.patch(trainer)
+        atoll.integrations.lightning.patch(trainer)
 
 
 @pytest.mark.covers("X3")

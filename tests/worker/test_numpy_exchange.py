@@ -123,7 +123,7 @@ def test_another_dtype_or_shape_is_refused_with_both_named(server: atoll.Server,
 
 
 def test_a_client_pulls_and_submits_arrays(server: atoll.Server, tmp_path: Path) -> None:
-    with atoll.Client(server.url, site="a", folder=tmp_path / "a") as client:
+    with atoll.functional.Client(server.url, site="a", folder=tmp_path / "a") as client:
         client.next_round()
         state = client.pull(framework="numpy")
         state["wide"] += 1

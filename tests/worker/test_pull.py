@@ -104,15 +104,15 @@ def test_a_part_that_is_as_it_was_comes_into_a_model_that_has_not_got_it(
     options = {"algorithm": "fedavg", "rounds": 2, "part_bytes": 2**16, "min_free_bytes": 0}
     with atoll.Server(HalfFrozen(1.0), port=0, state_dir=tmp_path / "state", **options) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for round in worker:
-                cut[0] = round.number == 2
-                model = round.load_into(HalfFrozen(-7.0))  # a new one in each round
+            for fl_round in worker:
+                cut[0] = fl_round.number == 2
+                model = fl_round.load_into(HalfFrozen(-7.0))  # a new one in each round
                 assert not cut[0]
                 assert model.frozen.unique().tolist() == [1.0]
-                assert model.trained.unique().tolist() == [float(round.number)]
+                assert model.trained.unique().tolist() == [float(fl_round.number)]
                 with torch.no_grad():
                     model.trained += 1
-                round.submit(model)
+                fl_round.submit(model)
 
 
 @pytest.mark.covers("F3")

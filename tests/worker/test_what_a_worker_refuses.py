@@ -22,10 +22,10 @@ def test_a_weight_that_cannot_count_is_refused_before_anything_is_formed(tmp_pat
     """Guards against `positive` that lets it pass."""
     with atoll.Server(nn.Linear(2, 1), port=0, algorithm="fedavg", state_dir=tmp_path / "s") as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            round_ = next(iter(worker))
-            model = round_.load_into(nn.Linear(2, 1))
+            fl_round = next(iter(worker))
+            model = fl_round.load_into(nn.Linear(2, 1))
             with pytest.raises(UsageError, match="The weight is"):
-                round_.submit(model, weight=weight)
+                fl_round.submit(model, weight=weight)
             assert worker._session.outbox.note is None
 
 
@@ -36,8 +36,8 @@ def test_metrics_that_are_not_finite_are_left_out_with_a_warning(
     """Guards against `finite_metrics` that passes them on: the server refused the update for its loss being NaN."""
     with atoll.Server(nn.Linear(2, 1), port=0, algorithm="fedavg", rounds=1, state_dir=tmp_path / "s") as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for round_ in worker:
-                round_.submit(round_.load_into(nn.Linear(2, 1)), metrics={"loss": math.nan, "accuracy": 0.5})
+            for fl_round in worker:
+                fl_round.submit(fl_round.load_into(nn.Linear(2, 1)), metrics={"loss": math.nan, "accuracy": 0.5})
         assert server.status().history[0].metrics == {"accuracy": 0.5}
     assert "the metric 'loss' is nan; it is left out" in caplog.text
 
@@ -101,12 +101,12 @@ def test_numbers_that_no_update_has_are_named_and_the_round_can_be_submitted_aft
 ) -> None:
     with atoll.Server(nn.Linear(2, 1), port=0, algorithm="fedavg", rounds=1, state_dir=tmp_path / "s") as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            round_ = next(iter(worker))
-            model = round_.load_into(nn.Linear(2, 1))
+            fl_round = next(iter(worker))
+            model = fl_round.load_into(nn.Linear(2, 1))
             with pytest.raises(UsageError, match=words):
-                round_.submit(model, **told)
+                fl_round.submit(model, **told)
             most = {64 * "m": 10**400} | {str(number): 0.5 for number in range(63)}
-            round_.submit(model, steps=2**62 - 1, metrics=most)
+            fl_round.submit(model, steps=2**62 - 1, metrics=most)
         assert server.wait(30)
         assert len(server.status().history[0].metrics) == 63
 

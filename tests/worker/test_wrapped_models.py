@@ -130,11 +130,11 @@ def test_names_of_tensors_are_those_of_the_model_that_is_not_compiled(tmp_path: 
     names = set(build_model().state_dict())
     compiled = build_with_compiled_blocks()
     with serve(tmp_path) as server:
-        assert set(atoll.fetch(atoll.publish(compiled, server=server.url))) == names
-        plain = atoll.fetch(atoll.publish(build_model(), server=server.url), into=compiled)
+        assert set(atoll.objects.fetch(atoll.objects.publish(compiled, server=server.url))) == names
+        plain = atoll.objects.fetch(atoll.objects.publish(build_model(), server=server.url), into=compiled)
         assert plain is compiled
-        with atoll.Client(server.url, "a", folder=tmp_path / "workers") as client:
-            other = atoll.Client(server.url, "b", folder=tmp_path / "workers").register()
+        with atoll.functional.Client(server.url, "a", folder=tmp_path / "workers") as client:
+            other = atoll.functional.Client(server.url, "b", folder=tmp_path / "workers").register()
             assert client.next_round() == 1
             assert set(client.pull(compiled)) == names
             other.close()

@@ -40,13 +40,13 @@ with atoll.join(server, site) as worker:
     if "by hand" not in words and "bare" not in words:
         worker.task("count")(count)
         worker.task("hold")(hold)
-    for round_ in worker:
-        round_.load_into(net)
+    for fl_round in worker:
+        fl_round.load_into(net)
         with torch.no_grad():
             net.weight += 1
-        round_.submit(net)
-        rounds.append(round_.number)
-        print(f"submitted {round_.number}", flush=True)
+        fl_round.submit(net)
+        rounds.append(fl_round.number)
+        print(f"submitted {fl_round.number}", flush=True)
     if "by hand" in words:
         for task in worker.tasks():
             task.answer(count(task.payload))

@@ -20,7 +20,7 @@ from atoll.errors import RunFailed, UsageError
 def test_training_in_which_nothing_moves_fails_after_its_limit(tmp_path: Path) -> None:
     workflows = [{"kind": "train", "progress_timeout_s": 1}]
     server = atoll.Server({"w": torch.ones(2)}, workflows=workflows, rounds=1, port=0, state_dir=tmp_path / "state")
-    with server, atoll.Client(server.url, "a", folder=tmp_path) as client:
+    with server, atoll.functional.Client(server.url, "a", folder=tmp_path) as client:
         assert client.next_round() == 1  # and then it submits nothing
         with pytest.raises(RunFailed, match="The workflow train made no progress for 1 s"):
             server.run()
@@ -37,7 +37,7 @@ def test_time_in_which_sites_are_awaited_is_none_in_which_training_stands_still(
     server = atoll.Server({"w": torch.ones(2)}, workflows=workflows, **settings)  # type: ignore[arg-type]
 
     def train(site: str) -> None:
-        with atoll.Client(server.url, site, folder=tmp_path) as client:
+        with atoll.functional.Client(server.url, site, folder=tmp_path) as client:
             while client.next_round() is not None:
                 client.submit(client.pull())
 

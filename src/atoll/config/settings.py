@@ -253,8 +253,8 @@ class Settings(BaseModel):
 
     tensor_download_chunk_size: ChunkBytes = Field(
         CHUNK_BYTES,
-        description="Bytes of a part of what tasks, their answers and `atoll.publish` stream of torch tensors: 65536 "
-        "to 16777216, a multiple of 64; 0: torch tensors travel inline, in one go.",
+        description="Bytes of a part of what tasks, their answers and `atoll.objects.publish` stream of torch tensors: "
+        "65536 to 16777216, a multiple of 64; 0: torch tensors travel inline, in one go.",
     )
     np_download_chunk_size: ChunkBytes = Field(
         CHUNK_BYTES, description="The same for NumPy arrays; 0: NumPy arrays travel inline, whatever torch tensors do."

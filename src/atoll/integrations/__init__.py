@@ -1,1 +1,15 @@
-"""Atoll inside other people's training loops; one file a framework, none of which is imported by anything else."""
+"""Atoll inside other trainers: `lightning`, `transformers` and `peft`, each imported when it is first used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["lightning", "peft", "transformers"]
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in __all__:
+        return import_module(f"atoll.integrations.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

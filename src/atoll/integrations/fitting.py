@@ -231,7 +231,7 @@ def samples_of(batch: Any) -> int:
     if count is None:
         raise UsageError(
             f"How many samples a batch of {type(batch).__name__} has is not known.",
-            "Give the weight: atoll.lightning.patch(trainer, weight=number_of_samples).",
+            "Give the weight: atoll.integrations.lightning.patch(trainer, weight=number_of_samples).",
         )
     return count
 

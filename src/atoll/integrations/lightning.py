@@ -1,8 +1,8 @@
 """Lightning: each `trainer.fit` is a round of a federated run, or DiLoCo around the optimizer, as the server chose.
 
     trainer = Trainer(max_epochs=1)
-    atoll.lightning.patch(trainer)                      # ATOLL_SERVER, ATOLL_SITE; alone without a server
-    while atoll.lightning.is_running(trainer):
+    atoll.integrations.lightning.patch(trainer)                      # ATOLL_SERVER, ATOLL_SITE; alone without a server
+    while atoll.integrations.lightning.is_running(trainer):
         trainer.fit(module, datamodule)
 
 The same with a Trainer of `lightning.pytorch` and of `pytorch_lightning`; neither is imported before it is needed.
@@ -90,7 +90,9 @@ def _callback_of(trainer: Any) -> AtollCallback:
 
     found = [callback for callback in trainer.callbacks if isinstance(callback, AtollCallback)]
     if not found:
-        raise UsageError("The Trainer has 0 callbacks of Atoll.", "Call atoll.lightning.patch(trainer) first, once.")
+        raise UsageError(
+            "The Trainer has 0 callbacks of Atoll.", "Call atoll.integrations.lightning.patch(trainer) first, once."
+        )
     fitting.require_alone(found)
     return found[0]
 
@@ -129,7 +131,7 @@ def evaluates(trainer: Any, module: Any, dataloaders: Any = None, *, datamodule:
 
 
 def rounds(trainer: Any) -> Iterator[int]:
-    """1, 2, … while the run goes on: `for round in atoll.lightning.rounds(trainer): trainer.fit(module)`."""
+    """Count 1, 2, … while the run goes on: `for number in lightning.rounds(trainer): trainer.fit(module)`."""
     number = 0
     while is_running(trainer):
         number += 1

@@ -100,7 +100,7 @@ class AtollCallback(Callback):
 
     @border
     def is_running(self, trainer: Any) -> bool:
-        """As `atoll.lightning.is_running`."""
+        """As `atoll.integrations.lightning.is_running`."""
         ranks = self._ranks(trainer)
         if trainer.world_size > 1 and not ranks.together:
             return not self._finished  # the ranks meet in the first fit, and learn there what rank 0 learns

@@ -2,7 +2,7 @@
 
     model = get_peft_model(base, LoraConfig(...))
     travels = adapter(model)                   # the run's model: the server's, and every worker's
-    round.load_into(travels)                   # in place: model has it too
+    fl_round.load_into(travels)                   # in place: model has it too
 
 The base model lies with every site and never travels; all sites must have the same.
 """

@@ -340,5 +340,5 @@ class VirtualWorker(Worker):
         if not round_.done:
             raise UsageError(
                 f"Round {round_.number} ended without an update from {self.site}.",
-                "Call round.submit(model) once in every round.",
+                "Call fl_round.submit(model) once in every round.",
             )

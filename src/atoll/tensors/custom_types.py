@@ -214,7 +214,7 @@ def kind_named(name: str, where: str) -> Kind:
         known = ", ".join(sorted(_BY_NAME)) or "none"
         raise BadRequest(
             f"{where} is of the type {name!r}, which is not registered in this process; registered here: {known}.",
-            f"Call atoll.payloads.register(…, {name!r}, …) here, too, before the payload is read.",
+            f"Call atoll.objects.register(…, {name!r}, …) here, too, before the payload is read.",
         )
     return kind
 

@@ -151,7 +151,7 @@ class _Packer:
         raise UsageError(
             f"{path} is a {_name(value)}, which cannot travel.",
             "A payload holds dicts, lists, tuples, tensors, arrays, references, numbers, strings, bytes, None, and "
-            "types known to atoll.payloads.register.",
+            "types known to atoll.objects.register.",
         )
 
     def _within(self, value: Any, path: str, write: Callable[[Any, str], Plain]) -> Plain:

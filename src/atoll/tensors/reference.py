@@ -25,7 +25,7 @@ _TEXT = re.compile(
 @bordered
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A handle from which an object can be pulled: `atoll.fetch(ref)`. Travels inside payloads, and as text in JSON.
+    """Where to pull an object from, with `atoll.objects.fetch(ref)`. It travels inside payloads, and as text in JSON.
 
     Attributes:
         host, port: who serves the object; an IPv6 address without brackets.
@@ -46,7 +46,9 @@ class TensorRef:
 
     def __post_init__(self) -> None:
         if not _TEXT.fullmatch(str(self)) or self.port > 65535:
-            raise UsageError("A TensorRef was made of parts that no reference has.", "Take one from atoll.publish.")
+            raise UsageError(
+                "A TensorRef was made of parts that no reference has.", "Take one from atoll.objects.publish."
+            )
 
     @classmethod
     def parse(cls, text: str) -> TensorRef:
@@ -59,7 +61,7 @@ class TensorRef:
         if match is None:
             raise UsageError(
                 "The text is no reference to tensors.",
-                "Pass on str(ref) of what atoll.publish gave: atoll-ref://HOST:PORT/OBJECT?expires=…#SECRET.DIGEST.",
+                "Pass on str(ref) of what atoll.objects.publish gave: atoll-ref://HOST:PORT/OBJECT?expires=…#SECRET.DIGEST.",
             )
         return cls(
             match["host"].strip("[]"),

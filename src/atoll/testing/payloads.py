@@ -1,4 +1,4 @@
-"""The contract suite of types that `atoll.payloads.register` knows. A pair's own test is:
+"""The contract suite of types that `atoll.objects.register` knows. A pair's own test is:
 
 class TestFile(PayloadTypeContract):
     in_memory = False

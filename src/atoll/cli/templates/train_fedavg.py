@@ -49,16 +49,17 @@ def main() -> None:
     with atoll.join() as worker:  # the address comes from ATOLL_SERVER; without one, this trains alone
         images, labels = load_data(worker.site)
         train_images, train_labels, test_images, test_labels = images[:400], labels[:400], images[400:], labels[400:]
-        for round in worker:
-            round.load_into(model)
+        for fl_round in worker:
+            fl_round.load_into(model)
             before = accuracy(model, test_images, test_labels)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-            with round.correct(model, optimizer):  # FedProx and SCAFFOLD need it; for FedAvg it changes nothing
+            with fl_round.correct(model, optimizer):  # FedProx and SCAFFOLD need it; for FedAvg it changes nothing
                 loss = train(model, optimizer, train_images, train_labels)
             print(
-                f"round {round.number}: accuracy {before:.3f} with the global model, local loss {loss:.3f}", flush=True
+                f"round {fl_round.number}: accuracy {before:.3f} with the global model, local loss {loss:.3f}",
+                flush=True,
             )
-            round.submit(model, weight=len(train_images), metrics={"accuracy": before, "loss": loss})
+            fl_round.submit(model, weight=len(train_images), metrics={"accuracy": before, "loss": loss})
 
 
 if __name__ == "__main__":

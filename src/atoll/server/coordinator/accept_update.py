@@ -19,7 +19,7 @@ LOG = logging.getLogger("atoll.server")
 REFUSALS = 5
 """In a row, after which a site is sent away: it would train and be refused for ever."""
 LOOK = "look at the learning rate, the data and the loss at this site."
-STEPS = "report them: submit(model, steps=…), or round.correct(model, optimizer), which counts them."
+STEPS = "report them: submit(model, steps=…), or fl_round.correct(model, optimizer), which counts them."
 
 
 class Judge:

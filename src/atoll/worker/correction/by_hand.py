@@ -1,12 +1,12 @@
 """For loops that somebody writes by hand: the corrections of FedProx and SCAFFOLD as values, and Δc_i given back.
 
-    round.load_into(model)
-    scaffold = atoll.Scaffold(model, round.global_controls(), round.own_controls())
+    fl_round.load_into(model)
+    scaffold = atoll.Scaffold(model, fl_round.global_controls(), fl_round.own_controls())
     with scaffold.correct(optimizer):
         train()
-    round.submit(model, control_difference=scaffold.finish(), steps=scaffold.steps)
+    fl_round.submit(model, control_difference=scaffold.finish(), steps=scaffold.steps)
 
-`round.correct(model, optimizer)` does all of it for whichever algorithm the run has, without a copy of the controls.
+`fl_round.correct(model, optimizer)` does all of it for whichever algorithm the run has, without a copy of the controls.
 """
 
 from __future__ import annotations

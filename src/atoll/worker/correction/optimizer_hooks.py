@@ -1,8 +1,8 @@
 """What a run's algorithm adds to local training: hooks on the user's own optimizer, for one round.
 
-    with round.correct(model, optimizer):
+    with fl_round.correct(model, optimizer):
         train()                               # plain training, whatever the algorithm
-    round.submit(model)
+    fl_round.submit(model)
 
 Of several optimizers FedProx corrects each one's own parameters; SCAFFOLD takes one.
 
@@ -127,7 +127,7 @@ class Correction:
         if not self.steps:
             raise UsageError(
                 f"{self.algorithm} saw no optimizer step in this round.",
-                "Call round.correct(model, optimizer) before training, with the optimizer whose step() trains.",
+                "Call fl_round.correct(model, optimizer) before training, with the optimizer whose step() trains.",
             )
 
     def _begin(

@@ -317,8 +317,8 @@ def form_update(
     if control_difference is None and any(each.spec.group == CONTROL for each in outbox.layout.segments):
         raise UsageError(
             "The run's algorithm keeps controls, and this update has no control_difference.",
-            "Submit it: round.submit(model, control_difference=..., steps=...), in rounds of atoll.join; atoll.DiLoCo "
-            "has no controls.",
+            "Submit it: fl_round.submit(model, control_difference=..., steps=...), in rounds of atoll.join; "
+            "atoll.DiLoCo has no controls.",
         )
     runs = runs or RunTable(outbox.layout, CHUNK_ELEMENTS)
     former = _Former(outbox, base, tensors, codecs, runs, control_difference, filtered, residuals, losses)

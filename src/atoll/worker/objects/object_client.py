@@ -1,4 +1,4 @@
-"""`atoll.publish` and `atoll.fetch`: tensors under a reference, from this process or through the server."""
+"""Publish tensors under a reference, from this process or through the server, and fetch them."""
 
 from __future__ import annotations
 
@@ -134,12 +134,12 @@ def watched(parts: Parts, abort: Abort | None) -> Iterator[None]:
         thread.join()
 
 
-# -- `atoll.publish`: tensors under a reference, from this process or through the server.
+# -- `atoll.objects.publish`: tensors under a reference, from this process or through the server.
 #
-# ref = atoll.publish({"w": w, "step": 7})                  # served by this process, to processes of this machine
-# ref = atoll.publish(model, server="http://host:8512")     # kept by the server, after this process has ended
+# ref = atoll.objects.publish({"w": w, "step": 7})                  # from this process, to others of this machine
+# ref = atoll.objects.publish(model, server="http://host:8512")     # kept by the server, after this process has ended
 #
-# with atoll.Publisher("0.0.0.0", tls_cert=..., tls_key=...) as publisher:
+# with atoll.objects.Publisher("0.0.0.0", tls_cert=..., tls_key=...) as publisher:
 #     ref = publisher.publish(model)                        # served by this process, to everybody who reaches it
 
 
@@ -196,7 +196,7 @@ class Publisher:
 
     @border
     def publish(self, tensors: Any, *, chunk_bytes: int | None = None, expires_s: float = EXPIRES_S) -> TensorRef:
-        """As `atoll.publish`, served by this publisher."""
+        """As `atoll.objects.publish`, served by this publisher."""
         return self.publish_packed(pack_object(tensors), chunk_bytes=chunk_bytes, expires_s=expires_s)
 
     def publish_packed(
@@ -233,7 +233,7 @@ def publish(
     abort: Abort | None = None,
     idle_timeout_s: float | None = None,
 ) -> TensorRef:
-    """Put tensors under a reference, from which `atoll.fetch` gets them in another process.
+    """Put tensors under a reference, from which `atoll.objects.fetch` gets them in another process.
 
     They are written to disk once, in runs of 2 MiB; nothing refers to them when this returns.
 
@@ -377,11 +377,11 @@ def _lasting(expires_s: float) -> float:
     return min(float(expires_s), LONGEST_S)
 
 
-# -- `atoll.fetch`: the tensors behind a reference: into memory, lazily on disk, or in place.
+# -- `atoll.objects.fetch`: the tensors behind a reference: into memory, lazily on disk, or in place.
 #
-#     state = atoll.fetch(ref)                       # as it was published, in new memory
-#     state = atoll.fetch(ref, to_disk=True)         # on disk; a tensor is loaded when it is asked for
-#     atoll.fetch(ref, into=model)                   # in place, without a second copy
+#     state = atoll.objects.fetch(ref)                       # as it was published, in new memory
+#     state = atoll.objects.fetch(ref, to_disk=True)         # on disk; a tensor is loaded when it is asked for
+#     atoll.objects.fetch(ref, into=model)                   # in place, without a second copy
 #
 # The manifest comes first and is held against the reference, then the head with names, dtypes and shapes, which is read
 # strictly; only then is memory taken for tensors. What has come stays when a connection breaks: only the rest is asked
@@ -407,7 +407,7 @@ def fetch(
     """Get what a reference names, from whoever serves it.
 
     Args:
-        ref: of `atoll.publish`, or its text.
+        ref: of `atoll.objects.publish`, or its text.
         idle_timeout_s: a connection that moves no byte for so long is given up; by default `ATOLL_IDLE_TIMEOUT_S`,
             else 60.
         optional: whether None is returned where it is not there (no reference, expired, withdrawn, its process ended).

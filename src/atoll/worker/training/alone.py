@@ -168,7 +168,7 @@ class LocalRound:
         if self._model is None:
             raise UsageError(
                 "There is no global model without a server.",
-                "Fill a model first: round.load_into(model), or atoll.receive(into=model).",
+                "Fill a model first: fl_round.load_into(model), or atoll.functional.receive(into=model).",
             )
         require_framework(framework)
         tensors = {name: tensor.clone() for name, tensor in named_tensors(self._model)[0].items()}

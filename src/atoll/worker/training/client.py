@@ -1,6 +1,6 @@
-"""`atoll.Client`: the protocol by hand, for programs that are neither of the two loops.
+"""`atoll.functional.Client`: the protocol by hand, for programs that are neither of the two loops.
 
-with atoll.Client("http://host:8512", site="clinic-a") as client:
+with atoll.functional.Client("http://host:8512", site="clinic-a") as client:
     ticket = client.next_round()
     state = client.pull()
     client.submit(train(state), weight=120)

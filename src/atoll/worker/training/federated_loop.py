@@ -1,4 +1,4 @@
-"""The federated loop, `with atoll.join(...) as worker: for round in worker: ...`, and one round of it.
+"""The federated loop, `with atoll.join(...) as worker: for fl_round in worker: ...`, and one round of it.
 
 Each round yields the global model; the script trains it and submits what it became. Without a server the same
 script runs alone: one round, plain local training.
@@ -252,7 +252,7 @@ class FederatedRound:
             by_hand = ", or submit the control_difference of a loop written by hand" if own is not None else ""
             raise UsageError(
                 f"Round {self.number} of {info.algorithm} was trained without its correction.",
-                f"Call round.correct(model, optimizer) after round.load_into(model), before training{by_hand}.",
+                f"Call fl_round.correct(model, optimizer) after fl_round.load_into(model), before training{by_hand}.",
             )
         if own is None:
             raise UsageError(
@@ -261,13 +261,13 @@ class FederatedRound:
             )
         if self._correction is not None and self._correction.measures_controls:
             raise UsageError(
-                f"Round {self.number} got a control_difference, and round.correct has measured one already.",
+                f"Round {self.number} got a control_difference, and fl_round.correct has measured one already.",
                 "Use one of the two.",
             )
         if self._session.filters:
             raise UsageError(
                 f"The control_difference of round {self.number} would leave this site without passing its filters.",
-                "Use round.correct(model, optimizer), which forms it from what they leave; or join without filters.",
+                "Use fl_round.correct(model, optimizer), which forms it from what they leave; or join without filters.",
             )
         if steps < 1:
             raise UsageError(
@@ -290,7 +290,7 @@ class FederatedRound:
         if not self._session.base.holds(self._session.info.run, self._ticket.base_digest):
             raise UsageError(
                 f"Round {self.number} has no base: the global model was not pulled.",
-                "Call round.load_into(model) before training.",
+                "Call fl_round.load_into(model) before training.",
             )
 
 
@@ -413,7 +413,7 @@ class Worker(Answers):
             if not round_.done:
                 raise UsageError(
                     f"Round {round_.number} ended without an update from {self.site}.",
-                    "Call round.submit(model) once in every round; leave the `with` block to stop taking part.",
+                    "Call fl_round.submit(model) once in every round; leave the `with` block to stop taking part.",
                 )
 
     def _tell(self, previous: messages.Outcome | None) -> None:

@@ -1,10 +1,10 @@
 """The loop over rounds as functions, for scripts that cannot be turned into one:
 
-    atoll.init()
-    while atoll.is_running():
-        atoll.receive(into=model)
+    atoll.functional.init()
+    while atoll.functional.is_running():
+        atoll.functional.receive(into=model)
         train(model)
-        atoll.send(model)
+        atoll.functional.send(model)
 
 One run at a time in a process; settings come from ATOLL_SERVER, ATOLL_SITE and ATOLL_DIR, as `atoll worker` sets them.
 """
@@ -48,15 +48,15 @@ class Received:
 
     @border
     def correct(self, model: nn.Module, optimizer: Given) -> Correction:
-        """Have the run's algorithm correct local training, as `round.correct` does."""
+        """Have the run's algorithm correct local training, as `fl_round.correct` does."""
         return self._round.correct(model, optimizer)
 
     def global_controls(self) -> dict[str, Any]:
-        """SCAFFOLD's c, as `round.global_controls`."""
+        """SCAFFOLD's c, as `fl_round.global_controls`."""
         return self._round.global_controls()
 
     def own_controls(self) -> dict[str, Any]:
-        """SCAFFOLD's c_i, as `round.own_controls`."""
+        """SCAFFOLD's c_i, as `fl_round.own_controls`."""
         return self._round.own_controls()
 
 
@@ -106,7 +106,7 @@ def init(
     """
     global _part
     if _part is not None and not _part.over:
-        raise UsageError("atoll.init() was called twice.", "Call it once, before the loop.")
+        raise UsageError("atoll.functional.init() was called twice.", "Call it once, before the loop.")
     worker = join(server, site, folder=folder, labels=labels, filters=filters, require_server=require_server)
     _part = _Part(worker)
     atexit.register(_leave_at_exit, _part)
@@ -155,7 +155,7 @@ def send(
     control_difference: Arrays | None = None,
     clear_cache: bool = True,
 ) -> None:
-    """Submit what the model has become; the arguments are those of `round.submit`. This ends the round.
+    """Submit what the model has become; the arguments are those of `fl_round.submit`. This ends the round.
 
     Args:
         clear_cache: forget what was received and sent, so that its memory is free while others are awaited; `params` of
@@ -163,11 +163,11 @@ def send(
 
     Raises:
         UsageError: `init` was not called, or nothing was received since the last `send`.
-        SchemaMismatch, UsageError: as `round.submit`.
+        SchemaMismatch, UsageError: as `fl_round.submit`.
     """
     part = _current()
     if part.round is None or part.received is None:
-        raise UsageError("There is no round to send to.", "Call atoll.receive() first, once in every round.")
+        raise UsageError("There is no round to send to.", "Call atoll.functional.receive() first, once in every round.")
     part.round.submit(model, weight=weight, metrics=metrics, steps=steps, control_difference=control_difference)
     if clear_cache:
         part.received.params = {}
@@ -185,7 +185,7 @@ def forget() -> None:
 
 def _current() -> _Part:
     if _part is None:
-        raise UsageError("Atoll was not initialised.", "Call atoll.init() first.")
+        raise UsageError("Atoll was not initialised.", "Call atoll.functional.init() first.")
     return _part
 
 

@@ -37,13 +37,15 @@ def main() -> None:
     model = build()
     with atoll.join() as worker:  # the address comes from ATOLL_SERVER; without one, this trains one round, alone
         train_data, test_data = load(worker.site)
-        for round in worker:
-            round.load_into(model)
+        for fl_round in worker:
+            fl_round.load_into(model)
             before = accuracy(model, test_data)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
             loss = train(model, optimizer, train_data)
-            print(f"round {round.number}: accuracy {before:.3f} of the global model, local loss {loss:.3f}", flush=True)
-            round.submit(model, weight=len(train_data[0]), metrics={"accuracy": before, "loss": loss})
+            print(
+                f"round {fl_round.number}: accuracy {before:.3f} of the global model, local loss {loss:.3f}", flush=True
+            )
+            fl_round.submit(model, weight=len(train_data[0]), metrics={"accuracy": before, "loss": loss})
 
 
 if __name__ == "__main__":

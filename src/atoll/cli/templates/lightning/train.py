@@ -6,7 +6,7 @@ from data import load
 from lightning.pytorch import Trainer
 from model import build
 
-import atoll.lightning
+import atoll.integrations.lightning
 
 
 def main() -> None:
@@ -20,9 +20,11 @@ def main() -> None:
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    atoll.lightning.patch(trainer)  # the address comes from ATOLL_SERVER; without one, this trains one round, alone
+    atoll.integrations.lightning.patch(
+        trainer
+    )  # the address comes from ATOLL_SERVER; without one, this trains one round, alone
     module = build()
-    for number in atoll.lightning.rounds(trainer):
+    for number in atoll.integrations.lightning.rounds(trainer):
         measured = trainer.validate(module, validation_data, verbose=False)  # the global model: global_accuracy
         print(f"round {number}: accuracy {measured[0]['accuracy']:.3f} of the global model", flush=True)
         trainer.fit(module, train_data, validation_data)

@@ -1,4 +1,4 @@
-"""What a site runs. `round.correct` has SCAFFOLD correct each step by where the other sites go; that is all of it.
+"""What a site runs. `fl_round.correct` has SCAFFOLD correct each step by where the other sites go; that is all of it.
 
 The site keeps a control of its own between rounds, in `.atoll` (or ATOLL_DIR): give it the same folder each time.
 """
@@ -41,14 +41,16 @@ def main() -> None:
     model = build()
     with atoll.join() as worker:  # the address comes from ATOLL_SERVER; without one, this trains one round, alone
         train_data, test_data = load(worker.site), held_out()
-        for round in worker:
-            round.load_into(model)
+        for fl_round in worker:
+            fl_round.load_into(model)
             before = accuracy(model, test_data)
             optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-            with round.correct(model, optimizer):
+            with fl_round.correct(model, optimizer):
                 loss = train(model, optimizer, train_data)
-            print(f"round {round.number}: accuracy {before:.3f} of the global model, local loss {loss:.3f}", flush=True)
-            round.submit(model, weight=len(train_data[0]), metrics={"accuracy": before, "loss": loss})
+            print(
+                f"round {fl_round.number}: accuracy {before:.3f} of the global model, local loss {loss:.3f}", flush=True
+            )
+            fl_round.submit(model, weight=len(train_data[0]), metrics={"accuracy": before, "loss": loss})
 
 
 if __name__ == "__main__":

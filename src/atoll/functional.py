@@ -1,0 +1,8 @@
+"""`atoll.functional`: the rounds of a run as functions, for scripts that cannot be written as a loop over rounds."""
+
+from __future__ import annotations
+
+from atoll.worker.training.client import Client
+from atoll.worker.training.functional_loop import init, is_running, receive, send
+
+__all__ = ["Client", "init", "is_running", "receive", "send"]

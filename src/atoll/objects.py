@@ -1,0 +1,9 @@
+"""`atoll.objects`: pass trees of tensors between processes by reference, and let your own types travel in them."""
+
+from __future__ import annotations
+
+from atoll.tensors.custom_types import Stream, register
+from atoll.tensors.lazy_tensors import LazyTensor
+from atoll.worker.objects.object_client import Publisher, fetch, publish, withdraw
+
+__all__ = ["LazyTensor", "Publisher", "Stream", "fetch", "publish", "register", "withdraw"]
