@@ -46,5 +46,5 @@ def interruptible() -> Iterator[None]:
 def nursery() -> Iterator[processes.Nursery]:
     """One for all tests of this process: what it starts takes milliseconds instead of seconds of importing."""
     sharded = ("torch.distributed.fsdp", "torch.distributed.tensor")
-    with processes.Nursery((*processes._PRELOAD, *sharded)) as nursery:
+    with processes.Nursery((*processes.PRELOAD, *sharded)) as nursery:
         yield nursery

@@ -16,11 +16,11 @@ import signal
 import threading
 import time
 
-_ENV = "ATOLL_FAILPOINTS"
+VARIABLE = "ATOLL_FAILPOINTS"
 
 
 def _parse(text: str) -> dict[str, tuple[str, frozenset[int]]]:
-    """`name=action[@nth[,nth]]` separated by `;` → {name: (action, times)}."""
+    """Read `name=action[@nth[,nth]]`, separated by `;`, as {name: (action, times)}."""
     actions: dict[str, tuple[str, frozenset[int]]] = {}
     for item in filter(None, text.split(";")):
         name, _, action = item.partition("=")
@@ -29,16 +29,32 @@ def _parse(text: str) -> dict[str, tuple[str, frozenset[int]]]:
     return actions
 
 
-_actions = _parse(os.environ.get(_ENV, ""))
+_text = os.environ.get(VARIABLE, "")
+_actions = _parse(_text)
 _reached: dict[str, int] = {}
 _lock = threading.Lock()
 
 
+def switch_on(text: str) -> str:
+    """Switch these failpoints on in place of the present ones, and count from zero; returns what was on before."""
+    global _text, _actions
+    with _lock:
+        before, _text = _text, text
+        _actions = _parse(text)
+        _reached.clear()
+    return before
+
+
+def times_reached(name: str) -> int:
+    """Return how often the failpoint `name` was reached since it was switched on."""
+    return _reached.get(name, 0)
+
+
 def failpoint(name: str) -> None:
-    """Do what the environment asks for at this place; nothing, unless a test asked.
+    """Do what a test has switched on for this place; else nothing.
 
     Raises:
-        OSError: ENOSPC, EMFILE or EIO, where the environment says `enospc`, `emfile` or `eio`.
+        OSError: ENOSPC, EMFILE or EIO, where the action is `enospc`, `emfile` or `eio`.
     """
     if not _actions or name not in _actions:
         return
@@ -70,4 +86,4 @@ def _act(name: str, action: str, nth: int) -> None:
             time.sleep(0.01)
     else:
         known = "kill, stop, enospc, emfile, eio or pause:PATH"
-        raise ValueError(f"{_ENV}: unknown action {action!r} at {name!r}; use {known}")
+        raise ValueError(f"{VARIABLE}: unknown action {action!r} at {name!r}; use {known}")

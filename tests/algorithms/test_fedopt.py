@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from atoll import Settings
 from atoll.algorithms.resolve import resolve
-from atoll.config import Settings
 from atoll.errors import ConfigError
 from atoll.outer_optimizers import build_outer
 

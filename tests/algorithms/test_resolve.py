@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from atoll import Settings
 from atoll.algorithms.base import Algorithm
 from atoll.algorithms.resolve import resolve
-from atoll.config import Settings
 from atoll.errors import ConfigError
 
 mine = Algorithm(name="mine", citation="", outer="adam", outer_options={"lr": 0.1})

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import processes
 from harness.processes import Nursery, free_port, interruptible, wait_until
+
+from atoll.testing import run as processes
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -59,12 +60,12 @@ def test_a_free_port_is_not_one_that_a_socket_may_be_given() -> None:
 
 def test_gives_each_process_another_free_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ports = [free_port() for _ in range(4)]
-    for name in processes._TAKEN[-4:]:
+    for name in processes._HELD_PORTS[-4:]:
         name.close()
     monkeypatch.setattr(processes, "_PORTS", ports)
-    monkeypatch.setattr(processes, "_TAKEN", [])  # free again behind this test
+    monkeypatch.setattr(processes, "_HELD_PORTS", [])  # free again behind this test
     (tmp_path / "other.py").write_text(
-        f"import json, signal\nfrom harness import processes\nprocesses._PORTS = {ports[:3]}\n"
+        f"import json, signal\nfrom atoll.testing import run as processes\nprocesses._PORTS = {ports[:3]}\n"
         "print(json.dumps([processes.free_port(), processes.free_port()]), flush=True)\nsignal.pause()\n"
     )
     with Nursery(preload=()) as nursery:

@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from atoll import Server
 from atoll.cli import export
 from atoll.errors import Gone, StateCorrupt, StateLocked, UsageError
-from atoll.server.serve import Server
 
 
 class Tied(nn.Module):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from atoll import Settings
 from atoll.cli import init
-from atoll.config import Settings
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,8 @@ def test_what_init_writes_runs_as_it_is(atoll_command, serve, tmp_path, algorith
 
 @pytest.mark.covers("X4")
 def test_the_server_says_that_it_starts_before_it_loads_what_is_slow(monkeypatch, caplog) -> None:
+    from atoll import Settings
     from atoll.cli import server
-    from atoll.config import Settings
 
     caplog.set_level("INFO", "atoll")
     for name in ("log_lines", "raise_on_sigterm"):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from atoll import Settings
 from atoll.cli import main as cli
 from atoll.cli import server
-from atoll.config import Settings
 from atoll.errors import ConfigError
 from atoll.protocol import status_messages
 

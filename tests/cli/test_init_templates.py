@@ -11,8 +11,8 @@ import pytest
 from harness.processes import Nursery, Process, wait_until
 from safetensors.torch import load_file
 
+from atoll import Settings
 from atoll.cli import init
-from atoll.config import Settings
 
 
 def commands(folder: Path) -> list[str]:

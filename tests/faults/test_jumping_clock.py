@@ -67,7 +67,7 @@ def jumping(clock: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nursery]:
     with monkeypatch.context() as preloaded:
         preloaded.setenv("LD_PRELOAD", str(LIBRARY))
         preloaded.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
-        nursery = Nursery((*processes._PRELOAD, "sleep_by_select"))
+        nursery = Nursery((*processes.PRELOAD, "sleep_by_select"))
     with nursery:
         yield nursery
 

@@ -13,7 +13,7 @@ import pytest
 from harness.processes import Nursery, Process, wait_until
 from kit import DiLoCoSites, FederatedSites, ForkedSite, serve
 
-from atoll.server.serve import Server
+from atoll import Server
 
 HOSPITALS = ("a", "b", "c")
 QUICK = {"num_workers": 3, "heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 2.0}

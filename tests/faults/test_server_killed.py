@@ -14,7 +14,7 @@ from atoll.errors import ServerUnreachable
 from atoll.protocol import status_messages
 from atoll.tensors.layout import version_layout
 from atoll.tensors.module_tensors import schema_of
-from atoll.worker.training.client import status
+from atoll.testing.run import status
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from harness.processes import Nursery, wait_until
 import atoll
 from atoll.errors import AuthError, ServerUnreachable
 from atoll.protocol import messages, routes
+from atoll.testing.run import status
 from atoll.transport.ask import ask
-from atoll.worker.training.client import status
 
 
 def start(nursery: Nursery, folder: Path, *flags: str, **settings: object) -> tuple[int, str]:

@@ -38,7 +38,7 @@ def serve(options: dict[str, Any]) -> None:
     """Serve the run until the parent says that it has seen enough."""
     import torch  # noqa: F401  the baseline is what a process has that has imported everything
 
-    from atoll.config import Settings
+    from atoll import Settings
     from atoll.errors import AtollError
     from atoll.server import serve
     from atoll.server.coordinator import handlers  # noqa: F401

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.processes import free_port
 from torch import nn
 
 import atoll
+from atoll.testing import run
 from kit.models import SITES, build_model
 
 SETTINGS: dict[str, Any] = {
@@ -39,10 +39,7 @@ def serve(folder: Path, model: nn.Module | str | None = None, **settings: Any) -
         model: the initial model or its name, by default `build_model()`.
         settings: any settings of a run; they replace those of SETTINGS. None takes a key out.
     """
-    merged = SETTINGS | {"port": free_port(), "state_dir": folder / "state"} | settings
-    given = {key: value for key, value in merged.items() if value is not None}
-    server = atoll.Server(model or build_model(), **given).start()
-    try:
+    given = {key: value for key, value in (SETTINGS | settings).items() if value is not None}
+    state_dir = given.pop("state_dir", folder / "state")
+    with run.serve(model or build_model(), state_dir, **given) as server:
         yield server
-    finally:
-        server.stop()

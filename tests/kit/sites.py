@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,40 +13,10 @@ import torch
 from torch import nn
 
 import atoll
+from atoll.testing.run import Threads, together
 from kit.models import SITES, build_model, local_step, train_
 
-
-class Threads:
-    """Jobs at once. No test waits for a thread that `join` has given up: daemon threads end with the process."""
-
-    def __init__(self, *jobs: Callable[[], object]) -> None:
-        self._ends = [_begun(job) for job in jobs]
-
-    def join(self, timeout_s: float = 60.0) -> None:
-        """Wait for all jobs; the first error of a job is raised here at once."""
-        _, waiting = wait(self._ends, timeout_s, FIRST_EXCEPTION)
-        for end in self._ends:
-            if end.done():
-                end.result()
-        assert not waiting, f"{len(waiting)} of {len(self._ends)} jobs still run after {timeout_s:g} s"
-
-
-def _begun(job: Callable[[], object]) -> Future[object]:
-    end: Future[object] = Future()
-
-    def work() -> None:
-        try:
-            end.set_result(job())
-        except BaseException as error:
-            end.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return end
-
-
-def together(*jobs: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Run jobs at once, to their ends."""
-    Threads(*jobs).join(timeout_s)
+__all__ = ["DiLoCoSites", "FederatedSites", "Threads", "together"]
 
 
 class FederatedSites(Threads):

@@ -15,7 +15,7 @@ from harness.processes import wait_until
 from object_world import TREES, differences, model
 
 import atoll
-from atoll.tensors.lazy_tensors import resolve
+from atoll import resolve
 from atoll.transport import resumable_transfer
 
 

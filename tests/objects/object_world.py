@@ -11,7 +11,7 @@ import torch
 from harness.processes import Nursery, Process, wait_until
 from torch import Tensor, nn
 
-from atoll.tensors.reference import TensorRef
+from atoll import TensorRef
 
 SCRIPT = Path(__file__).with_name("object_process.py")
 PART = 2**16

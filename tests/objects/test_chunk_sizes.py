@@ -21,9 +21,9 @@ import torch
 from object_world import PART, differences
 
 import atoll
+from atoll import Settings
 from atoll.blobs.manifest import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
 from atoll.blobs.object_file import Extent, pack_object, write_object
-from atoll.config import Settings
 from atoll.errors import ConfigError, TransferStalled, UsageError
 from atoll.protocol import messages, routes
 from atoll.protocol import task_messages as tm

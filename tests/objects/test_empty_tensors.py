@@ -15,9 +15,9 @@ from object_world import differences
 from torch import nn
 
 import atoll
+from atoll import resolve
 from atoll.filters import Cast, NormClip
 from atoll.objects import Stream, register
-from atoll.tensors.lazy_tensors import resolve
 
 PART = 2**16
 SIZES = {

@@ -21,10 +21,9 @@ from harness.proxy import Proxy
 from object_world import differences
 
 import atoll
-from atoll import posix
+from atoll import posix, resolve
 from atoll.blobs import object_file
 from atoll.tensors.chunks import Scatter
-from atoll.tensors.lazy_tensors import resolve
 
 MANY, FEW = 5000, 50
 TOTAL = 16_000_000

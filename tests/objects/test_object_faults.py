@@ -28,6 +28,7 @@ from harness.proxy import Fault, Proxy
 from object_world import PART, differences, fetching, flat, large, publishing, said
 
 import atoll
+from atoll import TensorRef
 from atoll.blobs.manifest import Cut
 from atoll.blobs.object_file import MOST_PARTS, Contents, Extent, write_object
 from atoll.errors import AuthError, BadRequest, Gone, PartCorrupt, TransferAborted, TransferStalled
@@ -35,7 +36,6 @@ from atoll.posix import write_at
 from atoll.protocol import routes
 from atoll.protocol.object_manifest import Manifest
 from atoll.tensors.payload import pack
-from atoll.tensors.reference import TensorRef
 from atoll.transport import resumable_transfer
 from atoll.transport.object_server import Served, nameless
 from atoll.transport.part_connection import Lane

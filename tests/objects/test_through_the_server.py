@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import atoll
+from atoll import TensorRef
 from atoll.blobs.object_file import Extent
 from atoll.errors import (
     AtollError,
@@ -39,7 +40,6 @@ from atoll.errors import (
     TransferError,
 )
 from atoll.protocol import messages, routes
-from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Http
 from atoll.transport.resumable_transfer import Parts
 

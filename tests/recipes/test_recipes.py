@@ -14,8 +14,8 @@ from recipe_world import module, project, recipe
 from safetensors.torch import load_file, save_file
 
 import atoll
+from atoll import Settings
 from atoll.algorithms.resolve import resolve
-from atoll.config import Settings
 from atoll.errors import AtollError, ConfigError, SchemaMismatch, UsageError
 from atoll.recipes import (
     DiLoCoRecipe,

@@ -15,7 +15,7 @@ from harness.processes import free_port, wait_until
 from recipe_world import module, project, recipe, train
 
 import atoll
-from atoll.config import Settings
+from atoll import Settings
 from atoll.errors import ConfigError, RunFailed, ServerUnreachable, UsageError
 from atoll.recipes import DiLoCoRecipe, FedAvgRecipe, RunResult, ServerEnv
 

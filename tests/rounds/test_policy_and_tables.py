@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from atoll.config import Settings
+from atoll import Settings
 from atoll.rounds.closing_policy import AcceptedUpdate, Barrier, Close, QuorumDeadline, RoundView, Wait, listed
 from atoll.rounds.state import Rules
 from atoll.rounds.transitions import MEMBER, ROUND, TICKET, IllegalTransition, advance, document, mermaid

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from atoll.config import Settings
+from atoll import Settings
 from atoll.rounds import machine
 from atoll.rounds.events import RoundOpened
 from atoll.rounds.sampling import Sampling

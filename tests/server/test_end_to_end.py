@@ -18,7 +18,7 @@ from torch import nn
 import atoll
 from atoll.errors import AtollError, SchemaMismatch
 from atoll.server.coordinator.background_writes import Exports
-from atoll.worker.training.client import status
+from atoll.testing.run import status
 
 
 def tiny(seed: int = 0) -> nn.Module:

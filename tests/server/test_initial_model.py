@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import atoll
-from atoll.config import Settings
+from atoll import Settings
 from atoll.errors import ConfigError
 from atoll.server.initial_model import initial_model, is_known, schema_for
 

@@ -12,8 +12,8 @@ from harness.processes import free_port, wait_until
 from kit import FederatedSites, joined, post, serve
 
 import atoll
-from atoll import failpoints
 from atoll.errors import Superseded
+from atoll.testing.run import failpoints
 
 SECRET_DIGITS = 32
 
@@ -137,14 +137,10 @@ def test_the_secret_is_in_no_log_status_or_file(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.covers("F25")
-def test_a_join_that_the_journal_cannot_take_leaves_the_lease_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_join_that_the_journal_cannot_take_leaves_the_lease_before_it(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
         lease = joined(server.url, "a", process="1")
-        with monkeypatch.context() as full:
-            full.setattr(failpoints, "_actions", failpoints._parse("journal.commit=enospc"))
-            full.setattr(failpoints, "_reached", {})
+        with failpoints("journal.commit=enospc"):
             status, _ = post(server.url, "/v1/workers", {"protocol": 1, "site": "a", "process": "2"})
         assert status == 507
         assert post(server.url, "/v1/heartbeat", {}, lease)[0] == 200

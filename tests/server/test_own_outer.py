@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import atoll
-from atoll.config import Settings
+from atoll import Settings
 from atoll.errors import ConfigError, UsageError
 
 ROUNDS = 4

@@ -14,7 +14,7 @@ from filter_world import START, Halved, State, become, join, play, serving
 from torch import Tensor
 
 import atoll
-from atoll.config import Settings
+from atoll import Settings
 from atoll.filters import Drop, Filter, NormClip, Outgoing
 from atoll.tensors.chunks import CHUNK_ELEMENTS
 

@@ -9,7 +9,7 @@ import pytest
 from filter_world import START, Halved
 
 import atoll
-from atoll.config import Settings
+from atoll import Settings
 from atoll.errors import ConfigError, UsageError
 from atoll.filters import NormClip
 

@@ -14,12 +14,12 @@ from harness.processes import free_port, wait_until
 from safetensors.torch import load_file
 from torch import Tensor
 
-from atoll import failpoints
 from atoll.errors import DiskFull, RunFailed
 from atoll.filters import Drop, Filter, Outgoing
 from atoll.protocol import messages, routes
 from atoll.server.update_filters import HOLDER
 from atoll.store.journal_tables import TicketRow
+from atoll.testing.run import failpoints
 
 
 @pytest.mark.covers("T8")
@@ -39,9 +39,8 @@ def test_a_disk_without_space_for_what_filters_leave_is_told_as_such(
                 raise
 
         monkeypatch.setattr(server._run.filtering, "prepare", noted)  # type: ignore[union-attr]
-        monkeypatch.setattr(failpoints, "_actions", failpoints._parse("filters.write=enospc"))
-        monkeypatch.setattr(failpoints, "_reached", type(failpoints._reached)())
-        assert play(server, tmp_path, {"a": become([2.0, 4.0], 0.0)})["w"].tolist() == [1.0, 2.0]
+        with failpoints("filters.write=enospc"):
+            assert play(server, tmp_path, {"a": become([2.0, 4.0], 0.0)})["w"].tolist() == [1.0, 2.0]
     assert raised == [DiskFull]
 
 

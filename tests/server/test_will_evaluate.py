@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from atoll.config import Settings
+from atoll import Settings
 from atoll.server.coordinator.admission import will_evaluate
 from atoll.server.tasks.task_filters import TaskFilters
 from atoll.server.tasks.workflow_schedule import EVALUATES, WorkflowSchedule

@@ -15,7 +15,7 @@ from sharded_world import SETTINGS, World, build, expected, require_close, rows,
 import atoll
 from atoll.errors import ServerUnreachable
 from atoll.store.store import Store
-from atoll.worker.training.client import status
+from atoll.testing.run import status
 
 
 def counted(folder: Path) -> list[tuple[str, int, int]]:

@@ -11,7 +11,7 @@ from sharded_world import World
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from atoll.config import Settings
+from atoll import Settings
 from atoll.errors import ConfigError, UsageError
 from atoll.worker.session.ranks import Ranks
 

@@ -16,11 +16,11 @@ from harness.processes import Nursery, wait_until
 from virtual_world import CLIENT, model_of, simulate, told, write
 
 import atoll
-from atoll import failpoints
 from atoll.errors import ConfigError, RunFailed, StoreError
 from atoll.simulate import client, local_engine, schedule_sites
 from atoll.simulate.job_messages import Answer
 from atoll.simulate.train_sites import answer_to
+from atoll.testing.run import failpoints
 
 FOUR = ("--workers", "4", "--processes", "1")
 TWO = ("--workers", "4", "--processes", "2")
@@ -179,7 +179,7 @@ def test_a_control_that_is_lost_between_two_starts_is_no_zero(monkeypatch: pytes
 def test_a_disk_that_is_full_ends_the_simulation_which_goes_on_when_there_is_space(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, undisturbed: bytes
 ) -> None:
-    """Nobody is dropped for it: without its control a site would be lost for the rest of the run."""
+    """No site is dropped for it: without its control a site would be lost for the rest of the run."""
     simulate_here(monkeypatch)
     given = {"state_dir": tmp_path / "state", "model": f"{tmp_path / 'client.py'}:build"}
     settings = atoll.Settings.read(write(tmp_path, algorithm="scaffold"), given)
@@ -187,13 +187,11 @@ def test_a_disk_that_is_full_ends_the_simulation_which_goes_on_when_there_is_spa
     def simulation() -> atoll.Simulation:
         return atoll.Simulation(settings=settings, client=f"{tmp_path / 'client.py'}:train", workers=4)
 
-    monkeypatch.setattr(failpoints, "_actions", failpoints._parse("worker.write=enospc@50"))
-    monkeypatch.setattr(failpoints, "_reached", {})
-    with pytest.raises(StoreError, match=r"While site-000\d was trained, the disk failed: .*no space left") as error:
+    full_disk = pytest.raises(StoreError, match=r"While site-000\d was trained, the disk failed: .*no space left")
+    with failpoints("worker.write=enospc@50"), full_disk as error:
         simulation().run()
     assert error.value.exit_code == 7
     assert 0 < len(workers_of(tmp_path / "state")) < 3
-    monkeypatch.setattr(failpoints, "_actions", {})
     monkeypatch.setattr(client, "inside", False)
     assert simulation().run().failed == {}
     assert model_of(tmp_path / "state") == undisturbed

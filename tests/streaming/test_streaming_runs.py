@@ -27,7 +27,7 @@ from streaming_world import (
 import atoll
 from atoll.filters import Drop, Filter
 from atoll.filters.base import Outgoing
-from atoll.worker.training.client import status
+from atoll.testing.run import status
 
 
 @pytest.mark.covers("L7")

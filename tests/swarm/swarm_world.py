@@ -20,7 +20,7 @@ from torch import nn
 import atoll
 from atoll.errors import ServerUnreachable
 from atoll.protocol.status_messages import Status
-from atoll.worker.training.client import status
+from atoll.testing.run import status
 
 KILLED = -signal.SIGKILL
 ROUNDS = 3

@@ -15,13 +15,12 @@ from harness.processes import free_port
 from swarm_run import SITES, build
 from swarm_world import ROUNDS, SETTINGS, Result, Sites, left_by, serving
 
-from atoll.config import Settings
+from atoll import Settings, TensorRef
 from atoll.protocol import routes
 from atoll.protocol.swarm_messages import Close, PeerWork
 from atoll.server.startup import plan_of
 from atoll.tensors.layout import version_layout
 from atoll.tensors.module_tensors import schema_of
-from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Http
 from atoll.worker.peer import agent
 from atoll.worker.peer.agent import SwarmPeer

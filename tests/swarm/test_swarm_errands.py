@@ -11,16 +11,15 @@ from pathlib import Path
 import pytest
 from swarm_run import build
 
+from atoll import Settings, TensorRef
 from atoll.aggregation.plan import PLACED, Plan, placed_settings
 from atoll.aggregation.result_file import digest_of
-from atoll.config import Settings
 from atoll.errors import Gone, PartCorrupt, StoreError
 from atoll.posix import write_at
 from atoll.protocol.swarm_messages import Collect, Hold, Source
 from atoll.server.startup import plan_of
 from atoll.store.file_slots import SPOOL, STATE, VERSION, Slot, region_digest
 from atoll.tensors.layout import Part
-from atoll.tensors.reference import TensorRef
 from atoll.transport import object_server
 from atoll.transport.http_client import Http
 from atoll.transport.object_server import ObjectHost, OwnFile

@@ -21,9 +21,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from atoll import Settings
 from atoll.blobs.manifest import Cut
 from atoll.blobs.object_file import Contents, Stored, write_object
-from atoll.config import Settings
 from atoll.errors import UsageError
 from atoll.filters import About, Cast, Drop, Filter, NormClip, Outgoing
 from atoll.filters.base import filtered

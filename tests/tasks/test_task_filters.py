@@ -12,7 +12,7 @@ import torch
 from task_filter_world import Halved, model, plain, serving, sites
 
 import atoll
-from atoll.config import Settings
+from atoll import Settings
 from atoll.filters import Drop, Filter, Outgoing
 
 STREAMS = pytest.mark.parametrize("stream", [(), ("train",)], ids=["inline", "streamed"])

@@ -16,7 +16,7 @@ from harness.processes import Nursery
 from torch import Tensor
 
 import atoll
-from atoll.config import Settings
+from atoll import Settings
 from atoll.errors import RunFailed, Superseded
 from atoll.filters import Filter, Outgoing
 from atoll.protocol import routes

@@ -15,7 +15,7 @@ from harness.processes import wait_until
 from torch import Tensor
 
 import atoll
-from atoll.config import Settings
+from atoll import Settings
 from atoll.errors import DiskFull
 from atoll.filters import Drop, Filter
 from atoll.server.coordinator.build_status import status_of

@@ -15,12 +15,12 @@ import torch
 from harness.processes import Nursery, Process, free_port, wait_until
 
 import atoll
+from atoll import TensorRef
 from atoll.blobs.manifest import PLAIN_BYTES, ChunkSizes, way_of
 from atoll.errors import AuthError, BadRequest, ConfigError, Conflict, RunFailed, UsageError
 from atoll.protocol import routes
 from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import pack
-from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Http
 from atoll.worker.session.connection import Connection
 

@@ -10,7 +10,7 @@ from harness.processes import Nursery, free_port, wait_until
 from ordered_world import ASK_TRAIN_ASK, start_server, start_sites, submitted, told, write_run
 from safetensors.torch import load_file
 
-from atoll.worker.training.client import status
+from atoll.testing.run import status
 
 ALL = [
     "before begins",

@@ -9,7 +9,7 @@ import pytest
 from harness.processes import Nursery, free_port, wait_until
 from ordered_world import start_server, start_sites, submitted, told, write_run
 
-from atoll.worker.training.client import status
+from atoll.testing.run import status
 
 TRAIN = '[[workflows]]\nkind = "train"\n'
 
