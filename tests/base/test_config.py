@@ -173,7 +173,7 @@ def test_no_timeout_goes_with_any_interval() -> None:
 
 @pytest.mark.covers("X3")
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"There is no run file .*none.toml'\. `atoll init` writes one"):
+    with pytest.raises(ConfigError, match=r"There is no run file .*none.toml'\. `atoll new` writes one"):
         Settings.read(tmp_path / "none.toml", environ={})
     with pytest.raises(ConfigError, match="is a folder"):
         Settings.read(tmp_path, environ={})

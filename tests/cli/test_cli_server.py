@@ -91,7 +91,7 @@ def test_a_flag_wins_over_the_run_file(read, tmp_path) -> None:
     [
         (["--rounds", "many"], ["flag --rounds", "'many'"]),
         (["--outer-options", "lr=1"], ["--outer-options", "{key = 1}"]),
-        (["missing.toml"], ["missing.toml", "atoll init"]),
+        (["missing.toml"], ["missing.toml", "atoll new"]),
         (["--min-workers", "5"], ["min_workers is 5", "num_workers is 1"]),
     ],
 )

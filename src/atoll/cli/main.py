@@ -8,7 +8,7 @@ from collections.abc import Callable
 import typer
 
 from atoll.children import Terminated
-from atoll.cli import audit, evaluate, export, init, server, simulate, status, worker
+from atoll.cli import audit, evaluate, export, new, server, simulate, status, worker
 from atoll.errors import AtollError
 from atoll.format_text import visible, visible_lines
 
@@ -30,7 +30,7 @@ app.command("status")(status.command)
 app.command("export")(export.command)
 app.command("evaluate")(evaluate.command)
 app.command("audit")(audit.command)
-app.command("init")(init.command)
+app.command("new")(new.command)
 
 
 def _version(wanted: bool) -> None:

@@ -341,9 +341,7 @@ def with_setting_flags(function: Callable[..., None]) -> Callable[..., None]:
     def command(**values: Any) -> None:
         function(**values)
 
-    argument = typer.Argument(
-        help="Run file (TOML); `atoll init` writes one.", show_default=False, metavar="[RUN.TOML]"
-    )
+    argument = typer.Argument(help="Run file (TOML); `atoll new` writes one.", show_default=False, metavar="[RUN.TOML]")
     parameters = [
         inspect.Parameter(
             "run_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, argument]

@@ -80,7 +80,7 @@ def file_layer(path: Path, fields: Fields) -> Layer:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"There is no run file {str(path)!r}.", "`atoll init` writes one.") from None
+        raise ConfigError(f"There is no run file {str(path)!r}.", "`atoll new` writes one.") from None
     except IsADirectoryError:
         raise ConfigError(f"{str(path)!r} is a folder.", f"Name the run file in it: {path / 'run.toml'}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

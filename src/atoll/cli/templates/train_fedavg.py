@@ -1,4 +1,4 @@
-"""Federated training of one site: pull the global model, train on what lies here, submit.
+"""What a site runs: take the global model, measure it, train it on the site's data, submit it.
 
 python train.py                                              trains alone, without a server
 atoll worker --server URL --site NAME -- python train.py     takes part in a run
@@ -7,7 +7,6 @@ atoll worker --server URL --site NAME -- python train.py     takes part in a run
 import zlib
 
 import torch
-from model import build
 from torch import Tensor, nn
 
 import atoll
@@ -15,17 +14,27 @@ import atoll
 EPOCHS = 2
 BATCH = 32
 
+Images = tuple[Tensor, Tensor]
+"""Images [N, 1, 8, 8], and their labels [N]."""
 
-def load_data(site: str) -> tuple[Tensor, Tensor]:
-    """Your site's data goes here. These are made: ten shared patterns, and noise of its own."""
+
+def build(hidden: int = 64) -> nn.Module:
+    """Build the model: the server makes its first version here, and every site its own; `model_args` go here."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 10))
+
+
+def load_data(site: str) -> tuple[Images, Images]:
+    """Return a site's training and test data. Put yours here: this is ten shared patterns with a site's own noise."""
     patterns = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     own = torch.Generator().manual_seed(zlib.crc32(site.encode()))
     labels = torch.randint(10, (512,), generator=own)
-    return patterns[labels] + 2.0 * torch.randn(512, 1, 8, 8, generator=own), labels
+    images = patterns[labels] + 2.0 * torch.randn(512, 1, 8, 8, generator=own)
+    return (images[:400], labels[:400]), (images[400:], labels[400:])
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> float:
-    """A few epochs of plain PyTorch; returns the mean loss of the last one."""
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Images) -> float:
+    """Train a few epochs of plain PyTorch, and return the mean loss of the last one."""
+    images, labels = data
     model.train()
     for _ in range(EPOCHS):
         losses = []
@@ -39,27 +48,24 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, la
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+def accuracy(model: nn.Module, data: Images) -> float:
+    images, labels = data
     model.eval()
     return (model(images).argmax(dim=1) == labels).float().mean().item()
 
 
 def main() -> None:
     model = build()
-    with atoll.join() as worker:  # the address comes from ATOLL_SERVER; without one, this trains alone
-        images, labels = load_data(worker.site)
-        train_images, train_labels, test_images, test_labels = images[:400], labels[:400], images[400:], labels[400:]
+    with atoll.join() as worker:  # the address comes from ATOLL_SERVER; without it, this trains one round alone
+        train_data, test_data = load_data(worker.site)
         for fl_round in worker:
             fl_round.load_into(model)
-            before = accuracy(model, test_images, test_labels)
+            before = accuracy(model, test_data)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-            with fl_round.correct(model, optimizer):  # FedProx and SCAFFOLD need it; for FedAvg it changes nothing
-                loss = train(model, optimizer, train_images, train_labels)
-            print(
-                f"round {fl_round.number}: accuracy {before:.3f} with the global model, local loss {loss:.3f}",
-                flush=True,
-            )
-            fl_round.submit(model, weight=len(train_images), metrics={"accuracy": before, "loss": loss})
+            with fl_round.correct(model, optimizer):  # FedProx and SCAFFOLD need it; FedAvg does nothing here
+                loss = train(model, optimizer, train_data)
+            print(f"round {fl_round.number}: accuracy {before:.3f} of the global model, loss {loss:.3f}", flush=True)
+            fl_round.submit(model, weight=len(train_data[0]), metrics={"accuracy": before, "loss": loss})
 
 
 if __name__ == "__main__":
