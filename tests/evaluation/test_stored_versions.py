@@ -181,7 +181,7 @@ def test_tables_are_one_for_each_metric_and_nothing_that_a_site_says_breaks_them
     assert "- version 1 on b: ValueError: a \\| b &lt;script>\\`x\\`" in text
     assert "- b on every site: gone" in text
     assert plain(evaluation())[5:9] == [
-        "loss (rows: models, columns: whose data)",
+        "loss (rows: models, columns: sites)",
         "model        a  b",
         "version 1  0.5  —",
         "b            —  —",
@@ -197,5 +197,5 @@ def test_on_a_terminal_it_is_a_table_of_rich(
     evaluate.show(evaluation(), as_json=False)
     shown = capsys.readouterr().out
     assert "│ version 1 │" in shown
-    assert "loss (rows: models, columns: whose data)" in shown
+    assert "loss (rows: models, columns: sites)" in shown
     assert "empty: b on every site: gone" in shown

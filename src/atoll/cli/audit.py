@@ -1,4 +1,4 @@
-"""`atoll audit`: who submitted what, what was decided, which version came of it; whether it was changed since."""
+"""`atoll audit`: what each site submitted, what the server decided, and which version it made; checked for changes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.cli.directory import journal_of
+from atoll.cli.state_directory import journal_of
 from atoll.errors import StateCorrupt
 from atoll.format_text import visible
 
 
 class _Reader:
-    """Reads a journal beside the server that writes it: it takes no lock and changes nothing."""
+    """Reads a journal while a server may write it: it takes no lock and changes nothing."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -46,7 +46,7 @@ def command(
 
 
 def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str, str]]]:
-    """(entries in all, the last hash, (number, time, what, detail as JSON) of the last ones).
+    """Return (entries in all, the last hash, (number, time, what, detail as JSON) of the last ones).
 
     Raises:
         UsageError: no run was begun there.

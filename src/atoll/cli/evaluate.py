@@ -1,7 +1,7 @@
-"""`atoll evaluate`: models of a run on the data of every site, over what a state directory has; or what a server found.
+"""`atoll evaluate`: measure models of a run on the data of every site, or show what a server has measured.
 
 atoll evaluate run.toml --versions latest,12,best        serves the run's directory for this alone, then ends
-atoll evaluate --server http://host:8512                 the matrix of a server that runs, as far as it is
+atoll evaluate --server http://host:8512                 shows the matrix of a server that runs, so far
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.children import Terminated, raise_on_sigterm
-from atoll.cli.directory import journal_of
-from atoll.cli.text import counted
+from atoll.cli.state_directory import journal_of
+from atoll.cli.text import counted, log_lines
 from atoll.config import Settings
 from atoll.errors import UsageError
-from atoll.format_text import VisibleLines, visible
+from atoll.format_text import visible
 
 if TYPE_CHECKING:
     from atoll.protocol.task_messages import Evaluation
@@ -48,10 +48,12 @@ def command(
     ] = True,
     sites: Annotated[
         str | None,
-        typer.Option(help="Whose data; with commas. By default all that have ever joined.", show_default=False),
+        typer.Option(
+            help="Sites to measure on, with commas; by default all that have ever joined.", show_default=False
+        ),
     ] = None,
     evaluation_timeout_s: Annotated[
-        float, typer.Option("--evaluation-timeout-s", min=0, help="A site that shows nothing for so long is given up.")
+        float, typer.Option("--evaluation-timeout-s", min=0, help="Give up a site that shows no progress for so long.")
     ] = 3600.0,
     port: Annotated[int | None, typer.Option(help="In place of the run file's.", show_default=False)] = None,
     num_workers: Annotated[
@@ -106,7 +108,7 @@ def _evaluated(settings: Settings, asked: dict[str, Any], run_file: Path) -> Eva
     for folder in (os.getcwd(), str(run_file.parent.resolve())):
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    _lines_on_stderr()
+    log_lines(sys.stderr)
     raise_on_sigterm()
     from atoll.server.serve import Server
     from atoll.server.tasks.models_to_evaluate import is_file
@@ -127,16 +129,6 @@ def _evaluated(settings: Settings, asked: dict[str, Any], run_file: Path) -> Eva
         raise
     finally:
         server.stop()
-
-
-def _lines_on_stderr() -> None:
-    """What happens, beside what is printed in the end."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(VisibleLines())
-    logger = logging.getLogger("atoll")
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
 
 
 def show(evaluation: Evaluation, *, as_json: bool) -> None:
@@ -164,7 +156,7 @@ def _tables(evaluation: Evaluation) -> None:
             table.add_column(Text(visible(name)), justify="right" if column else "left")
         for row in rows:
             table.add_row(*(Text(visible(cell)) for cell in row))
-        console.print(Text(f"{visible(metric)} (rows: models, columns: whose data)", style="bold"))
+        console.print(Text(f"{visible(metric)} (rows: models, columns: sites)", style="bold"))
         console.print(table)
     for line in evaluation.empty():
         console.print(Text(visible(f"empty: {line}"), style="yellow"))

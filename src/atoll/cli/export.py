@@ -1,4 +1,4 @@
-"""`atoll export`: a version of the model as a safetensors file, from a running server or a stopped one's directory."""
+"""`atoll export`: write a version of the model as a safetensors file, from a running server or a state directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.directory import journal_of, no_run
+from atoll.cli.state_directory import journal_of, no_run
 from atoll.errors import Gone, PartCorrupt, StateCorrupt, StateLocked, UsageError
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 READ_BYTES = 2**20
 Source = tuple["Layout", int, int | None]
-"""Of a fragment: the layout of its version, its file, and that of the masters where they lie beside it."""
+"""For each fragment: the layout of its version, its file, and the file of its fp32 masters where there is one."""
 
 ATTEMPTS = 4
-"""The head may move on while it is pulled; then the next one is."""
+"""How often to pull the newest version, while the head moves on."""
 
 
 def command(
@@ -172,7 +172,7 @@ def best_of_server(server: str, out: Path) -> int:
 
 
 def _version_in(path: Path) -> int:
-    """The version that a best model's own header names; -1 where it names none."""
+    """Return the version that the header of a best model names; -1 where it names none."""
     from safetensors import safe_open
 
     with safe_open(path, framework="np") as file:
@@ -195,10 +195,10 @@ def _require_model(schema: Schema, where: str) -> None:
 
 
 def _require_whole(fd: int, path: Path, layout: Layout, digests: Sequence[bytes]) -> None:
-    """Nothing has changed in the file since its version was committed.
+    """Refuse a file that has changed since its version was committed.
 
     Raises:
-        StateCorrupt: something has.
+        StateCorrupt: it has changed.
     """
     from blake3 import blake3
 
@@ -258,7 +258,7 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
 
 
 def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
-    """Fetch a version of each fragment beside `out`, then write them in the order of a file for people."""
+    """Fetch a version of each fragment beside `out`, then write them in the order of an exported file."""
     from atoll.protocol import messages, routes
     from atoll.tensors.layout import version_layout
     from atoll.transport.resumable_transfer import Parts
@@ -289,16 +289,16 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
 
 
 def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: Layout, fd: int) -> None:
-    """In a swarm: fetch a version from one of the workers that have it.
+    """Fetch a version of a swarm from one of the workers that have it.
 
     Raises:
-        Gone: none of them has it any more, or none is to be reached from here.
+        Gone: no worker has it any more, or none can be reached from here.
     """
     from atoll.errors import AtollError
     from atoll.protocol import routes
     from atoll.worker.peer.peer_transfers import connected
 
-    why = "no worker that is here has it."
+    why = "no worker that takes part has it."
     for source in manifest.sources:
         try:
             with connected(source, info.idle_timeout_s, http.counters) as (ref, parts):
@@ -314,10 +314,10 @@ def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: La
 
 
 def _checked(parts: Parts, path: str, nbytes: int) -> memoryview:
-    """The bytes at a path that its BLAKE3 follows; asked for again where they arrive damaged.
+    """Return the bytes at a path, which their BLAKE3 follows; ask again where they arrive damaged.
 
     Raises:
-        PartCorrupt: that does not help.
+        PartCorrupt: they arrived damaged each time.
     """
     from blake3 import blake3
 
@@ -332,7 +332,7 @@ def _checked(parts: Parts, path: str, nbytes: int) -> memoryview:
 
 
 def _write(sources: Sequence[Source], out: Path, schema: Schema) -> None:
-    """Copy versions into the order of a file for people, tied tensors again; `out` appears in one step."""
+    """Copy versions into the order of an exported file, with tied tensors twice; `out` appears in one step."""
     from atoll.server.coordinator.background_writes import export_header, model_runs
 
     header, owners = export_header(schema)
@@ -361,7 +361,7 @@ class _File:
 
 @contextmanager
 def _beside(out: Path) -> Iterator[tuple[int, Path]]:
-    """A file in the folder of `out` that is gone in the end, unless it was renamed."""
+    """Create a file in the folder of `out`; it is removed at the end of the block, unless it was renamed."""
     path = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:

@@ -1,4 +1,4 @@
-"""The command `atoll`. Each group of commands has a file; what is heavy is imported where a command needs it."""
+"""The command `atoll`. Each command has a file, and imports what is heavy when it runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atoll.errors import AtollError
 from atoll.format_text import visible, visible_lines
 
 INTERRUPTED, TERMINATED = 130, 143
-"""128 + SIGINT and 128 + SIGTERM, as shells have it."""
+"""128 + SIGINT and 128 + SIGTERM, as in shells."""
 
 app = typer.Typer(
     name="atoll",
@@ -54,9 +54,9 @@ def main() -> None:
 
 
 def run_command(command: Callable[[], object]) -> None:
-    """Run a command; an error that Atoll raises is one line on standard error and its own exit code.
+    """Run a command. An error of Atoll becomes one line on standard error, and its exit code that of the process.
 
-    Where it was the user's code that raised, its traceback comes before that line.
+    Where the user's code raised it, its traceback comes before that line.
     """
     try:
         command()

@@ -1,4 +1,4 @@
-"""`atoll status`: everything there is to know of a run at this moment, for people or as JSON."""
+"""`atoll status`: all that is known of a run now, as a table, lines or JSON."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """Show workers, rounds, and the sites that are awaited, for how long and why."""
+    """Show workers, rounds, and the sites that a round waits for: how long and why."""
     from atoll.transport.ask import server_address
 
     if state_dir is not None:
@@ -81,7 +81,7 @@ def command(
             raise ServerUnreachable(
                 error.message, f"{error.remedy} Of a run that is over, --state-dir shows the end.".strip()
             ) from error
-        print(f"atoll: {error.message} The state directory {HERE} is looked at instead.", file=sys.stderr)
+        print(f"atoll: {error.message} Reading the state directory {HERE} instead.", file=sys.stderr)
         _show_stored(HERE, json=json)
         return
     if sys.stdout.isatty() and not json:
@@ -98,8 +98,8 @@ def command(
 
 
 def _show_stored(state_dir: Path, *, json: bool) -> None:
-    """Print what a state directory says; or the server that runs on it, which has named its address there."""
-    from atoll.cli.stored import stored_status
+    """Print what a state directory says, or what the server says that runs on it; the directory has its address."""
+    from atoll.cli.state_directory import stored_status
 
     status, source = stored_status(state_dir), str(state_dir)
     if status.address and (live := _asked_by(status)) is not None:
@@ -108,7 +108,7 @@ def _show_stored(state_dir: Path, *, json: bool) -> None:
 
 
 def _asked_by(stored: status_messages.Status) -> status_messages.Status | None:
-    """What the server says that was started last on a state directory; None where it does not run."""
+    """Return what the last server of a state directory says; None where it does not run."""
     try:
         live = _ask(stored.address)
     except ServerUnreachable:
@@ -127,7 +127,7 @@ def _ask(address: str) -> status_messages.Status:
 
 
 def _ask_again(address: str) -> status_messages.Status:
-    """A second later; a server that is away is waited for, as it may be started again."""
+    """Ask after a second; wait for a server that is away, as it may be started again."""
     said = False
     while True:
         time.sleep(WATCH_S)
@@ -159,7 +159,7 @@ def _on_terminal(status: status_messages.Status, address: str, watch: bool) -> N
 def live_table(
     status: status_messages.Status, address: str, console: Console | None = None
 ) -> Iterator[Callable[..., None]]:
-    """`table`, to be drawn anew with `show(status)`, or `show(status, trouble)`. What is printed appears above it."""
+    """Draw `table`; yields `show(status, trouble="")`, which draws it anew. What is printed appears above it."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
@@ -191,7 +191,7 @@ COLUMNS = (
 
 
 def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
-    """One worker in the order of `COLUMNS`."""
+    """Return the cells of one worker, in the order of `COLUMNS`."""
     cells = [
         worker.site,
         worker.state,
@@ -211,7 +211,7 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
 
 
 def headline(status: status_messages.Status, address: str) -> list[str]:
-    """What concerns the run as a whole, a line each."""
+    """Return the lines about the run as a whole."""
     run = f"run {status.run[:8]}, epoch {status.epoch}{', FINISHED' if status.finished else ''}"
     if status.model_bytes:
         lines = [f"{status.name} at {address}: {status.algorithm}, {status.policy}, {run}", *_of_training(status)]
@@ -252,10 +252,10 @@ def _of_training(status: status_messages.Status) -> list[str]:
 
 
 def placed(place: status_messages.PlaceStatus) -> str:
-    """Where a fragment of a swarm is aggregated."""
+    """Return where a fragment of a swarm is aggregated."""
     there = ", ".join(place.collected) or "no update yet"
     parts = [
-        f"aggregated by {place.aggregator}, which has {there}" if place.aggregator else "aggregated by nobody now",
+        f"aggregated by {place.aggregator}, which has {there}" if place.aggregator else "aggregated by no worker now",
         f"checked by {place.checker}" if place.checker else "",
         f"newest version at {', '.join(place.holders)}" if place.holders else "newest version at no worker",
     ]
@@ -263,7 +263,7 @@ def placed(place: status_messages.PlaceStatus) -> str:
 
 
 def plain(status: status_messages.Status, address: str) -> list[str]:
-    """Status as lines of text, columns aligned."""
+    """Return the status as lines of text with aligned columns."""
     rows = [list(COLUMNS), *map(worker_row, status.workers)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     body = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -271,14 +271,14 @@ def plain(status: status_messages.Status, address: str) -> list[str]:
 
 
 def latest(status: status_messages.Status) -> list[str]:
-    """The last rounds, or the last tasks of a workflow, a line each."""
+    """Return the last rounds, or the last tasks of a workflow, a line each."""
     count = len(status.fragments)
     rounds = [round_line(summary, fragments=count) for summary in status.history[-ROUNDS_SHOWN:]]
     return [visible(line) for line in (*rounds, *(task_line(task) for task in status.sent[-ROUNDS_SHOWN:]))]
 
 
 def table(status: status_messages.Status, address: str) -> RenderableType:
-    """Status as a rich table under the lines of the run."""
+    """Return the status as a rich table under the lines of the run."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

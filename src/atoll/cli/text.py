@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 QUIET_S = 30.0
-"""For how long nothing of a workflow has to move before people are told."""
+"""How long a workflow makes no progress before a line says so."""
 
 
 def counted(count: int, what: str) -> str:
@@ -32,7 +32,7 @@ def numbers(metrics: Mapping[str, float], leave_out: Iterable[str] = ()) -> str:
 
 
 def staleness(counts: Mapping[str, int]) -> str:
-    """How far behind updates were: "staleness 1.3 on average, at most 4"; nothing where none has counted."""
+    """Return how far behind updates were: "staleness 1.3 on average, at most 4"; empty where none has counted."""
     total = sum(counts.values())
     if not total:
         return ""
@@ -41,16 +41,16 @@ def staleness(counts: Mapping[str, int]) -> str:
 
 
 def awaited(fragment: status_messages.FragmentStatus) -> str:
-    """Who a round waits for, for how long and why; empty where it waits for nobody."""
+    """Return the sites that a round waits for, how long and why; empty where it waits for none."""
     sites = ", ".join(f"{missing.site} ({duration(missing.for_s)})" for missing in fragment.waiting_for)
-    reason = fragment.reason.removeprefix("is finished").removeprefix("; ")  # the phase says that
+    reason = fragment.reason.removeprefix("is finished").removeprefix("; ")  # the phase says it
     if sites and reason.startswith("waits for "):  # which says the same without the times
         reason = reason.partition("; ")[2]
     return "; ".join(filter(None, [f"waiting for {sites}" if sites else "", reason]))
 
 
 def round_line(summary: status_messages.RoundSummary, *, fragments: int = 1) -> str:
-    """One round in one line; of which fragment, where there are several."""
+    """Return a round in one line, with its fragment where there are several."""
     of = f" of fragment {summary.fragment}" if fragments > 1 else ""
     told = numbers(summary.metrics)
     behind = f" ({', '.join(map(str, summary.staleness))} behind)" if any(summary.staleness) else ""
@@ -63,13 +63,13 @@ def round_line(summary: status_messages.RoundSummary, *, fragments: int = 1) -> 
 
 
 def task_totals(tasks: Mapping[str, int]) -> str:
-    """How the payloads of a workflow travelled, in all; empty for a run without one."""
+    """Return how the payloads of a workflow travelled in all; empty for a run without one."""
     ways = ", ".join(f"{count} {way}" for way, count in tasks.items())
     return f"{sum(tasks.values())} tasks sent: {ways}" if tasks else ""
 
 
 def task_line(task: status_messages.TaskStatus) -> str:
-    """A task of a workflow in one line."""
+    """Return a task of a workflow in one line."""
     count = sum(task.answers.values())
     ways = ", ".join(f"{number} {way}" for way, number in task.answers.items())
     waits = f"; {'waiting for' if task.open else 'none from'} {', '.join(task.missing)}" if task.missing else ""
@@ -80,7 +80,7 @@ def task_line(task: status_messages.TaskStatus) -> str:
 
 
 def workflow_lines(workflows: Sequence[status_messages.WorkflowStatus]) -> list[str]:
-    """Which workflow runs, and what of the others; nothing for a run without a list of them."""
+    """Return a line for each workflow of the run; nothing for a run without a list of them."""
     lines = []
     for place, each in enumerate(workflows, start=1):
         detail = f"; {each.detail}" if each.detail and each.state != "done" else ""
@@ -91,14 +91,14 @@ def workflow_lines(workflows: Sequence[status_messages.WorkflowStatus]) -> list[
 
 
 def best_line(best: status_messages.BestStatus) -> str:
-    """The best version so far in one line."""
+    """Return the best version so far in one line."""
     if best.value is None:
         return f"best {best.metric}: not reported yet"
     return f"best {best.metric} {best.value:.6g}: version {best.version}, measured in round {best.round}"
 
 
 def ring_bytes(model_bytes: int, workers: int, steps: int) -> float:
-    """What data-parallel training moves each way at a worker: 2·(n − 1)/n times the gradients in each step.
+    """Return the bytes that data-parallel training moves each way at a worker: 2·(n − 1)/n times the gradients a step.
 
     Args:
         model_bytes: in its own dtype, as its gradients have; every parameter counts as trained.
@@ -120,17 +120,15 @@ def streaming(status: status_messages.Status) -> str:
 
 
 def optimizer(status: status_messages.Status) -> str:
-    """The optimizer that steps on the global model: DiLoCo calls it the outer one."""
+    """Return the optimizer that steps on the global model; DiLoCo calls it the outer one."""
     return f"{'outer' if status.sync_every else 'server'} optimizer {status.outer}"
 
 
 def against_data_parallel(status: status_messages.Status) -> str:
-    """Bytes both ways against a ring all-reduce for the same steps; empty for one worker, or without steps.
+    """Compare the bytes both ways with a ring all-reduce for the same steps; empty for one worker, or without steps.
 
-    Empty, too, for a federated run, whose sites have no other way: data-parallel training is no choice there.
-
-    Both are of the time since the server was started, and of updates that it has: a worker's own count of steps goes
-    back further, and ahead of what was sent.
+    Empty for a federated run as well, where data-parallel training is no choice. Both count from the start of the
+    server, and only updates that it has: a worker's own count of steps goes back further, and ahead of what was sent.
     """
     trained = [worker for worker in status.workers if worker.gradient_bytes]
     sent, received = (sum(getattr(worker, key) for worker in trained) for key in ("bytes_up", "bytes_down"))
@@ -148,7 +146,7 @@ def _times(ratio: float) -> str:
 
 
 class _Lines(logging.StreamHandler[TextIO]):
-    """Writes to what standard output is at that moment: a live view takes it over, and shows lines above itself."""
+    """Writes to the standard output of the moment: a live view replaces it, to show lines above itself."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -159,7 +157,7 @@ class _Lines(logging.StreamHandler[TextIO]):
 
 
 def log_lines(stream: TextIO | None = None) -> None:
-    """Let everything that Atoll's parts log appear as lines, with the time of day; by default on standard output."""
+    """Print what Atoll logs as lines with the time of day; by default on standard output."""
     handler = _Lines() if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(VisibleLines())
     logger = logging.getLogger("atoll")

@@ -152,7 +152,7 @@ def plain(evaluation: Evaluation) -> list[str]:
     for metric in evaluation.metrics:
         rows = list(evaluation.rows(metric))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        out.append(f"{metric} (rows: models, columns: whose data)")
+        out.append(f"{metric} (rows: models, columns: sites)")
         for name, *cells in rows:
             numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
             out.append("  ".join([name.ljust(widths[0]), *numbers]).rstrip())

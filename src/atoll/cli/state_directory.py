@@ -1,4 +1,4 @@
-"""The status of a run whose server does not run, from its state directory. It takes no lock and changes nothing."""
+"""What a state directory says of its run without a server. Nothing here takes a lock or changes a file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from atoll.cli.directory import journal_of, no_run
-from atoll.errors import StateCorrupt
+from atoll.errors import StateCorrupt, UsageError
 from atoll.protocol import routes, status_messages
 
 HISTORY = 20
@@ -19,8 +18,25 @@ STILL = "no server answers where the last one listened; `atoll server` goes on w
 PHASES = {"open": "open", "frozen": "closing"}
 
 
+def journal_of(state_dir: Path) -> Path:
+    """Return the journal of the run in a state directory.
+
+    Raises:
+        UsageError: no run was begun there.
+    """
+    path = state_dir / "journal.sqlite"
+    if not path.exists():
+        raise no_run(state_dir)
+    return path
+
+
+def no_run(state_dir: Path) -> UsageError:
+    """Return the error of a directory in which no run was begun."""
+    return UsageError(f"{str(state_dir)!r} holds no run.", "Name the state_dir of the run file.")
+
+
 def stored_status(state_dir: Path) -> status_messages.Status:
-    """What a state directory says: the last status that its server kept, with what the journal knows better.
+    """Return the last status that the server kept, corrected by what the journal knows better.
 
     Raises:
         UsageError: no run was begun there.
@@ -29,7 +45,7 @@ def stored_status(state_dir: Path) -> status_messages.Status:
     path = journal_of(state_dir)
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
-            db.execute("BEGIN")  # one view of it, while a server may write on
+            db.execute("BEGIN")  # one view, while a server may write on
             run = db.execute("SELECT run_id FROM run").fetchone()
             if run is None:
                 raise no_run(state_dir)
@@ -39,7 +55,7 @@ def stored_status(state_dir: Path) -> status_messages.Status:
 
 
 def _kept(state_dir: Path, run: str) -> status_messages.Status:
-    """What the server has kept; of a run of which nothing readable was, the least."""
+    """Return the status that the server kept; the least that can be said where it kept nothing that can be read."""
     try:
         text = (state_dir / status_messages.KEPT).read_text(encoding="utf-8")
         kept = status_messages.Status.model_validate_json(text)
@@ -129,7 +145,7 @@ def _workers(
 
 
 def _unknown(site: str) -> status_messages.WorkerStatus:
-    """A worker of which the kept status knows nothing."""
+    """Return the status of a worker that the kept status does not have."""
     return status_messages.WorkerStatus(
         site=site,
         host="",
