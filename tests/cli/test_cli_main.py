@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from atoll.cli import main as cli
 from atoll.errors import PortInUse
 
-COMMANDS = ["server", "worker", "simulate", "status", "export", "evaluate", "audit", "init"]
+COMMANDS = ["server", "worker", "simulate", "status", "export", "evaluate", "audit", "new"]
 
 
 @pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)])

@@ -93,7 +93,7 @@ def serve(tmp_path) -> Iterator[type[Served]]:
     ],
 )
 def test_what_init_writes_runs_as_it_is(atoll_command, serve, tmp_path, algorithm: str, flags: list[str]) -> None:
-    atoll_command("init", "mine", "--algorithm", algorithm)
+    atoll_command("new", "mine", "--algorithm", algorithm)
     served = serve("--rounds", "3", *flags)
     workers = [
         subprocess.Popen(
@@ -142,7 +142,7 @@ def test_the_server_says_that_it_starts_before_it_loads_what_is_slow(monkeypatch
     ("number", "code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long), (signal.SIGINT, 130)]
 )
 def test_a_stopped_server_says_that_it_can_go_on(atoll_command, serve, number: signal.Signals, code: int) -> None:
-    atoll_command("init", "mine")
+    atoll_command("new", "mine")
     served = serve()
     served.process.send_signal(number)
     assert served.end() == code
@@ -171,7 +171,7 @@ def test_a_server_that_is_stopped_behind_the_end_of_its_run_says_so(
     atoll_command, serve, tmp_path, number: signal.Signals
 ) -> None:
     """A worker that has not asked again is waited for; whoever does not want to wait has a finished run."""
-    atoll_command("init", "mine")
+    atoll_command("new", "mine")
     served = serve("--rounds", "1", "--num-workers", "1", "--min-workers", "1")
     client = atoll.functional.Client(served.url, site="a", folder=tmp_path / "w")
     client.next_round()
@@ -186,7 +186,7 @@ def test_a_server_that_is_stopped_behind_the_end_of_its_run_says_so(
 @pytest.mark.slow
 @pytest.mark.covers("F28", "F29")
 def test_a_second_server_is_refused_by_port_and_by_directory(atoll_command, serve) -> None:
-    atoll_command("init", "mine")
+    atoll_command("new", "mine")
     served = serve()
     port = served.url.rsplit(":", 1)[1]
     by_port = atoll_command("server", "mine/run.toml", "--port", port, "--state-dir", "other")
@@ -201,7 +201,7 @@ def test_a_second_server_is_refused_by_port_and_by_directory(atoll_command, serv
 @pytest.mark.slow
 @pytest.mark.covers("X4")
 def test_on_a_terminal_the_server_shows_the_table_of_status_below_its_lines(atoll_command, tmp_path) -> None:
-    atoll_command("init", "mine")
+    atoll_command("new", "mine")
     terminal, theirs = pty.openpty()
     process = subprocess.Popen(
         [*ATOLL, "server", "run.toml", "--port", "0", "--min-free-bytes", "0"],
