@@ -1,8 +1,8 @@
-"""A site whose model is a tensor of the size that is asked for: `big_site.py SERVER SITE TARGET BYTES [apart|lazy]`.
+"""A site whose model is a tensor of the size that is asked for: `big_site.py SERVER SITE TARGET BYTES [lazy]`.
 
 All elements of its model are its target t, and its loss of a model is (w − t)², w being the model's last element;
 twice that where w is below t.
-`apart`: it serves the model under an address where nobody is. `lazy`: the model lies in a file, and it begins when
+`lazy`: the model lies in a file, and it begins when
 PID.go is there.
 """
 
@@ -39,10 +39,9 @@ def give() -> Any:
 
 if "lazy" in words:
     save_file({"weight": torch.full((1, nbytes // 4), target)}, f"{site}.safetensors")
-publisher = atoll.objects.Publisher(name="127.0.0.2") if "apart" in words else None
 with atoll.tasks(server, site) as worker:
     worker.evaluates(measure)
-    worker.submits(give, publisher=publisher)
+    worker.submits(give)
     print("begins", flush=True)
     while "lazy" in words and not Path(f"{os.getpid()}.go").exists():
         time.sleep(0.01)

@@ -126,27 +126,33 @@ def test_only_the_sites_that_are_named_evaluate(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P9", "P1")
-def test_where_the_server_is_another_machine_a_model_goes_by_it_unless_a_publisher_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("atoll.worker.tasks.evaluate_models.is_loopback", lambda host: False)
-    sent: dict[str, int] = {}
-    for way in ("server", "publisher"):
-        with serve(tmp_path / way, **ALONE, has_model=False) as server:
-            with atoll.objects.Publisher() as publisher, atoll.tasks(server.url, "a") as worker:
-                worker.evaluates(lambda state: {"loss": state["weight"][-1]})
-                worker.submits(
-                    lambda: {"weight": torch.arange(1000.0)}, publisher=None if way == "server" else publisher
-                )
-                worker.run()
-            server.run()
-        assert server.evaluation is not None
-        assert losses(server.evaluation.model_dump()) == {"a": {"a": 999.0}}
-        assert server._run is not None
-        sent[way] = server._run.bytes_up
-        assert not list((tmp_path / way / "state" / "objects").glob("*"))
-    assert sent["server"] >= 4000
-    assert sent["publisher"] == 0
+def test_a_handler_may_answer_with_a_reference_to_a_model_elsewhere(tmp_path: Path) -> None:
+    with atoll.objects.Publisher() as publisher:
+
+        def register(worker: Any) -> None:
+            worker.task("submit_model")(lambda payload: {"model": publisher.publish({"weight": torch.full((2,), 3.0)})})
+            worker.evaluates(lambda state: {"loss": state["weight"][-1]})
+
+        assert losses(play(tmp_path, register, has_model=False)) == {"a": {"a": 3.0}}
+
+
+@pytest.mark.covers("P9", "X3")
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"model": "here"}, "something else than a reference to a model"),
+        ({"model": {"object": "0" * 32, "secret": "0" * 32, "digest": "0" * 64, "expires_at": 1}}, "is not kept here"),
+    ],
+    ids=["no reference", "no object"],
+)
+def test_an_answer_that_names_no_model_leaves_the_row_empty(tmp_path: Path, answer: Any, words: str) -> None:
+    def register(worker: Any) -> None:
+        worker.task("submit_model")(lambda payload: answer)
+        worker.evaluates(measure, model=nn.Linear(1, 1, bias=False))
+
+    found = play(tmp_path, register)
+    assert losses(found) == {"version 0": {"a": 0.0}}
+    assert words in errors(found)["a", "a"]
 
 
 @pytest.mark.covers("T9")
@@ -166,7 +172,7 @@ def test_without_a_server_handlers_are_taken_and_never_called() -> None:
         assert worker.task("count")(len) is len
         assert worker.evaluates(measure) is measure
         assert worker.evaluates(model=nn.Linear(1, 1))(measure) is measure
-        assert worker.submits(None) is None
+        assert worker.submits(measure) is measure
         worker.note("nothing")
         assert list(worker.tasks()) == []
         worker.run()

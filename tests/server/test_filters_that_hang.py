@@ -21,7 +21,7 @@ from torch import Tensor
 import atoll
 from atoll.errors import Superseded
 from atoll.filters import Filter
-from atoll.server.tasks import user_threads
+from atoll.server.tasks import user_code
 from atoll.server.update_filters import Filtering
 from atoll.store.journal_tables import TicketRow
 
@@ -62,7 +62,7 @@ def test_the_rounds_go_on_without_its_site_and_the_server_ends(
     tmp_path: Path, go: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rounds are closed by their deadline, with b alone."""
-    monkeypatch.setattr(user_threads, "SAY_S", 0.05)
+    monkeypatch.setattr(user_code, "SAY_S", 0.05)
     hanging, rounds = Hanging(go), 4
     options = {"rounds": rounds, "quorum": 1, "min_workers": 1, "round_deadline_s": 0.3}
     with serving(tmp_path, filters={"a": [hanging], "b": [Filter()]}, **options) as server:
@@ -220,10 +220,10 @@ def open_files() -> list[str]:
 @pytest.mark.covers("T8", "X3")
 def test_a_turn_that_comes_to_nothing_is_given_back(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one place, and a has it. b is given up while it waits for it, then no thread can be started for b."""
-    monkeypatch.setattr(user_threads, "AT_ONCE", 1)
+    monkeypatch.setattr(user_code, "AT_ONCE", 1)
 
     async def main() -> str:
-        beside = user_threads.UserThreads()
+        beside = user_code.UserThreads()
         first = asyncio.ensure_future(beside.run(lambda: go.wait(60), "It", "a"))
         await asyncio.sleep(0)  # it has the place
         with pytest.raises(TimeoutError):

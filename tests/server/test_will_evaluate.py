@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from atoll import Settings
-from atoll.server.coordinator.admission import will_evaluate
-from atoll.server.tasks.task_filters import TaskFilters
+from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.workflow_schedule import EVALUATES, WorkflowSchedule
 
 
@@ -18,9 +17,8 @@ def test_a_site_is_asked_by_an_evaluation_that_is_still_to_come(tmp_path: Path) 
         workflows=[{"kind": "train"}, {"kind": EVALUATES, "args": {"sites": ["a"]}}],
     )
     schedule = WorkflowSchedule(settings, None, TaskFilters(settings))
-    assert [will_evaluate(schedule, site) for site in "ab"] == [True, False]
+    assert [schedule.will_evaluate(site) for site in "ab"] == [True, False]
     schedule.steps[1].state = "running"
-    assert will_evaluate(schedule, "a")
+    assert schedule.will_evaluate("a")
     schedule.steps[1].state = "done"
-    assert not will_evaluate(schedule, "a")
-    assert not will_evaluate(None, "a")
+    assert not schedule.will_evaluate("a")

@@ -29,9 +29,9 @@ from atoll.filters import About, Cast, Drop, Filter, NormClip, Outgoing
 from atoll.filters.base import filtered
 from atoll.objects import Stream, register
 from atoll.posix import read_at
-from atoll.server.tasks.task_filters import TaskFilters
+from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.task_queue import Answer, read_contents
-from atoll.server.tasks.user_threads import UserThreads
+from atoll.server.tasks.user_code import UserThreads
 from atoll.server.tasks.workflow_controller import Result
 from atoll.store.kept_objects import ObjectStore
 from atoll.tensors.chunks import CHUNK_ELEMENTS
@@ -278,7 +278,8 @@ def test_filtering_an_answer_that_has_come_takes_a_few_runs_of_memory(tmp_path: 
     filters = TaskFilters(Settings(state_dir=tmp_path), results={"a": [NormClip(2.0**11)]})
     object_id, fd = objects.draft()
     extent, _ = write_object(pack({"w": torch.ones(2**24)}), fd, Cut(PART_BYTES))  # of the norm 2¹²
-    answer = Answer("a", "key", way="streamed", contents=read_contents(fd, extent, "It"), fd=fd)
+    answer = Answer("a", "key", way="streamed", fd=fd)
+    answer.contents = read_contents(answer, extent, "It")
     behind: list[Answer] = []
     assert peak_growth(lambda: behind.append(filters.received(answer, "train"))) < MORE_BYTES
     assert (answer.fd, behind[0].error, behind[0].way) == (-1, "", "streamed")
@@ -310,7 +311,9 @@ def test_two_answers_of_one_site_do_not_meet_in_its_filter(tmp_path: Path, where
     def answered(packed: Packed) -> Answer:
         _, fd = objects.draft()
         extent, _ = write_object(packed, fd, Cut(PART_BYTES))
-        return Answer("a", "key", way="streamed", contents=read_contents(fd, extent, "It"), fd=fd)
+        answer = Answer("a", "key", way="streamed", fd=fd)
+        answer.contents = read_contents(answer, extent, "It")
+        return answer
 
     def taken(value: float) -> list[float]:
         packed = pack({"w": torch.full((3,), value)})

@@ -106,9 +106,8 @@ def test_a_disk_that_is_full_is_told_as_such(tmp_path: Path, monkeypatch: pytest
 
     def main(controller: Any) -> None:
         controller.sites(at_least=1, timeout_s=30)
-        module = {"data": "task_payloads", "result": "task_filters"}[where]
         with monkeypatch.context() as patched:
-            patched.setattr(f"atoll.server.tasks.{module}.write_object", full)
+            patched.setattr("atoll.server.tasks.task_payloads.write_object", full)
             try:
                 came["told"] = controller.send("a", "train", model(), timeout_s=30).error
             except atoll.AtollError as error:

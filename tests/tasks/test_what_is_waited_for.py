@@ -19,7 +19,7 @@ from atoll import Settings
 from atoll.errors import DiskFull
 from atoll.filters import Drop, Filter
 from atoll.server.coordinator.build_status import status_of
-from atoll.server.tasks import task_payloads, task_routes, user_threads
+from atoll.server.tasks import task_payloads, user_code, workflow_schedule
 from atoll.server.tasks.task_queue import Answer
 from atoll.server.tasks.workflow_controller import Result
 from atoll.store.store import Store
@@ -98,7 +98,7 @@ def test_a_filter_that_hangs_at_every_task_leaves_room_for_the_others(
     """There is room for two at a time. a has been sent three tasks in vain before b is sent one; its filter, which is
     at the first, begins none of the others.
     """
-    monkeypatch.setattr(user_threads, "AT_ONCE", 2)
+    monkeypatch.setattr(user_code, "AT_ONCE", 2)
     go, came, begun = threading.Event(), list[Any](), list[int]()
 
     def main(controller: Any) -> None:
@@ -144,7 +144,7 @@ def test_answers_that_hang_in_filters_are_let_go_with_their_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is room for one at a time. a is told that its tasks are over, and b's answer is filtered then."""
-    monkeypatch.setattr(user_threads, "AT_ONCE", 1)
+    monkeypatch.setattr(user_code, "AT_ONCE", 1)
     go, came, taken, begun = threading.Event(), list[Any](), list[bool](), list[int]()
     waiting = Waiting(go, lambda: begun.append(1))
 
@@ -249,7 +249,7 @@ def test_an_answer_that_is_filtered_waits_for_space(tmp_path: Path, monkeypatch:
     """The site is told to come back, and what it has sent is still there: it is sent once."""
     came: list[Any] = []
     asked, opened = list[int](), list[int]()
-    require_space = task_routes.require_space
+    require_space = workflow_schedule.require_space
 
     def required(store: Store, settings: Settings) -> None:
         asked.append(1)
@@ -262,7 +262,7 @@ def test_an_answer_that_is_filtered_waits_for_space(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(objects, "open", lambda *a, **k: opened.append(1) or begin(*a, **k))  # type: ignore[func-returns-value]
         came.extend(controller.broadcast("train", None, timeout_s=30))
 
-    monkeypatch.setattr(task_routes, "require_space", required)
+    monkeypatch.setattr(workflow_schedule, "require_space", required)
     server = serving(tmp_path, main, filters=[Drop("b")], stream_tasks=("train",))
     played(server, "a", lambda _: {"w": torch.ones(3), "b": torch.ones(2)})
     assert came[0].payload["w"].tolist() == [1.0] * 3

@@ -163,7 +163,7 @@ def gives(controller: Any) -> Any:
         ({"workflows": [{"path": yielding}]}, ["is 'yielding', a coroutine function or a generator"]),
         ({"workflows": [{"path": both}]}, ["is 'both', a coroutine function or a generator"]),
         ({"workflows": [{"path": Awaited()}]}, ["a coroutine function or a generator"]),
-        ({"workflows": [{"path": gives}]}, ["gives failed: RunFailed: it gave a generator, which nobody runs"]),
+        ({"workflows": [{"path": gives}]}, ["gives failed: RunFailed: it gave a generator, which is never run"]),
         ({"workflows": [{"path": scheduled, "args": {"schedul": 1}}]}, ["'scheduled' cannot be called", "schedul"]),
         ({"workflows": [{"path": "json:decoder"}]}, ["is a module", "Name a function"]),
         ({"workflows": [{"path": "json:laods"}]}, ["Did you mean 'loads'?"]),

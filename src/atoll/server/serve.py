@@ -33,8 +33,8 @@ from atoll.server.http.app import HTTP_LOG, make_app
 from atoll.server.http.auth import open_gate
 from atoll.server.initial_model import NO_MODEL
 from atoll.server.startup import open_run
-from atoll.server.tasks.task_filters import TaskFilters
-from atoll.server.tasks.workflow_controller import Function
+from atoll.server.tasks.task_payloads import TaskFilters
+from atoll.server.tasks.user_code import Function
 from atoll.server.tasks.workflow_schedule import WorkflowSchedule
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import address_of

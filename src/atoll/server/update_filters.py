@@ -26,7 +26,7 @@ from atoll.failpoints import failpoint
 from atoll.filters.base import About, BadFilter, Chain, Filter
 from atoll.posix import OwnedFile, read_at, write_at
 from atoll.server.filter_table import SiteFilters
-from atoll.server.tasks.user_threads import UserThreads
+from atoll.server.tasks.user_code import UserThreads
 from atoll.store.file_slots import disk_error
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store

@@ -27,7 +27,7 @@ from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.run import Run
 from atoll.server.filter_table import Given
 from atoll.server.startup import open_run
-from atoll.server.tasks.task_filters import TaskFilters
+from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.simulate.client import name_of, require_outside
 from atoll.simulate.engines import require_engine
 from atoll.simulate.job_messages import Beginning, Engine

@@ -45,6 +45,7 @@ class Kept:
         fd: while parts arrive; −1 once it is complete.
         touched_s: monotonic, when the last byte of it came.
         held: by the server itself, which alone ends it; it has no note, so that a start removes it.
+        counts: towards the bytes that all together may have.
         gone: set when it is not kept any more.
     """
 
@@ -57,6 +58,7 @@ class Kept:
     fd: int = -1
     touched_s: float = 0.0
     held: bool = False
+    counts: bool = True
     gone: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -236,6 +238,20 @@ class ObjectStore:
         self._drop(kept)
         return kept, fd
 
+    def make_own(self, object_id: str, secret: str) -> Kept:
+        """Make a complete object the server's own: it stays until `let_go`, or until the next start.
+
+        It counts no more towards `max_bytes`, so that objects that come after it find room.
+
+        Raises:
+            Gone, AuthError, Conflict: as `complete_one`.
+        """
+        kept = self.complete_one(object_id, secret)
+        self._require_not_held(kept)
+        self._path(kept, "json").unlink(missing_ok=True)
+        kept.held, kept.counts, kept.expires_at = True, False, time.time() + HELD_S
+        return kept
+
     def _require_not_held(self, kept: Kept) -> None:
         if kept.held:
             raise AuthError(f"Object {kept.object[:8]} is the server's own.", "It ends with its task.")
@@ -329,7 +345,7 @@ class ObjectStore:
         return path.is_file() and path.stat().st_size == kept.extent.nbytes
 
     def _taken_bytes(self) -> int:
-        return sum(kept.extent.nbytes for kept in self._kept.values())
+        return sum(kept.extent.nbytes for kept in self._kept.values() if kept.counts)
 
     def _path(self, kept: Kept, kind: str) -> Path:
         return self._folder / f"{kept.object}.{kind}"

@@ -9,7 +9,6 @@ from atoll.errors import ConfigError, SchemaMismatch, ServerLost, VersionSkew
 from atoll.format_text import size
 from atoll.protocol import messages, routes
 from atoll.server.http.auth import Identity
-from atoll.server.tasks.workflow_schedule import EVALUATES, WorkflowSchedule
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 
@@ -100,14 +99,6 @@ def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: S
         )
     if message.controls:
         _require_controls(message, store)
-
-
-def will_evaluate(schedule: WorkflowSchedule | None, site: str) -> bool:
-    """Whether a cross-site evaluation that is still to come asks a site for measurements."""
-    return schedule is not None and any(
-        step.entry.kind == EVALUATES and step.state != "done" and site in (step.entry.args.get("sites") or [site])
-        for step in schedule.steps
-    )
 
 
 def _require_controls(message: messages.Join, store: Store) -> None:

@@ -24,7 +24,7 @@ from atoll.protocol import messages, routes, status_messages, swarm_messages, ta
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
 from atoll.rounds import machine
-from atoll.server.coordinator.admission import counted_of, require_fit, run_info, will_evaluate
+from atoll.server.coordinator.admission import counted_of, require_fit, run_info
 from atoll.server.coordinator.build_status import status_of, why
 from atoll.server.coordinator.ledger_rows import outcome_of
 from atoll.server.coordinator.receive_parts import Uploads
@@ -34,7 +34,7 @@ from atoll.server.http.auth import IDENTITY
 from atoll.server.http.byte_routes import ObjectHandlers, VersionHandlers
 from atoll.server.http.prometheus import prometheus
 from atoll.server.swarm.assignments import Swarm
-from atoll.server.tasks.task_routes import TaskHandlers
+from atoll.server.tasks.task_queue import TaskHandlers
 from atoll.server.transient_errors import require_space
 from atoll.store.journal_tables import PartRow, TicketRow, VersionRow
 from atoll.store.tickets import why_closed
@@ -53,7 +53,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
 
     def __init__(self, run: Run) -> None:
         ObjectHandlers.__init__(self)
-        TaskHandlers.__init__(self)
+        TaskHandlers.__init__(self, run.task_queue, run.changed, run.require_lease, run.io)
         self.run, self.store, self.plan = run, run.store, run.plan
         self._uploads = Uploads(run)
 
@@ -122,7 +122,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
         return messages.Joined(
             lease=Lease(message.site, granted[0].lease, message.process, secret).header,
             due=machine.due(self.run.state, message.site),
-            evaluates=will_evaluate(self.run.workflows, message.site),
+            evaluates=self.run.workflows is not None and self.run.workflows.will_evaluate(message.site),
         )
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:

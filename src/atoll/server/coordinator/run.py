@@ -11,11 +11,14 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from atoll.aggregation.plan import Plan
 from atoll.errors import AtollError, Busy, DiskFull, RunFailed, StoreError
+from atoll.protocol.status_messages import WorkflowStatus
+from atoll.protocol.task_messages import Evaluation
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
 from atoll.rounds import machine
@@ -34,7 +37,7 @@ from atoll.server.restore import snapshot_of
 from atoll.server.settings_advice import advice
 from atoll.server.swarm.assignments import Reopened, Swarm
 from atoll.server.tasks.task_queue import TaskQueue
-from atoll.server.tasks.user_threads import UserThreads
+from atoll.server.tasks.user_code import UserThreads
 from atoll.server.transient_errors import RETRY_S, directory_gone, passing
 from atoll.server.update_filters import Filtering
 from atoll.store.journal_tables import Recovered, TicketRow
@@ -43,13 +46,30 @@ from atoll.store.store import Store
 from atoll.tensors.alone import stay_alone
 from atoll.tensors.schema import CONTROL
 
-if TYPE_CHECKING:
-    from atoll.server.tasks.workflow_schedule import WorkflowSchedule
-
 LOG = logging.getLogger("atoll.server")
 
 FACTS = (ev.UpdateAccepted, ev.UpdateRefused, ev.VersionCommitted)
 """Events that report a row which is in the journal: they must reach the machine, sooner or later."""
+
+
+class Workflows(Protocol):
+    """What a run asks its workflows.
+
+    Attributes:
+        evaluated: returns the last matrix of a cross-site evaluation, as far as it is filled; None if there is none.
+    """
+
+    evaluated: Callable[[], Evaluation] | None
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether sites are asked later for what they have submitted."""
+
+    def will_evaluate(self, site: str) -> bool:
+        """Whether a cross-site evaluation that is still to come asks a site for measurements."""
+
+    def status(self) -> list[WorkflowStatus]:
+        """Return what the status shows, in order."""
 
 
 class Run:
@@ -62,7 +82,7 @@ class Run:
         recovered: Recovered,
         persistor: Persistor | None,
         filters: SiteFilters,
-        schedule: WorkflowSchedule | None = None,
+        workflows: Workflows | None = None,
     ) -> None:
         self.plan, self.store, self.settings = plan, store, plan.settings
         self.roster = roster_of(
@@ -70,7 +90,7 @@ class Run:
         )
         self.pace, self.stale, self.advice = Pace(plan, self.roster), Stale(plan), advice(plan)
         self.left = TimeLeft(self.settings.rounds, len(plan.fragments))
-        self.workflows, self.finished, self.trained = schedule, asyncio.Event(), asyncio.Event()
+        self.workflows, self.finished, self.trained = workflows, asyncio.Event(), asyncio.Event()
         self.failed: AtollError | None = None
         self.ended, self.address = asyncio.Event(), ""
         self.trouble: dict[int, str] = {}
@@ -103,7 +123,7 @@ class Run:
         self._saving_best: asyncio.Task[None] | None = None
         self._behind_last: asyncio.Task[None] | None = None  # of the newest version; it ends as the last of them
         self._rules = machine.Rules.from_settings(
-            self.settings, len(plan.fragments), held=schedule is not None, needs_all=plan.algorithm.needs_all
+            self.settings, len(plan.fragments), held=workflows is not None, needs_all=plan.algorithm.needs_all
         )
         tracking = self._rules.tracking
         history = store.history(None, 0) if tracking.metric else []

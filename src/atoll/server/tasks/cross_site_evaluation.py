@@ -1,11 +1,11 @@
-"""Cross-site evaluation: every site's model and the run's own on every site's data.
+"""Cross-site evaluation: every site's model and the run's own on every site's data, and the matrix that it fills.
 
     [[workflows]]
     kind = "cross_site_evaluation"
     versions = ["latest", 12, "best", "other.safetensors"]
 
-A site keeps its model and gives a reference to it; who evaluates it pulls it from there, to disk. What the server has
-of its own it writes once, for all. Here only references, numbers and errors come together.
+The models of the run are written once for all sites; a site sends its own to the server once. Sites pull each model
+from there, to disk, and answer with numbers. Each site has a thread, which fills its column of the matrix.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +26,18 @@ from atoll import registry
 from atoll.config.workflow_settings import file_name_of
 from atoll.errors import ConfigError, RunFailed
 from atoll.protocol import messages
-from atoll.protocol.task_messages import Cell, Evaluation, markdown
-from atoll.server.tasks.evaluation_matrix import Board, Row, Source
-from atoll.server.tasks.models_to_evaluate import GlobalModels, is_file
-from atoll.server.tasks.workflow_controller import Controller, why_gone
+from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation, markdown
+from atoll.server.tasks.models_to_evaluate import ModelsToEvaluate, Place, is_file
+from atoll.server.tasks.workflow_controller import Controller, Progress, progress_of, why_gone
+from atoll.tensors.reference import TensorRef
 
 LOG = logging.getLogger("atoll.server")
 
 SUBMIT, VALIDATE = "submit_model", "validate"
 EVALUATION_TIMEOUT_S = 3600.0
-GOODBYE_S = 10.0
-"""How long sites have, in the end, to say that they keep their models for nobody any more."""
+LOOK_S = 0.2
+RETURN_S = 10.0
+"""How long a site that has gone is awaited at least, once: a DiLoCo loop leaves before its script joins again."""
 LOUD = 200
 """Cells up to which each is a line in the log."""
 WORDS = ("latest", "best")
@@ -49,34 +54,49 @@ def cross_site_evaluation(
 
     Args:
         versions: models of the run: `latest`, `best`, numbers of versions, safetensors files at the server; by default
-            the latest, where the run has a model.
+            the latest, if the run has a model.
         site_models: whether sites are asked for theirs.
         sites: whose data, and whose models; by default all that have ever joined.
-        evaluation_timeout_s: a site that shows nothing for so long, while it evaluates one model, is given up.
+        evaluation_timeout_s: a site without progress for so long, while it evaluates one model, is given up.
 
     Raises:
-        ConfigError: an argument is none.
-        RunFailed: not one cell has a value; why is told.
+        ConfigError: an argument is wrong.
+        RunFailed: not one cell has a value; the reasons are named.
     """
     require(versions, site_models, sites, evaluation_timeout_s)
     run = controller.run
     chosen = sorted(set(sites)) if sites is not None else sorted(run.roster)
-    board = Board(chosen, controller.require_running)
-    with GlobalModels(controller, versions) as models:
-        for source in models.sources:
-            board.add(source)
+    matrix = EvaluationMatrix(chosen, controller.require_running)
+    assert run.store.run is not None
+    assert run.workflows is not None
+    run_id = run.store.run.run_id
+
+    def so_far(*, finished: bool = False) -> Evaluation:
+        return Evaluation(
+            run=run_id,
+            name=run.settings.name,
+            finished=finished,
+            sites=matrix.sites,
+            models=matrix.rows(),
+            cells=matrix.cells(),
+        )
+
+    with ModelsToEvaluate(controller) as models:
+        for row, place in models.of_run(versions):
+            matrix.sources.append(ModelSource(row, place=place, settled=True))
         if site_models:
             for site in chosen:
-                board.add(Source(Row(name=site, kind="site"), owner=site))
-        told = _Told(controller, board)
-        assert run.workflows is not None
-        run.workflows.evaluated = told.so_far
-        columns = [_Column(controller, board, site, evaluation_timeout_s, site_models, told) for site in chosen]
+                matrix.sources.append(ModelSource(EvaluatedModel(name=site, kind="site"), owner=site))
+        run.workflows.evaluated = so_far
+        controller.note(matrix.progress)
+        columns = [_Column(controller, matrix, models, site, evaluation_timeout_s) for site in chosen]
         with ThreadPoolExecutor(max(1, len(columns)), thread_name_prefix="atoll-evaluation") as pool:
-            for done in [pool.submit(column.fill) for column in columns]:
+            for done in [pool.submit(column.fill, submits=site_models) for column in columns]:
                 done.result()
-        _withdraw(controller, board)
-    return told.end()
+    found = so_far(finished=True)
+    run.workflows.evaluated = lambda: found
+    _export(found, run.behind.exports.folder, controller.name)
+    return found
 
 
 def require(
@@ -85,10 +105,10 @@ def require(
     sites: Sequence[str] | None = None,
     evaluation_timeout_s: float = EVALUATION_TIMEOUT_S,
 ) -> None:
-    """Refuse arguments that mean nothing, before a run begins that comes to them at its end.
+    """Refuse wrong arguments before a run begins that reaches the evaluation at its end.
 
     Raises:
-        ConfigError: one is none; the nearest word is offered.
+        ConfigError: an argument is wrong; the nearest word is offered.
     """
     if versions is not None and (isinstance(versions, str) or not isinstance(versions, Sequence)):
         raise ConfigError(f"versions is {versions!r}.", 'Write a list: versions = ["latest"].')
@@ -112,137 +132,187 @@ def require(
 cross_site_evaluation.require = require  # type: ignore[attr-defined]
 
 
+# -- The matrix
+
+
+@dataclass(eq=False)
+class ModelSource:
+    """A row of the matrix, and where sites pull its model.
+
+    Attributes:
+        owner: the site whose model it is; empty for one of the run.
+        place: None if it is not known yet, or if there is no model.
+        settled: whether it is known where the model is, or that there is none.
+    """
+
+    row: EvaluatedModel
+    owner: str = ""
+    place: Place | None = None
+    settled: bool = False
+
+
+class EvaluationMatrix:
+    """The models, the sites, and the cells that are filled. Thread-safe once `sources` is complete.
+
+    Args:
+        sites: its columns.
+        look: called while a thread waits; ends it by raising.
+    """
+
+    def __init__(self, sites: list[str], look: Callable[[], None] = lambda: None) -> None:
+        self.sites, self.sources, self._look = sites, list[ModelSource](), look
+        self._away_since_s: dict[str, float] = {}
+        self._cells: dict[tuple[str, str], Cell] = {}
+        self._news = threading.Condition()
+        self._working, self._waiting = set(sites), set[str]()
+
+    def settle(self, owner: str, place: Place | None, error: str) -> None:
+        """Record where the model of a site is, or why there is none."""
+        digest = place.digest if place is not None else ""
+        with self._news:
+            source = next(source for source in self.sources if source.owner == owner)
+            source.place, source.settled = place, True
+            source.row = source.row.model_copy(update={"error": error, "digest": digest})
+            self._news.notify_all()
+
+    def next_for(self, site: str) -> ModelSource | None:
+        """Return a model that the site has not evaluated yet, when it is there; None if there is no other.
+
+        Sites begin at different rows, so that they do not all pull one model at a time.
+        """
+        begin = self.sites.index(site)
+        order = self.sources[begin:] + self.sources[:begin]
+        while True:
+            with self._news:
+                left = [source for source in order if (source.row.name, site) not in self._cells]
+                for source in [source for source in left if source.settled and source.row.error]:
+                    cell = Cell(model=source.row.name, site=site, error=source.row.error)
+                    self._cells[source.row.name, site] = cell
+                    left.remove(source)
+                ready = next((source for source in left if source.settled), None)
+                if ready is not None or not left:
+                    return ready
+                with self._marked(site):
+                    self._look()
+                    self._news.wait(LOOK_S)  # its owner settles it, or leaves
+
+    def wait(self, site: str, until: Callable[[], bool]) -> bool:
+        """Wait for a site that has gone or hangs; return False once no other site works and it is away for
+        `RETURN_S`.
+        """
+        with self._news, self._marked(site):
+            end_s = self._away_since_s.setdefault(site, time.monotonic()) + RETURN_S
+            while not until():
+                self._look()
+                if self._working <= self._waiting and time.monotonic() >= end_s:
+                    return until()
+                self._news.wait(LOOK_S)
+            del self._away_since_s[site]
+            return True
+
+    @contextmanager
+    def _marked(self, site: str) -> Iterator[None]:
+        self._waiting.add(site)
+        self._news.notify_all()
+        try:
+            yield
+        finally:
+            self._waiting.discard(site)
+
+    def leave(self, site: str) -> None:
+        """End the column of a site; if its model is not settled, there is none."""
+        if any(source.owner == site and not source.settled for source in self.sources):
+            self.settle(site, None, "the site gave no model")
+        with self._news:
+            self._working.discard(site)
+            self._news.notify_all()
+
+    def put(self, cell: Cell) -> None:
+        """Fill a cell."""
+        with self._news:
+            self._cells[cell.model, cell.site] = cell
+            self._news.notify_all()
+
+    @property
+    def count(self) -> int:
+        """Number of all cells."""
+        return len(self.sources) * len(self.sites)
+
+    @property
+    def progress(self) -> str:
+        """How far it is, for the status."""
+        with self._news:
+            return f"{len(self._cells)} of {self.count} evaluations"
+
+    def rows(self) -> list[EvaluatedModel]:
+        """Return all rows."""
+        with self._news:
+            return [source.row for source in self.sources]
+
+    def cells(self) -> list[Cell]:
+        """Return the filled cells in the order of rows and columns."""
+        with self._news:
+            keys = [(source.row.name, site) for source in self.sources for site in self.sites]
+            return [self._cells[key] for key in keys if key in self._cells]
+
+
 class _Column:
-    """One site: it gives its model, then evaluates those of all, one after the other. In a thread of its own."""
+    """One site: it sends its model, then evaluates all models, one after the other. In a thread of its own."""
 
     def __init__(
-        self, controller: Controller, board: Board, site: str, limit_s: float, submits: bool, told: _Told
+        self, controller: Controller, matrix: EvaluationMatrix, models: ModelsToEvaluate, site: str, limit_s: float
     ) -> None:
-        self._controller, self._board, self._site, self._limit_s = controller, board, site, limit_s
-        self._submits, self._told = submits, told
+        self._controller, self._matrix, self._models = controller, matrix, models
+        self._site, self._limit_s = site, limit_s
+        self._hung = ""  # why the site was given up, as long as it makes no progress
+        self._progress: Progress = ()
 
-    def fill(self) -> None:
-        """Until each of its cells has a value or a reason; nobody waits for it in vain, whatever it raises."""
+    def fill(self, *, submits: bool) -> None:
+        """Fill each cell with a value or a reason. No other column waits in vain, whatever this raises."""
+        matrix = self._matrix
         try:
-            if self._submits:
-                place, error = self._model_of(self._site, through_server=False)
-                self._board.settle(self._board.source_of(self._site), place, _shortened(error))
-            while (source := self._board.next_for(self._site)) is not None:
-                self._put(source, self._evaluated(source))
-                self._told.note()
+            if submits:
+                answer, error = self._ask(SUBMIT, None)
+                place = None
+                if not error:
+                    place, error = self._models.of_site(answer)
+                matrix.settle(self._site, place, _one_line(error))
+            while (source := matrix.next_for(self._site)) is not None:
+                cell = self._evaluate(source)
+                matrix.put(cell)
+                numbers = ", ".join(f"{key} {value:.6g}" for key, value in cell.metrics.items())
+                level = logging.INFO if matrix.count <= LOUD else logging.DEBUG
+                LOG.log(level, "%s on %s: %s", cell.model, cell.site, cell.error or numbers or "no finite metric")
+                self._controller.note(matrix.progress)
         finally:
-            self._board.leave(self._site)
+            matrix.leave(self._site)
 
-    def _put(self, source: Source, cell: Cell) -> None:
-        self._board.put(cell)
-        level = logging.INFO if self._board.count <= LOUD else logging.DEBUG
-        told = cell.error or ", ".join(f"{key} {value:.6g}" for key, value in cell.metrics.items())
-        LOG.log(level, "%s on %s: %s", source.row.name, cell.site, told or "no finite metric")
+    def _evaluate(self, source: ModelSource) -> Cell:
+        cell, place = Cell(model=source.row.name, site=self._site), source.place
+        model = place if isinstance(place, TensorRef) or place is None else place.model_dump()
+        payload, error = self._ask(VALIDATE, {"model": model, "name": source.row.name})
+        return cell.model_copy(update={"error": _one_line(error)}) if error else _with_metrics(cell, payload)
 
-    def _evaluated(self, source: Source) -> Cell:
-        """One cell."""
-        cell = Cell(model=source.row.name, site=self._site)
-        place = source.place
-        while True:
-            payload, error = self._asked(self._site, VALIDATE, {"model": place, "name": source.row.name})
-            if error:
-                return cell.model_copy(update={"error": _shortened(error)})
-            unreachable = payload.get("unreachable") if isinstance(payload, dict) else None
-            if unreachable is None:
-                return _cell_of(cell, payload)
-            place, error = self._another_place(source, place)
-            if error:
-                told = f"{source.row.name}'s model cannot be pulled: {unreachable}; {error}"
-                return cell.model_copy(update={"error": _shortened(told)})
-
-    def _another_place(self, source: Source, place: Any) -> tuple[Any, str]:
-        """Where the model is to be had for who could not reach its owner: at the server, where the owner puts it."""
-        with source.moving:
-            if source.place is not place:  # another site has had it moved meanwhile
-                return source.place, ""
-            if not source.owner or source.through_server:
-                return None, "nor is it anywhere else"
-            found, error = self._model_of(source.owner, through_server=True)
-            if error:
-                return None, f"and its site gives it no other way: {error}"
-            source.place, source.through_server = found, True
-            LOG.info("%s cannot pull the model of %s from there: it comes by this server", self._site, source.owner)
-            return found, ""
-
-    def _model_of(self, site: str, *, through_server: bool) -> tuple[Any, str]:
-        """Where a site's model can be pulled, or why nowhere."""
-        payload, error = self._asked(site, SUBMIT, {"through_server": through_server}, waits=site == self._site)
-        if error:
-            return None, error
-        if not isinstance(payload, dict) or "model" not in payload:
-            return None, "the site answered submit_model with something else than a reference to a model"
-        return payload["model"], ""
-
-    def _asked(self, site: str, task: str, payload: Any, *, waits: bool = True) -> tuple[Any, str]:
-        """What a site answers, or why it does not. One that has gone, or hangs, is waited for while others work."""
-        board, run = self._board, self._controller.run
-        if waits and (hung := board.hung.get(site)):
-            if not board.wait(self._site, lambda: board.moved(run, site)):
-                return None, hung
-            del board.hung[site]
-        while True:
-            result = self._controller.attempt(site, task, payload, self._limit_s)
-            if result.lost == "stuck":
-                board.hang(run, site, result.error)
-            if result.lost != "gone":
-                break
-            if not waits or not board.wait(self._site, lambda: not why_gone(run, site)):
-                return None, f"the site {why_gone(run, site) or 'had gone'}"
-        return (None, result.error) if result.error else (result.payload, "")
-
-
-class _Told:
-    """The matrix as it is, for who asks, for the status, and for the files."""
-
-    def __init__(self, controller: Controller, board: Board) -> None:
-        self._controller, self._board, self._finished = controller, board, False
-        self._run = run = controller.run
-        assert run.store.run is not None
-        self._run_id = run.store.run.run_id
-        self.note()
-
-    def note(self) -> None:
-        self._controller.note(f"{self._board.done} of {self._board.count} evaluations")
-
-    def so_far(self) -> Evaluation:
-        return Evaluation(
-            run=self._run_id,
-            name=self._run.settings.name,
-            finished=self._finished,
-            sites=self._board.sites,
-            models=self._board.rows(),
-            cells=self._board.cells(),
-        )
-
-    def end(self) -> Evaluation:
-        """Write the files.
-
-        Raises:
-            RunFailed: there is nothing in them.
+    def _ask(self, task: str, payload: Any) -> tuple[Any, str]:
+        """Return what the site answers, or why it does not. A site that has gone, or hangs, is awaited while others
+        work.
         """
-        self._finished = True
-        found, folder = self.so_far(), self._run.behind.exports.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        name = file_name_of(self._controller.name)
-        for suffix, text in ((".json", found.model_dump_json(indent=2) + "\n"), (".md", markdown(found))):
-            _write(folder / f"{name}{suffix}", text)
-        values = sum(bool(cell.metrics or cell.not_finite) for cell in found.cells)
-        LOG.info("%d of %d evaluations have a result: %s", values, len(found.cells), folder / f"{name}.md")
-        if not values:
-            reasons = "; ".join(found.empty()[:3]) or "there is no site, or no model"
-            raise RunFailed(
-                f"The workflow {self._controller.name} evaluated nothing: {reasons}.", "Look at the logs of the sites."
-            )
-        return found
+        matrix, run = self._matrix, self._controller.run
+        if self._hung and not matrix.wait(self._site, lambda: progress_of(run, self._site) != self._progress):
+            return None, self._hung
+        self._hung = ""
+        while True:
+            result = self._controller.attempt(self._site, task, payload, self._limit_s)
+            if result.lost == "stuck":
+                self._hung, self._progress = result.error, progress_of(run, self._site)
+            if result.lost != "gone":
+                return (None, result.error) if result.error else (result.payload, "")
+            if not matrix.wait(self._site, lambda: not why_gone(run, self._site)):
+                return None, f"the site {why_gone(run, self._site) or 'had gone'}"
 
 
-def _cell_of(cell: Cell, payload: Any) -> Cell:
-    """A cell with what a site has measured; with an error where that is no mapping of names to numbers."""
+def _with_metrics(cell: Cell, payload: Any) -> Cell:
+    """Fill a cell with what a site has measured; with an error if that does not map names to numbers."""
     metrics = payload.get("metrics") if isinstance(payload, Mapping) else None
     if not isinstance(metrics, Mapping) or not 0 < len(metrics) <= messages.METRICS:
         what = "nothing" if not metrics and isinstance(metrics, Mapping | None) else f"a {type(metrics).__name__}"
@@ -251,8 +321,8 @@ def _cell_of(cell: Cell, payload: Any) -> Cell:
     for key, value in metrics.items():
         named = type(key) is str and 0 < len(key) <= messages.METRIC_CHARS and key.isprintable()
         if not named or type(value) not in (int, float):
-            told = _shortened(f"the site measured {str(key)[:50]!r} as {str(value)[:50]!r}")
-            return cell.model_copy(update={"error": told})
+            error = _one_line(f"the site measured {str(key)[:50]!r} as {str(value)[:50]!r}")
+            return cell.model_copy(update={"error": error})
         found[key] = float(value) if abs(value) < 1e300 else math.inf
     finite = {key: value for key, value in found.items() if math.isfinite(value)}
     seconds = payload.get("seconds", 0.0)
@@ -265,22 +335,26 @@ def _cell_of(cell: Cell, payload: Any) -> Cell:
     )
 
 
-def _withdraw(controller: Controller, board: Board) -> None:
-    """Nobody pulls any more: sites give their disk back."""
-    owners = [source.owner for source in board.sources if source.owner and source.place is not None]
-    there = [site for site in owners if site not in board.hung and not why_gone(controller.run, site)]
-    if there:
-        controller.broadcast(SUBMIT, {"withdraw": True}, sites=there, min_responses=0, timeout_s=GOODBYE_S)
+def _export(found: Evaluation, folder: Path, workflow: str) -> None:
+    """Write the matrix: each file whole, or not at all.
+
+    Raises:
+        RunFailed: no cell has a value.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    name = file_name_of(workflow)
+    for suffix, text in ((".json", found.model_dump_json(indent=2) + "\n"), (".md", markdown(found))):
+        temporary = folder / f".{name}{suffix}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, folder / f"{name}{suffix}")
+    values = sum(bool(cell.metrics or cell.not_finite) for cell in found.cells)
+    LOG.info("%d of %d evaluations have a result: %s", values, len(found.cells), folder / f"{name}.md")
+    if not values:
+        reasons = "; ".join(found.empty()[:3]) or "there is no site, or no model"
+        raise RunFailed(f"The workflow {workflow} evaluated nothing: {reasons}.", "Look at the logs of the sites.")
 
 
-def _write(path: Path, text: str) -> None:
-    """Whole, or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def _shortened(text: str) -> str:
-    """One line of what a site says, with nothing in it that a terminal would obey."""
+def _one_line(text: str) -> str:
+    """Shorten what a site says to one line, without anything that a terminal would obey."""
     text = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     return text if len(text) <= 600 else f"{text[:597]}…"

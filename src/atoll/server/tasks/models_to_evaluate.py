@@ -1,4 +1,4 @@
-"""Models of a run as objects that sites pull from its server: versions that are kept, exports, files of the user's."""
+"""Models as objects that sites pull from this server: versions, exports, files of the user's, and models of sites."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pydantic import ValidationError
+
 from atoll.blobs.manifest import Cut
 from atoll.blobs.model_file import packed_state
 from atoll.blobs.object_file import write_object
 from atoll.errors import AtollError, Gone
+from atoll.protocol.task_messages import EvaluatedModel, ObjectKey
 from atoll.server.coordinator.background_writes import BEST_MODEL, BEST_NOTE, export_model
-from atoll.server.tasks.evaluation_matrix import Row, Source
 from atoll.server.tasks.task_queue import key_to
 from atoll.server.tasks.workflow_controller import Controller
 from atoll.server.transient_errors import require_space
 from atoll.store.file_slots import disk_error
 from atoll.store.kept_objects import Kept
 from atoll.tensors.lazy_tensors import LazyState
+from atoll.tensors.reference import TensorRef
 
 LOG = logging.getLogger("atoll.server")
 
 SUFFIX = ".safetensors"
+
+Place = ObjectKey | TensorRef
+"""Where sites pull a model: from this server, or from where a reference leads."""
 
 
 def is_file(version: str) -> bool:
@@ -34,71 +40,86 @@ def is_file(version: str) -> bool:
     return version.endswith(SUFFIX)
 
 
-class GlobalModels:
-    """Writes them in the workflow's thread, in runs of some MiB; as a context manager, lets go of them.
+class ModelsToEvaluate:
+    """Keeps models at the server while an evaluation goes on; as a context manager, removes them.
 
-    Args:
-        versions: as `cross_site_evaluation` has them.
+    Methods are called in threads of the workflow. Models are written in runs of some MiB.
     """
 
-    def __init__(self, controller: Controller, versions: Sequence[str | int] | None) -> None:
+    def __init__(self, controller: Controller) -> None:
         self._controller, self._run = controller, controller.run
         self._kept: list[Kept] = []
-        if versions is None:
-            versions = () if self._run.plan.schema.is_nothing else ("latest",)
-        self._versions = versions
-        self.sources: list[Source] = []
 
-    def __enter__(self) -> GlobalModels:
-        try:
-            for version in self._versions:
-                source = self._source(version)
-                if source.row.name not in (each.row.name for each in self.sources):
-                    self.sources.append(source)
-        except BaseException:
-            self._let_go()
-            raise
+    def __enter__(self) -> ModelsToEvaluate:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._let_go()
-
-    def _let_go(self) -> None:
-        async def let_go() -> None:
+        async def remove() -> None:
             for kept in self._kept:
                 self._run.objects.let_go(kept)
 
         if self._kept:
-            self._controller.ask(let_go())  # where the server ends, it lets go by itself
+            self._controller.ask(remove())  # a server that ends removes them by itself
 
-    def _source(self, version: str | int) -> Source:
-        """One row; with the reason, where its model cannot be had."""
-        row = Row(name=f"version {version}" if type(version) is int else str(version), kind="version")
+    def of_run(self, versions: Sequence[str | int] | None) -> list[tuple[EvaluatedModel, Place | None]]:
+        """Return the rows of the run's own models, each once; its error says why a model is not there.
+
+        Args:
+            versions: as `cross_site_evaluation` has them.
+        """
+        if versions is None:
+            versions = () if self._run.plan.schema.is_nothing else ("latest",)
+        found: dict[str, tuple[EvaluatedModel, Place | None]] = {}
+        for version in versions:
+            row, place = self._of_version(version)
+            found.setdefault(row.name, (row, place))
+        return list(found.values())
+
+    def of_site(self, answer: Any) -> tuple[Place | None, str]:
+        """Return where the model is that a site has answered with, or why it cannot be pulled."""
+        model = answer.get("model") if isinstance(answer, dict) else None
+        if isinstance(model, TensorRef):  # from a handler of the user's
+            return model, ""
         try:
-            path, row, passing = self._file_of(version, row)
+            key = ObjectKey.model_validate(model)
+        except ValidationError:
+            return None, "the site answered submit_model with something else than a reference to a model"
+
+        async def own() -> ObjectKey:
+            kept = self._run.objects.make_own(key.object, key.secret)
+            self._kept.append(kept)
+            return key_to(kept, key.secret)
+
+        try:
+            return self._controller.ask(own()), ""
         except AtollError as error:
-            LOG.error("%s cannot be evaluated: %s", row.name, error)
-            return Source(row.model_copy(update={"error": str(error)}))
-        try:
-            place = self._held(path)
-        except (AtollError, FileNotFoundError, PermissionError) as error:
-            told = (
-                str(error) if isinstance(error, AtollError) else f"{error.strerror}, at the server: {path.absolute()}"
-            )
-            LOG.error("%s cannot be evaluated: %s", row.name, told)
-            return Source(row.model_copy(update={"error": told}))
-        finally:
-            if passing:
-                path.unlink(missing_ok=True)
-        return Source(row.model_copy(update={"digest": place["digest"]}), place=place)
+            return None, f"the model of the site is not at the server: {error}"
 
-    def _file_of(self, version: str | int, row: Row) -> tuple[Path, Row, bool]:
-        """A file of a model, its row, and whether the file is to go.
+    def _of_version(self, version: str | int) -> tuple[EvaluatedModel, Place | None]:
+        row = EvaluatedModel(name=f"version {version}" if type(version) is int else str(version), kind="version")
+        path: Path | None = None
+        temporary = False
+        try:
+            path, row, temporary = self._file_of(version, row)
+            place = self._written(path)
+        except (AtollError, FileNotFoundError, PermissionError) as error:
+            why = str(error)
+            if isinstance(error, OSError) and path is not None:
+                why = f"{error.strerror}, at the server: {path.absolute()}"
+            LOG.error("%s cannot be evaluated: %s", row.name, why)
+            return row.model_copy(update={"error": why}), None
+        finally:
+            if temporary and path is not None:
+                path.unlink(missing_ok=True)
+        return row.model_copy(update={"digest": place.digest}), place
+
+    def _file_of(self, version: str | int, row: EvaluatedModel) -> tuple[Path, EvaluatedModel, bool]:
+        """Return the file of a model, its row, and whether the file is temporary.
 
         Raises:
-            Gone: there is none any more.
+            Gone: there is none, or none any more.
         """
         run, exports = self._run, self._run.behind.exports.folder
         if isinstance(version, str) and is_file(version):
@@ -129,8 +150,8 @@ class GlobalModels:
                 "Set save_every before training; keep_versions counts while the run is not finished.",
             ) from None
 
-    def _held(self, path: Path) -> dict[str, Any]:
-        """The model as an object of the server's; what sites are told of it."""
+    def _written(self, path: Path) -> ObjectKey:
+        """Write the model of a file as an object that sites may pull."""
         run = self._run
         require_space(run.store, run.settings)
         state = LazyState.open(path)
@@ -139,20 +160,23 @@ class GlobalModels:
             extent, digests = write_object(
                 packed_state(state), fd, Cut(run.settings.tensor_download_chunk_size or 2**23)
             )
-        except BaseException as error:
+        except OSError as error:
             run.objects.discard(object_id)
-            raise disk_error(error, path) if isinstance(error, OSError) else error from error
+            raise disk_error(error, path) from error
+        except BaseException:
+            run.objects.discard(object_id)
+            raise
         finally:
             os.close(fd)
             state.release()
 
-        async def hold() -> dict[str, Any]:
+        async def hold() -> ObjectKey:
             try:
                 kept, secret = run.objects.hold(object_id, extent, digests, inline=False)
             except BaseException:
                 run.objects.discard(object_id)
                 raise
             self._kept.append(kept)
-            return key_to(kept, secret).model_dump()
+            return key_to(kept, secret)
 
         return self._controller.ask(hold())

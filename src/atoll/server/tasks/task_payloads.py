@@ -1,4 +1,8 @@
-"""What a task sends: one object for all its sites, and one of its own for each site whose filters change it."""
+"""What tasks send and what sites answer, through the server's filters.
+
+A payload is one object for all sites, and an object of its own for each site whose filters change it. An answer that
+filters change is written to another file.
+"""
 
 from __future__ import annotations
 
@@ -7,51 +11,198 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from atoll.blobs.manifest import ChunkSizes, Way, way_of
-from atoll.blobs.object_file import Extent, write_object
-from atoll.errors import DiskFull, UsageError
-from atoll.filters.base import said
+from atoll.blobs.manifest import ChunkSizes, Cut, Way, way_of
+from atoll.blobs.object_file import Contents, Extent, Stored, write_object
+from atoll.config import Settings
+from atoll.errors import AtollError, ConfigError, DiskFull, PartCorrupt, UsageError
+from atoll.filters.base import About, Filter, filtered, said
+from atoll.posix import nameless_file, read_at
 from atoll.protocol import task_messages as tm
 from atoll.server.coordinator.run import Run
-from atoll.server.tasks.task_filters import TaskFilters
-from atoll.server.tasks.task_queue import Sent, key_to
+from atoll.server.filter_table import Given, SiteFilters
+from atoll.server.tasks.task_queue import Answer, SentPayload, key_to, read_contents
+from atoll.server.tasks.user_code import UserThreads
 from atoll.server.transient_errors import RETRY_S, require_space
 from atoll.store.file_slots import disk_error
 from atoll.store.kept_objects import ObjectStore
+from atoll.tensors.alone import alone
 from atoll.tensors.custom_types import Stream
 from atoll.tensors.payload import Packed
 
 LOG = logging.getLogger("atoll.server")
 
+NO_DATA_FILTERS = (
+    "Leave them out: a site may change what it has loaded before it trains; or send each site a payload of its own, in "
+    "a run with a workflow."
+)
+
+
+# -- Filters
+
+
+class TaskFilters:
+    """Filters of what is sent (`data`) and of what is answered (`results`), by site and task.
+
+    Args:
+        settings, data, results: as `SiteFilters` has them.
+
+    Raises:
+        ConfigError, UsageError: as `SiteFilters`.
+    """
+
+    def __init__(self, settings: Settings, data: Given = (), results: Given = ()) -> None:
+        self._folder = settings.state_dir / "objects"
+        self.data = SiteFilters(settings, data, "task_data_filters")
+        self.results = SiteFilters(settings, results)
+
+    def require_rounds(self) -> None:
+        """Refuse filters that only a workflow uses.
+
+        Raises:
+            ConfigError: what a round sends would be filtered, or filters name tasks.
+        """
+        if self.data:
+            raise ConfigError(
+                f"task_data_filters are set ({self.data}), and the run has rounds: a version is one file that every "
+                "site pulls, and measures its change against.",
+                NO_DATA_FILTERS,
+            )
+        if self.results.tasks:
+            raise ConfigError(
+                f"task_result_filters name the tasks {', '.join(self.results.tasks)}, and a run of rounds has none.",
+                "Leave tasks out; sites says whose updates are filtered.",
+            )
+
+    def warn_of_strangers(self, sites: Collection[str]) -> None:
+        """Warn of filters for sites that have never joined."""
+        self.data.warn_of_strangers(sites)
+        self.results.warn_of_strangers(sites)
+
+    def warn_of_unsent(self, names: Collection[str]) -> None:
+        """Warn of filters for tasks that were never sent."""
+        self.data.warn_of_unsent(names)
+        self.results.warn_of_unsent(names)
+
+    @contextmanager
+    def sent(self, packed: Packed, site: str, task: str) -> Iterator[Packed]:
+        """Filter a payload for one site, which is written within; `packed` itself if nothing is filtered.
+
+        Raises:
+            UsageError: a filter failed, here or during the writing.
+        """
+        filters = self.data.of(site, task)
+        if not filters:
+            yield packed
+            return
+        with alone():
+            what = f"The payload of task {task!r} for site {site} is not sent"
+            yield filtered(packed, filters, About(site, task=task), what)
+
+    def received(self, answer: Answer, task: str) -> Answer:
+        """Filter an answer into a file of its own; in a thread. Its `error` says if a filter fails."""
+        filters = self.results.of(answer.site, task)
+        if not filters or answer.contents is None:
+            return answer
+        try:
+            with alone():
+                return self._filtered(answer, answer.contents, filters, task)
+        except AtollError as error:
+            LOG.error("%s", said(error))
+            return Answer(answer.site, answer.key, error=str(error))
+        except BaseException as error:  # sys.exit in a filter, or a filter whose repr fails
+            LOG.error("the answer of site %s to task %r is not used", answer.site, task, exc_info=error)
+            reason = f"The filters of its answer failed at the server: {type(error).__name__}: {error}"
+            return Answer(answer.site, answer.key, error=reason)
+        finally:
+            answer.close()
+
+    def _filtered(self, answer: Answer, contents: Contents, filters: Sequence[Filter], task: str) -> Answer:
+        what = f"The answer of site {answer.site} to task {task!r}"
+        packed = _packed(answer, contents, what)
+        behind = filtered(packed, filters, About(answer.site, task=task), f"{what} is not used")
+        if behind is packed:
+            fd, answer.fd = answer.fd, -1
+            return replace(answer, fd=fd)
+        found = replace(answer, contents=None, fd=-1)
+        try:
+            found.fd = nameless_file(self._folder)
+            extent, _ = write_object(behind, found.fd, Cut(contents.layout.part_bytes))
+            found.contents = read_contents(found, extent, what)
+        except OSError as error:
+            found.close()
+            raise disk_error(error, self._folder) from error
+        except BaseException:
+            found.close()
+            raise
+        return found
+
+
+class AnswersInThreads:
+    """The filters of answers as the queue uses them: each answer in a thread of its own.
+
+    Args:
+        require_space: raises DiskFull while there is no space for another file.
+    """
+
+    def __init__(self, filters: TaskFilters, threads: UserThreads, require_space: Callable[[], None]) -> None:
+        self._filters, self._threads, self.require_space = filters, threads, require_space
+
+    async def filtered(self, answer: Answer, task: str) -> Answer:
+        """Return the answer behind the filters."""
+        what = f"The server's filters at the answer of {answer.site} to task {task!r}"
+        work = functools.partial(self._filters.received, answer, task)
+        return await self._threads.run(work, what, f"from {answer.site}")
+
+
+def _packed(answer: Answer, contents: Contents, what: str) -> Packed:
+    """Take an answer apart; its tensors stay in its file."""
+
+    def read(offset: int, memory: memoryview) -> None:
+        try:
+            read_at(answer.fd, memory, offset)
+        except EOFError as error:
+            raise PartCorrupt(f"{what} is cut off: {error}.", "Send the answer again.") from None
+
+    lazy = Stored(contents, read, lambda: None, behind=contents.behind).lazy
+    streams = [
+        Stream(lazy[name].dtype, tuple(lazy[name].shape), lazy[name].runs, f"tensor {name!r} of {what}")
+        for name in contents.names
+    ]
+    return Packed(contents.skeleton, tuple(streams), frozenset())
+
+
+# -- Payloads
+
 
 @dataclass(eq=False)
 class TaskPayload:
-    """A payload on disk, or in a message, that nobody can read yet."""
+    """A payload on disk, or in a message, that no site may read yet."""
 
     way: Way
     objects: ObjectStore
     draft: tuple[str, Extent, list[bytes]] | None = None
 
-    def hold(self) -> Sent:
-        """Let it be read; on the event loop. Errors as `ObjectStore.hold`."""
+    def hold(self) -> SentPayload:
+        """Let sites read it; on the event loop. Errors as `ObjectStore.hold`."""
         if self.draft is None:
-            return Sent(tm.Body(plain=self.way.plain), self.way.kind)
+            return SentPayload(tm.Body(plain=self.way.plain), self.way.kind)
         kept, secret = self.objects.hold(*self.draft, inline=self.way.cut.inline)
         self.draft = None
-        return Sent(tm.Body(object=key_to(kept, secret)), self.way.kind, kept)
+        return SentPayload(tm.Body(object=key_to(kept, secret)), self.way.kind, kept)
 
     def discard(self) -> None:
-        """Remove what nobody has been let to. Idempotent."""
+        """Delete the payload if no site may read it yet. Idempotent."""
         draft, self.draft = self.draft, None
         if draft is not None:
             self.objects.discard(draft[0])
 
     def __del__(self) -> None:
-        """One that nobody waited for any more."""
+        """Delete a payload that was given up while it was written."""
         self.discard()
 
 
@@ -60,45 +211,48 @@ class TaskPayloads:
     """The payloads of one task.
 
     Attributes:
-        shared: for every site that has none of its own; None where all have.
+        shared: for every site without its own; None if every site has its own.
         own: by site.
-        failed: what a site's filter failed with, by site: it is sent nothing.
+        failed: site → what its filter failed with; it is sent nothing.
     """
 
     shared: TaskPayload | None = None
     own: dict[str, TaskPayload] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
-    def hold(self) -> tuple[Sent | None, dict[str, Sent]]:
-        """Let all be read; on the event loop. What was held before one failed is let go.
+    @property
+    def _all(self) -> list[TaskPayload]:
+        return [*([self.shared] if self.shared else []), *self.own.values()]
+
+    def hold(self) -> tuple[SentPayload | None, dict[str, SentPayload]]:
+        """Let sites read all of them, or none; on the event loop.
 
         Raises:
             Busy, DiskFull, StoreError: as `ObjectStore.hold`.
         """
-        held: list[tuple[TaskPayload, Sent]] = []
+        held: dict[TaskPayload, SentPayload] = {}
         try:
-            for payload in [*([self.shared] if self.shared else []), *self.own.values()]:
-                held.append((payload, payload.hold()))
+            for payload in self._all:
+                held[payload] = payload.hold()
         except BaseException:
-            for payload, sent in held:
+            for payload, sent in held.items():
                 if sent.kept is not None:
                     payload.objects.let_go(sent.kept)
             raise
-        sent_as = dict(held)
-        shared = sent_as[self.shared] if self.shared else None
-        return shared, {site: sent_as[payload] for site, payload in self.own.items()}
+        return held[self.shared] if self.shared else None, {site: held[own] for site, own in self.own.items()}
 
     def discard(self) -> None:
-        """Remove what is not held. Idempotent."""
-        for payload in [*([self.shared] if self.shared else []), *self.own.values()]:
+        """Delete what no site may read. Idempotent."""
+        for payload in self._all:
             payload.discard()
 
 
 class PayloadWriter:
-    """Writes what a workflow sends; in the workflow's thread, but for what passes filters.
+    """Writes what a workflow sends: in the thread of the workflow, and in threads for what passes filters.
 
     Args:
-        ask: does something on the server's loop.
+        sizes: of the parts.
+        ask: runs a coroutine on the server's loop.
     """
 
     def __init__(
@@ -106,39 +260,39 @@ class PayloadWriter:
     ) -> None:
         self._run, self._filters, self._sizes, self._ask = run, filters, sizes, ask
 
-    def payloads(self, task: str, sites: Sequence[str], packed: Packed, timeout_s: float | None) -> TaskPayloads:
-        """A task's payload for its sites; nobody's filters see what another's have left.
+    def write(self, task: str, sites: Sequence[str], packed: Packed, timeout_s: float | None) -> TaskPayloads:
+        """Write the payload of a task for its sites. Each site's filters get the original payload.
 
         Args:
-            timeout_s: how long one site's filters may take, and how long a full disk is waited for.
+            timeout_s: how long the filters of one site may take, and how long a full disk is waited for.
 
         Raises:
-            UsageError: it cannot travel. DiskFull, StoreError: the disk's.
+            UsageError: it cannot travel. DiskFull, StoreError: the disk fails.
         """
         payloads = TaskPayloads()
         if packed.tensors:
-            self._ask(self._room(task, timeout_s))
+            self._ask(self._wait_for_space(task, timeout_s))
         try:
-            filtered = [site for site in sites if self._filters.data.of(site, task)]
-            written = self._ask(self._all_beside(task, filtered, packed, timeout_s)) if filtered else []
-            payloads.own = {
-                site: own for site, own in zip(filtered, written, strict=True) if isinstance(own, TaskPayload)
-            }
-            for site, error in zip(filtered, written, strict=True):
-                if isinstance(error, UsageError):
-                    LOG.error("%s", said(error))
-                    payloads.failed[site] = str(error)
-                elif isinstance(error, BaseException):
-                    raise error
+            filtered_for = [site for site in sites if self._filters.data.of(site, task)]
+            found = self._ask(self._write_own(task, filtered_for, packed, timeout_s)) if filtered_for else []
+            for site, own in zip(filtered_for, found, strict=True):
+                match own:
+                    case TaskPayload():
+                        payloads.own[site] = own
+                    case UsageError():
+                        LOG.error("%s", said(own))
+                        payloads.failed[site] = str(own)
+                    case BaseException():
+                        raise own
             if len(payloads.own) + len(payloads.failed) < len(sites) or not sites:
-                payloads.shared = self._parcel(task, packed)
+                payloads.shared = self._write(task, packed)
         except BaseException:
             payloads.discard()
             raise
         return payloads
 
-    async def _room(self, task: str, timeout_s: float | None) -> None:
-        """Wait until there is space, as a site does that is told to come back."""
+    async def _wait_for_space(self, task: str, timeout_s: float | None) -> None:
+        """Wait until there is space, as a site does when the server's disk is full."""
         began_s, trouble = time.monotonic(), self._run.trouble
         try:
             while True:
@@ -154,42 +308,36 @@ class PayloadWriter:
         finally:
             trouble.pop(0, None)
 
-    async def _all_beside(
+    async def _write_own(
         self, task: str, sites: Sequence[str], packed: Packed, timeout_s: float | None
     ) -> list[TaskPayload | BaseException | None]:
-        """As `_beside`, or what it raises, for each site: at once, since one may hang.
+        """Write the filtered payload of each site, or return what that raises; None if its filters change nothing.
 
-        A type of the user's is read for one site after the other: its code need not bear several threads.
+        All sites at once, since the filters of one may hang. A type of the user's is read for one site after the
+        other: its code need not be thread-safe.
         """
-        read_by_user = any(isinstance(tensor, Stream) for tensor in packed.tensors)
-        at_once = asyncio.Semaphore(1 if read_by_user else len(sites))
+        user_type = any(isinstance(tensor, Stream) for tensor in packed.tensors)
+        at_once = asyncio.Semaphore(1 if user_type else len(sites))
 
         async def one(site: str) -> TaskPayload | None:
+            what = f"The server's filters at the payload of task {task!r} for {site}"
+            work = functools.partial(self._write_filtered, task, site, packed)
             async with at_once:
-                return await self._beside(task, site, packed, timeout_s)
+                try:
+                    return await self._run.user_threads.run(work, what, f"to {site}", timeout_s)
+                except TimeoutError:
+                    raise UsageError(
+                        f"{what} were not done after {timeout_s:g} s: it is not sent.",
+                        "Look at their code, or give more time.",
+                    ) from None
 
         return await asyncio.gather(*map(one, sites), return_exceptions=True)
 
-    async def _beside(self, task: str, site: str, packed: Packed, timeout_s: float | None) -> TaskPayload | None:
-        """What a site's filters leave, written; None where they are for nothing in it.
+    def _write_filtered(self, task: str, site: str, packed: Packed) -> TaskPayload | None:
+        with self._filters.sent(packed, site, task) as own:
+            return None if own is packed else self._write(task, own)
 
-        Raises:
-            UsageError: one failed, or they take too long.
-        """
-        what = f"The server's filters at the payload of task {task!r} for {site}"
-        work = functools.partial(self._own, task, site, packed)
-        try:
-            return await self._run.user_threads.run(work, what, f"to {site}", timeout_s)
-        except TimeoutError:
-            raise UsageError(
-                f"{what} were not done after {timeout_s:g} s: it is not sent.", "Look at their code, or give more time."
-            ) from None
-
-    def _own(self, task: str, site: str, packed: Packed) -> TaskPayload | None:
-        with self._filters.sent(packed, site, task) as mine:
-            return None if mine is packed else self._parcel(task, mine)
-
-    def _parcel(self, task: str, packed: Packed) -> TaskPayload:
+    def _write(self, task: str, packed: Packed) -> TaskPayload:
         settings, objects = self._run.settings, self._run.objects
         way = way_of(task, packed, self._sizes, streamed=task in settings.stream_tasks)
         if way.warning:

@@ -1,45 +1,50 @@
-"""The queue of tasks: which are open, for whom, and what has been answered. On the event loop of the server alone."""
+"""The tasks that are open, for which sites, and their answers; and the two operations by which sites take part.
+
+All of it runs on the event loop of the server.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Literal, Protocol
 
 from atoll.blobs.manifest import ChunkSizes, read_plain
 from atoll.blobs.object_file import Contents, Extent
-from atoll.errors import ConfigError, Conflict, PartCorrupt, TicketClosed
+from atoll.errors import AtollError, BadRequest, ConfigError, Conflict, DiskFull, PartCorrupt, TicketClosed
 from atoll.posix import OwnedFile
 from atoll.protocol import task_messages as tm
 from atoll.protocol.object_manifest import new_id
 from atoll.protocol.status_messages import TaskStatus
+from atoll.server.coordinator.roster import Lease
 from atoll.store.kept_objects import Kept, ObjectStore
 
 LOG = logging.getLogger("atoll.server")
-T = TypeVar("T")
 
 SHOWN = 20
-"""Tasks that a status shows."""
+"""Tasks in a status."""
 REMEMBERED = 10_000
-"""Answers whose repetition is still understood once their task is over."""
+"""Answers whose repetition is recognised after their task is over."""
 
 
 @dataclass(eq=False)
 class Answer(OwnedFile):
-    """What a site answered; an object's bytes are an open file without a name, which `close` gives back.
+    """What a site answered. The bytes of an object are an open file without a name; `close` gives it back.
 
     Attributes:
-        text: of a payload that came within the message.
-        contents: of one that came as an object.
-        error: what the site failed with; empty where it did not.
-        way: how its payload came: streamed, inline or skipped.
-        key: names the answer: the same one may come again.
-        lost: why none is waited for any more: `gone` or `stuck`; empty for what the site itself has answered.
+        key: identifies the answer, which may be sent again.
+        error: why the site failed; empty if it did not.
+        way: how the payload travelled: streamed, inline or skipped.
+        text: the payload, if it came within the message.
+        contents: the payload, if it came as an object.
+        lost: `gone` or `stuck` if the site was given up; empty for an answer of its own.
     """
 
     site: str
@@ -53,8 +58,8 @@ class Answer(OwnedFile):
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A payload that sites may read, and how it travels; `kept` where it is an object."""
+class SentPayload:
+    """A payload that sites may read; `kept` if it is an object."""
 
     body: tm.Body
     way: str
@@ -62,42 +67,48 @@ class Sent:
 
 
 @dataclass(eq=False)
-class Open:
-    """A task that sites are to answer: its payload is `shared` but for the sites that have their `own`.
+class OpenTask:
+    """A task that sites are to answer. Its payload is `shared`, except for sites with their `own`.
 
     Attributes:
-        arriving: what filters are at; cancelled when the task is over.
+        arriving: (site, key) → the work that reads and filters an answer; cancelled when the task is over.
     """
 
     number: int
     message: tm.Task
-    shared: Sent | None
-    own: dict[str, Sent]
+    shared: SentPayload | None
+    own: dict[str, SentPayload]
     sites: tuple[str, ...]
     begun_s: float
     answers: dict[str, Answer] = field(default_factory=dict)
-    arriving: set[asyncio.Task[Any]] = field(default_factory=set)
+    arriving: dict[tuple[str, str], asyncio.Future[None]] = field(default_factory=dict)
+
+    @property
+    def payloads(self) -> list[SentPayload]:
+        return [payload for payload in (self.shared, *self.own.values()) if payload]
 
     @property
     def way(self) -> str:
-        """How its payload travels; of one that differs by site, to the first of them."""
-        return next((sent.way for sent in (self.shared, *self.own.values()) if sent), "skipped")
+        """How the payload travels; to the first site if it differs."""
+        return next((payload.way for payload in self.payloads), "skipped")
 
     def message_for(self, site: str) -> tm.Task:
-        """The task as a site is given it."""
+        """Return the task with the payload of this site."""
         own = self.own.get(site)
         return self.message if own is None else self.message.model_copy(update={"body": own.body})
 
     @property
     def missing(self) -> list[str]:
+        """Sites that have not answered."""
         return [site for site in self.sites if site not in self.answers]
 
     @property
     def good(self) -> int:
+        """Number of answers without an error."""
         return sum(not answer.error for answer in self.answers.values())
 
     def status(self, *, is_open: bool) -> TaskStatus:
-        """What people are told of it."""
+        """Return what the status shows of it."""
         ways = Counter("failed" if answer.error else answer.way for answer in self.answers.values())
         return TaskStatus(
             number=self.number,
@@ -111,19 +122,35 @@ class Open:
         )
 
 
+class AnswerFilter(Protocol):
+    """The server's filters of what sites answer."""
+
+    def require_space(self) -> None:
+        """Refuse to begin while there is no space for a filtered file.
+
+        Raises:
+            DiskFull: too little is free.
+        """
+
+    async def filtered(self, answer: Answer, task: str) -> Answer:
+        """Return the answer to the task of a name behind the filters; with an error if one fails."""
+
+
 class TaskQueue:
     """The tasks of one server.
 
     Args:
-        objects: holds what travels.
-        wake: lets whoever waits for a task, or for an answer, look again.
-        alive: gives the sites that take part.
+        objects: keeps payloads and answers.
+        wake: wakes everything that waits for a task or for an answer.
+        alive: returns the sites that take part.
 
     Attributes:
-        active: whether the run sends tasks, now or later.
-        trains: whether it has rounds, now or later; `rounds` says which of it.
-        follows: whether tasks come behind its rounds.
-        moves: counts what is sent and answered.
+        active: whether the run sends tasks at any time.
+        trains: whether the run has rounds at any time; `rounds` says where it is.
+        follows: whether tasks come after the rounds.
+        moves: number of tasks sent and answers taken.
+        answer_filter: what answers pass before they are taken; None if the run has no such filters.
+        names: names of all tasks that were sent.
     """
 
     def __init__(self, objects: ObjectStore, wake: Callable[[], None], alive: Callable[[], list[str]]) -> None:
@@ -132,33 +159,28 @@ class TaskQueue:
         self.trains = True
         self.rounds: Literal["to come", "now", "over"] = "now"
         self.moves = 0
-        self.received: Callable[[Answer, str], Answer] | None = None  # what an answer passes, in a thread
+        self.answer_filter: AnswerFilter | None = None
         self.counts: dict[str, int] = {"streamed": 0, "inline": 0, "skipped": 0}
         self.warnings: dict[str, str] = {}  # by the name of the task
-        self.names: set[str] = set()  # of the tasks that were sent
+        self.names: set[str] = set()
         self._over: deque[TaskStatus] = deque(maxlen=SHOWN)
-        self._open: dict[str, Open] = {}
-        self._taken: dict[tuple[str, str], str] = {}
+        self._open: dict[str, OpenTask] = {}
+        self._taken: dict[tuple[str, str], str] = {}  # (task, site) → key of its answer
 
     def require_workflow(self) -> None:
-        """Refuse tasks on a server of rounds.
+        """Refuse tasks on a server that has rounds alone.
 
         Raises:
-            ConfigError: it is one.
+            ConfigError: the run sends no tasks.
         """
         if not self.active:
-            raise ConfigError("This server has no workflow: it gives out no tasks.", "Take part with atoll.join.")
-
-    @property
-    def tasks_now(self) -> bool:
-        """Whether a site that asks for a round is to look for tasks: before the rounds, or behind them."""
-        return self.active and not self.finished and self.rounds != "now"
+            raise ConfigError("This server has no workflow, so it sends no tasks.", "Take part with atoll.join.")
 
     def require_rounds(self) -> None:
-        """Refuse rounds on a server of tasks.
+        """Refuse rounds on a server that sends tasks alone.
 
         Raises:
-            ConfigError: it is one.
+            ConfigError: the run has no rounds.
         """
         if not self.trains:
             raise ConfigError("This server has a workflow, and no rounds.", "Take part with atoll.tasks.")
@@ -169,18 +191,18 @@ class TaskQueue:
         self,
         name: str,
         sites: Sequence[str],
-        shared: Sent | None,
-        own: dict[str, Sent],
+        shared: SentPayload | None,
+        own: dict[str, SentPayload],
         failed: Mapping[str, str],
         *,
         streamed: bool,
         sizes: ChunkSizes,
-    ) -> Open:
-        """Give a task to these sites.
+    ) -> OpenTask:
+        """Send a task to these sites.
 
         Args:
-            shared, own: their payloads.
-            failed: why a site is not given it; that counts as its answer.
+            shared, own: the payloads, as `OpenTask` has them.
+            failed: site → why it is not sent the task; that counts as its answer.
             streamed, sizes: how answers are to travel.
         """
         message = tm.Task(
@@ -192,155 +214,233 @@ class TaskQueue:
             body=shared.body if shared else tm.Body(),
         )
         number = sum(self.counts.values()) + 1
-        task = Open(number, message, shared, own, tuple(sites), time.monotonic())
+        task = OpenTask(number, message, shared, own, tuple(sites), time.monotonic())
         self.counts[task.way] += 1
         self.moves += 1
         self.names.add(name)
         for site, error in failed.items():
-            task.answers[site] = Answer(site, "", error=error)
-            self._taken[message.task, site] = ""
+            self._set_answer(task, Answer(site, "", error=error))
         self._open[message.task] = task
         self.wake()
         return task
 
-    def give_up(self, task: Open, site: str, lost: str, why: str) -> None:
-        """Wait for a site's answer no more: that is its answer, and one that comes later is not taken."""
-        task.answers[site] = Answer(site, "", error=why, lost=lost)
-        self._taken[task.message.task, site] = ""
+    def give_up(self, task: OpenTask, site: str, lost: str, why: str) -> None:
+        """Stop waiting for the answer of a site: this counts as its answer, and a later one is refused."""
+        self._set_answer(task, Answer(site, "", error=why, lost=lost))
 
-    def close(self, task: Open) -> None:
-        """No answer to it is taken any more, and its payload goes. Idempotent."""
+    def close(self, task: OpenTask) -> None:
+        """Refuse further answers, and remove the payloads. Idempotent."""
         if self._open.pop(task.message.task, None) is not None:
             self._over.append(task.status(is_open=False))
-        for arriving in task.arriving:
+        for arriving in task.arriving.values():
             arriving.cancel()
-        for sent in (task.shared, *task.own.values()):
-            self._let_go(sent)
-
-    def _let_go(self, sent: Sent | None) -> None:
-        if sent is not None and sent.kept is not None:
-            self.objects.let_go(sent.kept)
+        for payload in task.payloads:
+            self._release(payload)
 
     def finish(self) -> None:
-        """The workflow has ended: sites are told."""
+        """Tell sites that the last workflow has ended."""
         self.finished = True
         self.wake()
 
     def warn(self, name: str, text: str) -> None:
-        """Say it in the log, once for a name of a task, and in the status."""
+        """Put a warning about a task into the status, and once for each name into the log."""
         if name not in self.warnings:
             LOG.warning("%s", text)
         self.warnings[name] = text
 
     def status(self) -> list[TaskStatus]:
-        """The last tasks that the workflow has sent, oldest first."""
+        """Return the last tasks that were sent, oldest first."""
         running = [task.status(is_open=True) for task in self._open.values()]
         return sorted([*self._over, *running], key=lambda task: task.number)[-SHOWN:]
 
     # -- what a site does
 
     def next_for(self, site: str, besides: str | None = None) -> tm.Task | None:
-        """The oldest task that the site has not answered: the same again until it has, unless it is `besides`."""
+        """Return the oldest task that the site has not answered, other than `besides`."""
         messages = (task.message_for(site) for task in self._open.values() if site in task.missing)
         return next((message for message in messages if message.task != besides), None)
 
     def is_taken(self, task_id: str, site: str, key: str) -> bool:
-        """Whether this very answer was taken before.
+        """Return whether this same answer was taken before.
 
         Raises:
-            Conflict: another one was. TicketClosed: the task is over, or was not the site's.
+            Conflict: the site has given another answer. TicketClosed: as `open_for`.
         """
         before = self._taken.get((task_id, site))
-        if before is not None:
-            if before != key:
-                raise Conflict(f"Site {site} has answered task {task_id[:8]} already.", "Ask for the next task.")
-            return True
-        self._open_for(task_id, site)
-        return False
+        if before is None:
+            self.open_for(task_id, site)
+        elif before != key:
+            raise Conflict(f"Site {site} has answered task {task_id[:8]} already.", "Ask for the next task.")
+        return before is not None
 
-    def _open_for(self, task_id: str, site: str) -> Open:
+    def open_for(self, task_id: str, site: str) -> OpenTask:
+        """Return an open task of a site.
+
+        Raises:
+            TicketClosed: the task is over, or was not for this site.
+        """
         task = self._open.get(task_id)
         if task is None or site not in task.sites:
             name = f"{task.message.name!r} ({task_id[:8]})" if task else task_id[:8]
             raise TicketClosed(
-                f"Task {name} is not open for site {site}: it is over, or was never its own.",
+                f"Task {name} is not open for site {site}: it is over, or was never for this site.",
                 "Ask for the next task; this answer is not used.",
             )
         return task
 
-    async def while_open(self, task_id: str, site: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What is made of an answer, unless the task is over before.
-
-        Raises:
-            TicketClosed: it is.
-        """
-        task = self._open_for(task_id, site)
-        making = asyncio.ensure_future(work())
-        task.arriving.add(making)
-        making.add_done_callback(task.arriving.discard)
-        try:
-            return await making
-        except asyncio.CancelledError:
-            self._open_for(task_id, site)  # tells why, where that is why
-            raise
-
-    def name_of(self, task_id: str) -> str:
-        """The name of an open task; empty where it is over."""
-        task = self._open.get(task_id)
-        return task.message.name if task else ""
-
-    def put(self, task_id: str, answer: Answer) -> None:
-        """Take an answer to a task; one that comes again, or too late, is closed.
+    def answer(self, task_id: str, answer: Answer) -> None:
+        """Take an answer; close it if it is a repetition or comes too late.
 
         Raises:
             Conflict, TicketClosed: as `is_taken`.
         """
         try:
-            if self.is_taken(task_id, answer.site, answer.key):
-                answer.close()
-                return
+            taken = self.is_taken(task_id, answer.site, answer.key)
         except BaseException:
             answer.close()
             raise
+        if taken:
+            answer.close()
+            return
         task = self._open[task_id]
-        task.answers[answer.site] = answer
         self.moves += 1
-        self._let_go(task.own.get(answer.site))  # nobody else reads it
-        self._taken[task_id, answer.site] = answer.key
+        self._release(task.own.get(answer.site))  # no other site reads it
+        self._set_answer(task, answer)
         while len(self._taken) > REMEMBERED:
             del self._taken[next(iter(self._taken))]
         self.wake()
 
+    def _set_answer(self, task: OpenTask, answer: Answer) -> None:
+        task.answers[answer.site] = answer
+        self._taken[task.message.task, answer.site] = answer.key
 
-def key_of(message: tm.TaskAnswer) -> str:
-    """What names an answer."""
-    if message.body is not None and message.body.object is not None:
-        return message.body.object.object
-    return message.model_dump_json()
+    def _release(self, payload: SentPayload | None) -> None:
+        if payload is not None and payload.kept is not None:
+            self.objects.let_go(payload.kept)
 
 
-def check_plain(text: str) -> None:
-    """Refuse a text that is no payload, before it is taken.
+# -- The operations: a site asks for its next task, and answers it.
 
-    Raises:
-        BadRequest: it is none.
+
+class TaskHandlers:
+    """The operations on the tasks of a queue.
+
+    Args:
+        changed: returns when something has changed, or after the seconds given.
+        require_lease: raises unless the lease still speaks for its site.
+        io: reads files.
     """
-    read_plain(text, build=False)
+
+    def __init__(
+        self,
+        queue: TaskQueue,
+        changed: Callable[[float], Awaitable[None]],
+        require_lease: Callable[[Lease], object],
+        io: Executor,
+    ) -> None:
+        self._queue, self._task_changed, self._task_lease, self._task_io = queue, changed, require_lease, io
+
+    async def request_task(self, lease: Lease, message: tm.TaskRequest) -> tm.TaskReply:
+        queue = self._queue
+        queue.require_workflow()
+        until_s = time.monotonic() + message.wait_s
+        while True:
+            task = queue.next_for(lease.site, message.besides)
+            if task is not None:
+                return tm.TaskReply(status="task", task=task)
+            if queue.finished:
+                return tm.TaskReply(status="finished")
+            if message.rounds and queue.rounds == "now":
+                return tm.TaskReply(status="rounds")
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return tm.TaskReply(status="wait")
+            await self._task_changed(left_s)
+            self._task_lease(lease)  # it may have been lost meanwhile: then another process gets the task
+
+    async def answer_task(self, lease: Lease, task: str, message: tm.TaskAnswer) -> None:
+        queue, site, body = self._queue, lease.site, message.body
+        given = body.object if body is not None else None
+        key = given.object if given is not None else message.model_dump_json()
+        queue.require_workflow()
+        try:
+            if (body is None) == (message.error is None):
+                raise BadRequest("An answer has a payload or an error.", "Use the same Atoll version on both sides.")
+            if queue.is_taken(task, site, key):
+                return
+            if body is None:
+                queue.answer(task, Answer(site, key, error=message.error or "it gave no reason"))
+            elif given is None:
+                text = body.plain or ""
+                read_plain(text, build=False)  # refuse what is no payload
+                queue.answer(task, Answer(site, key, text=text))
+            else:
+                await self._take_once(task, site, key, given)
+        except DiskFull:  # the site asks again, and finds it
+            raise
+        except AtollError:
+            if given is not None:
+                with contextlib.suppress(AtollError):  # it was taken, or never came
+                    queue.objects.remove(given.object, given.secret)
+            raise
+
+    async def _take_once(self, task_id: str, site: str, key: str, given: tm.ObjectKey) -> None:
+        """Take an answer that came as an object. A site that asks again meanwhile waits for the same work.
+
+        Raises:
+            TicketClosed: the task ended before the answer was read and filtered.
+        """
+        task = self._queue.open_for(task_id, site)
+        arriving = task.arriving.get((site, key))
+        if arriving is None:
+            arriving = asyncio.ensure_future(self._take(task, site, key, given))
+            task.arriving[site, key] = arriving
+            arriving.add_done_callback(lambda done: _forget(task, site, key, done))
+        try:
+            await asyncio.shield(arriving)
+        except asyncio.CancelledError:
+            if arriving.cancelled():
+                self._queue.open_for(task_id, site)
+            raise
+
+    async def _take(self, task: OpenTask, site: str, key: str, given: tm.ObjectKey) -> None:
+        queue, what = self._queue, f"The answer of site {site}"
+        if queue.answer_filter is not None:
+            queue.answer_filter.require_space()
+        kept, fd = queue.objects.take(given.object, given.secret)
+        answer = Answer(site, key, way="inline" if kept.inline else "streamed", fd=fd)
+        try:
+            if kept.digest != given.digest:
+                raise Conflict(f"{what} is another object than its digest says.", "Send the answer again.")
+            loop = asyncio.get_running_loop()
+            answer.contents = await loop.run_in_executor(self._task_io, read_contents, answer, kept.extent, what)
+            if queue.answer_filter is not None:
+                answer = await queue.answer_filter.filtered(answer, task.message.name)
+        except Exception:  # when cancelled, a thread may still read the file: it closes with its last reference
+            answer.close()
+            raise
+        queue.answer(task.message.task, answer)
 
 
-def read_contents(fd: int, extent: Extent, what: str) -> Contents:
-    """What the head of an answer says; in a thread.
+def _forget(task: OpenTask, site: str, key: str, done: asyncio.Future[None]) -> None:
+    del task.arriving[site, key]
+    if not done.cancelled():
+        done.exception()  # the request that waited was told, or the site asks again
+
+
+def read_contents(file: OwnedFile, extent: Extent, what: str) -> Contents:
+    """Read the head of an answer; in a thread.
 
     Raises:
         BadRequest: it is no object. PartCorrupt: the file is cut off.
     """
-    head = os.pread(fd, extent.head_bytes, 0)
+    head = os.pread(file.fd, extent.head_bytes, 0)
     if len(head) != extent.head_bytes:
         raise PartCorrupt(f"{what} is cut off in its head.", "Send the answer again.")
     return Contents.read(head, extent, what)
 
 
 def key_to(kept: Kept, secret: str) -> tm.ObjectKey:
-    """What a site needs to pull an object from this server."""
+    """Return what a site needs to pull an object from this server."""
     expires_at = int(max(kept.expires_at, time.time()))
     return tm.ObjectKey(object=kept.object, secret=secret, digest=kept.digest, expires_at=min(expires_at, 10**12 - 1))

@@ -1,4 +1,4 @@
-"""Workflows: a function of the user's that sends tasks to the sites and collects results, in a thread of the server.
+"""Workflows: a function of the user's that sends tasks to sites and collects results, in a thread of the server.
 
     def main(controller):
         model = {"w": torch.zeros(10)}
@@ -6,7 +6,7 @@
             results = controller.broadcast("train", model, min_responses=2, timeout_s=600)
             model = {"w": sum(result.payload["w"] for result in results) / len(results)}
 
-A server that is started again begins the function again from its beginning.
+A server that is started again calls the function again from its beginning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -31,52 +31,48 @@ from atoll.protocol import messages
 from atoll.protocol import task_messages as tm
 from atoll.registry import nearest
 from atoll.server.coordinator.run import Run
-from atoll.server.tasks.task_filters import TaskFilters
-from atoll.server.tasks.task_payloads import PayloadWriter, TaskPayloads
-from atoll.server.tasks.task_queue import Answer, Open
+from atoll.server.tasks.task_payloads import PayloadWriter, TaskFilters, TaskPayloads
+from atoll.server.tasks.task_queue import Answer, OpenTask
 from atoll.tensors.payload import pack
 
-if TYPE_CHECKING:
-    from atoll.server.coordinator.run import Run
+LOG = logging.getLogger("atoll.server")
+T = TypeVar("T")
+
+SAY_S = 30.0
+"""How long sites are awaited before the log names them."""
+
+_SITE: TypeAdapter[str] = TypeAdapter(messages.Site)
 
 
-# -- Signs that something moves: what limits go by, in place of total time.
+# -- Progress. Limits of time count from the last progress. Heartbeats alone do not count as progress.
+
+Progress = tuple[object, ...]
 
 
-Signs = tuple[object, ...]
-
-
-def of_site(run: Run, site: str) -> Signs:
-    """What changes while a site does something: bytes, steps, what it says that it is doing. That it lives is none."""
+def progress_of(run: Run, site: str) -> Progress:
+    """Return what changes while a site works: bytes, steps, and the state that it reports."""
     presence = run.roster.get(site)
     if presence is None:
         return ()
     beat = presence.beat
-    return (
-        presence.process,
-        presence.bytes_up,
-        presence.bytes_down,
-        beat.state,
-        beat.step,
-        beat.bytes_up,
-        beat.bytes_down,
-    )
+    moved = (presence.bytes_up, presence.bytes_down, beat.bytes_up, beat.bytes_down)
+    return presence.process, beat.state, beat.step, *moved
 
 
-def of_run(run: Run) -> Signs:
-    """What changes while anything of a run moves, at the server or at a site."""
+def progress_of_run(run: Run) -> Progress:
+    """Return what changes while anything of a run moves, at the server or at a site."""
     return (
         run.task_queue.moves,
         run.bytes_up,
         run.bytes_down,
         tuple(round_.head for round_ in run.state.rounds),
         run.state.next_ticket,
-        *(of_site(run, site) for site in sorted(run.roster)),
+        *(progress_of(run, site) for site in sorted(run.roster)),
     )
 
 
 def why_gone(run: Run, site: str) -> str:
-    """Why a site cannot be asked, in words without a subject; empty where it takes part."""
+    """Return why a site cannot be asked, as words after its name; empty if it takes part."""
     member = run.state.members.get(site)
     if member is not None and member.alive:
         return ""
@@ -88,33 +84,33 @@ def why_gone(run: Run, site: str) -> str:
 
 @dataclass
 class ProgressTimeout:
-    """How long an answer of a site is waited for.
+    """When the answer of a site is given up.
 
     Args:
-        progress_timeout_s: without a sign of the site; 0: for ever.
+        seconds: without progress of the site; 0: never.
         gone_too: whether a site that has gone is given up at once.
     """
 
-    progress_timeout_s: float
+    seconds: float
     gone_too: bool = False
-    _seen: dict[str, tuple[Signs, float]] = field(default_factory=dict)
+    _seen: dict[str, tuple[Progress, float]] = field(default_factory=dict)
 
     def over(self, run: Run, site: str) -> tuple[str, str]:
-        """(`gone` or `stuck`, why) where it is given up, else two empty texts."""
+        """Return (`gone` or `stuck`, why) if the site is given up, else two empty texts."""
         if self.gone_too and (why := why_gone(run, site)):
             return "gone", f"the site {why}"
-        now_s, signs = time.monotonic(), of_site(run, site)
-        before, since_s = self._seen.setdefault(site, (signs, now_s))
-        if before != signs:
-            self._seen[site] = (signs, now_s)
-        elif self.progress_timeout_s and now_s - since_s >= self.progress_timeout_s:
-            doing = run.roster[site].beat.state if site in run.roster else ""
-            told = f" (it said: {doing})" if doing else ""
-            return "stuck", f"the site moved nothing for {self.progress_timeout_s:g} s{told}"
+        now_s, progress = time.monotonic(), progress_of(run, site)
+        before, since_s = self._seen.setdefault(site, (progress, now_s))
+        if before != progress:
+            self._seen[site] = (progress, now_s)
+        elif self.seconds and now_s - since_s >= self.seconds:
+            state = run.roster[site].beat.state if site in run.roster else ""
+            reported = f" (it said: {state})" if state else ""
+            return "stuck", f"the site moved nothing for {self.seconds:g} s{reported}"
         return "", ""
 
 
-# -- What a site answered to a task, as a workflow gets it.
+# -- Results
 
 
 class Result:
@@ -122,9 +118,9 @@ class Result:
 
     Attributes:
         site: its name.
-        task: the task's name.
-        error: what the site failed with; empty where it did not.
-        lost: `gone` or `stuck` where the site was given up, and `error` says why; else empty.
+        task: the name of the task.
+        error: why the site failed; empty if it did not.
+        lost: `gone` or `stuck` if the site was given up, and `error` says why; else empty.
     """
 
     def __init__(self, task: str, answer: Answer) -> None:
@@ -149,7 +145,7 @@ class Result:
 
     @property
     def payload(self) -> Any:
-        """What the site sent, with the same structure; its tensors are loaded when it is first asked for.
+        """What the site sent, with the same structure; its tensors are loaded at the first access.
 
         Raises:
             RunFailed: the site failed.
@@ -157,7 +153,7 @@ class Result:
         with self._loading:
             if not self._loaded:
                 self._loaded.append(self._tree())
-                self._stored = None  # the file goes here
+                self._stored = None  # closes the file
             return self._loaded[0]
 
     def _tree(self) -> Any:
@@ -178,29 +174,21 @@ def _read(fd: int, memory: memoryview, offset: int) -> None:
         raise StoreError(f"The file of a result was cut off: {error}.") from None
 
 
-LOG = logging.getLogger("atoll.server")
-T = TypeVar("T")
-
-SAY_S = 30.0
-"""How long sites are awaited before the log says so."""
-
-_SITE: TypeAdapter[str] = TypeAdapter(messages.Site)
-
-Function = Callable[["Controller"], Any]
+# -- The controller
 
 
 class ServerStops(BaseException):
-    """Ends a workflow's thread when its server stops; no error, so that no `except Exception` goes on after it."""
+    """Ends the thread of a workflow when its server stops; `except Exception` does not catch it."""
 
 
 class Controller:
-    """What a workflow is given: it sends tasks and collects what sites answer.
+    """Sends the tasks of a workflow and collects what sites answer.
 
-    Several threads of a workflow may use it at a time: a site gets the tasks one after the other, oldest first.
+    Several threads of a workflow may use it at a time. A site gets its tasks one after the other, oldest first.
 
     Attributes:
         name: of the workflow, as the run file has it.
-        run: the server's own state, for workflows that come with Atoll; it changes without notice.
+        run: the state of the server, for the workflows that Atoll ships; it may change without notice.
     """
 
     def __init__(
@@ -212,39 +200,37 @@ class Controller:
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.name, self.run = name, run
-        self._run, self._loop, self._note = run, loop, note
+        self._loop, self._note = loop, note
         self._lock, self._stopped = threading.Lock(), False
         self._asked: set[concurrent.futures.Future[Any]] = set()
         self._sizes = ChunkSizes(run.settings.tensor_download_chunk_size, run.settings.np_download_chunk_size)
         self._filters = filters
-        self._packing = PayloadWriter(run, filters, self._sizes, self.ask)
+        self._writer = PayloadWriter(run, filters, self._sizes, self.ask)
 
     def note(self, text: str) -> None:
-        """Let the status say how far the workflow is; also a sign of life, by which its progress limit goes."""
+        """Show in the status how far the workflow is; this also counts as progress."""
         self._note(str(text)[:200])
 
     def sites(self, at_least: int = 0, *, timeout_s: float | None = None) -> list[str]:
-        """The sites that take part at this moment, in the order of their names.
+        """Return the sites that take part now, in the order of their names.
 
         Args:
             at_least: wait until so many do.
-            timeout_s: for so long at most; None: for ever.
+            timeout_s: how long at most; None: for ever.
 
         Raises:
             RunFailed: they did not come in time.
         """
+        alive = self.run.task_queue.alive
 
         async def wait() -> list[str]:
-            deadline_s = _deadline(timeout_s)
-            while len(there := self._run.task_queue.alive()) < at_least:
-                if time.monotonic() >= deadline_s:
-                    names = ", ".join(there) or "none"
-                    raise RunFailed(
-                        f"{len(there)} of {at_least} sites joined within {timeout_s:g} s: {names}.",
-                        "Start the others, or wait longer.",
-                    )
-                await self._run.changed(min(deadline_s - time.monotonic(), 1.0))
-            return there
+            if not await self._until(lambda: len(alive()) >= at_least, timeout_s):
+                names = ", ".join(alive()) or "none"
+                raise RunFailed(
+                    f"{len(alive())} of {at_least} sites joined within {timeout_s:g} s: {names}.",
+                    "Start the others, or wait longer.",
+                )
+            return alive()
 
         return self.ask(wait())
 
@@ -258,33 +244,97 @@ class Controller:
         timeout_s: float | None = None,
         progress_timeout_s: float = 0.0,
     ) -> list[Result]:
-        """Send a task to several sites and collect what they answer.
-
-        It waits until every site has answered: with a payload, or with the error that its handler raised.
+        """Send a task to several sites, and wait until every site has answered with a payload or an error.
 
         Args:
             task: its name: `train`, `validate`, `submit_model`, or one of your own.
-            payload: nested dicts, lists and tuples with tensors, arrays and plain values. It is written once for all,
-                and once more for each site that has filters.
+            payload: nested dicts, lists and tuples with tensors, arrays and plain values. It is written once for all
+                sites, and once more for each site with filters.
             sites: their names; by default all that take part when it is sent, at least `min_responses` of them.
-            min_responses: payloads that suffice where the sites that are missing are dead or have left, and without
-                which this is an error. None: a site that is gone is waited for, and whatever has come is returned.
-            timeout_s: seconds from when it is sent, after which nothing more is waited for; None: for ever. For as long
-                a full disk is waited for; and a site whose filters take longer is not sent it, which is its answer.
-            progress_timeout_s: a site that shows nothing for so long (no byte, no step, no other word of what it does)
-                is given up, which is its answer; 0: never.
+            min_responses: how many payloads are needed. With these, sites that are dead or have left are not awaited;
+                fewer are an error. None: sites that are gone are awaited, and all answers are returned.
+            timeout_s: seconds after which no more answers are awaited; None: for ever. A full disk is awaited for as
+                long, and a site whose filters take longer is not sent the task: that is its answer.
+            progress_timeout_s: a site without progress for so long (no byte, no step, no new state) is given up: that
+                is its answer; 0: never.
 
         Returns:
             A result for each site that answered, in the order of their names.
 
         Raises:
-            RunFailed: fewer than `min_responses` payloads came; who failed or is missing is named.
-            UsageError: the payload cannot travel, the name is none, `timeout_s` is no time, or `sites` are no names, or
-                have one that has never joined, though `num_workers` sites have.
+            RunFailed: fewer than `min_responses` payloads came; sites that failed or are missing are named.
+            UsageError: the payload cannot travel, an argument is wrong, or one of `sites` has never joined though
+                `num_workers` sites have.
             DiskFull: the server's disk was full for `timeout_s`, or became full while the payload was written.
         """
         timeout = ProgressTimeout(_limit(progress_timeout_s))
         return self._send(task, payload, sites, min_responses, timeout_s, timeout)
+
+    def send(
+        self,
+        site: str,
+        task: str,
+        payload: Any = None,
+        *,
+        timeout_s: float | None = None,
+        progress_timeout_s: float = 0.0,
+    ) -> Result:
+        """Send a task to one site, as `broadcast`.
+
+        Raises:
+            RunFailed: it did not answer in time.
+        """
+        results = self.broadcast(
+            task, payload, sites=[site], timeout_s=timeout_s, progress_timeout_s=progress_timeout_s
+        )
+        if not results:
+            raise RunFailed(f"Site {site} did not answer task {task!r} within {timeout_s:g} s.", "Look at its log.")
+        return results[0]
+
+    def attempt(self, site: str, task: str, payload: Any, progress_timeout_s: float) -> Result:
+        """Send a task to one site. If it has gone, or makes no progress, the result says so (`Result.lost`)."""
+        timeout = ProgressTimeout(progress_timeout_s, gone_too=True)
+        return self._send(task, payload, [site], None, None, timeout)[0]
+
+    def ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the server's loop.
+
+        Raises:
+            ServerStops: the server ends.
+        """
+        with self._lock:
+            if self._stopped:
+                work.close()
+                raise ServerStops
+            asked = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._asked.add(asked)
+        try:
+            result: T = asked.result()
+            return result
+        except concurrent.futures.CancelledError:
+            raise ServerStops from None
+        finally:
+            with self._lock:
+                self._asked.discard(asked)
+
+    def require_running(self) -> None:
+        """End a thread of the workflow that waits for something else.
+
+        Raises:
+            ServerStops: the server ends, or the workflow was given up.
+        """
+        if self._stopped:
+            raise ServerStops
+
+    def stop(self) -> None:
+        """Cancel what the workflow waits for, and refuse further calls."""
+        with self._lock:
+            self._stopped = True
+            asked = list(self._asked)
+        for future in asked:
+            future.cancel()
+
+    # -- inside
 
     def _send(
         self,
@@ -312,74 +362,50 @@ class Controller:
                 f"min_responses is {min_responses}, but task {task!r} goes to {len(chosen)} sites.",
                 "Ask for fewer, or send it to more.",
             )
-        payloads = self._packing.payloads(task, chosen, pack(payload), timeout_s)
+        payloads = self._writer.write(task, chosen, pack(payload), timeout_s)
         del payload
         try:
             answers = self.ask(self._collect(task, chosen, payloads, min_responses, timeout_s, timeout))
         finally:
             payloads.discard()
-        self._filters.warn_of_strangers(self._run.roster)
+        self._filters.warn_of_strangers(self.run.roster)
         return [Result(task, answer) for answer in sorted(answers, key=lambda answer: answer.site)]
 
-    def send(
-        self,
-        site: str,
-        task: str,
-        payload: Any = None,
-        *,
-        timeout_s: float | None = None,
-        progress_timeout_s: float = 0.0,
-    ) -> Result:
-        """Send a task to one site, as `broadcast`.
-
-        Raises:
-            RunFailed: it did not answer in time.
-        """
-        results = self.broadcast(
-            task, payload, sites=[site], timeout_s=timeout_s, progress_timeout_s=progress_timeout_s
-        )
-        if not results:
-            raise RunFailed(f"Site {site} did not answer task {task!r} within {timeout_s:g} s.", "Look at its log.")
-        return results[0]
-
-    def attempt(self, site: str, task: str, payload: Any, progress_timeout_s: float) -> Result:
-        """Send a task to one site; that it has gone, or moves nothing, is a result, too (`Result.lost`)."""
-        timeout = ProgressTimeout(progress_timeout_s, gone_too=True)
-        return self._send(task, payload, [site], None, None, timeout)[0]
-
-    # -- inside
-
     async def _require_joined(self, task: str, sites: Sequence[str], timeout_s: float | None) -> None:
-        """Wait until these sites have joined once, as long as fewer than `num_workers` sites have.
+        """Wait until these sites have joined once, while fewer than `num_workers` sites have.
 
         Raises:
-            UsageError: one has not; the nearest is named.
+            UsageError: one has not; the nearest name is offered.
         """
-        deadline_s, say_s, warnings = _deadline(timeout_s), time.monotonic(), self._run.task_queue.warnings
-        roster, wanted, waits = self._run.roster, self._run.settings.num_workers, f"{task} waits"
+        roster, wanted, queue = self.run.roster, self.run.settings.num_workers, self.run.task_queue
+        waits = f"{task} waits"
+
+        def unknown() -> str:
+            return next((site for site in sites if site not in roster), "")
+
+        def joined() -> str:
+            return ", ".join(sorted(roster)) or "none"
+
+        def decided() -> bool:
+            if not (site := unknown()) or len(roster) >= wanted:
+                return True
+            queue.warn(
+                waits,
+                f"task {task!r} waits for {site!r}, which has never joined; {len(roster)} of {wanted} sites have: "
+                f"{joined()}. {nearest(site, sorted(roster))}".strip(),
+            )
+            return False
+
         try:
-            while unknown := next((site for site in sites if site not in roster), None):
-                joined, now_s = sorted(roster), time.monotonic()
-                if len(joined) >= wanted or now_s >= deadline_s:
-                    raise UsageError(
-                        f"Task {task!r} is for the site {unknown!r}, which has never joined.",
-                        nearest(
-                            unknown,
-                            joined,
-                            f"Sites that have: {', '.join(joined) or 'none'}. Wait for further ones with "
-                            "controller.sites(at_least=…).",
-                        ),
-                    )
-                warnings[waits] = (
-                    f"task {task!r} waits for {unknown!r}, which has never joined; {len(joined)} of {wanted} sites "
-                    f"have: {', '.join(joined) or 'none'}. {nearest(unknown, joined)}"
-                ).strip()
-                if now_s >= say_s:
-                    say_s = now_s + 10 * SAY_S
-                    LOG.warning("%s", warnings[waits])
-                await self._run.changed(min(deadline_s - now_s, 1.0))
+            await self._until(decided, timeout_s, lambda: queue.warnings[waits])
         finally:
-            warnings.pop(waits, None)
+            queue.warnings.pop(waits, None)
+        if site := unknown():
+            remedy = f"Sites that have: {joined()}. Wait for further ones with controller.sites(at_least=…)."
+            raise UsageError(
+                f"Task {task!r} is for the site {site!r}, which has never joined.",
+                nearest(site, sorted(roster), remedy),
+            )
 
     async def _collect(
         self,
@@ -390,11 +416,20 @@ class Controller:
         timeout_s: float | None,
         timeout: ProgressTimeout,
     ) -> list[Answer]:
-        queue = self._run.task_queue
-        streamed = name in self._run.settings.stream_tasks
+        queue = self.run.task_queue
+        streamed = name in self.run.settings.stream_tasks
         task = queue.open(name, sites, *payloads.hold(), payloads.failed, streamed=streamed, sizes=self._sizes)
+
+        def answered() -> bool:
+            for site in task.missing:
+                lost, why = timeout.over(self.run, site)
+                if lost:
+                    queue.give_up(task, site, lost, why)
+            enough = min_responses is not None and task.good >= min_responses
+            return not task.missing or (enough and not set(task.missing) & set(queue.alive()))
+
         try:
-            await self._answered(task, min_responses, timeout_s, timeout)
+            await self._until(answered, timeout_s, lambda: f"task {name!r} waits for {', '.join(task.missing)}")
             if min_responses is not None and task.good < min_responses:
                 raise RunFailed(
                     f"Task {name!r} got {task.good} of {min_responses} answers: {_lacking(task)}.",
@@ -408,76 +443,32 @@ class Controller:
         finally:
             queue.close(task)
 
-    async def _answered(
-        self, task: Open, min_responses: int | None, timeout_s: float | None, timeout: ProgressTimeout
-    ) -> None:
+    async def _until(
+        self, done: Callable[[], bool], timeout_s: float | None, awaited: Callable[[], str] | None = None
+    ) -> bool:
+        """Wait until `done`; return False after the timeout. The log has what is awaited from time to time."""
         deadline_s, say_s = _deadline(timeout_s), time.monotonic() + SAY_S
-        while task.missing:
-            for site in task.missing:
-                lost, why = timeout.over(self._run, site)
-                if lost:
-                    self._run.task_queue.give_up(task, site, lost, why)
-            missing = task.missing
-            if not missing:
-                return
-            alive, now_s = self._run.task_queue.alive(), time.monotonic()
-            enough = min_responses is not None and task.good >= min_responses
-            if now_s >= deadline_s or (enough and not any(site in alive for site in missing)):
-                return
-            if now_s >= say_s:
+        while not done():
+            now_s = time.monotonic()
+            if now_s >= deadline_s:
+                return False
+            if awaited and now_s >= say_s:
                 say_s = now_s + 10 * SAY_S
-                LOG.info("task %r waits for %s", task.message.name, ", ".join(missing))
-            await self._run.changed(min(deadline_s - now_s, 1.0))
-
-    def ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do it on the server's loop.
-
-        Raises:
-            ServerStops: the server ends.
-        """
-        with self._lock:
-            if self._stopped:
-                work.close()
-                raise ServerStops
-            asked = asyncio.run_coroutine_threadsafe(work, self._loop)
-            self._asked.add(asked)
-        try:
-            result: T = asked.result()
-            return result
-        except concurrent.futures.CancelledError:
-            raise ServerStops from None
-        finally:
-            with self._lock:
-                self._asked.discard(asked)
-
-    def require_running(self) -> None:
-        """For threads of a workflow that wait for something else.
-
-        Raises:
-            ServerStops: the server ends, or the workflow was given up.
-        """
-        if self._stopped:
-            raise ServerStops
-
-    def stop(self) -> None:
-        """End what the workflow waits for, and refuse the rest."""
-        with self._lock:
-            self._stopped = True
-            asked = list(self._asked)
-        for future in asked:
-            future.cancel()
+                LOG.info("%s", awaited())
+            await self.run.changed(min(deadline_s - now_s, 1.0))
+        return True
 
 
-def _lacking(task: Open) -> str:
+def _lacking(task: OpenTask) -> str:
     failed = [f"{site} failed: {answer.error}" for site, answer in sorted(task.answers.items()) if answer.error]
     return "; ".join([*failed, *(f"{site} did not answer" for site in task.missing)])
 
 
 def _deadline(timeout_s: float | None) -> float:
-    """Monotonic.
+    """Return the monotonic time after which no more is awaited.
 
     Raises:
-        UsageError: there is no such time.
+        UsageError: the timeout is no number of seconds.
     """
     if timeout_s is None:
         return float("inf")
@@ -487,10 +478,10 @@ def _deadline(timeout_s: float | None) -> float:
 
 
 def _limit(progress_timeout_s: float) -> float:
-    """Seconds.
+    """Return the limit.
 
     Raises:
-        UsageError: it is no time.
+        UsageError: it is no number of seconds.
     """
     if not _is_number(progress_timeout_s) or not 0 <= progress_timeout_s < float("inf"):
         raise UsageError(f"progress_timeout_s is {progress_timeout_s!r}.", "Give seconds; 0 sets no limit.")
@@ -502,7 +493,7 @@ def _is_number(value: object) -> bool:
 
 
 def _named(sites: Sequence[str]) -> list[str]:
-    """Sites in the order of their names, each once."""
+    """Return sites in the order of their names, each once."""
     if isinstance(sites, str):
         raise UsageError(f"sites is the string {sites!r}.", f"Give a list: [{sites!r}].")
     given = list(sites)

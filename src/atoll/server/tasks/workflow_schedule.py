@@ -1,7 +1,7 @@
 """The workflows of a run, one after the other: its rounds, evaluations, functions of the user's.
 
-Where a server is killed, finished workflows are not run again, since the journal has them; training goes on where it
-was; a workflow of tasks begins again from its beginning.
+A server that is started again does not repeat workflows that have ended, which the journal records. Training goes on
+where it was; a workflow of tasks begins again from its beginning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from atoll.config import TRAIN, Settings, WorkflowEntry, entries_of
 from atoll.errors import AtollError, ConfigError, DiskFull, RunFailed, UsageError
@@ -24,24 +24,24 @@ from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.rounds import events as ev
 from atoll.server.coordinator.run import Run
-from atoll.server.tasks import workflow_controller
-from atoll.server.tasks.components import Parts
-from atoll.server.tasks.task_filters import TaskFilters
-from atoll.server.tasks.workflow_controller import Controller, Function, ServerStops
-from atoll.server.transient_errors import RETRY_S
+from atoll.server.tasks.task_payloads import AnswersInThreads, TaskFilters
+from atoll.server.tasks.user_code import Components, Function
+from atoll.server.tasks.workflow_controller import Controller, ServerStops, progress_of_run
+from atoll.server.transient_errors import RETRY_S, require_space
 from atoll.store import run_log as journal
 
 LOG = logging.getLogger("atoll.server")
+T = TypeVar("T")
 
 LOOK_S = 1.0
-"""How often it is looked whether something has moved."""
+"""How often to look for progress."""
 LATER_START_S = 600.0
-"""How long an evaluation behind other workflows waits for a site: none may be left."""
+"""How long an evaluation after other workflows waits for a site: all may have left."""
 EVALUATES = "cross_site_evaluation"
 
 
 @dataclass(eq=False)
-class Step:
+class WorkflowRun:
     """One workflow, and how far it is. Times are monotonic."""
 
     entry: WorkflowEntry
@@ -58,12 +58,12 @@ class Step:
         return self.entry.kind == TRAIN
 
     def note(self, text: str) -> None:
-        """From any thread."""
+        """Show how far it is; from any thread."""
         self.detail = text
         self.notes += 1
 
     def status(self) -> status_messages.WorkflowStatus:
-        """What people are told of it."""
+        """Return what the status shows of it."""
         running, now_s = self.state == "running", time.monotonic()
         end_s = now_s if running else self.ended_s
         return status_messages.WorkflowStatus(
@@ -80,13 +80,13 @@ class WorkflowSchedule:
     """All workflows of a run.
 
     Args:
-        settings: name them, by `workflows` or `workflow`.
+        settings: have them as `workflows` or `workflow`.
         given: a function in place of these.
         filters: of what is sent and answered.
-        evaluation: arguments of the only one, a cross-site evaluation beside the run.
+        evaluation: arguments of the only workflow, a cross-site evaluation beside the run.
 
     Raises:
-        ConfigError: a table is not understood.
+        ConfigError: a table of the run file is wrong.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class WorkflowSchedule:
         elif not self.recorded:
             path: Any = given if given is not None else settings.workflow
             entries = (WorkflowEntry(str(settings.workflow or getattr(given, "__name__", "workflow")), path=path),)
-        self.steps = [Step(entry) for entry in entries]
+        self.steps = [WorkflowRun(entry) for entry in entries]
         files = Counter(step.entry.file_name for step in self.steps if step.entry.kind == EVALUATES)
         name, times = next(iter(files.most_common(1)), ("", 0))
         if times > 1:
@@ -112,7 +112,7 @@ class WorkflowSchedule:
                 f"{times} evaluations write their results to {name}.json, which is named after each.",
                 'Give each a name of its own: {kind = "cross_site_evaluation", name = "before"}.',
             )
-        self.evaluated: Callable[[], Evaluation] | None = None  # the last matrix, as far as it is
+        self.evaluated: Callable[[], Evaluation] | None = None  # the last matrix, as far as it is filled
         self._controller: Controller | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -124,10 +124,10 @@ class WorkflowSchedule:
         filters: TaskFilters,
         evaluation: Mapping[str, Any] | None = None,
     ) -> WorkflowSchedule | None:
-        """The course of a server; None where it has rounds alone.
+        """Return the workflows of a server; None if it has rounds alone.
 
         Raises:
-            UsageError: two are named, or a swarm's models are to be evaluated. ConfigError: it has rounds, too.
+            UsageError: two are named, or the models of a swarm are to be evaluated. ConfigError: it has rounds, too.
         """
         if evaluation is not None:
             if settings.placement == "swarm":
@@ -155,79 +155,88 @@ class WorkflowSchedule:
 
     @property
     def sends_tasks(self) -> bool:
-        """Whether it sends tasks at any time."""
+        """Whether the run sends tasks at any time."""
         return not all(step.trains for step in self.steps)
 
     @property
     def keeps_local(self) -> bool:
-        """Whether what sites submit is asked for later."""
+        """Whether sites are asked later for what they have submitted."""
         return self.trains and any(
             step.entry.kind == EVALUATES and step.entry.args.get("site_models", True) for step in self.steps
         )
 
+    def will_evaluate(self, site: str) -> bool:
+        """Whether a cross-site evaluation that is still to come asks a site for measurements."""
+        return any(
+            step.entry.kind == EVALUATES and step.state != "done" and site in (step.entry.args.get("sites") or [site])
+            for step in self.steps
+        )
+
     def load(self) -> None:
-        """Import the functions, and make the components; before anything of the run is touched.
+        """Import the functions and make the components, before anything of the run is touched.
 
         Raises:
-            ConfigError: one cannot be found or called so, or is none.
+            ConfigError: one is not found, is not callable, or does not take its arguments.
         """
-        parts = Parts(self._settings)
+        components = Components(self._settings)
         for step in self.steps:
             if not step.trains:
-                step.function = parts.function_of(step.entry)
+                step.function = components.function_of(step.entry)
 
     def start(self, run: Run) -> None:
-        """Begin, or go on; called on the server's event loop."""
+        """Begin, or go on after a restart; on the server's event loop."""
         self._run, queue = run, run.task_queue
         queue.active, queue.trains = self.sends_tasks, self.trains
         queue.rounds = "to come"
-        trains = [place for place, step in enumerate(self.steps) if step.trains]
-        queue.follows = bool(trains) and trains[0] + 1 < len(self.steps)
+        train = next((place for place, step in enumerate(self.steps) if step.trains), None)
+        queue.follows = train is not None and train + 1 < len(self.steps)
         if self._filters.results and self.sends_tasks:  # without them no answer needs a thread
-            queue.received = self._filters.received
+            queue.answer_filter = AnswersInThreads(
+                self._filters, run.user_threads, lambda: require_space(run.store, run.settings)
+            )
         if self._filters.data:
             LOG.info("what is sent to sites passes through filters: %s", self._filters.data)
-        self._take_up(trains)
+        if self.recorded:
+            self._mark_ended(train)
         self._task = asyncio.get_running_loop().create_task(self._main())
 
     def stop(self) -> None:
-        """Let go of what runs: what a function asks from now on ends it."""
+        """End what runs: the next call of a function to its controller ends its thread."""
         if self._task is not None:
             self._task.cancel()
         if self._controller is not None:
             self._controller.stop()
 
     def status(self) -> list[status_messages.WorkflowStatus]:
-        """All of them, in their order."""
+        """Return what the status shows, in order."""
         return [step.status() for step in self.steps]
 
     # -- on the loop
 
-    def _take_up(self, trains: list[int]) -> None:
-        """Know what has ended before this start.
+    def _mark_ended(self, train: int | None) -> None:
+        """Mark the workflows that ended before this start.
 
         Raises:
-            ConfigError: other workflows have.
+            ConfigError: the journal has other workflows.
         """
-        if not self.recorded:
-            return
         ended = journal.finished(self._run.store.journal)
         for place, name in ended.items():
             entry = self.steps[place].entry if place < len(self.steps) else None
             now = entry.name if entry else "none"
-            if entry is None or name not in (now, entry.path):  # an earlier Atoll took the path for the name
+            if entry is None or name not in (now, entry.path):
                 raise ConfigError(
                     f"{self._settings.state_dir} has a run whose workflow {place + 1} was {name!r} and has ended, this "
                     f"start says {now!r}.",
                     "Start it with the old ones, further ones behind them; or begin a new run in another state_dir.",
                 )
-        if trains and trains[0] in ended and not self._run.state.finished:  # more rounds were asked for
-            journal.forget_from(self._run.store.journal, trains[0])
-            ended = {place: name for place, name in ended.items() if place < trains[0]}
+        if train is not None and train in ended:
+            if self._run.state.finished:
+                self._run.task_queue.rounds = "over"
+            else:  # more rounds were asked for
+                journal.forget_from(self._run.store.journal, train)
+                ended = {place: name for place, name in ended.items() if place < train}
         for place in ended:
             self.steps[place].state = "done"
-        if trains and trains[0] in ended:
-            self._run.task_queue.rounds = "over"
 
     async def _main(self) -> None:
         for place, step in enumerate(self.steps):
@@ -239,7 +248,7 @@ class WorkflowSchedule:
             if self.recorded:
                 LOG.info("workflow %d of %d begins: %s", place + 1, len(self.steps), step.entry.name)
             try:
-                await (self._train(step) if step.trains else self._tasks(step, place))
+                await (self._train(step) if step.trains else self._send_tasks(step, place))
                 step.state = "done"
                 if self.recorded:
                     await self._record(place, step)
@@ -250,32 +259,23 @@ class WorkflowSchedule:
             finally:
                 step.ended_s = time.monotonic()
         if self.trains:
-            await self._run.trained.wait()  # the result is exported, also where a start found training over
+            await self._run.trained.wait()  # the result is exported, also if training was over at the start
         LOG.info("the workflow %s has ended", self.steps[-1].entry.name)
         self._filters.warn_of_unsent(self._run.task_queue.names)
         self._run.task_queue.finish()
         self._run.finished.set()
 
-    async def _record(self, place: int, step: Step) -> None:
-        while True:
-            try:
-                journal.finish(self._run.store.journal, place, step.entry.name)
-                failpoint("workflow.ended")
-                return
-            except DiskFull as error:
-                LOG.error("the end of %s cannot be written: %s Trying again.", step.entry.name, error)
-                await asyncio.sleep(RETRY_S)
+    async def _record(self, place: int, step: WorkflowRun) -> None:
+        def record() -> None:
+            journal.finish(self._run.store.journal, place, step.entry.name)
+            failpoint("workflow.ended")
 
-    async def _train(self, step: Step) -> None:
+        await _until_written(record, f"the end of {step.entry.name} cannot be written")
+
+    async def _train(self, step: WorkflowRun) -> None:
         run, queue = self._run, self._run.task_queue
         queue.rounds = "now"
-        while True:
-            try:
-                run.apply(ev.TrainingBegins())
-                break
-            except DiskFull as error:
-                LOG.error("training cannot begin: %s Trying again.", error)
-                await asyncio.sleep(RETRY_S)
+        await _until_written(lambda: run.apply(ev.TrainingBegins()), "training cannot begin")
         run.wake()
         try:
             await self._watched(run.trained.wait(), step, self._require_begun)
@@ -283,21 +283,29 @@ class WorkflowSchedule:
             queue.rounds = "over"
             run.wake()
 
-    def _require_begun(self, step: Step) -> None:
-        """Training begins when `num_workers` have joined.
+    def _require_begun(self, step: WorkflowRun) -> None:
+        """Require that `num_workers` join in time, with which training begins.
 
         Raises:
-            RunFailed: they did not in time.
+            RunFailed: they did not.
         """
-        limit_s = step.entry.start_timeout_s or 0.0
-        gathers = any(round_.phase == "gathering" for round_ in self._run.state.rounds)
-        if gathers:  # nothing can move before
-            step.moved_s = time.monotonic()
-        if limit_s and gathers and time.monotonic() - step.begun_s >= limit_s:
-            raise _nobody(step, self._run.task_queue.alive(), self._settings.num_workers, limit_s)
+        if any(round_.phase == "gathering" for round_ in self._run.state.rounds):
+            step.moved_s = time.monotonic()  # nothing can move before
+            self._require_in_time(step, self._settings.num_workers, step.entry.start_timeout_s)
 
-    async def _tasks(self, step: Step, place: int) -> None:
-        await self._gathered(step, place)
+    def _require_in_time(self, step: WorkflowRun, wanted: int, limit_s: float | None) -> None:
+        if limit_s and time.monotonic() - step.begun_s >= limit_s:
+            there = self._run.task_queue.alive()
+            names = ", ".join(there) or "none"
+            raise RunFailed(
+                f"The workflow {step.entry.name} waited {limit_s:g} s for {wanted} sites, and {len(there)} take part: "
+                f"{names}.",
+                "Start the others, or raise start_timeout_s. A script without handlers leaves when training is over: "
+                "register one, worker.evaluates(function).",
+            )
+
+    async def _send_tasks(self, step: WorkflowRun, place: int) -> None:
+        await self._wait_for_sites(step, place)
         loop = asyncio.get_running_loop()
         self._controller = controller = Controller(self._run, loop, self._filters, step.entry.name, step.note)
         ended: asyncio.Future[BaseException | None] = loop.create_future()
@@ -306,7 +314,7 @@ class WorkflowSchedule:
         try:
             error = await self._watched(ended, step)
         finally:
-            controller.stop()  # what it has left running in threads of its own
+            controller.stop()  # also for threads that the function has left running
         if isinstance(error, AtollError) and step.entry.kind:
             raise error
         if error is not None:  # sys.exit, too: the server would wait for ever
@@ -316,7 +324,7 @@ class WorkflowSchedule:
                 "The traceback is in the log; a start of the server begins it again.",
             )
 
-    async def _gathered(self, step: Step, place: int) -> None:
+    async def _wait_for_sites(self, step: WorkflowRun, place: int) -> None:
         """Wait for the first sites.
 
         Raises:
@@ -329,27 +337,28 @@ class WorkflowSchedule:
             limit_s = LATER_START_S if place else 0.0
         while True:
             members = self._run.state.members.values()
-            there, away = self._run.task_queue.alive(), sum(member.why in ("left", "failed") for member in members)
+            there, away = len(self._run.task_queue.alive()), sum(each.why in ("left", "failed") for each in members)
             wanted = max(1, self._settings.num_workers - (away if place else 0))
-            if len(there) >= wanted:
+            if there >= wanted:
                 step.detail = ""
                 return
-            step.detail = f"waits for sites, {len(there)} of {wanted} are there"
-            if limit_s and time.monotonic() - step.begun_s >= limit_s:
-                raise _nobody(step, there, wanted, limit_s)
+            step.detail = f"waits for sites, {there} of {wanted} are there"
+            self._require_in_time(step, wanted, limit_s)
             await asyncio.sleep(0.1)
 
-    async def _watched(self, work: Awaitable[Any], step: Step, look: Callable[[Step], None] = lambda step: None) -> Any:
-        """Wait for it as long as something moves; returns what it gives.
+    async def _watched(
+        self, work: Awaitable[T], step: WorkflowRun, look: Callable[[WorkflowRun], None] = lambda step: None
+    ) -> T:
+        """Return what `work` does, as long as there is progress.
 
         Raises:
-            RunFailed: nothing did for `progress_timeout_s`. Whatever `look` raises.
+            RunFailed: there was none for `progress_timeout_s`. Whatever `look` raises.
         """
         future, limit_s = asyncio.ensure_future(work), step.entry.progress_timeout_s
         seen: object = None
         try:
             while not future.done():
-                now_s, found = time.monotonic(), (step.notes, workflow_controller.of_run(self._run))
+                now_s, found = time.monotonic(), (step.notes, progress_of_run(self._run))
                 if found != seen:
                     seen, step.moved_s = found, now_s
                 look(step)
@@ -366,13 +375,15 @@ class WorkflowSchedule:
             future.cancel()
 
 
-def _nobody(step: Step, there: list[str], wanted: int, limit_s: float) -> RunFailed:
-    names = ", ".join(there) or "none"
-    return RunFailed(
-        f"The workflow {step.entry.name} waited {limit_s:g} s for {wanted} sites, and {len(there)} take part: {names}.",
-        "Start the others, or raise start_timeout_s. A script without handlers leaves when training is over: register "
-        "one, worker.evaluates(function).",
-    )
+async def _until_written(write: Callable[[], object], problem: str) -> None:
+    """Write to the journal; wait while the disk is full."""
+    while True:
+        try:
+            write()
+            return
+        except DiskFull as error:
+            LOG.error("%s: %s Trying again.", problem, error)
+            await asyncio.sleep(RETRY_S)
 
 
 def _call(
@@ -381,13 +392,13 @@ def _call(
     loop: asyncio.AbstractEventLoop,
     ended: asyncio.Future[BaseException | None],
 ) -> None:
-    """In a thread of its own; what the function raises is given on, not raised: it may be sys.exit."""
+    """Call the function in a thread of its own. What it raises becomes the result: it may be sys.exit."""
     assert function is not None
     error: BaseException | None = None
     try:
         given: Any = function(controller)
         if inspect.isawaitable(given) or inspect.isgenerator(given) or inspect.isasyncgen(given):
-            error = RunFailed(f"it gave a {type(given).__name__}, which nobody runs.", "Write it as a plain function.")
+            error = RunFailed(f"it gave a {type(given).__name__}, which is never run.", "Write it as a plain function.")
     except ServerStops:
         return
     except BaseException as raised:

@@ -39,7 +39,6 @@ from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.log_lines import LOG, told
 from atoll.worker.objects.object_client import (
     EXPIRES_S,
-    Publisher,
     chunk_sizes,
     fetch,
     fetch_stored,
@@ -345,10 +344,9 @@ class Answering:
         self._builtin[VALIDATE] = functools.partial(self._models.evaluate, function, model)
         self._builtin.setdefault(SUBMIT, self._models.submit)
 
-    def submits(self, function: Callable[[], Any] | None, publisher: Publisher | None) -> None:
+    def submits(self, function: Callable[[], Any]) -> None:
         """As `Answers.submits`."""
-        self._models.give = function or self._models.give
-        self._models.publisher = publisher or self._models.publisher
+        self._models.give = function
         self._builtin[SUBMIT] = self._models.submit
 
     def note(self, text: str) -> None:
@@ -500,7 +498,6 @@ class Answering:
         self._closed = True
         if self._ahead is not None:
             self._ahead.close()
-        self._models.close()
 
 
 @bordered
@@ -535,16 +532,14 @@ class Answers:
         self._answering.evaluates(function, model)
         return function
 
-    def submits(self, function: Callable[[], Any] | None = None, *, publisher: Publisher | None = None) -> Any:
-        """Say which model this site gives to be evaluated elsewhere, and from where others pull it.
+    def submits(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Say which model this site sends to the server, to be evaluated elsewhere; usable as a decorator.
 
         Args:
             function: gives a module, a mapping name → tensor, or a `LazyState`; None from it refuses. By default the
                 model that this site submitted last, before it left the site.
-            publisher: serves it. By default this process does, to processes of this machine, where the server is on
-                it, too; else it goes by the server.
         """
-        self._answering.submits(function, publisher)
+        self._answering.submits(function)
         return function
 
     def note(self, text: str) -> None:

@@ -1,6 +1,6 @@
-"""A site's part in cross-site evaluation: it evaluates models, and gives its own.
+"""A site's part in cross-site evaluation: it evaluates models, and sends its own to the server.
 
-A model comes to disk, straight from who has it, and goes when it was evaluated. The site's own is served from here.
+A model is pulled to disk, and removed once it is evaluated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from atoll.blobs.model_file import packed_state
 from atoll.blobs.object_file import pack_object
-from atoll.errors import AtollError, AuthError, BadRequest, Gone, SchemaMismatch, TransferError, UsageError
+from atoll.errors import BadRequest, SchemaMismatch, UsageError
 from atoll.protocol import task_messages as tm
 from atoll.tensors.chunks import assign_run_
 from atoll.tensors.dtypes import dtype_name
@@ -25,33 +25,25 @@ from atoll.tensors.module_tensors import named_tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
 from atoll.transport.object_server import written
-from atoll.transport.tls import is_loopback
 from atoll.worker.arguments import number
 from atoll.worker.exchange.encode_update import AnswerFilters
-from atoll.worker.log_lines import LOG
-from atoll.worker.objects.object_client import Publisher, cut_as_told, fetch_lazily, idle_timeout, send, withdraw
+from atoll.worker.objects.object_client import EXPIRES_S, cut_as_told, fetch_lazily, idle_timeout, send
 from atoll.worker.session.connection import Connection
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
 
-EXPIRES_S = 7 * 86400.0
-"""Of a site's model: it is withdrawn when the evaluation is over, or the site leaves."""
-OUT_OF_REACH = (TransferError, Gone, AuthError)
-"""Another site's model cannot be had from there; it may be had by the server."""
-
 
 class Models:
-    """The models that come and go at one site.
+    """Evaluates models at one site, and sends its own.
 
     Args:
-        local: gives the model that it has trained last.
-        folder: where others lie while they are evaluated.
+        local: returns the model that the site has trained last.
+        folder: for models while they are evaluated.
         ref_to: makes a reference of the key to an object at the server.
 
     Attributes:
-        give: gives the site's model, in place of `local`.
-        filled: the module that others' models are put into.
-        publisher: serves it.
+        give: returns the site's model, in place of `local`.
+        filled: the module that models of others are loaded into.
     """
 
     def __init__(
@@ -66,14 +58,9 @@ class Models:
         self._ref_to = ref_to
         self.give: Callable[[], Any] | None = None
         self.filled: nn.Module | None = None
-        self.publisher: Publisher | None = None
-        self._own: Publisher | None = None
-        self._served: list[tuple[Publisher | None, TensorRef]] = []
-
-    # -- others' models
 
     def evaluate(self, function: Evaluate, model: nn.Module | None, payload: Any) -> dict[str, Any]:
-        """Answer `validate`: metrics, or that the model cannot be reached."""
+        """Answer the task `validate` with metrics."""
         place, name = (payload.get("model"), payload.get("name")) if isinstance(payload, dict) else (None, None)
         if place is None:
             raise UsageError(
@@ -81,21 +68,12 @@ class Models:
                 "worker.evaluates is for cross-site evaluation; a task of your own has another name, or a handler.",
             )
         begin_s = time.monotonic()
-        state: Any = None
-        try:
-            state = self._fetched(place)
-        except OUT_OF_REACH as error:
-            if not isinstance(place, TensorRef):
-                raise
-            LOG.warning("%s: the model of %s is out of reach: %s", self._connection.site, name, error)
-            return {"unreachable": str(error)}
+        state = self._fetched(place)
         self._connection.tell(state=f"evaluating {name}"[:64])
-        with_model: Any = state
         try:
             if model is not None:
                 fill_(model, state, str(name))
-                with_model = model
-            metrics = measured(function(with_model))
+            metrics = measured(function(state if model is None else model))
         finally:
             state.release()
         return {"metrics": metrics, "seconds": time.monotonic() - begin_s}
@@ -112,28 +90,12 @@ class Models:
             raise BadRequest("What came is no model: no flat dict of tensors.", "Look at what its site submits.")
         return state
 
-    # -- its own
-
-    def submit(self, payload: Any) -> dict[str, Any] | None:
-        """Answer `submit_model`: where the model can be pulled."""
-        asked = payload if isinstance(payload, dict) else {}
-        if asked.get("withdraw"):
-            self.withdraw()
-            return None
-        through_server = bool(asked.get("through_server"))
-        if not through_server:
-            self.withdraw()
-        packed = self._packed()
-        with self._filters.behind(packed, "submit_model") as packed:
-            publisher = None if through_server else self._publisher()
-            if publisher is not None:
-                ref = publisher.publish_packed(packed, expires_s=EXPIRES_S)
-                self._served.append((publisher, ref))
-                return {"model": ref}
+    def submit(self, payload: Any) -> dict[str, Any]:
+        """Answer the task `submit_model`: send the site's model to the server, and say what it is called there."""
+        with self._filters.behind(self._packed(), "submit_model") as packed:
             ref = self._sent(packed)
-        self._served.append((None, ref))
         key = tm.ObjectKey(object=ref.object, secret=ref.secret, digest=ref.digest, expires_at=ref.expires_at)
-        return {"model": key.model_dump()}  # others may reach the server by another name
+        return {"model": key.model_dump()}  # no address: other sites may reach the server by another name
 
     def _packed(self) -> Packed:
         if self.give is not None:
@@ -153,16 +115,6 @@ class Models:
             )
         return self._local()
 
-    def _publisher(self) -> Publisher | None:
-        """Who serves it from here; None: nobody can, as other machines do not reach this process."""
-        if self.publisher is not None:
-            return self.publisher
-        if not is_loopback(self._connection.http.host):
-            return None
-        if self._own is None:
-            self._own = Publisher(folder=self._folder)
-        return self._own
-
     def _sent(self, packed: Packed) -> TensorRef:
         connection = self._connection
         timeout_s = idle_timeout(None, connection.info.idle_timeout_s)
@@ -176,28 +128,12 @@ class Models:
         finally:
             draft.close()
 
-    def withdraw(self) -> None:
-        """Keep it for nobody any more."""
-        served, self._served = self._served, []
-        for publisher, ref in served:
-            try:
-                publisher.withdraw(ref) if publisher is not None else withdraw(ref)
-            except AtollError as error:  # it expires
-                LOG.debug("%s: a model was not withdrawn: %s", self._connection.site, error)
-
-    def close(self) -> None:
-        """Withdraw all, and stop serving. Idempotent."""
-        self.withdraw()
-        own, self._own = self._own, None
-        if own is not None:
-            own.close()
-
 
 def fill_(model: nn.Module, state: LazyState, name: str) -> None:
-    """A model from disk into a module, in place, in runs.
+    """Load a model from disk into a module, in place, in runs.
 
     Raises:
-        SchemaMismatch: it is of another model; the first difference is named.
+        SchemaMismatch: it does not fit; the first difference is named.
     """
     tensors, aliases = named_tensors(model)
     what = f"The model {name}"
@@ -222,10 +158,10 @@ def fill_(model: nn.Module, state: LazyState, name: str) -> None:
 
 
 def measured(metrics: Any) -> dict[str, float]:
-    """Metrics as numbers; also those that are not finite, which are shown so.
+    """Return metrics as numbers, which need not be finite.
 
     Raises:
-        UsageError: they are none.
+        UsageError: it is no dict of names and numbers.
     """
     if not isinstance(metrics, Mapping) or not metrics:
         what = "nothing" if metrics is None or metrics == {} else f"a {type(metrics).__name__}"

@@ -110,7 +110,7 @@ class LocalWorker:
         """Nobody asks without a server: the function is given back."""
         return function or (lambda decorated: decorated)
 
-    def submits(self, function: Any = None, *, publisher: Any = None) -> Any:
+    def submits(self, function: Any) -> Any:
         """Nobody asks without a server: the function is given back."""
         return function
 
