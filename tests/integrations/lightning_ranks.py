@@ -25,7 +25,7 @@ def main(package: str, out: Path, lr: float) -> None:
         "result": module.w.item(),
         "files": (out / f"files-{trainer.global_rank}").exists(),
         "device": str(module.w.device),
-        "joined": callback._info is not None,
+        "joined": callback.driver.info is not None,
     }
     (out / f"rank-{trainer.global_rank}.json").write_text(json.dumps(told))
     dist.barrier()

@@ -99,7 +99,7 @@ def test_a_fit_before_its_first_average_submits_nothing(tmp_path: Path) -> None:
         assert server.status().fragments[0].version == 0
 
 
-SWA = "StochasticWeightAveraging keeps its average and its begin from fit to fit.*Use EMAWeightAveraging"
+SWA = "StochasticWeightAveraging keeps its average and its start from fit to fit.*Use EMAWeightAveraging"
 AVERAGE = "WeightAveraging replaces the weights by an average at the end of each fit, and {}.*Leave it out"
 REFUSED = [
     ("fedavg", "StochasticWeightAveraging", {"swa_lrs": 0.05}, SWA),

@@ -182,8 +182,8 @@ def test_warm_up_steps_without_a_rate_do_no_harm(tmp_path: Path) -> None:
         trainer.fit(module, data())
         assert module.w.item() == pytest.approx(0.28)
         trainer.fit(module, data())
-        assert callback._worker is not None
-        c = callback._worker._session.base.values_of("atoll.control.w", 0, 1)
+        assert callback.driver.worker is not None
+        c = callback.driver.worker._session.base.values_of("atoll.control.w", 0, 1)
         assert c.item() == pytest.approx(-0.28 / 0.3)
 
 
@@ -195,8 +195,8 @@ def test_controls_that_are_malformed_in_a_later_round_are_refused(tmp_path: Path
         callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
         trainer.fit(module, data())
         assert atoll.integrations.lightning.is_running(trainer)
-        assert callback._worker is not None
-        session = callback._worker._session
+        assert callback.driver.worker is not None
+        session = callback.driver.worker._session
         if spoil == "missing":
             session.controls = None
         else:
@@ -254,7 +254,7 @@ def test_a_fit_that_failed_is_begun_anew(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="the data are broken"):
             trainer.fit(module, data())
         assert trainer.max_epochs == 1
-        assert callback._worker is None  # it left; the server knows why
+        assert callback.driver.worker is None  # it left; the server knows why
         module.fails = False
         trainer.fit(module, data())
         assert module.w.item() == pytest.approx(1 - 0.9**3)
@@ -294,8 +294,8 @@ def test_a_parameter_that_is_unfrozen_later_is_corrected_from_then_on(tmp_path: 
         assert module.frozen.tolist() == pytest.approx([0.7, 0.7])
         assert atoll.integrations.lightning.is_running(trainer)
         trainer.fit(module, data())
-        assert callback._worker is not None
-        base = callback._worker._session.base
+        assert callback.driver.worker is not None
+        base = callback.driver.worker._session.base
         assert base.values_of("atoll.control.frozen", 0, 2).tolist() == pytest.approx([1.0, 1.0])
         assert module.frozen.tolist() == pytest.approx([0.4, 0.4])  # one site: c = c_1 corrects nothing
         assert {name: value.data_ptr() for name, value in module.named_parameters()} == kept  # in place

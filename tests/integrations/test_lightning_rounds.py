@@ -194,8 +194,8 @@ def test_a_validation_before_fit_receives_for_it(
             assert len(pulled) == number + 1  # one receive a round
             assert module.w.item() == pytest.approx(1 - 0.9 ** (3 * number + 3))
         model_bytes = 3 * 4  # w and frozen in fp32
-        assert callback._worker is not None
-        assert callback._worker.bytes_down < 2 * (model_bytes + 4096)
+        assert callback.driver.worker is not None
+        assert callback.driver.worker.bytes_down < 2 * (model_bytes + 4096)
         assert not atoll.integrations.lightning.is_running(trainer)
         metrics = [line["metrics"] for line in lines(server)]
         assert [line["global_val_w"] for line in metrics] == pytest.approx([0.0, 1 - 0.9**3])

@@ -20,7 +20,7 @@ def test_the_snapshot_of_the_global_model_cannot_be_changed_from_outside(tmp_pat
 
     class Meddles(package().Callback):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            for value in callback._round.state_dict().values():
+            for value in callback.driver.round.state_dict().values():
                 value.fill_(99.0)
             for value in pl_module.state_dict().values():
                 value.fill_(3.0)
@@ -58,7 +58,7 @@ def test_nothing_of_a_module_is_deep_copied_in_its_rounds(
         __deepcopy__ = refuse
 
         def on_train_start(self) -> None:
-            taken.append(callback._round.state_dict())
+            taken.append(callback.driver.round.state_dict())
 
     with serve(tmp_path, algorithm, norm=True, local_options={"mu": 0.0} if algorithm == "fedprox" else {}) as server:
         trainer, module = trainer_of(), Uncopied(norm=True)

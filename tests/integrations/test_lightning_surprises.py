@@ -28,9 +28,9 @@ def test_steps_that_another_callback_tries_before_training_are_none_of_the_round
         assert module.steps > 3
         assert atoll.integrations.lightning.is_running(trainer)
         trainer.validate(module, data(), verbose=False)  # pulls the second version
-        assert callback._worker is not None
+        assert callback.driver.worker is not None
         assert module.w.item() == pytest.approx(0.271)
-        c = callback._worker._session.base.values_of("atoll.control.w", 0, 1)
+        c = callback.driver.worker._session.base.values_of("atoll.control.w", 0, 1)
         assert c.item() == pytest.approx(-0.271 / 0.3)
 
 

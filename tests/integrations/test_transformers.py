@@ -16,8 +16,7 @@ from transformers_world import MOMENTUM, MU, ROUNDS, STEPS, TARGETS, One, rate, 
 import atoll
 from atoll.errors import UsageError
 from atoll.filters import NormClip
-from atoll.integrations.training import metrics_in
-from atoll.integrations.transformers import AtollCallback
+from atoll.integrations.transformers import AtollCallback, metrics_in
 
 
 @pytest.fixture

@@ -10,17 +10,15 @@ The same with a Trainer of `lightning.pytorch` and of `pytorch_lightning`; neith
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Unpack
 
 from atoll.border import border
 from atoll.errors import UsageError
-from atoll.filters.base import Filter
-from atoll.integrations import fitting
 
 if TYPE_CHECKING:
     from atoll.integrations.lightning_callback import AtollCallback
+    from atoll.integrations.trainer_driver import SiteOptions
 
 __all__ = ["AtollCallback", "evaluates", "is_running", "patch", "rounds"]
 
@@ -39,19 +37,15 @@ def patch(
     server: str | None = None,
     site: str | None = None,
     *,
-    weight: float | Callable[[], float] | None = None,
     steps: int | Callable[[], int] | None = None,
-    folder: str | Path | None = None,
-    labels: dict[str, str] | None = None,
-    filters: Sequence[Filter] = (),
-    require_server: bool = False,
+    **options: Unpack[SiteOptions],
 ) -> AtollCallback:
-    """Let every `trainer.fit` from here on be a round of a run; the arguments are `AtollCallback`'s.
+    """Make every `trainer.fit` from now on a round of a run; the arguments are `AtollCallback`'s.
 
     Each fit trains `max_epochs` (or `max_steps`) further epochs.
 
     Raises:
-        UsageError: it is no Trainer, or patched already. ConfigError: as `AtollCallback`.
+        UsageError: it is no Trainer, or is patched already. ConfigError: as `AtollCallback`.
     """
     from atoll.integrations.lightning_callback import AtollCallback
 
@@ -59,23 +53,14 @@ def patch(
         raise UsageError(f"{type(trainer).__name__} is not a Lightning Trainer.", "Give the Trainer that fits.")
     if any(isinstance(callback, AtollCallback) for callback in trainer.callbacks):
         raise UsageError("This Trainer takes part in a run already.", "Patch it once, or give it one AtollCallback.")
-    callback = AtollCallback(
-        server,
-        site,
-        weight=weight,
-        steps=steps,
-        folder=folder,
-        labels=labels,
-        filters=filters,
-        require_server=require_server,
-    )
+    callback = AtollCallback(server, site, steps=steps, **options)
     trainer.callbacks.insert(0, callback)  # before the others, which then see the global model
     return callback
 
 
 def is_running(trainer: Any) -> bool:
-    """Whether the run has another round for this Trainer; waits until it opens. When it has none, the module that was
-    fitted last holds the result.
+    """Return whether the run has another round for this Trainer; wait until it opens. When it has none, the module that
+    was fitted last holds the result.
 
     Without a server: True before the first fit, then False.
 
@@ -87,13 +72,14 @@ def is_running(trainer: Any) -> bool:
 
 def _callback_of(trainer: Any) -> AtollCallback:
     from atoll.integrations.lightning_callback import AtollCallback
+    from atoll.integrations.trainer_driver import require_alone
 
     found = [callback for callback in trainer.callbacks if isinstance(callback, AtollCallback)]
     if not found:
         raise UsageError(
             "The Trainer has 0 callbacks of Atoll.", "Call atoll.integrations.lightning.patch(trainer) first, once."
         )
-    fitting.require_alone(found)
+    require_alone(found)
     return found[0]
 
 
@@ -101,10 +87,10 @@ def _callback_of(trainer: Any) -> AtollCallback:
 def evaluates(trainer: Any, module: Any, dataloaders: Any = None, *, datamodule: Any = None) -> None:
     """Take part in cross-site evaluation: each model is measured by `trainer.validate`, within `is_running`.
 
-    Call it behind `patch`, before the first fit.
+    Call it after `patch`, before the first fit.
 
     Args:
-        module: is filled with each model in turn; one that is fitted, too, gets its round's model before it trains.
+        module: gets each model in turn; it may be the one that is fitted, which gets its round's model again.
         dataloaders, datamodule: as `trainer.validate` takes them; by default the module's own.
 
     Raises:
@@ -116,7 +102,7 @@ def evaluates(trainer: Any, module: Any, dataloaders: Any = None, *, datamodule:
             f"The Trainer has {trainer.world_size} ranks, and models are evaluated at one.",
             "Evaluate in a script of one rank: atoll.tasks and worker.evaluates.",
         )
-    if callback.on_join or callback._worker is not None or callback._diloco is not None:
+    if callback.driver.on_join or callback.driver.worker is not None or callback.driver.diloco is not None:
         raise UsageError("The Trainer has begun, or evaluates already.", "Call it once, before the first fit.")
 
     def measure(model: Any) -> dict[str, float]:
@@ -127,7 +113,7 @@ def evaluates(trainer: Any, module: Any, dataloaders: Any = None, *, datamodule:
             callback.measuring = False
         return {name: float(value) for each in found for name, value in each.items()}
 
-    callback.on_join.append(lambda worker: worker.evaluates(measure, model=module))
+    callback.driver.on_join.append(lambda worker: worker.evaluates(measure, model=module))
 
 
 def rounds(trainer: Any) -> Iterator[int]:

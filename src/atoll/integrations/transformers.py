@@ -1,6 +1,6 @@
 """Hugging Face's Trainer as a worker: `Trainer(..., callbacks=[AtollCallback()])`.
 
-One `trainer.train()` spans all rounds of the run: the optimizer with its state, and the learning-rate schedule, go on
+One `trainer.train()` spans all rounds of the run: the optimizer with its state, and the learning rate schedule, go on
 from round to round; the global model is loaded into the parameters in place. The server chooses the algorithm:
 
     FedAvg, FedProx, SCAFFOLD, …   submit, wait and load, every `sync_every` steps or at the end of each epoch
@@ -10,40 +10,38 @@ from round to round; the global model is loaded into the parameters in place. Th
 from __future__ import annotations
 
 import atexit
+import inspect
+import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
 from torch import nn
 from torch.optim import Optimizer
 
 from atoll.border import border
 from atoll.errors import UsageError
-from atoll.filters.base import Filter, require_filters
-from atoll.integrations.fitting import require_alone
+from atoll.filters.base import require_filters
+from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone
+from atoll.worker.arguments import finite_metrics
 from atoll.worker.correction.optimizer_hooks import Correction
 from atoll.worker.correction.optimizers import innermost
-from atoll.worker.log_lines import LOG
-from atoll.worker.session.address import server_of
+from atoll.worker.log_lines import LOG, ensure_lines
 from atoll.worker.session.leave_at_exit import what_ends
 from atoll.worker.site_name import default_site
-from atoll.worker.training.alone import Round
-from atoll.worker.training.diloco_loop import DiLoCo
-from atoll.worker.training.federated_loop import join, run_here, takes_part
+from atoll.worker.training.alone import ALONE, ALONE_ENDED
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler
 except ImportError as error:
     raise UsageError("Hugging Face transformers is not installed.", "pip install 'atoll[transformers]'.") from error
 
-from atoll.integrations.training import callbacks_of_the_caller, metrics_in, require_plain, samples_of_step
-
 _BEGUN = threading.local()
-"""`part`: a weak reference to what began in this thread last. A thread has one Trainer that trains."""
+"""`callback`: a weak reference to the last callback that began in this thread. A thread trains with one Trainer."""
 
 
 class AtollCallback(TrainerCallback):
@@ -51,10 +49,10 @@ class AtollCallback(TrainerCallback):
 
     Args:
         server: address, `http://host:8512`; by default `ATOLL_SERVER`.
-        site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
+        site: this site's name; by default `ATOLL_SITE`, else made of host and process.
         sync_every: optimizer steps of a round. By default an epoch; in a DiLoCo run that run's H, from which a given
             value must not differ.
-        weight: this worker's share in the mean: a number, or a function asked once a round. By default the samples of
+        weight: this site's share in the mean: a number, or a function asked once a round. By default the samples of
             the round; in a DiLoCo run 1.
         module: what travels, where it is not the Trainer's whole model: `atoll.integrations.peft.adapter(model)`.
         folder: where the base and outbox files lie; by default `ATOLL_DIR`, else `.atoll`.
@@ -66,7 +64,7 @@ class AtollCallback(TrainerCallback):
         UsageError: one is no filter.
 
     Attributes:
-        rounds: that this worker has brought to their end.
+        rounds: that this site has submitted an update to.
         finished: whether the run is over; then the Trainer stops, with the run's result in its model.
     """
 
@@ -76,39 +74,58 @@ class AtollCallback(TrainerCallback):
         site: str | None = None,
         *,
         sync_every: int | None = None,
-        weight: float | Callable[[], float] | None = None,
         module: nn.Module | None = None,
-        folder: str | Path | None = None,
-        labels: dict[str, str] | None = None,
-        filters: Sequence[Filter] = (),
-        require_server: bool = False,
+        **options: Unpack[SiteOptions],
     ) -> None:
         if sync_every is not None and sync_every < 1:
             raise UsageError(f"sync_every is {sync_every}.", "Give the number of optimizer steps of a round.")
-        self._server, self._given_site, self._sync_every = server, site, sync_every
-        self._weight, self._module, self._folder, self._labels = weight, module, folder, labels
-        self._filters, self._require_server = require_filters(filters), require_server
-        self._part: _Rounds | _Hooked | None = None
+        require_filters(options.get("filters", ()))
+        self._server, self._site, self._options = server, site, options
+        self._sync_every, self._module = sync_every, module
+        self.driver: TrainerDriver | None = None
         self._taking_part = False
+        self._model: nn.Module | None = None  # that travels
+        self._optimizer: Optimizer | None = None
+        self._correction: Correction | None = None
+        self._metrics: dict[str, float] = {}
+        self._steps = self._samples = 0  # of this round
+        self._is_scaled = False
 
     @property
     def site(self) -> str:
-        """This worker's name."""
-        return self._given_site or default_site()
+        """This site's name."""
+        return self._site or default_site()
 
     @property
     def rounds(self) -> int:
-        return self._part.rounds if self._part else 0
+        if self.driver is None:
+            return 0
+        return self.driver.diloco.rounds if self.driver.diloco is not None else self.driver.rounds
 
     @property
     def finished(self) -> bool:
-        return self._part is not None and self._part.finished
+        if self.driver is None:
+            return False
+        return self.driver.diloco.over if self.driver.diloco is not None else self.driver.finished
 
     def leave(self, error: BaseException | None = None) -> None:
         """Stop taking part; for programs that go on after `trainer.train()` has failed. Idempotent."""
-        self._taking_part = False
-        if self._part is not None:
-            self._part.leave(error)
+        was_taking_part, self._taking_part = self._taking_part, False
+        driver = self.driver
+        if driver is None:
+            return
+        if was_taking_part and not driver.takes_part and error is None:
+            LOG.info("%s", ALONE_ENDED)
+        if driver.round is not None and self._steps and error is None:
+            LOG.warning(
+                "the Trainer ended %d steps into round %d: they stay local. An update needs %s.",
+                self._steps,
+                driver.round.number,
+                "a whole epoch" if self._sync_every is None else f"{self._sync_every} steps",
+            )
+        if self._correction is not None:
+            self._correction.close()
+        driver.leave(error)
 
     @border
     def on_train_begin(
@@ -124,44 +141,74 @@ class AtollCallback(TrainerCallback):
         require_plain(args)
         require_alone(callbacks_of_the_caller(AtollCallback))
         module = self._module if self._module is not None else kwargs["model"]
-        optimizer = innermost(kwargs["optimizer"])
-        if self._taking_part and args.auto_find_batch_size and self._part is not None and self._part.module is module:
+        self._optimizer = innermost(kwargs["optimizer"])
+        self._steps, self._samples, self._metrics = 0, 0, {}
+        if self._taking_part and args.auto_find_batch_size and self._model is module:
             with self._leaving():
-                self._part.begin_again(optimizer, control)
+                self._begin_again(control)
             return
         self.leave()
         _leave_failed()
-        require_server, site = self._require_server and not takes_part(None), self.site
-        server = server_of(self._server, require_server=require_server)
-        where: dict[str, Any] = {"server": server, "site": site, "folder": self._folder, "labels": self._labels}
-        where["filters"] = self._filters
-        info = run_here(server, site)
-        if info is not None and info.sync_every:
-            share = 1.0 if self._weight is None else self._weight
-            self._part = _Hooked(DiLoCo(module, optimizer, sync_every=self._sync_every, weight=share, **where))
-        else:
-            self._part = _Rounds(module, optimizer, self._sync_every, self._weight, where, alone=info is None)
-        _BEGUN.part = weakref.ref(self._part)
-        atexit.register(_leave_at_exit, _BEGUN.part)
+        self.driver = TrainerDriver(self._server, self._site, **self._options)
+        self._model, self._is_scaled = module, bool(args.fp16)
+        _BEGUN.callback = weakref.ref(self)
         with self._leaving():
-            self._part.begin(control, scaled=bool(args.fp16))
+            self._begin(self.driver, module, control)
             self._taking_part = True
+
+    def _begin(self, driver: TrainerDriver, module: nn.Module, control: TrainerControl) -> None:
+        if not driver.takes_part:
+            ensure_lines()
+            LOG.info("%s", ALONE)
+            return
+        atexit.register(_leave_at_exit, _BEGUN.callback)
+        if driver.state() == "diloco":
+            share = 1.0 if driver.weight is None else driver.weight
+            assert self._optimizer is not None
+            driver.start_diloco(module, self._optimizer, share, self._sync_every)
+            control.should_training_stop |= self.finished
+        else:
+            self._open_round(control)
+
+    def _begin_again(self, control: TrainerControl) -> None:
+        """Start the round anew from its global model: the Trainer tries smaller batches after an error.
+
+        In a DiLoCo run the weights are where they were, and go on.
+        """
+        assert self.driver is not None
+        assert self._optimizer is not None
+        if self.driver.diloco is not None:
+            self.driver.diloco.follow(self._optimizer)
+            control.should_training_stop |= self.finished
+        elif self.driver.round is not None:
+            LOG.info("the Trainer begins anew, and so does round %d", self.driver.round.number)
+            self._open_round(control)
 
     @border
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the step; at the end of a round submit, wait, and load."""
-        if self._part is not None:
-            with self._leaving():
-                self._part.after_step(control, samples_of_step(args, state, kwargs.get("train_dataloader")))
+        driver, module = self.driver, self._model
+        if driver is None or module is None or not driver.takes_part:
+            return
+        with self._leaving():
+            if driver.diloco is not None:
+                control.should_training_stop |= driver.diloco.over
+            elif driver.finished:  # the run was over when the Trainer began, and it takes one step nevertheless
+                driver.load_into(module)
+            else:
+                self._steps += 1
+                self._samples += samples_of_step(args, state, kwargs.get("train_dataloader"))
+                if self._steps == self._sync_every:
+                    self._end_round(control)
 
     @border
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Where a round is an epoch: submit, wait, and load."""
-        if self._part is not None:
+        if self._sync_every is None and self._steps:
             with self._leaving():
-                self._part.after_epoch(control)
+                self._end_round(control)
 
     def on_log(
         self,
@@ -172,8 +219,14 @@ class AtollCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Keep the loss and what evaluations measured for the next update."""
-        if self._part is not None:
-            self._part.report(metrics_in(logs or {}))
+        metrics = metrics_in(logs or {})
+        diloco = self.driver.diloco if self.driver is not None else None
+        if self.driver is None or diloco is None:
+            self._metrics.update(metrics)
+            return
+        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+        diloco.report(**{name: value for name, value in metrics.items() if name not in evaluated})
+        self.driver.credit(evaluated, "eval_steps")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -181,9 +234,36 @@ class AtollCallback(TrainerCallback):
         """Stop taking part."""
         self.leave()
 
+    def _open_round(self, control: TrainerControl) -> None:
+        """Wait for the next round, and load its global model; the run's result after the last one."""
+        driver, module = self.driver, self._model
+        assert driver is not None
+        assert module is not None
+        if driver.state() == "finished":
+            driver.load_into(module)
+            driver.finished = control.should_training_stop = True
+            return
+        assert driver.round is not None
+        driver.load_into(module)
+        assert self._optimizer is not None
+        self._correction = driver.round.correct(module, self._optimizer)
+        if self._is_scaled and self._correction.changes_training:
+            raise UsageError(
+                "The Trainer scales gradients (fp16), and this run's algorithm corrects local training.",
+                "Train in bf16 or fp32: a correction must not meet scaled gradients.",
+            )
+
+    def _end_round(self, control: TrainerControl) -> None:
+        """Submit, and open the next round."""
+        assert self.driver is not None
+        assert self._model is not None
+        self.driver.submit(self._model, samples=self._samples, metrics=self._metrics)
+        self._steps, self._samples, self._metrics = 0, 0, {}
+        self._open_round(control)
+
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """An error in what this callback does ends the training, and the Trainer tells nobody: the server learns it."""
+        """Leave with an error of this callback: it ends the training, and the Trainer reports it to no callback."""
         try:
             yield
         except BaseException as error:
@@ -191,164 +271,79 @@ class AtollCallback(TrainerCallback):
             raise
 
 
-class _Rounds:
-    """The rounds of a federated run, between the Trainer's steps."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        sync_every: int | None,
-        weight: float | Callable[[], float] | None,
-        where: dict[str, Any],
-        *,
-        alone: bool,
-    ) -> None:
-        self.module, self._optimizer, self._sync_every, self._weight = module, optimizer, sync_every, weight
-        self._worker = join(**where)
-        self._alone = alone
-        self._following: Iterator[Round] = iter(self._worker)
-        self._round: Round | None = None
-        self._correction: Correction | None = None
-        self._metrics: dict[str, float] = {}
-        self.steps = self.samples = self.rounds = 0
-        self.finished = False
-
-    def begin(self, control: TrainerControl, *, scaled: bool) -> None:
-        self._scaled = scaled
-        if not self._alone:
-            self._next(control)
-
-    def begin_again(self, optimizer: Optimizer, control: TrainerControl) -> None:
-        """The Trainer tries smaller batches behind an error: the same round, from its global model."""
-        self._optimizer = optimizer
-        self.steps, self.samples, self._metrics = 0, 0, {}
-        if self._round is not None:
-            LOG.info("the Trainer begins anew, and so does round %d", self._round.number)
-            self._load()
-
-    def after_step(self, control: TrainerControl, samples: int) -> None:
-        if self.finished:  # the run was over when the Trainer began, and it takes one step nevertheless
-            self._worker.load_into(self.module)
-            return
-        self.steps, self.samples = self.steps + 1, self.samples + samples
-        if self.steps == self._sync_every:
-            self._end(control)
-
-    def after_epoch(self, control: TrainerControl) -> None:
-        if self._sync_every is None and self.steps:
-            self._end(control)
-
-    def report(self, metrics: dict[str, float]) -> None:
-        self._metrics.update(metrics)
-
-    def leave(self, error: BaseException | None = None) -> None:
-        if self._round is not None and self.steps and not self._alone and error is None:
-            LOG.warning(
-                "the Trainer ended %d steps into round %d: they stay local. An update needs %s.",
-                self.steps,
-                self._round.number,
-                "a whole epoch" if self._sync_every is None else f"{self._sync_every} steps",
-            )
-        self._round = None
-        if self._correction is not None:
-            self._correction.close()
-        self._worker.leave(error)
-
-    def _end(self, control: TrainerControl) -> None:
-        if self._round is None:
-            return
-        given = self._weight() if callable(self._weight) else self._weight
-        weight = self.samples if given is None else given
-        self._round.submit(self.module, weight=weight, metrics=self._metrics)
-        self.steps, self.samples, self._metrics = 0, 0, {}
-        self.rounds += 1
-        self._next(control)
-
-    def _next(self, control: TrainerControl) -> None:
-        self._round = next(self._following, None)
-        if self._round is None:
-            self._worker.load_into(self.module)
-            self.finished = control.should_training_stop = True
-            return
-        self._load()
-
-    def _load(self) -> None:
-        assert self._round is not None
-        self._round.load_into(self.module)
-        self._correction = self._round.correct(self.module, self._optimizer)
-        if self._scaled and self._correction.changes_training:
-            raise UsageError(
-                "The Trainer scales gradients (fp16), and this run's algorithm corrects local training.",
-                "Train in bf16 or fp32: a correction must not meet scaled gradients.",
-            )
-
-
-class _Hooked:
-    """A DiLoCo run: `atoll.DiLoCo` counts the optimizer's steps by itself."""
-
-    def __init__(self, diloco: DiLoCo) -> None:
-        self._diloco = diloco
-        self._warned = self._left = False
-
-    @property
-    def module(self) -> nn.Module:
-        return self._diloco.model
-
-    @property
-    def rounds(self) -> int:
-        return self._diloco.rounds
-
-    @property
-    def finished(self) -> bool:
-        return self._diloco.over
-
-    def begin(self, control: TrainerControl, *, scaled: bool) -> None:
-        self._diloco.start()
-        self.after_step(control, 0)
-
-    def begin_again(self, optimizer: Optimizer, control: TrainerControl) -> None:
-        """The Trainer tries smaller batches behind an error: the weights are where they were, and go on."""
-        self._diloco.follow(optimizer)
-        self.after_step(control, 0)
-
-    def after_step(self, control: TrainerControl, samples: int) -> None:
-        if self._diloco.over:
-            control.should_training_stop = True
-
-    def after_epoch(self, control: TrainerControl) -> None:
-        """A round is counted in steps."""
-
-    def report(self, metrics: dict[str, float]) -> None:
-        """An evaluation right behind a synchronisation measures the global model; that of a local one is not sent."""
-        if self._left:  # an evaluation behind the training
-            return
-        evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
-        self._diloco.report(**{name: value for name, value in metrics.items() if name not in evaluated})
-        if evaluated and not self._diloco.credit(evaluated) and not self._diloco.over and not self._warned:
-            self._warned = True
-            LOG.warning(
-                "An evaluation measured a local model: its metrics are not sent. The model is the global one right "
-                "after a synchronisation, in a run without fragments, tau and alpha: set eval_steps to a multiple of "
-                "the run's sync_every, %d steps.",
-                self._diloco.sync_every,
-            )
-
-    def leave(self, error: BaseException | None = None) -> None:
-        self._left = True
-        self._diloco.stop(error)
-
-
 def _leave_failed() -> None:
-    """A Trainer begins in a thread in which another has not ended: that one failed, and its site is free again."""
-    earlier = getattr(_BEGUN, "part", None)
-    part = earlier() if earlier is not None else None
-    if part is not None:
-        part.leave(getattr(sys, "last_value", None) or RuntimeError("its training ended with an error"))
+    """Leave for the Trainer that began before in this thread and did not end: it failed, and its site is free again."""
+    earlier = getattr(_BEGUN, "callback", None)
+    callback = earlier() if earlier is not None else None
+    if callback is not None:
+        callback.leave(getattr(sys, "last_value", None) or RuntimeError("its training ended with an error"))
 
 
-def _leave_at_exit(reference: weakref.ref[_Rounds | _Hooked]) -> None:
+def _leave_at_exit(reference: weakref.ref[AtollCallback]) -> None:
     """Tell the server that this process ends, and by which error, where nothing caught it."""
-    part = reference()
-    if part is not None:
-        part.leave(what_ends())
+    callback = reference()
+    if callback is not None:
+        callback.leave(what_ends())
+
+
+T = TypeVar("T")
+
+_NO_METRICS = ("_runtime", "_per_second", "_time")
+"""Ends of what the Trainer logs beside a metric of an evaluation."""
+
+
+def require_plain(args: TrainingArguments) -> None:
+    """Refuse training of which this callback would see only a part."""
+    if args.world_size > 1:
+        raise UsageError(
+            f"The Trainer runs in {args.world_size} processes, and each would be a worker of its own.",
+            "Start one process a site: without torchrun, or with --nproc-per-node 1.",
+        )
+    if args.deepspeed:
+        raise UsageError(
+            "The Trainer runs under DeepSpeed, which keeps parameters and steps to itself.",
+            "Train without it; a run of several sites does what its data parallelism would.",
+        )
+
+
+def callbacks_of_the_caller(kind: type[T]) -> list[T]:
+    """Return the callbacks of a kind of the Trainer that is calling a callback now.
+
+    A handler passes its callbacks everything but each other, and the first of two would wait before the second is
+    called. So this looks for the handler among the callers.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler):
+            return [callback for callback in handler.callbacks if isinstance(callback, kind)]
+        frame = frame.f_back
+    return []
+
+
+def samples_of_step(args: TrainingArguments, state: TrainerState, loader: Any) -> int:
+    """Return the samples of the optimizer step that ended: full batches, and what is left at the end of an epoch."""
+    batch = state.train_batch_size or args.train_batch_size
+    full = int(batch * args.gradient_accumulation_steps)
+    try:
+        samples, batches = len(loader.dataset), len(loader)
+    except (AttributeError, TypeError):  # a stream of unknown length
+        return full
+    steps = math.ceil(batches / args.gradient_accumulation_steps)
+    if not steps or state.global_step % steps:
+        return full
+    if not (batches - 1) * batch < samples <= batches * batch:  # a sampler of its own length, or drop_last
+        samples = batches * batch
+    return samples - (steps - 1) * full
+
+
+def metrics_in(logs: dict[str, Any]) -> dict[str, float]:
+    """Return the training loss and `eval_…`, where they are finite numbers; not how long something took."""
+    numbers = {
+        key: value
+        for key, value in logs.items()
+        if (key == "loss" or key.startswith("eval_"))
+        and not key.endswith(_NO_METRICS)
+        and isinstance(value, int | float)
+    }
+    return finite_metrics(numbers, "trainer")

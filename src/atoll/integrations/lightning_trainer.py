@@ -1,4 +1,4 @@
-"""What a Lightning Trainer is asked and told: limits of a fit, what cannot be corrected, samples, metrics.
+"""What the callback asks and tells a Lightning Trainer: limits of a fit, what it refuses, samples, metrics.
 
 Nothing is imported from Lightning: `lightning.pytorch` and `pytorch_lightning` have the same names and other classes.
 """
@@ -6,17 +6,14 @@ Nothing is imported from Lightning: `lightning.pytorch` and `pytorch_lightning` 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from atoll.errors import ConfigError, UsageError
 from atoll.worker.log_lines import LOG
-
-if TYPE_CHECKING:
-    from atoll.worker.training.diloco_loop import DiLoCo
 
 GLOBAL_PREFIX = "global_"
 """Before the names of metrics that `trainer.validate` gave of the global model."""
@@ -26,7 +23,7 @@ STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}
 
 
 def callback_class() -> type:
-    """Lightning's `Callback`, of the package that is imported already; either works with both Trainers."""
+    """Return Lightning's `Callback`, of the package that is imported already; either works with both Trainers."""
     names = ["lightning.pytorch", "pytorch_lightning"]
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:
@@ -38,13 +35,13 @@ def callback_class() -> type:
 
 
 class Limits:
-    """`max_epochs` and its kin count from where a fit begins; outside of a fit they are what the user wrote."""
+    """Lets `max_epochs`, `max_steps` and their minima count from where a fit begins; afterwards they are the user's."""
 
     def __init__(self) -> None:
         self._given: tuple[Any, Any, Any, Any] | None = None
 
     def extend(self, trainer: Any) -> None:
-        """Let the fit that begins train as much as the Trainer says, whatever earlier ones did."""
+        """Let the fit that begins train as much as the Trainer says, however much earlier fits trained."""
         loop, epochs, steps = trainer.fit_loop, trainer.current_epoch, trainer.global_step
         self.restore(trainer)
         self._given = (loop.min_epochs, loop.max_epochs, loop.epoch_loop.min_steps, loop.epoch_loop.max_steps)
@@ -57,7 +54,7 @@ class Limits:
         trainer.fit_loop.max_epochs = trainer.current_epoch
 
     def restore(self, trainer: Any) -> None:
-        """What the user wrote."""
+        """Set the limits to what the user wrote."""
         if self._given is not None:
             loop = trainer.fit_loop
             loop.min_epochs, loop.max_epochs, loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = self._given
@@ -65,14 +62,14 @@ class Limits:
 
 
 class Schedule:
-    """Watches whether the schedules of a Trainer begin anew in each round."""
+    """Notices a learning rate schedule that begins anew in each round."""
 
     def __init__(self) -> None:
         self._first: list[float] | None = None
         self._warned = False
 
     def look_at(self, trainer: Any) -> None:
-        """Warn, once, of a schedule by epochs that begins a later round at the rates of the first one."""
+        """Warn once of a schedule by epochs that begins a later round at the rates of the first one."""
         if not any(config.interval == "epoch" for config in trainer.lr_scheduler_configs):
             return
         rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -87,25 +84,8 @@ class Schedule:
 
 
 def _further(limit: int | None, done: int) -> int | None:
-    """`limit` more than `done`; None and −1 are no limit."""
+    """Return `limit` beyond `done`; None and −1 are no limit."""
     return limit if limit is None or limit < 0 else limit + done
-
-
-def require_alone(callbacks: Sequence[Any]) -> None:
-    """Refuse a Trainer with several callbacks of Atoll: one of them would wait in a hook for the update of another.
-
-    Args:
-        callbacks: Atoll's, of one Trainer.
-
-    Raises:
-        UsageError: there are several; their sites.
-    """
-    if len(callbacks) > 1:
-        sites = ", ".join(repr(callback.site) for callback in callbacks)
-        raise UsageError(
-            f"The Trainer has {len(callbacks)} callbacks of Atoll, for the sites {sites}.",
-            "Give it one: a Trainer is one site. Another site is another process, with a Trainer of its own.",
-        )
 
 
 def require_whole_model(trainer: Any) -> None:
@@ -129,10 +109,10 @@ def require_whole_model(trainer: Any) -> None:
 
 
 def require_fresh(trainer: Any) -> None:
-    """Refuse a fit that goes on from a checkpoint: its epochs count as trained, and its weights are not the round's.
+    """Refuse a fit that resumes from a checkpoint: its epochs count as trained, and its weights are not the round's.
 
     Raises:
-        UsageError: which checkpoint it is.
+        UsageError: the checkpoint is named.
     """
     if trainer.ckpt_path:
         raise UsageError(
@@ -144,10 +124,10 @@ def require_fresh(trainer: Any) -> None:
 
 
 def the_optimizer(trainer: Any, module: Any, algorithm: str) -> Any:
-    """The one optimizer whose steps an algorithm follows.
+    """Return the one optimizer whose steps an algorithm follows.
 
     Raises:
-        UsageError: the steps of this training cannot be followed; how they could.
+        UsageError: the steps of this training cannot be followed; the remedy is named.
     """
     if not module.automatic_optimization:
         raise UsageError(
@@ -176,42 +156,42 @@ def require_unscaled(trainer: Any, algorithm: str) -> None:
 
 
 def require_own_weights(trainer: Any, algorithm: str = "") -> None:
-    """Refuse callbacks that put an average into the module where it does not belong.
+    """Refuse callbacks that put an average of weights into the module which the run would take for its training.
 
     Args:
-        algorithm: that goes by where the optimizer's steps have led; none: any.
+        algorithm: one that reads where the optimizer's steps led; empty for any other.
 
     Raises:
-        UsageError: which callback, and what to do instead.
+        UsageError: the callback is named, and the remedy.
     """
     for callback in trainer.callbacks:
         if _is_a(callback, "StochasticWeightAveraging"):
             raise UsageError(
-                "StochasticWeightAveraging keeps its average and its begin from fit to fit: behind the first round it "
+                "StochasticWeightAveraging keeps its average and its start from fit to fit: after the first round it "
                 "would submit a mean over earlier rounds' models.",
-                "Use EMAWeightAveraging or WeightAveraging, which begin anew in each fit, or none: the server's mean "
-                "is one already.",
+                "Use EMAWeightAveraging or WeightAveraging, which begin anew in each fit, or none: the server averages "
+                "already.",
             )
         if algorithm and _is_a(callback, "WeightAveraging"):
             raise UsageError(
                 f"{type(callback).__name__} replaces the weights by an average at the end of each fit, and {algorithm} "
-                "goes by where the optimizer's steps have led.",
+                "reads where the optimizer's steps led.",
                 "Leave it out, or run fedavg.",
             )
 
 
 def require_averaged(trainer: Any) -> None:
-    """Refuse weights of before the round, which a callback that averaged nothing has put back into the module.
+    """Refuse the weights from before the round, which a callback that averaged nothing has put back into the module.
 
     Raises:
-        UsageError: which callback it is.
+        UsageError: the callback is named.
     """
     for callback in trainer.callbacks:
         average = getattr(callback, "_average_model", None)
         if _is_a(callback, "WeightAveraging") and not int(getattr(average, "n_averaged", 1)):
             raise UsageError(
-                f"{type(callback).__name__} averaged nothing in this fit, and has put back the weights of before the "
-                "round.",
+                f"{type(callback).__name__} averaged nothing in this fit, and has put back the weights from before "
+                "the round.",
                 "Let it average in every fit: lower update_starting_at_step or update_starting_at_epoch, or look at "
                 "should_update.",
             )
@@ -222,10 +202,10 @@ def _is_a(callback: Any, name: str) -> bool:
 
 
 def samples_of(batch: Any) -> int:
-    """Samples of a batch: the first dimension of the first tensor in it.
+    """Return the samples of a batch: the first dimension of the first tensor in it.
 
     Raises:
-        UsageError: there is none.
+        UsageError: it has no tensor.
     """
     count = _first_dimension(batch)
     if count is None:
@@ -248,7 +228,7 @@ def _first_dimension(value: Any) -> int | None:
 
 
 def metrics_of(trainer: Any) -> dict[str, float]:
-    """What was logged, as numbers."""
+    """Return what was logged, as numbers."""
     return {
         name: float(value)
         for name, value in trainer.callback_metrics.items()
@@ -257,46 +237,34 @@ def metrics_of(trainer: Any) -> dict[str, float]:
 
 
 class Validations:
-    """Validations of a DiLoCo run: right behind a synchronisation they measure the global model, elsewhere they do not.
-
-    Only the former are sent. The others would have `best_metric` judge a version by what a local model has learned.
-    """
+    """Tells what validations log apart from what training logs, within one fit."""
 
     def __init__(self) -> None:
         self._before: dict[str, Any] = {}
         self._names: set[str] = set()  # that validations log
-        self._warned = False
 
     def begin(self, trainer: Any) -> None:
-        """A validation begins."""
+        """Note what was logged when a validation begins."""
         self._before = dict(trainer.callback_metrics)
 
-    def end(self, trainer: Any, diloco: DiLoCo) -> None:
-        """It has ended: what it logged is of the global version, if the model is one."""
-        if trainer.sanity_checking:  # it sees a few batches
-            return
+    def end(self, trainer: Any) -> dict[str, float]:
+        """Return what this validation logged; nothing for the sanity check, which sees a few batches."""
+        if trainer.sanity_checking:
+            return {}
         logged = {name for name, value in trainer.callback_metrics.items() if value is not self._before.get(name)}
         self._names |= logged
-        metrics = {name: value for name, value in metrics_of(trainer).items() if name in logged}
-        if metrics and not diloco.credit(metrics) and not diloco.over and not self._warned:
-            self._warned = True
-            LOG.warning(
-                "A validation measured a local model: its metrics are not sent. The model is the global one right "
-                "after a synchronisation, in a run without fragments, tau and alpha: set val_check_interval to a "
-                "multiple of the run's sync_every, %d steps.",
-                diloco.sync_every,
-            )
+        return {name: value for name, value in metrics_of(trainer).items() if name in logged}
 
     def of_training(self, trainer: Any) -> dict[str, float]:
-        """What was logged, without what validations log."""
+        """Return what was logged, without what validations log."""
         return {name: value for name, value in metrics_of(trainer).items() if name not in self._names}
 
 
 def joined_metrics(of_fit: Mapping[str, float], of_global: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of local training, and those of the global model under names of their own.
+    """Return the metrics of local training, and those of the global model with `GLOBAL_PREFIX`.
 
     Raises:
-        UsageError: fit logged such a name itself.
+        UsageError: the fit logged such a name itself.
     """
     named = {GLOBAL_PREFIX + name: value for name, value in of_global.items()}
     for name in named:
@@ -310,5 +278,5 @@ def joined_metrics(of_fit: Mapping[str, float], of_global: Mapping[str, float]) 
 
 
 def is_validating(trainer: Any) -> bool:
-    """Whether this is `trainer.validate` of the global model: not inside of fit, and not of a checkpoint."""
+    """Return whether this is `trainer.validate` of the global model: not within fit, and not of a checkpoint."""
     return trainer.state.fn is not None and trainer.state.fn.value == "validate" and not trainer.ckpt_path

@@ -1,0 +1,178 @@
+"""One site's part in a run, inside a trainer of any framework: its rounds, DiLoCo, the update, what a checkpoint has.
+
+The callback of a framework holds a `TrainerDriver`. The callback knows the trainer, the driver knows the run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
+
+from torch import nn
+
+from atoll.errors import UsageError
+from atoll.filters.base import Filter, require_filters
+from atoll.protocol import messages
+from atoll.worker.correction.optimizers import Given
+from atoll.worker.log_lines import LOG, ensure_lines
+from atoll.worker.session.address import server_of
+from atoll.worker.site_name import default_site, require_site
+from atoll.worker.training.alone import Round
+from atoll.worker.training.diloco_loop import DiLoCo
+from atoll.worker.training.federated_loop import Worker, join, run_here, takes_part
+
+T = TypeVar("T")
+
+State = Literal["alone", "round", "diloco", "finished"]
+"""What training that begins now is: without a server, a round, DiLoCo, or too late since the run is finished."""
+
+
+class SiteOptions(TypedDict, total=False):
+    """What the callback of any trainer takes beside `server` and `site`; each class says what it is."""
+
+    weight: float | Callable[[], float] | None
+    folder: str | Path | None
+    labels: dict[str, str] | None
+    filters: Sequence[Filter]
+    require_server: bool
+
+
+class TrainerDriver:
+    """One site's part in a run. Its arguments are those of the callbacks.
+
+    Attributes:
+        info: of the run, once the server was asked.
+        worker: this site's part in a federated run, once it has joined.
+        round: the round that is open.
+        diloco: this site's part in a DiLoCo run, once it has joined.
+        rounds: that this site has submitted an update to.
+        finished: whether the run is over.
+        on_join: called with the worker when it has joined.
+    """
+
+    def __init__(self, server: str | None, site: str | None, **options: Unpack[SiteOptions]) -> None:
+        require_server = options.pop("require_server", False) and not takes_part(None)
+        self.server = server_of(server, require_server=require_server)
+        self.takes_part = takes_part(self.server)
+        self._given_site, self.weight = site, options.pop("weight", None)
+        self._where: dict[str, Any] = {**options, "filters": require_filters(options.get("filters", ()))}
+        self.info: messages.RunInfo | None = None
+        self.worker: Worker | None = None
+        self.round: Round | None = None
+        self.diloco: DiLoCo | None = None
+        self._opening: Iterator[Round] = iter(())
+        self.rounds, self.finished = 0, False
+        self.on_join: list[Callable[[Worker], object]] = []
+        self._warned_of_evaluation = False
+
+    @property
+    def site(self) -> str:
+        """The name of this site; one that was not given is made once, and kept."""
+        self._given_site = require_site(self._given_site or default_site())
+        return self._given_site
+
+    def state(self) -> State:
+        """Return what training that begins now is; join the run, and wait for its next round, where need be."""
+        if not self.takes_part:
+            return "alone"
+        if self.finished:
+            return "finished"
+        if self.info is None or (self.worker is None and self.diloco is None):  # after an error the run may be another
+            ensure_lines()
+            self.info = run_here(self.server, self.site)
+            assert self.info is not None
+        if self.info.sync_every:
+            return "diloco"
+        if self.worker is None:
+            worker = join(self.server, self.site, **self._where)
+            assert isinstance(worker, Worker)
+            self.worker, self._opening = worker, iter(worker)
+            for tell in self.on_join:
+                tell(worker)
+            weakref.finalize(self, worker.leave)  # a script that just ends leaves, too
+        if self.round is None:
+            self.round = next(self._opening, None)
+        return "finished" if self.round is None else "round"
+
+    def load_into(self, module: nn.Module) -> bool:
+        """Load the round's global model, or the newest one where no round is open; False if there is none here."""
+        if self.round is not None:
+            self.round.load_into(module)
+        elif self.worker is not None:
+            self.worker.load_into(module)
+        return self.worker is not None
+
+    def submit(self, module: nn.Module, *, samples: int, metrics: dict[str, float], steps: int = 0) -> None:
+        """Submit what the module has become in this round."""
+        assert self.round is not None
+        self.round.submit(module, weight=self.weight_of(samples), metrics=metrics, steps=steps)
+        self.round = None
+        self.rounds += 1
+
+    def weight_of(self, samples: int) -> float:
+        """Return this site's share in the mean: what was given, or the samples."""
+        return samples if self.weight is None else asked(self.weight)
+
+    def start_diloco(
+        self, module: nn.Module, optimizer: Given, weight: float | Callable[[], float], sync_every: int | None = None
+    ) -> DiLoCo:
+        """Join a DiLoCo run with this model and optimizer; the model becomes the global one."""
+        self.diloco = DiLoCo(
+            module, optimizer, server=self.server, site=self.site, weight=weight, sync_every=sync_every, **self._where
+        )
+        return self.diloco.start()
+
+    def credit(self, metrics: Mapping[str, float], interval: str) -> None:
+        """Send what an evaluation measured, if the model is the global version; warn once where it is not.
+
+        Otherwise `best_metric` would judge a version by what a local model has learned.
+
+        Args:
+            interval: the trainer's argument that says how often it evaluates.
+        """
+        diloco = self.diloco
+        if diloco is None or not metrics or diloco.credit(dict(metrics)) or diloco.over or self._warned_of_evaluation:
+            return
+        self._warned_of_evaluation = True
+        LOG.warning(
+            "An evaluation measured a local model: its metrics are not sent. The model is the global one right after "
+            "a synchronisation, in a run without fragments, tau and alpha: set %s to a multiple of the run's "
+            "sync_every, %d steps.",
+            interval,
+            diloco.sync_every,
+        )
+
+    def stop_diloco(self, error: BaseException | None = None) -> None:
+        """Leave a DiLoCo run. Idempotent."""
+        diloco, self.diloco = self.diloco, None
+        if diloco is not None:
+            self.rounds, self.finished = diloco.rounds, diloco.over
+            diloco.stop(error)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Leave the run, with the error that ended the training, if one did. Idempotent; `state` joins again."""
+        self.stop_diloco(error)
+        worker, self.worker, self.round, self._opening = self.worker, None, None, iter(())
+        if worker is not None:
+            worker.leave(error)
+
+
+def asked(value: T | Callable[[], T]) -> T:
+    """Return a value, or what a function returns."""
+    return value() if callable(value) else value
+
+
+def require_alone(callbacks: Sequence[Any]) -> None:
+    """Refuse a trainer with several callbacks of Atoll: one would wait in a hook for the update of another.
+
+    Raises:
+        UsageError: there are several; their sites are named.
+    """
+    if len(callbacks) > 1:
+        sites = ", ".join(repr(callback.site) for callback in callbacks)
+        raise UsageError(
+            f"The Trainer has {len(callbacks)} callbacks of Atoll, for the sites {sites}.",
+            "Give it one: a Trainer is one site. Another site is another process, with a Trainer of its own.",
+        )
