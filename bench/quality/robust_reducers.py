@@ -25,8 +25,10 @@ import torch
 from harness.process_figures import Peaks
 from results import FOLDER, Gate, write
 
-from atoll.aggregation.make_version import PassInputs, PassOutputs, UpdateSource, run_pass
+from atoll.aggregation.decode_updates import FrozenUpdate
+from atoll.aggregation.make_version import FrozenRound, NextFiles, RoundFiles, UpdateFile, close
 from atoll.aggregation.outer_state import state_layout
+from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.codecs.plain import NoneCodec
 from atoll.outer_optimizers import build_outer
 from atoll.reducers import build_reducers
@@ -71,19 +73,18 @@ def one_pass(folder: Path, gb: float, updates: int, threads: int, name: str, beg
     def opened(file: str) -> int:
         return os.open(folder / file, os.O_RDWR | os.O_CREAT)
 
-    sources = [
-        UpdateSource(f"site-{index}", opened(f"update-{index}"), update, 1.0, norm=float(index + 1))
-        for index in range(updates)
-    ]
+    planned = FragmentPlan(schema, version_header(schema), version, update, state, None)
+    nothing: Any = None  # which the pass does not use
+    plan = Plan(nothing, nothing, nothing, {"none": codec}, rule, reducers, (planned,), threads)
+    frozen = [FrozenUpdate(index, f"site-{index}", 1.0, norm=float(index + 1)) for index in range(updates)]
+    files = {index: UpdateFile(opened(f"update-{index}")) for index in range(updates)}
     told.put(None)
     begin.wait()
-    result = run_pass(
-        PassInputs(version, opened("base"), sources, state[0] if state else b"", state[1] if state else None),
-        PassOutputs(opened("next"), opened("state") if state else None),
-        rule,
-        reducers,
-        {"none": codec},
-        threads=threads,
+    result = close(
+        plan,
+        FrozenRound(0, tuple(frozen)),
+        RoundFiles(opened("base"), None, files),
+        NextFiles(opened("next"), opened("state") if state else None),
     )
     told.put((result.seconds, result.digest))
 

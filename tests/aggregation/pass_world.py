@@ -8,14 +8,17 @@ from pathlib import Path
 
 import torch
 
-from atoll.aggregation.make_version import PassInputs, PassOutputs, PassResult, UpdateSource, run_pass
-from atoll.aggregation.outer_state import region_digest, state_layout, version_regions
-from atoll.aggregation.scratch import Scratch
+from atoll.aggregation.decode_updates import FrozenUpdate
+from atoll.aggregation.make_version import ClosedRound, FrozenRound, NextFiles, RoundFiles, UpdateFile, close
+from atoll.aggregation.outer_state import state_layout, version_regions
+from atoll.aggregation.plan import FragmentPlan, Plan
+from atoll.aggregation.user_aggregator import Accumulated
 from atoll.codecs.plain import Bf16Codec, NoneCodec
 from atoll.outer_optimizers import build_outer
 from atoll.reducers.means import WeightedMean
+from atoll.store.file_slots import region_digest
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
-from atoll.tensors.layout import TILE, update_layout, version_header, version_layout
+from atoll.tensors.layout import update_layout, version_header, version_layout
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
 
 CODECS = {"none": NoneCodec(), "bf16": Bf16Codec()}
@@ -79,7 +82,8 @@ class World:
         for segment in self.version_layout.segments:
             os.pwrite(self.base, raw(values(segment.spec, 0)), segment.offset)
         self.state_fd = None
-        self.result: PassResult | None = None
+        self.result: ClosedRound | None = None
+        self.planned = self.plan_of_fragment()
 
     def open(self, name: str) -> int:
         fd = os.open(self.folder / name, os.O_RDWR | os.O_CREAT)
@@ -91,39 +95,52 @@ class World:
         seed = 100 * (number + 1) + site
         return {spec.name: values(spec, seed, 0.1) for spec in self.schema.tensors}
 
-    def sources(self) -> list[UpdateSource]:
-        sources = []
-        for site, weight in enumerate(self.weights):
-            fd = self.open(f"u{self.number}.{site}")
+    def plan_of_fragment(self, downlink=None) -> FragmentPlan:
+        """The layouts; kept from round to round, with the tables that follow from them."""
+        header = version_header(self.schema)
+        return FragmentPlan(self.schema, header, self.version_layout, self.update_layout, self.state, downlink)
+
+    def frozen(self, **population: float) -> FrozenRound:
+        updates = [FrozenUpdate(site, f"site-{site}", weight) for site, weight in enumerate(self.weights)]
+        return FrozenRound(0, tuple(updates), **population)
+
+    def files(self) -> RoundFiles:
+        """The files of the round that comes next, with new updates."""
+        fds = []
+        for site in range(len(self.weights)):
+            fds.append(self.open(f"u{self.number}.{site}"))
             submitted = self.submitted(site, self.number)
             for segment in self.update_layout.segments:
                 encoded = torch.zeros(segment.nbytes, dtype=torch.uint8)
                 CODECS[segment.codec].encode_(submitted[segment.spec.name].reshape(-1), encoded, segment.spec.dtype)
-                os.pwrite(fd, raw(encoded), segment.offset)
-            os.ftruncate(fd, self.update_layout.nbytes)
-            sources.append(UpdateSource(f"site-{site}", fd, self.update_layout, weight))
-        return sources
-
-    def inputs(self) -> PassInputs:
-        header, layout = self.state or (b"", None)
-        base = tuple(region_digest(self.base, region, Scratch(TILE)) for region in version_regions(self.version_layout))
-        return PassInputs(
-            self.version_layout, self.base, self.sources(), header, layout, self.state_fd,
-            base_digests=base if self.result is None else self.result.part_digests,
-            base_state_digests=self.result and self.result.state_digests,
-        )  # fmt: skip
-
-    def round(self, **how) -> PassResult:
-        """Close a round; the next one starts from its result."""
-        inputs = self.inputs()
-        outputs = PassOutputs(
-            self.open(f"v{self.number + 1}"), self.open(f"s{self.number + 1}") if self.state is not None else None
+                os.pwrite(fds[-1], raw(encoded), segment.offset)
+            os.ftruncate(fds[-1], self.update_layout.nbytes)
+        base = tuple(region_digest(self.base, region.ranges) for region in version_regions(self.version_layout))
+        return RoundFiles(
+            self.base,
+            self.state_fd,
+            {site: UpdateFile(fd) for site, fd in enumerate(fds)},
+            base if self.result is None else self.result.part_digests,
+            self.result and self.result.state_digests,
         )
-        result = run_pass(inputs, outputs, self.rule, REDUCERS, CODECS, **how)
+
+    def out(self) -> NextFiles:
+        number = self.number + 1
+        return NextFiles(self.open(f"v{number}"), self.open(f"s{number}") if self.state is not None else None)
+
+    def close(self, files=None, out=None, frozen=None, *, threads=1, reducers=None, **how) -> ClosedRound:
+        """Run the pass; by default over new updates, into the files of the next version."""
+        codecs = CODECS | {Accumulated.name: Accumulated()}
+        plan = Plan(None, None, None, codecs, self.rule, reducers or REDUCERS, (self.planned,), threads)
+        return close(plan, frozen or self.frozen(), files or self.files(), out or self.out(), **how)
+
+    def round(self, **how) -> ClosedRound:
+        """Close a round; the next one starts from its result."""
+        out = self.out()
+        self.result = self.close(out=out, **how)
         self.number += 1
-        self.result = result
-        self.base, self.state_fd = outputs.version_fd, outputs.state_fd
-        return result
+        self.base, self.state_fd = out.version, out.state
+        return self.result
 
     def file(self, kind: str) -> Path:
         return self.folder / f"{kind}{self.number}"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 from blake3 import blake3
-from pass_world import CODECS, PART_BYTES, REDUCERS, Reference, World, raw
+from pass_world import PART_BYTES, Reference, World, raw
 
-from atoll.aggregation.make_version import PassOutputs, PassResult, run_pass
+from atoll.aggregation.make_version import ClosedRound, NextFiles
 from atoll.aggregation.outer_state import state_layout
-from atoll.codecs.version_difference import Downlink, is_difference
+from atoll.codecs.version_difference import Downlink
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES
 
@@ -30,14 +30,14 @@ class DownWorld(World):
         assert found is not None
         self.downlink = found
         self.state = state_layout(self.schema.tensors, self.rule, PART_BYTES, masters=True)
+        self.planned = self.plan_of_fragment(found)
 
-    def round(self, **how) -> PassResult:
-        inputs = replace(self.inputs(), downlink=self.downlink)
+    def round(self, **how) -> ClosedRound:
         version, state, delta = (self.open(f"{kind}{self.number + 1}") for kind in "vsd")
         os.ftruncate(delta, self.downlink.layout.nbytes)  # a slot is made of zeros
-        result = run_pass(inputs, PassOutputs(version, state, delta), self.rule, REDUCERS, CODECS, **how)
-        self.number, self.base, self.state_fd, self.result = self.number + 1, version, state, result
-        return result
+        self.result = self.close(out=NextFiles(version, state, delta), **how)
+        self.number, self.base, self.state_fd = self.number + 1, version, state
+        return self.result
 
     def version(self) -> dict[str, torch.Tensor]:
         """What the last version file has."""
@@ -57,7 +57,7 @@ class DownReference(Reference):
         super().round(number)
         for segment in self.world.downlink.layout.segments:
             spec, codec = segment.spec, self.world.downlink.codecs[segment.codec]
-            if not is_difference(spec) or not spec.numel:
+            if not spec.is_stepped or not spec.numel:
                 continue
             theta = self.masters[spec.name].detach()
             encoded, change = torch.zeros(segment.nbytes, dtype=torch.uint8), torch.empty(theta.numel()).to(theta.dtype)
@@ -83,7 +83,7 @@ def test_the_bits_are_those_of_whole_tensors(tmp_path, down: str, density: float
     world = DownWorld(tmp_path, target=target, options=options, down=down, density=density)
     reference = DownReference(world)
     for number in range(3):
-        world.round(chunk_elements=4096, threads=2)
+        world.round(run_elements=4096, threads=2)
         reference.round(number)
         for name, tensor in world.version().items():
             assert raw(tensor) == raw(reference.version[name].to(tensor.dtype)), name
@@ -93,7 +93,7 @@ def test_the_bits_are_those_of_whole_tensors(tmp_path, down: str, density: float
 def test_no_file_depends_on_how_the_pass_is_cut(tmp_path, down: str, density: float) -> None:
     """Neither on chunks nor on threads; and digests are those of the files, every byte of them."""
     contents = []
-    for index, how in enumerate([{"chunk_elements": 4096}, {"threads": 3}, {"chunk_elements": 8192, "threads": 2}]):
+    for index, how in enumerate([{"run_elements": 4096}, {"threads": 3}, {"run_elements": 8192, "threads": 2}]):
         folder = tmp_path / str(index)
         folder.mkdir()
         world = DownWorld(folder, down=down, density=density)

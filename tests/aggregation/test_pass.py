@@ -1,5 +1,6 @@
 """The pass, against the same rounds on whole tensors; and against itself in other chunks and threads."""
 
+import gc
 import math
 import os
 import threading
@@ -9,14 +10,14 @@ from itertools import pairwise
 import pytest
 import torch
 from blake3 import blake3
-from pass_world import CODECS, REDUCERS, Reference, World, values
+from pass_world import REDUCERS, Reference, World, values
 from safetensors import safe_open
 
-from atoll.aggregation.make_version import PassInputs, PassOutputs, run_pass
+from atoll.aggregation.make_version import NextFiles
 from atoll.aggregation.outer_state import state_regions, version_regions
-from atoll.aggregation.tables import Tables
 from atoll.errors import StateCorrupt, UsageError
 from atoll.reducers.robust import Median
+from atoll.tensors.chunks import Scratch
 from atoll.tensors.layout import TILE
 from atoll.tensors.schema import Schema, TensorSpec
 
@@ -51,7 +52,7 @@ def test_it_is_the_same_optimizer_on_whole_tensors_bit_for_bit(tmp_path, target,
     world = World(tmp_path, target=target, options=options, codec=codec)
     reference = Reference(world)
     for number in range(3):
-        world.round(chunk_elements=2 * TILE, threads=2)
+        world.round(run_elements=2 * TILE, threads=2)
         reference.round(number)
         written = tensors_of(world.file("v"))
         assert written.keys() == reference.version.keys()
@@ -75,7 +76,7 @@ def test_neither_chunks_nor_threads_change_a_bit(tmp_path, target):
         folder = tmp_path / f"{chunk}-{threads}"
         folder.mkdir()
         world = World(folder, target=target, options={"lr": 0.1})
-        done = [world.round(chunk_elements=chunk, threads=threads) for _ in range(2)]
+        done = [world.round(run_elements=chunk, threads=threads) for _ in range(2)]
         results.append([(result.digest, result.part_digests, result.state_digests) for result in done])
     assert all(result == results[0] for result in results)
 
@@ -83,12 +84,12 @@ def test_neither_chunks_nor_threads_change_a_bit(tmp_path, target):
 def test_the_pass_runs_again_over_a_half_written_output(tmp_path):
     world = World(tmp_path)
     first = world.round()
-    outputs = PassOutputs(world.base, world.state_fd)
-    for fd in (outputs.version_fd, outputs.state_fd):
+    out = NextFiles(world.base, world.state_fd)
+    for fd in (out.version, out.state):
         os.pwrite(fd, b"\xff" * 70_000, 1234)
     world.number, world.state_fd, world.result = 0, None, None
     world.base = world.open("v0")
-    again = run_pass(world.inputs(), outputs, world.rule, REDUCERS, CODECS)
+    again = world.close(out=out)
     assert (again.digest, again.state_digests) == (first.digest, first.state_digests)
 
 
@@ -102,22 +103,22 @@ def test_a_base_that_the_disk_has_changed_is_refused(tmp_path, target):
     if world.state is not None:
         states = state_regions(world.version_layout, world.state[1])
         regions += [(world.state_fd, region, "outer state") for region in states]
-    inputs, outputs = world.inputs(), PassOutputs(world.open("v2"), world.open("s2") if world.state else None)
+    files = world.files()
     for fd, region, what in regions:
         at, nbytes = region.ranges[-1]
         (was,) = os.pread(fd, 1, at + nbytes - 1)
         os.pwrite(fd, bytes([was ^ 1]), at + nbytes - 1)
         with pytest.raises(StateCorrupt, match=f"The {what} that the round starts from is not what was written"):
-            run_pass(inputs, outputs, world.rule, REDUCERS, CODECS, threads=2)
+            world.close(files, threads=2)
         os.pwrite(fd, bytes([was]), at + nbytes - 1)
-    run_pass(inputs, outputs, world.rule, REDUCERS, CODECS, threads=2)
+    world.close(files, threads=2)
 
 
 @pytest.mark.parametrize("target", ["sgd", "adam", torch.optim.Adafactor])
 def test_digests_are_of_the_bytes_on_disk(tmp_path, target):
     world = World(tmp_path, target=target, options={"lr": 0.1})
     for _ in range(2):
-        result = world.round(threads=2, chunk_elements=2 * TILE)
+        result = world.round(threads=2, run_elements=2 * TILE)
     files = [(world.file("v"), version_regions(world.version_layout), result.part_digests)]
     if world.state is not None:
         regions = state_regions(world.version_layout, world.state[1])
@@ -139,8 +140,7 @@ def test_a_reducer_may_ask_for_all_rows_at_once(tmp_path, chunk):
     world = World(tmp_path, options={"lr": 1.0}, codec="bf16")
     base = {spec.name: values(spec, 0) for spec in world.schema.tensors}
     submitted = [world.submitted(site, 0) for site in range(3)]
-    outputs = PassOutputs(world.open("v1"), world.open("s1"))
-    run_pass(world.inputs(), outputs, world.rule, REDUCERS | {"params": Median()}, CODECS, chunk_elements=chunk)
+    world.close(reducers=REDUCERS | {"params": Median()}, run_elements=chunk)
     median = torch.stack([update["embed"].bfloat16().float() for update in submitted]).median(0).values
     assert same(tensors_of(tmp_path / "v1")["embed"], base["embed"] - median)  # SGD, lr 1: one subtraction
 
@@ -153,26 +153,25 @@ def test_tables_that_are_kept_change_nothing(tmp_path, target, codec):
         folder = tmp_path / name
         folder.mkdir()
         world = World(folder, target=target, options={"lr": 0.1}, codec=codec)
-        tables = Tables(world.rule.granularity, CODECS, world.state[1] if world.state else None)
-        how = {"tables": tables} if name == "kept" else {}
-        # other chunks in the third round; a fourth as the first two
-        done = [world.round(chunk_elements=chunk * TILE, threads=2, **how) for chunk in (8, 8, 2, 8)]
+        done = []
+        for chunk in (8, 8, 2, 8):  # other runs in the third round; a fourth as the first two
+            done.append(world.round(run_elements=chunk * TILE, threads=2))
+            if name == "new":
+                world.planned = world.plan_of_fragment()
         results.append([(result.digest, result.state_digests, result.grad_norm) for result in done])
     assert results[0] == results[1]
 
 
 def test_tables_follow_the_number_of_rows_at_once(tmp_path):
-    tables, expected = None, []
+    planned, expected = None, []
     for kept in (True, False):
         for sites in (3, 2, 5, 3):
             folder = tmp_path / f"{kept}-{sites}"
             folder.mkdir(exist_ok=True)
             world = World(folder, options={"lr": 1.0}, weights=(1.0,) * sites)
-            tables = tables or Tables("chunk", CODECS, world.state[1])
-            outputs = PassOutputs(world.open("v1"), world.open("s1"))
-            reducers = REDUCERS | {"params": Median()}
-            how = {"tables": tables} if kept else {}
-            expected.append(run_pass(world.inputs(), outputs, world.rule, reducers, CODECS, **how).digest)
+            planned = planned or world.planned
+            world.planned = planned if kept else world.planned
+            expected.append(world.close(reducers=REDUCERS | {"params": Median()}).digest)
     assert expected[:4] == expected[4:]
     assert expected[0] == expected[3]
 
@@ -185,45 +184,16 @@ def test_what_lies_in_the_padding_of_an_update_changes_nothing(tmp_path, codec):
         folder = tmp_path / filler.hex()
         folder.mkdir()
         world = World(folder, codec=codec)
-        inputs = world.inputs()
-        for source in inputs.updates:
-            ends = [segment.offset for segment in source.layout.segments[1:]] + [source.layout.nbytes]
-            for segment, end in zip(source.layout.segments, ends, strict=True):
+        files, layout = world.files(), world.update_layout
+        for file in files.updates.values():
+            ends = [segment.offset for segment in layout.segments[1:]] + [layout.nbytes]
+            for segment, end in zip(layout.segments, ends, strict=True):
                 at = segment.offset + segment.nbytes
-                os.pwrite(source.fd, filler * (end - at), at)
-        outputs = PassOutputs(world.open("v1"), world.open("s1"))
-        result = run_pass(inputs, outputs, world.rule, REDUCERS, CODECS)
+                os.pwrite(file.fd, filler * (end - at), at)
+        result = world.close(files)
         results.append((result.digest, result.state_digests, result.grad_norm))
     assert results[0] == results[1]
     assert math.isfinite(results[0][2])
-
-
-def test_updates_of_one_round_may_lie_in_several_ways(tmp_path):
-    """One site in bf16, one raw: w ← w − (ŵ₀·u₀ + ŵ₁·u₁), with u₀ rounded to bfloat16."""
-    schema = Schema.build(
-        [*(TensorSpec(f"w{index}", "F32", (7 + index,)) for index in range(9)), TensorSpec("l", "F32", (9001,))]
-    )
-    sources = []
-    for site, codec in enumerate(("bf16", "none")):
-        folder = tmp_path / codec
-        folder.mkdir()
-        world = World(folder, schema=schema, options={"lr": 1.0}, codec=codec)
-        sources.append(world.sources()[site])
-    inputs = PassInputs(world.version_layout, world.base, sources)
-    kept = Tables("chunk", CODECS, None)
-    for order, tables in (((0, 1), None), ((1, 0), None), ((1, 0), kept), ((0, 1), kept)):
-        inputs = PassInputs(world.version_layout, world.base, [sources[index] for index in order])
-        how = {"tables": tables, "chunk_elements": TILE}
-        for _ in range(2):
-            run_pass(inputs, PassOutputs(world.open("v1")), world.rule, REDUCERS, CODECS, **how)
-            written = tensors_of(world.folder / "v1")
-            weights = [source.weight / sum(source.weight for source in sources) for source in inputs.updates]
-            for spec in schema.tensors:
-                rows = [world.submitted(site, 0)[spec.name] for site in range(2)]
-                rows[0] = rows[0].bfloat16().float()
-                acc = rows[order[0]] * weights[0]
-                acc.add_(rows[order[1]], alpha=weights[1])
-                assert same(written[spec.name], values(spec, 0) - acc), (order, spec.name)
 
 
 def test_a_rule_without_memory_keeps_no_file(tmp_path):
@@ -305,11 +275,26 @@ def test_memory_does_not_follow_the_model_or_the_number_of_updates(tmp_path, mon
         folder = tmp_path / f"{sites}-{tensors}"
         folder.mkdir()
         world = World(folder, schema=schema, weights=(1.0,) * sites)
-        world.round(chunk_elements=TILE)  # later rounds: the first lets torch create the state
-        inputs, outputs = world.inputs(), PassOutputs(world.open("v2"), world.open("s2"))
+        world.round(run_elements=TILE)  # later rounds: the first lets torch create the state
+        files, out = world.files(), world.out()
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", counting)
             asked.clear()
-            run_pass(inputs, outputs, world.rule, REDUCERS, CODECS, chunk_elements=TILE)
+            world.close(files, out, run_elements=TILE)
         totals.append(sum(asked))
     assert totals[0] == totals[1] == totals[2] <= 10 * TILE * 8
+
+
+@pytest.mark.covers("D1")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_pass_gives_its_memory_back_without_the_collector(tmp_path, threads):
+    world = World(tmp_path)
+    gc.collect()
+    before = sum(type(each) is Scratch for each in gc.get_objects())
+    gc.disable()
+    try:
+        world.round(threads=threads, run_elements=TILE)
+        after = sum(type(each) is Scratch for each in gc.get_objects())
+    finally:
+        gc.enable()
+    assert after == before

@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from pass_world import CODECS, MIXED, PART_BYTES, REDUCERS, World
+from pass_world import MIXED, PART_BYTES, REDUCERS, World
 
-from atoll.aggregation.make_version import PassOutputs, PassResult, UpdateSource, run_pass
-from atoll.aggregation.user_aggregator import Accumulated, result_layout, write_result
+from atoll.aggregation.make_version import ClosedRound
+from atoll.aggregation.user_aggregator import result_layout, write_result
 from atoll.reducers.means import Share
 from atoll.tensors.dtypes import accumulate_dtype
 from atoll.tensors.schema import Schema
-
-ALL_CODECS = {**CODECS, "accumulated": Accumulated()}
 
 
 def mean(world: World) -> dict[str, torch.Tensor]:
@@ -32,21 +30,18 @@ def mean(world: World) -> dict[str, torch.Tensor]:
     return result
 
 
-def close(world: World, own: bool, chunk_elements: int) -> PassResult:
+def close(world: World, own: bool, run_elements: int) -> ClosedRound:
     """Two rounds; with `own` the `params` come from a file that an aggregator wrote."""
-    reducers = {**REDUCERS, "control": Share()}
     for _ in range(2):
-        inputs = dataclasses.replace(world.inputs(), population_weight=5.0)
+        files, out = world.files(), world.out()
         if own:
-            layout, fd = result_layout(world.schema, PART_BYTES), world.open(f"r{world.number}")
-            write_result(fd, layout, mean(world), lambda: None)
-            inputs = dataclasses.replace(inputs, reduced=UpdateSource("own", fd, layout, 1.0))
-        outputs = PassOutputs(
-            world.open(f"v{world.number + 1}"), world.open(f"s{world.number + 1}") if world.state else None
-        )
-        result = run_pass(inputs, outputs, world.rule, reducers, ALL_CODECS, chunk_elements=chunk_elements)
+            fd = world.open(f"r{world.number}")
+            write_result(fd, result_layout(world.schema, PART_BYTES), mean(world), lambda: None)
+            files = dataclasses.replace(files, reduced_fd=fd)
+        frozen, reducers = world.frozen(population_weight=5.0), {**REDUCERS, "control": Share()}
+        result = world.close(files, out, frozen, reducers=reducers, run_elements=run_elements)
         world.number += 1
-        world.base, world.state_fd = outputs.version_fd, outputs.state_fd
+        world.base, world.state_fd, world.result = out.version, out.state, result
     return result
 
 

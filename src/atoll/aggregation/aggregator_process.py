@@ -37,7 +37,6 @@ from atoll.aggregation.user_aggregator import (
     Collected,
     Incremental,
     Update,
-    is_stepped,
     load,
     result_layout,
     write_result,
@@ -240,7 +239,7 @@ class _Child:
                 weight=message["weight"],
                 steps=message["steps"],
                 metrics=message["metrics"],
-                tensors=self._state(handle, is_stepped),
+                tensors=self._state(handle, lambda spec: spec.is_stepped),
                 buffers=self._state(handle, lambda spec: spec.group == BUFFERS),
             )
         )

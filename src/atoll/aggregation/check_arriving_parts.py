@@ -22,12 +22,13 @@ from types import TracebackType
 import torch
 from blake3 import blake3
 
-from atoll.aggregation.scratch import WIDEST_BYTES, Scratch
+from atoll.aggregation.decode_updates import read_at
 from atoll.codecs.base import Codec
-from atoll.errors import BadRequest, StoreError
+from atoll.errors import BadRequest, RunFailed, StoreError
 from atoll.tensors.alone import alone
 from atoll.tensors.byte_runs import Run, RunTable, neighbours
-from atoll.tensors.dtypes import accumulate_dtype
+from atoll.tensors.chunks import WIDEST_BYTES, Scratch, bytes_of
+from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import Layout, Part, Piece
 from atoll.tensors.schema import PARAMS, TensorSpec
 
@@ -333,3 +334,44 @@ def _values(numel: int, dtype: torch.dtype) -> torch.Tensor:
         _local.scratch = Scratch(ELEMENTS)
     scratch: Scratch = _local.scratch
     return scratch.tensor("values", dtype, numel)
+
+
+class Overflow(RunFailed):
+    """The next version would hold a value that its dtype cannot."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(
+            message,
+            "Begin a new run in another state_dir from that version (atoll export) with a lower outer_lr or "
+            "outer_momentum, smaller updates (the filter norm_clip), or a model in bf16 or fp32. A server that is "
+            "started on this state_dir again comes to the same.",
+        )
+
+
+def require_finite(run: Run, values: torch.Tensor, base_fd: int) -> None:
+    """Check what the next version is to have of a run. Base and updates are finite, so Inf and NaN are the round's own.
+
+    Args:
+        values: [n], in the version's dtype.
+        base_fd: of the version before it, for the message.
+
+    Raises:
+        Overflow: one of them is Inf or NaN.
+    """
+    if not run.spec.is_float:
+        return
+    wide = values.to(accumulate_dtype(run.spec.dtype))
+    if bool(torch.dot(wide, wide).isfinite()):  # as a sum of squares: one quick pass, which no Inf or NaN survives
+        return
+    for piece, elements in zip(run.pieces, run.split(wide), strict=True):
+        bad = elements.isfinite().logical_not_().nonzero()
+        if not len(bad):
+            continue
+        at, spec, dtype = int(bad[0]), piece.segment.spec, torch_dtype(run.spec.dtype)
+        before = torch.empty(1, dtype=dtype)
+        read_at(base_fd, bytes_of(before), piece.offset + at * dtype.itemsize)
+        raise Overflow(
+            f"The round's result overflows {spec.dtype}, which holds values up to {torch.finfo(dtype).max:g}: element "
+            f"{piece.start + at} of {spec.name!r} would go from {float(before):g} to {float(elements[at]):g}. No "
+            "version is published; the last one stays."
+        )

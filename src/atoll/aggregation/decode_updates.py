@@ -1,31 +1,54 @@
-"""The updates of a frozen round, as the reducers see them: one row of decoded elements per update, in order."""
+"""The updates of a frozen round as the reducers see them: one row of decoded elements per update, in order."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from atoll.aggregation.scratch import Scratch, read_at
-from atoll.aggregation.values import UpdateSource
-from atoll.aggregation.windows import Place, Places, Window
+from atoll import posix
 from atoll.codecs.base import Codec
+from atoll.errors import StateCorrupt
 from atoll.reducers.base import Reducer, RoundFacts
-from atoll.tensors.chunks import bytes_of
-from atoll.tensors.dtypes import torch_dtype
+from atoll.tensors.byte_runs import Run, RunTable
+from atoll.tensors.chunks import Scratch, bytes_of
+from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.schema import PARAMS
 
 
+@dataclass(frozen=True)
+class FrozenUpdate:
+    """One accepted update of a frozen round.
+
+    Attributes:
+        ticket: its number.
+        site: that submitted it.
+        weight: as submitted; finite and above zero.
+        norm: L2, of all its `params`, as they were accepted.
+        scale: of its `params`, on top of the normalised weight: what staleness leaves of it.
+        steps: local optimizer steps that it reports.
+    """
+
+    ticket: int
+    site: str
+    weight: float
+    norm: float = 0.0
+    scale: float = 1.0
+    steps: int = 1
+
+
 class Updates:
-    """Reduces the same runs of elements of every update.
+    """Reduces the same elements of every update.
 
     Args:
-        sources: in the frozen order.
+        fds: the updates' files, in the frozen order.
+        runs: of their layout.
+        codecs: by name.
         reducers: by group, for floats.
         integers: the reducer of everything else.
-        codecs: by name.
-        places: where windows lie in updates of these layouts.
-        population: weight of all sites, and the base's divided by it (`RoundFacts`).
+        facts: of the round.
+        scales: of each update's `params`, on top of its weight.
 
     Attributes:
         carries: group → what the base of a group beside the model is multiplied by.
@@ -33,74 +56,77 @@ class Updates:
 
     def __init__(
         self,
-        sources: Sequence[UpdateSource],
+        fds: Sequence[int],
+        runs: RunTable,
+        codecs: Mapping[str, Codec],
         reducers: Mapping[str, Reducer],
         integers: Reducer,
-        codecs: Mapping[str, Codec],
-        places: Places,
-        population: tuple[float, float] = (0.0, 1.0),
+        facts: RoundFacts,
+        scales: Sequence[float],
     ) -> None:
-        self._sources = sources
-        facts = RoundFacts(
-            [source.weight for source in sources],
-            [source.norm for source in sources],
-            [source.steps for source in sources],
-            *population,
-        )
+        self._fds, self._runs, self._codecs = fds, runs, codecs
+        self._reducers, self._integers = reducers, integers
         self._weights = {group: reducer.weigh(facts) for group, reducer in reducers.items()}
         self.carries = {group: reducer.carry(facts) for group, reducer in reducers.items()}
-        if any(source.scale != 1 for source in sources):
-            scaled = zip(self._weights[PARAMS], sources, strict=True)
-            self._weights[PARAMS] = [weight * source.scale for weight, source in scaled]
+        if any(scale != 1 for scale in scales):
+            self._weights[PARAMS] = [w * scale for w, scale in zip(self._weights[PARAMS], scales, strict=True)]
         self._unweighted = integers.weigh(facts)
-        self._reducers = reducers
-        self._integers = integers
-        self._codecs = codecs
-        self._places = places
 
-    def place(self, window: Window) -> Place:
-        """How the rows of a window lie in memory, and so what `reduce_` writes."""
-        return self._places.of(window, self._sources[0].layout)
+    def reduce(self, run: Run, scratch: Scratch) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the reduction of a version's run, in `scratch` until its next call.
 
-    def reduce_(self, window: Window, out: Tensor, scratch: Scratch) -> None:
-        """Write the reduction of a window into `out`.
-
-        Args:
-            window: of n elements, as `place` says: with the padding between runs, whose values mean nothing.
-            out: [n], in the window's dtype of accumulation.
-            scratch: of at least n × `rows_at_once` elements.
+        Returns:
+            All elements as they lie in memory, with zeros in the padding that the updates have [n], and those of each
+            piece; in the dtype of accumulation.
         """
-        spec = window.extents[0].spec
+        spec, there = run.spec, self._runs.counterpart(run)
+        dtype, n = accumulate_dtype(spec.dtype), there.numel
+        reducer, weights = self._integers, self._unweighted
         if spec.is_float:
             reducer, weights = self._reducers[spec.group], self._weights[spec.group]
-        else:
-            reducer, weights = self._integers, self._unweighted
+        out = scratch.tensor("reduced", dtype, n)
         if reducer.needs_all:
-            together = scratch.tensor("rows", out.dtype, len(self._sources) * out.numel()).view(-1, out.numel())
-            for source, target in zip(self._sources, together, strict=True):
-                self._row(source, window, scratch, target)
-            reducer.reduce_(together, weights, out)
+            rows = scratch.tensor("rows", dtype, len(self._fds) * n).view(-1, n)
+            for fd, row in zip(self._fds, rows, strict=True):
+                self._decode_(fd, there, scratch, row)
+            reducer.reduce_(rows, weights, out)
         else:
-            row = scratch.tensor("row", out.dtype, out.numel())
-            reducer.reduce_((self._row(source, window, scratch, row) for source in self._sources), weights, out)
+            row = scratch.tensor("row", dtype, n)
+            reducer.reduce_((self._decode_(fd, there, scratch, row) for fd in self._fds), weights, out)
+        there.clear_padding(scratch.view("reduced", n * dtype.itemsize), dtype.itemsize)
+        return out, there.split(out)
 
-    def _row(self, source: UpdateSource, window: Window, scratch: Scratch, row: Tensor) -> Tensor:
-        """One update's elements, in `row` [n]."""
-        dtype, numel = window.dtype, row.numel()
-        for strips in self._places.reads(window, source.layout, self._sources[0].layout):
-            low, high = strips[0].offset, strips[-1].offset + strips[-1].nbytes
-            if strips[0].numel == numel and self._codecs[strips[0].codec].raw and torch_dtype(dtype) == row.dtype:
-                read_at(source.fd, bytes_of(row), low)
-                break
-            read_at(source.fd, scratch.view("source", high - low), low)
-            encoded = scratch.raw("source", high - low)
-            for strip in strips:
-                source_bytes = encoded[strip.offset - low : strip.offset - low + strip.nbytes]
-                target = row[strip.start : strip.start + strip.numel]
-                self._codecs[strip.codec].decode_(source_bytes, target, dtype)
+    def _decode_(self, fd: int, run: Run, scratch: Scratch, row: Tensor) -> Tensor:
+        """Bring one update's elements into `row` [n], and return it."""
+        dtype, codec, nbytes = run.spec.dtype, self._codecs[run.codec], run.stop - run.start
+        if run.is_whole and codec.raw and torch_dtype(dtype) == row.dtype:
+            read_at(fd, bytes_of(row), run.start)
+            return row
+        read_at(fd, scratch.view("encoded", nbytes), run.start)
+        encoded = scratch.raw("encoded", nbytes)
+        if run.is_whole:
+            codec.decode_(encoded, row, dtype)
+            return row
+        for piece, source, target in zip(run.pieces, run.encoded(encoded), run.split(row), strict=True):
+            self._codecs[piece.segment.codec].decode_(source, target, dtype)
         return row
 
 
-def rows_at_once(sources: Sequence[UpdateSource], reducers: Mapping[str, Reducer]) -> int:
-    """Rows of a window that are in memory together, beside the result."""
-    return len(sources) if any(reducer.needs_all for reducer in reducers.values()) else 1
+def rows_at_once(updates: int, reducers: Mapping[str, Reducer]) -> int:
+    """Return how many rows of a run are in memory together, beside the result."""
+    return max(updates, 1) if any(reducer.needs_all for reducer in reducers.values()) else 1
+
+
+def read_at(fd: int, target: memoryview, offset: int) -> None:
+    """Fill `target` from the file's byte `offset` on.
+
+    Raises:
+        StateCorrupt: the file ends before.
+    """
+    try:
+        posix.read_at(fd, target, offset)
+    except EOFError:
+        raise StateCorrupt(
+            f"A file that the round is made of ends before byte {offset + len(target)}, which it should have.",
+            "Something else has cut it off: look at the disk.",
+        ) from None

@@ -12,17 +12,15 @@ each column. Entries are of two groups:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from blake3 import blake3
-
-from atoll.aggregation.scratch import Scratch, read_at
 from atoll.errors import ConfigError
 from atoll.outer_optimizers.torch_optimizer import OuterRule, StateSpec
+from atoll.tensors.byte_runs import joined
 from atoll.tensors.dtypes import accumulate_dtype, dtype_name
 from atoll.tensors.layout import PART_BYTES, Layout, Part, Segment, file_layout, safetensors_header
-from atoll.tensors.schema import PARAMS, TensorSpec
+from atoll.tensors.schema import TensorSpec
 
 RUNS = "runs"
 WHOLES = "wholes"
@@ -71,7 +69,7 @@ def state_layout(
 
 def _kept(spec: TensorSpec, rule: OuterRule, masters: bool) -> list[StateSpec]:
     kept = rule.state_specs(spec)
-    if spec.group != PARAMS or not spec.is_float or not spec.numel:
+    if not (spec.is_stepped and spec.numel):
         return kept
     wide = dtype_name(accumulate_dtype(spec.dtype))
     return [StateSpec(MASTER, wide), *kept] if masters or wide != spec.dtype else kept
@@ -97,7 +95,7 @@ def state_regions(version: Layout, state: Layout) -> list[Region]:
     Together they are every byte of the state file.
     """
     table = entries(state)
-    regions = [Region(tuple(merged(ranges))) for part in version.parts for ranges in columns_of(part, table).values()]
+    regions = [Region(tuple(joined(ranges))) for part in version.parts for ranges in columns_of(part, table).values()]
     return [*regions, tail_region(state)]
 
 
@@ -116,30 +114,4 @@ def columns_of(part: Part, table: Entries) -> dict[Column, list[tuple[int, int]]
 def tail_region(state: Layout) -> Region:
     """The header and all wholes."""
     wholes = [(segment.offset, segment.nbytes) for segment in state.segments if segment.spec.group == WHOLES]
-    return Region(tuple(merged([(0, state.header_bytes), *wholes])))
-
-
-def region_digest(fd: int, region: Region, scratch: Scratch) -> bytes:
-    """BLAKE3 of what a file has in `region`, through `scratch`.
-
-    Raises:
-        StateCorrupt: the file ends before.
-    """
-    hasher = blake3()
-    for offset, nbytes in region.ranges:
-        for start in range(offset, offset + nbytes, scratch.nbytes):
-            view = scratch.view("region", min(scratch.nbytes, offset + nbytes - start))
-            read_at(fd, view, start)
-            hasher.update(view)
-    return hasher.digest()
-
-
-def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(offset, nbytes) in order, joined where they touch; empty ones left out."""
-    joined: list[tuple[int, int]] = []
-    for offset, nbytes in ranges:
-        if joined and sum(joined[-1]) == offset:
-            joined[-1] = (joined[-1][0], joined[-1][1] + nbytes)
-        elif nbytes:
-            joined.append((offset, nbytes))
-    return joined
+    return Region(tuple(joined([(0, state.header_bytes), *wholes])))

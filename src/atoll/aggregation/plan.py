@@ -7,15 +7,15 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from atoll import registry
-from atoll.aggregation.outer_state import state_layout, state_regions, version_regions
-from atoll.aggregation.tables import Tables
-from atoll.aggregation.user_aggregator import Accumulated
+from atoll.aggregation.outer_state import RUNS, Column, Entries, entries, state_layout, state_regions, version_regions
+from atoll.aggregation.user_aggregator import Accumulated, result_layout
 from atoll.algorithms.resolve import ResolvedAlgorithm, resolve
 from atoll.codecs.base import Codec
 from atoll.codecs.encoded_layout import codecs_of, encoded_layout
@@ -29,8 +29,10 @@ from atoll.reducers import build_reducers
 from atoll.reducers.base import Reducer
 from atoll.reducers.staleness_weight import StalenessWeight, constant, staleness_weight
 from atoll.store.store import FileShape, FragmentShapes
+from atoll.tensors.byte_runs import Run, RunTable
+from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.fragments import Split
-from atoll.tensors.layout import Layout, version_header, version_layout
+from atoll.tensors.layout import TILE, Layout, version_header, version_layout
 from atoll.tensors.schema import PARAMS, Schema
 
 PLACED = (
@@ -79,7 +81,6 @@ class FragmentPlan:
     update: Layout
     state: tuple[bytes, Layout] | None
     downlink: Downlink | None
-    tables: Tables
 
     def shapes(self) -> FragmentShapes:
         """Sizes and digest regions of the fragment's files."""
@@ -103,6 +104,39 @@ class FragmentPlan:
     def state_layout(self) -> Layout | None:
         """Of the outer state file; None where nothing is kept between rounds."""
         return self.state[1] if self.state else None
+
+    @cached_property
+    def version_runs(self) -> RunTable:
+        """What one thread of a pass reads, steps and writes at a time; `cut` before each pass."""
+        return RunTable(self.version, TILE)
+
+    @cached_property
+    def update_runs(self) -> RunTable:
+        """Where the runs of a version lie in an update."""
+        return RunTable(self.update, TILE)
+
+    @cached_property
+    def reduced_runs(self) -> RunTable:
+        """Where they lie in what a user's aggregator makes of the updates."""
+        return RunTable(result_layout(self.schema, self.version.part_bytes), TILE)
+
+    @cached_property
+    def entries(self) -> Entries:
+        """Where each tensor's outer state lies."""
+        return entries(self.state_layout)
+
+    def columns(self, run: Run) -> dict[str, tuple[Column, int, torch.dtype]]:
+        """Return key → (column, offset of the run's first element, dtype), of the outer state that is cut in runs."""
+        head = run.pieces[0]
+        return {
+            key: (
+                (key, segment.spec.dtype),
+                segment.offset + head.start * segment.spec.item_bytes,
+                torch_dtype(segment.spec.dtype),
+            )
+            for key, segment in self.entries.get(head.segment.spec.name, {}).items()
+            if segment.spec.group == RUNS
+        }
 
 
 @dataclass(frozen=True)
@@ -154,7 +188,6 @@ class Plan:
                 update=encoded_layout(schema, algorithm.codec, codecs, settings.part_bytes, settings.ranks),
                 state=state,
                 downlink=downlink,
-                tables=Tables(rule.granularity, codecs, state[1] if state else None),
             )
 
         return cls(

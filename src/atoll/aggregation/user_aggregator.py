@@ -25,7 +25,7 @@ from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, dtype_name, torch_dtype
 from atoll.tensors.layout import Layout, Segment, update_layout
 from atoll.tensors.lazy_tensors import LazyState, LazyTensor
-from atoll.tensors.schema import PARAMS, Schema, TensorSpec
+from atoll.tensors.schema import Schema
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,7 @@ class Accumulated:
 def result_layout(schema: Schema, part_bytes: int) -> Layout:
     """How what an aggregator gives lies in the file."""
     codec = Accumulated()
-    return update_layout(filter(is_stepped, schema.tensors), lambda _: codec, part_bytes)
-
-
-def is_stepped(spec: TensorSpec) -> bool:
-    """Whether the outer optimizer steps this tensor, so that an aggregator has to give it."""
-    return spec.group == PARAMS and spec.is_float
+    return update_layout([spec for spec in schema.tensors if spec.is_stepped], lambda _: codec, part_bytes)
 
 
 class BadResult(Exception):

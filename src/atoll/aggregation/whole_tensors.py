@@ -1,26 +1,28 @@
-"""The step of optimizers that need whole tensors, one tensor after the other, and their state of 0 dimensions."""
+"""Outer state that belongs to a tensor as a whole (`step`), and the step of optimizers that need whole tensors.
+
+Such an optimizer steps one tensor after the other before the parts are made: each is read, reduced, stepped and
+written. Memory is the largest tensor a few times over (values, gradient, state).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from atoll.aggregation.decode_updates import Updates
-from atoll.aggregation.outer_state import MASTER, WHOLES, merged
-from atoll.aggregation.scratch import Scratch, read_at
-from atoll.aggregation.tables import Tables
-from atoll.aggregation.values import PassInputs, PassOutputs
-from atoll.aggregation.windows import Extent, kind_of, window_of
+from atoll.aggregation.decode_updates import Updates, read_at
+from atoll.aggregation.outer_state import MASTER, WHOLES
+from atoll.aggregation.plan import FragmentPlan
 from atoll.failpoints import failpoint
 from atoll.outer_optimizers.torch_optimizer import OuterRule, State
 from atoll.posix import write_at
-from atoll.tensors.chunks import bytes_of
+from atoll.tensors.byte_runs import joined
+from atoll.tensors.chunks import Scratch, bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import Layout, Segment
 
 
-class Wholes:
-    """The wholes of a state file, as they were and as they become; a few bytes per tensor.
+class WholeState:
+    """The entries of a state file that belong to whole tensors, before and after a round; a few bytes per tensor.
 
     Args:
         layout: of the state file; None where it has none, or where the pass steps whole tensors.
@@ -31,13 +33,13 @@ class Wholes:
         segments = [segment for segment in layout.segments if segment.spec.group == WHOLES] if layout else []
         self._before: dict[str, State] = {}
         self._after: dict[str, State] = {}
-        self._runs: list[tuple[int, Tensor]] = []
-        for low, nbytes in merged((segment.offset, segment.nbytes) for segment in segments):
+        self._ranges: list[tuple[int, Tensor]] = []
+        for low, nbytes in joined((segment.offset, segment.nbytes) for segment in segments):
             old, new = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
             if fd is not None:
                 read_at(fd, bytes_of(old), low)
                 new.copy_(old)
-            self._runs.append((low, new))
+            self._ranges.append((low, new))
             for segment in segments:
                 if low <= segment.offset < low + nbytes:
                     tensor, _, key = segment.spec.name.rpartition(".")
@@ -47,72 +49,57 @@ class Wholes:
                     self._after.setdefault(tensor, {})[key] = new[span].view(dtype).view(shape)
 
     def clones(self, tensor: str) -> State:
-        """The state of a tensor as it was, free to be changed."""
+        """Return the state of a tensor as it was, free to be changed."""
         return {key: value.clone() for key, value in self._before.get(tensor, {}).items()}
 
     def set(self, tensor: str, key: str, value: Tensor) -> None:
-        """What an entry becomes."""
+        """Keep what an entry becomes."""
         self._after[tensor][key].copy_(value)
 
     def write(self, fd: int) -> None:
         """Write what all entries became."""
-        for offset, run in self._runs:
-            write_at(fd, bytes_of(run), offset)
+        for offset, values in self._ranges:
+            write_at(fd, bytes_of(values), offset)
 
 
-# -- The step for optimizers that need whole tensors: one tensor after the other, each read, reduced, stepped and
-# written.
-#
-# Memory is the largest tensor a few times over (values, gradient, state). The parts are hashed from the file
-# afterwards.
-
-
-def step_whole(
-    inputs: PassInputs,
-    outputs: PassOutputs,
+def step_whole_tensors(
+    planned: FragmentPlan,
     rule: OuterRule,
     updates: Updates,
-    tables: Tables,
-    scratch: Scratch,
+    base: tuple[int, int | None],
+    out: tuple[int, int | None],
 ) -> float:
-    """Step every parameter of the version, and write it and its state.
+    """Step every parameter of a version, and write it with its state.
 
     Args:
-        inputs, outputs, rule: as `run_pass`.
-        updates: of the round.
-        tables: say in which runs updates are reduced.
-        scratch: for those runs.
+        base, out: files of the version and of its state, to be read and to be written; None: there is no state.
 
     Returns:
         The sum of squares of the reduced pseudo-gradient.
     """
-    stepper, squares, chunk_elements = rule.stepper(), 0.0, tables.windows.max_elements
-    for segment in inputs.version_layout.segments:
+    runs, stepper, squares = planned.version_runs, rule.stepper(), 0.0
+    scratch = Scratch(runs.max_elements)
+    for segment in planned.version.segments:
         spec = segment.spec
-        if not spec.numel or kind_of(spec, rule.granularity) != "whole":
+        if not (spec.numel and spec.is_stepped):
             continue
         failpoint("pass.chunk")
-        accumulate = accumulate_dtype(spec.dtype)
-        values = _read(inputs.base_fd, segment)
-        kept = tables.entries.get(spec.name, {})
-        before = (
-            None if inputs.state_fd is None else {key: _read(inputs.state_fd, entry) for key, entry in kept.items()}
-        )
-        master = before.pop(MASTER) if before and MASTER in before else values.to(accumulate)
-        reduced = torch.empty(spec.numel, dtype=accumulate)
-        for start in range(0, spec.numel, chunk_elements):
-            stop = min(start + chunk_elements, spec.numel)
-            window = window_of([Extent(segment, start, stop)], rule.granularity)
-            updates.reduce_(window, reduced[start:stop], scratch)
-        squares += float(torch.dot(reduced, reduced))
+        values, state = _read(base[0], segment), planned.entries.get(spec.name, {})
+        before = None if base[1] is None else {key: _read(base[1], entry) for key, entry in state.items()}
+        theta = before.pop(MASTER) if before and MASTER in before else values.to(accumulate_dtype(spec.dtype))
+        g = torch.empty(spec.numel, dtype=theta.dtype)
+        for start in range(0, spec.numel, runs.max_elements):
+            stop = min(start + runs.max_elements, spec.numel)
+            g[start:stop].copy_(updates.reduce(runs.run(segment, start, stop), scratch)[0])
+        squares += float(torch.dot(g, g))
         states = None if before is None else [before]
-        (after,) = stepper.step_([master], [reduced.view(spec.shape)], states, [spec.name])
+        (after,) = stepper.step_([theta], [g.view(spec.shape)], states, [spec.name])
         failpoint("pass.write")
-        if inputs.downlink is None:  # else what goes down of it is made part by part
-            _write(outputs.version_fd, segment, values.copy_(master))
-        for key, entry in kept.items():
-            assert outputs.state_fd is not None
-            _write(outputs.state_fd, entry, master if key == MASTER else after[key])
+        if planned.downlink is None:  # else what goes down of it is made part by part
+            _write(out[0], segment, values.copy_(theta))
+        for key, entry in state.items():
+            assert out[1] is not None
+            _write(out[1], entry, theta if key == MASTER else after[key])
     return squares
 
 

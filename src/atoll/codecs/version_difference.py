@@ -13,22 +13,25 @@ part n of the one before.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from blake3 import blake3
+
 from atoll.codecs.base import Codec
 from atoll.codecs.encoded_layout import codecs_of
-from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece, Segment, update_layout
-from atoll.tensors.schema import PARAMS, TensorSpec
+from atoll.failpoints import failpoint
+from atoll.posix import write_at
+from atoll.tensors.byte_runs import Run, RunTable
+from atoll.tensors.layout import ALIGN_BYTES, TILE, Layout, Part, Piece, Segment, update_layout
+from atoll.tensors.schema import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-def is_difference(spec: TensorSpec) -> bool:
-    """Whether a delta has the difference of this tensor, not its new values."""
-    return spec.group == PARAMS and spec.is_float
+    from atoll.tensors.chunks import Scratch
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,16 @@ class Downlink:
         codecs = codecs_of(codec, options, setting="downlink_codec", sent=sent)
 
         def encoding(spec: TensorSpec) -> Codec:
-            return codecs[codec if is_difference(spec) else "none"]
+            return codecs[codec if spec.is_stepped else "none"]
 
         layout = update_layout((segment.spec for segment in version.segments), encoding, version.part_bytes)
         parts = tuple(part for part in _along(version, layout) if version.rank in (None, part.rank))
         return cls(codecs, layout, parts, len(version.all_parts))
+
+    @functools.cached_property
+    def runs(self) -> RunTable:
+        """Of the layout."""
+        return RunTable(self.layout, TILE)
 
     def encode_(self, segment: Segment, theta: Tensor, held: Tensor, target: Tensor) -> None:
         """Write the difference of a run of a parameter into `target`, and bring `held` from b to b'.
@@ -93,7 +101,7 @@ class Downlink:
         from atoll.tensors.dtypes import accumulate_dtype
 
         spec, codec = segment.spec, self.codecs[segment.codec]
-        if not is_difference(spec):
+        if not spec.is_stepped:
             codec.decode_(encoded, held, spec.dtype)
             return
         change = torch.empty(held.numel(), dtype=accumulate_dtype(spec.dtype))
@@ -103,6 +111,68 @@ class Downlink:
     def digest(self, part_digests: list[bytes] | tuple[bytes, ...]) -> str:
         """What names a delta with these parts."""
         return self.layout.update_digest(part_digests)
+
+
+class DifferenceWriter:
+    """Writes the parts of a delta, one at a time, run by run; of one thread.
+
+    Codecs are fixed-rate and runs begin at tiles, so that each is encoded for itself.
+
+    Args:
+        downlink: its layout.
+        fd: of the delta.
+        scratch: of the thread.
+    """
+
+    def __init__(self, downlink: Downlink, fd: int, scratch: Scratch) -> None:
+        self._downlink, self._fd, self._scratch = downlink, fd, scratch
+        self._part: Part
+        self._hasher: blake3
+        self._end = 0  # of what is written, in the delta
+
+    def begin(self, part: Part) -> None:
+        """Go on with what belongs to this part of the version."""
+        self._part, self._hasher = self._downlink.parts[part.index], blake3()
+        self._end = self._part.start
+
+    def add(self, run: Run, values: Tensor, theta: Tensor | None) -> None:
+        """Encode the next run of the part.
+
+        Args:
+            run: of the version, n elements.
+            values: [n]; of parameters b, which becomes b'; else what the next version has.
+            theta: θ' [n] of parameters, in the dtype of accumulation.
+        """
+        there = self._downlink.runs.counterpart(run)
+        memory = self._zeros(there.stop)[there.start - there.stop :]
+        thetas = run.split(values if theta is None else theta)
+        for piece, target, held, new in zip(
+            there.pieces, there.encoded(memory), run.split(values), thetas, strict=True
+        ):
+            if theta is None:
+                self._downlink.codecs[piece.segment.codec].encode_(held, target, run.spec.dtype)
+            else:
+                self._downlink.encode_(piece.segment, new, held, target)
+        self._write(there.stop)
+
+    def end(self) -> bytes:
+        """Return the BLAKE3 of the part, which is complete."""
+        self._zeros(self._part.stop)
+        self._write(self._part.stop)
+        return self._hasher.digest()
+
+    def _zeros(self, stop: int) -> Tensor:
+        """Return zeros for the delta from its end to `stop`, as aligned in memory as they are in the file."""
+        shift = self._end % ALIGN_BYTES
+        return self._scratch.raw("delta", shift + stop - self._end)[shift:].zero_()
+
+    def _write(self, stop: int) -> None:
+        shift = self._end % ALIGN_BYTES
+        data = self._scratch.view("delta", stop - self._end, shift)
+        self._hasher.update(data)
+        failpoint("pass.delta")
+        write_at(self._fd, data, self._end)
+        self._end = stop
 
 
 def _along(version: Layout, delta: Layout) -> Iterator[Part]:

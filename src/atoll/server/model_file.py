@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from atoll.aggregation.outer_state import MASTER, RUNS, WHOLES, state_regions
-from atoll.codecs.version_difference import is_difference
 from atoll.errors import StateCorrupt
 from atoll.posix import read_at
 from atoll.store.file_slots import region_digest
@@ -70,7 +69,7 @@ class ModelFile:
 
     def _run(self, spec: TensorSpec, start: int, stop: int) -> Tensor:
         dtype = torch_dtype(spec.dtype)
-        if is_difference(spec) and self._state_fd is not None:
+        if spec.is_stepped and self._state_fd is not None:
             offset, wide = self._masters[spec.name]
             master = _read(self._state_fd, offset + start * wide.itemsize, stop - start, wide)
             return master.to(dtype)

@@ -172,6 +172,12 @@ class RunTable:
         self._tables: dict[int, tuple[Run | Piece, ...]] = {}
         self._counterparts: dict[tuple[int, int], Run] = {}
 
+    def cut(self, max_elements: int) -> None:
+        """Have runs of at most so many elements from now on."""
+        if max_elements != self.max_elements:
+            self.max_elements = max_elements
+            self._tables.clear()
+
     def of(self, part: Part) -> Iterator[Run]:
         """Give the runs of a part, in file order."""
         table = self._tables.get(part.index)

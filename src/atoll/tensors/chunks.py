@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from atoll.tensors.dtypes import NOT_IN_NUMPY
-from atoll.tensors.layout import Layout
+from atoll.tensors.layout import ALIGN_BYTES, Layout
 from atoll.tensors.module_tensors import PLAIN, Tensors
 
 CHUNK_BYTES = 2**21
@@ -131,6 +131,42 @@ def bytes_of(tensor: Tensor) -> memoryview:
         tensor = tensor.view(-1).view(torch.uint8)
     array: Any = (tensor.detach() if tensor.requires_grad else tensor).numpy()
     return memoryview(array.reshape(-1).view(np.uint8))
+
+
+WIDEST_BYTES = 8
+"""Of one element, in any dtype."""
+
+
+class Scratch:
+    """Named buffers for one thread, allocated once, for `elements` elements of any dtype and padding on both sides.
+
+    A buffer that is asked for more grows. Pages that are never touched cost nothing. Files are read and written by
+    position through it, not by mmap: that counts the page cache as the process's own memory, and a truncated file ends
+    the process.
+    """
+
+    def __init__(self, elements: int) -> None:
+        self.nbytes = elements * WIDEST_BYTES + 2 * ALIGN_BYTES
+        self._buffers: dict[str, tuple[Tensor, memoryview]] = {}
+
+    def tensor(self, name: str, dtype: torch.dtype, numel: int) -> Tensor:
+        """Return the first `numel` elements of buffer `name`, as `dtype` [numel]."""
+        return self.raw(name, numel * dtype.itemsize).view(dtype)
+
+    def raw(self, name: str, nbytes: int) -> Tensor:
+        """Return the first bytes of buffer `name`, as uint8 [nbytes]."""
+        return self._buffer(name, nbytes)[0][:nbytes]
+
+    def view(self, name: str, nbytes: int, start: int = 0) -> memoryview:
+        """Return bytes [start, start + nbytes) of buffer `name`."""
+        return self._buffer(name, start + nbytes)[1][start : start + nbytes]
+
+    def _buffer(self, name: str, nbytes: int) -> tuple[Tensor, memoryview]:
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer[1]) < nbytes:
+            memory = torch.empty(max(self.nbytes, nbytes), dtype=torch.uint8, device="cpu")
+            buffer = self._buffers[name] = (memory, bytes_of(memory))
+        return buffer
 
 
 class Scatter:

@@ -83,6 +83,11 @@ class TensorSpec:
     def is_float(self) -> bool:
         return self.dtype in FLOATS
 
+    @property
+    def is_stepped(self) -> bool:
+        """Whether the outer optimizer steps it: it is a parameter of a float dtype."""
+        return self.group == PARAMS and self.is_float
+
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)} in {self.group}"
 

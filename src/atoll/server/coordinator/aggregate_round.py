@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.aggregation.closing import close
-from atoll.aggregation.make_version import BaseDamaged, PassOutputs, UpdateSource
+from atoll.aggregation.decode_updates import FrozenUpdate
+from atoll.aggregation.make_version import BaseDamaged, FrozenRound, NextFiles, RoundFiles, UpdateFile, close
 from atoll.aggregation.plan import Plan
 from atoll.errors import StateCorrupt
 from atoll.format_text import size, time_left
@@ -103,20 +103,25 @@ def close_round(
         sources = [filtering.source(row) for row in rows]
         result = close(
             plan,
-            fragment,
-            base_fd=base.fd,
-            state_fd=store.state_file(fragment) if base.row.state_digests else None,
-            updates=[
-                UpdateSource(row.site, source.fd, planned.update, row.weight, source.norm, scale, row.steps)
-                for row, source, scale in zip(rows, sources, frozen.scales, strict=True)
-            ],
-            population_weight=frozen.total_weight,
-            population_scale=frozen.population_scale,
-            base_digests=base.row.part_digests,
-            base_state_digests=base.row.state_digests,
-            outputs=PassOutputs(draft.version_fd, draft.state_fd, draft.delta_fd),
-            cancelled=cancelled,
-            reduced=aggregator.aggregate(store, rows, number, cancelled) if aggregator else None,
+            FrozenRound(
+                fragment,
+                tuple(
+                    FrozenUpdate(row.ticket, row.site, row.weight, row.norm, scale, row.steps)
+                    for row, scale in zip(rows, frozen.scales, strict=True)
+                ),
+                frozen.total_weight,
+                frozen.population_scale,
+            ),
+            RoundFiles(
+                base.fd,
+                store.state_file(fragment) if base.row.state_digests else None,
+                {row.ticket: UpdateFile(source.fd, source.norm) for row, source in zip(rows, sources, strict=True)},
+                base.row.part_digests,
+                base.row.state_digests,
+                aggregator.aggregate(store, rows, number, cancelled) if aggregator else None,
+            ),
+            NextFiles(draft.version_fd, draft.state_fd, draft.delta_fd),
+            cancelled,
         )
         seconds = time.monotonic() - begin
         summary = summary_of(fragment, number, version, frozen, seconds, result.grad_norm)

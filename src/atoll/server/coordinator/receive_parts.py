@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from atoll.aggregation.check_arriving_parts import Inspection, PartStats
-from atoll.aggregation.scratch import read_at
+from atoll.aggregation.decode_updates import read_at
 from atoll.errors import Busy, PartCorrupt
 from atoll.server.coordinator.run import Run
 from atoll.store.update_spool import PartWriter

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from atoll.aggregation.aggregator_process import Channel
-from atoll.aggregation.make_version import UpdateSource
 from atoll.aggregation.plan import Plan
 from atoll.aggregation.user_aggregator import result_layout
 from atoll.errors import AtollError, ConfigError, RunFailed
@@ -157,9 +156,7 @@ class Aggregator:
             if row.state == "accepted" and ticket not in self._closed and ticket not in self._given:
                 self._give(store, row, number)
 
-    def aggregate(
-        self, store: Store, rows: Sequence[TicketRow], number: int, cancelled: threading.Event
-    ) -> UpdateSource:
+    def aggregate(self, store: Store, rows: Sequence[TicketRow], number: int, cancelled: threading.Event) -> int:
         """Let it make one update of those of a frozen round.
 
         Args:
@@ -167,7 +164,7 @@ class Aggregator:
             number: of the round.
 
         Returns:
-            The pseudo-gradient of `params`; its file is rewritten by the next call.
+            The file of the pseudo-gradient of `params`, laid out by `result_layout`; the next call rewrites it.
 
         Raises:
             CancelledError: `cancelled` was set.
@@ -190,7 +187,7 @@ class Aggregator:
             self._given.clear()
             self._closed = tickets
             self._limit_kept()
-            return UpdateSource(self.name, fd, self._layout, 1.0)
+            return fd
 
     def _give(self, store: Store, row: TicketRow, number: int) -> None:
         spool, source = store.spool(row.ticket), self._filtering.source(row)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from atoll.aggregation.make_version import Overflow
+from atoll.aggregation.check_arriving_parts import Overflow
 from atoll.aggregation.plan import Plan
 from atoll.aggregation.result_file import digest_of, digests_in
 from atoll.errors import UpdateRefused

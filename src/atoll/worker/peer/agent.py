@@ -20,12 +20,12 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from atoll.aggregation.closing import close
+from atoll.aggregation.check_arriving_parts import Overflow
+from atoll.aggregation.decode_updates import FrozenUpdate
 from atoll.aggregation.jobs import run_jobs
-from atoll.aggregation.make_version import Overflow
+from atoll.aggregation.make_version import FrozenRound, NextFiles, RoundFiles, UpdateFile, close
 from atoll.aggregation.plan import Plan
 from atoll.aggregation.result_file import digest_of, in_text, write_result
-from atoll.aggregation.values import PassOutputs, UpdateSource
 from atoll.config import Settings
 from atoll.errors import AtollError, LeaseLost, StateCorrupt, Superseded, VersionSkew
 from atoll.failpoints import failpoint
@@ -91,7 +91,7 @@ def reduced(
         Overflow: the next version would hold Inf or NaN.
         UpdateDamaged: an update is not what came. StateCorrupt: nor is the base.
     """
-    begin, update, done = time.monotonic(), plan.fragments[work.fragment].update, 0
+    begin, done = time.monotonic(), 0
     _require_whole(plan, work, spools, cancelled, on_bytes)
 
     def on_progress(nbytes: int) -> None:
@@ -101,19 +101,24 @@ def reduced(
 
     result = close(
         plan,
-        work.fragment,
-        base_fd=base.slot.fd,
-        state_fd=base.state.fd if base.state is not None else None,
-        updates=[
-            UpdateSource(each.site, spools[each.ticket].slot.fd, update, each.weight, each.norm, each.scale, each.steps)
-            for each in work.updates
-        ],
-        population_weight=work.population_weight,
-        population_scale=work.population_scale,
-        base_digests=base.part_digests,
-        base_state_digests=base.state_digests,
-        outputs=PassOutputs(version.fd, state.fd if state is not None else None),
-        cancelled=cancelled,
+        FrozenRound(
+            work.fragment,
+            tuple(
+                FrozenUpdate(each.ticket, each.site, each.weight, each.norm, each.scale, each.steps)
+                for each in work.updates
+            ),
+            work.population_weight,
+            work.population_scale,
+        ),
+        RoundFiles(
+            base.slot.fd,
+            base.state.fd if base.state is not None else None,
+            {each.ticket: UpdateFile(spools[each.ticket].slot.fd) for each in work.updates},
+            base.part_digests,
+            base.state_digests,
+        ),
+        NextFiles(version.fd, state.fd if state is not None else None),
+        cancelled,
         on_progress=on_progress,
     )
     made = Version(
