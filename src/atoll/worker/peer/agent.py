@@ -1,12 +1,12 @@
 """A worker of a swarm: it serves what it has, aggregates when it is its turn, and checks what others made.
 
-It is told by the server what it is to have and to do, and says what it has and has done (`protocol/swarm_messages.py`).
-What it is told is compared with what is there; what is missing is begun, one job each, and what is not wanted any more
-goes. So nothing hangs on the order of messages, and a lost one costs nothing.
+The server tells it what it is to have and to do, and it reports what it has and has done (`protocol/swarm_messages`).
+It compares the two: it begins a job for each thing that is missing, and drops what is not wanted any more. So the order
+of messages does not matter, and a lost one costs nothing.
 
-    hold      pull a version and the outer state beside it, from whoever has it, and check every byte
-    collect   pull an update into a spool, and look at it: finite, and its norm
-    close     reduce a frozen round with the same pass as a server's, into the next version
+    hold      pull a version and its outer state from a worker that has it, and check every byte
+    collect   pull an update into a spool, and look whether it is finite, and at its norm
+    close     reduce a frozen round into the next version, with the same pass as a server's
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from atoll.worker.log_lines import LOG, Troubles, told
 from atoll.worker.peer.peer_store import PeerStore, Spool, Version
 from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, ServedVersions
 
-# -- A frozen round, reduced by a worker of a swarm: the same pass as a server's, over the files that it holds.
-
-
 Key = tuple[object, ...]
-"""Of a job: what it is for."""
+"""Identifies a job."""
+
+
+# -- A frozen round, reduced with the same pass as a server's, over the files that the worker holds
 
 
 class UpdateDamaged(StateCorrupt):
@@ -76,20 +76,20 @@ def reduced(
     cancelled: threading.Event,
     on_bytes: Callable[[int], None],
 ) -> tuple[Version, Closed]:
-    """Write the next version and its outer state into slots that nobody else uses.
+    """Write the next version and its outer state into these slots.
 
     Args:
         base: the version that the round starts from.
         spools: ticket → its update.
-        on_bytes: told of the updates' bytes as they are looked at, and of the version's as they are made.
+        on_bytes: called with numbers of bytes, as updates are checked and as the version is made.
 
     Returns:
-        The version, and what is said of it.
+        The version, and the report of it.
 
     Raises:
         CancelledError: (concurrent.futures) `cancelled` was set. OSError: the disk is full, or fails.
         Overflow: the next version would hold Inf or NaN.
-        UpdateDamaged: an update is not what came. StateCorrupt: nor is the base.
+        UpdateDamaged: the disk has changed an update. StateCorrupt: it has changed the base.
     """
     begin, done = time.monotonic(), 0
     _require_whole(plan, work, spools, cancelled, on_bytes)
@@ -150,7 +150,7 @@ def _require_whole(
     cancelled: threading.Event,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Read every update once more: what lay on a disk since it came goes into the model only as it came."""
+    """Read every update once more, and refuse what the disk has changed since it came."""
     parts = plan.fragments[work.fragment].update.parts
 
     def look(job: tuple[Share, int]) -> None:
@@ -164,16 +164,16 @@ def _require_whole(
 
 
 def failed(work: Close, why: str, *, overflows: bool = False) -> Closed:
-    """What is said of a round that could not be reduced here."""
+    """Return the report of a round that could not be reduced here."""
     tickets = [each.ticket for each in work.updates]
     return Closed(fragment=work.fragment, version=work.version, tickets=tickets, failed=why, overflows=overflows)
 
 
 def failed_by(error: Exception, work: Close, folder: Path) -> Closed:
-    """What the server is told of an error; another worker may have better luck. A traceback is for this worker's log.
+    """Return the report of a round that ended with an error. A traceback goes into the log of this worker.
 
     Args:
-        folder: in which the version was to be written.
+        folder: of the version.
     """
     if isinstance(error, OSError):
         error = disk_error(error, folder / f"version {work.version}")
@@ -185,7 +185,7 @@ def failed_by(error: Exception, work: Close, folder: Path) -> Closed:
 
 
 def keep_result(site: str, plan: Plan, work: PeerWork, store: PeerStore, target: Path) -> None:
-    """Write the result of a finished run, and say so, or why it is not there."""
+    """Write the result of a finished run, and log where it is, or why it is not there."""
     try:
         result, why = result_of(plan, work, store, target), "not all of it has come"
     except AtollError as error:
@@ -197,7 +197,7 @@ def keep_result(site: str, plan: Plan, work: PeerWork, store: PeerStore, target:
 
 
 def result_of(plan: Plan, work: PeerWork, store: PeerStore, target: Path) -> Path | None:
-    """Write the result of a finished run, as the server would; None where it is not all here."""
+    """Write the result of a finished run, as the server would; return None if parts of it are not here."""
     newest: dict[int, int] = {}
     for hold in work.hold:
         newest[hold.fragment] = max(hold.version, newest.get(hold.fragment, 0))
@@ -213,10 +213,10 @@ def result_of(plan: Plan, work: PeerWork, store: PeerStore, target: Path) -> Pat
 
 
 def plan_of(message: SwarmPlan, split_plan: Callable[[Settings], Plan]) -> Plan:
-    """The plan of the server's settings, made here.
+    """Return the plan of the server's settings.
 
     Raises:
-        VersionSkew: this Atoll does not know one of them, or what it names is not installed here.
+        VersionSkew: this Atoll does not know one of them, or something that it names is not installed here.
     """
     try:
         return split_plan(Settings.build(dict(message.settings)))
@@ -228,32 +228,32 @@ def plan_of(message: SwarmPlan, split_plan: Callable[[Settings], Plan]) -> Plan:
 
 
 def key_of(work: Close) -> Key:
-    """What makes a frozen round this one."""
+    """Return what identifies a frozen round."""
     return ("close", work.fragment, work.version, *(share.ticket for share in work.updates))
 
 
 RESULT = "model.safetensors"
-"""In the worker's folder: what a finished run has come to."""
+"""In the worker's folder: the result of a finished run."""
 JOBS = 3
 """At a time."""
 KNOWN, UNREACHED = 1024, 64
-"""Addresses in a report, at most."""
+"""The most addresses in a report."""
 BUSY_S = 1.0
-"""Between two reports of a worker that is at work: the server sees that bytes move."""
+"""Seconds between two reports of a worker that works: the server sees that bytes move."""
 ANSWER_S = 10.0
-"""Beyond what it was asked to wait, after which a server that does not answer is asked again."""
+"""Seconds beyond the wait that was asked for, after which the server is asked again."""
 
 
 class SwarmPeer:
-    """One worker's part in a swarm; `start` it once the worker has joined.
+    """The part of one worker in a swarm; `start` it once the worker has joined.
 
     Args:
         http: to the server; sends the worker's lease.
-        peer_server: what the worker serves to others.
+        peer_server: serves files to others.
         plan: of the run, as the server has it.
         folder: of the worker in the run; locked by the caller.
         run: its id.
-        rejoin: takes the lease anew that is no longer valid.
+        rejoin: joins again with a lease that is no longer valid.
     """
 
     def __init__(
@@ -290,13 +290,13 @@ class SwarmPeer:
     # -- life
 
     def start(self) -> None:
-        """Begin to ask what there is to do."""
+        """Serve what is here, and begin to ask for work."""
         for version in self._store.versions():
             self._versions.add(version, self._versions.state_parts(version))
         self._thread.start()
 
     def leave(self) -> None:
-        """Stay until nobody else needs what is only here, as long as bytes move; then stop. Idempotent."""
+        """Stay until no other worker needs what is only here, as long as bytes move; then stop. Idempotent."""
         if not self._stopping.is_set() and self._thread.is_alive():
             self._leaving = True
             self._stayed.clear()
@@ -306,13 +306,13 @@ class SwarmPeer:
                 if (now := self._moved + self._peer_server.served) != moved:
                     moved, at_s = now, time.monotonic()
                 if time.monotonic() - at_s > self._idle_timeout_s:
-                    LOG.warning("%s: leaves, though others may need what only it has: nobody pulls it", self.site)
+                    LOG.warning("%s: leaves, though others may need what only it has: no worker pulls it", self.site)
                     break
             keep_result(self.site, self._plan, self._work, self._store, self._result)
         self._stopping.set()
 
     def close(self) -> None:
-        """Let go of everything; after `leave`."""
+        """Close all files and threads; after `leave`."""
         self._stopping.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._thread.is_alive():
@@ -320,7 +320,7 @@ class SwarmPeer:
         self._pool.shutdown(wait=True)
         self._store.close()
 
-    # -- what is said and heard
+    # -- reports and work
 
     def _main(self) -> None:
         pause_s = 0.25
@@ -336,7 +336,7 @@ class SwarmPeer:
                     self._rejoin(lease)
                 except NetworkLost:
                     pass
-                except AtollError as error:  # the worker's own next request is told so, too
+                except AtollError as error:  # the worker's own next request raises it, too
                     LOG.debug("%s: no longer takes part: %s", self.site, error)
                     return
                 self._stopping.wait(pause_s)
@@ -344,12 +344,12 @@ class SwarmPeer:
                 return
             except AtollError as error:
                 level = LOG.debug if isinstance(error, NetworkLost) else LOG.warning
-                level("%s: cannot ask what there is to do: %s", self.site, error)
+                level("%s: cannot ask for work: %s", self.site, error)
                 self._stopping.wait(pause_s)
                 pause_s = min(2 * pause_s, 8.0)
 
     def _say(self) -> None:
-        """Report at once what has changed; where that fails, the next turn does."""
+        """Report at once what has changed; if that fails, the next report does."""
         with contextlib.suppress(AtollError):
             self._ask(0.0)
 
@@ -391,7 +391,7 @@ class SwarmPeer:
         )
 
     def _follow(self, work: PeerWork) -> None:
-        """Drop what is not wanted any more, begin what is missing."""
+        """Drop what is not wanted any more, and begin what is missing."""
         if self._stopping.is_set():
             return
         rounds = {key_of(each) for each in work.close}
@@ -420,7 +420,7 @@ class SwarmPeer:
                 self._begin(key_of(closing), partial(self._close, closing))
 
     def _is_here(self, share: Share) -> bool:
-        """Whether this very update has been collected."""
+        """Whether an update has been collected, with the digest that is wanted."""
         found = self._collected.get(share.ticket)
         return found is not None and not found.failed and found.digest == share.digest
 
@@ -461,7 +461,7 @@ class SwarmPeer:
     # -- jobs
 
     def _probe(self, address: str) -> None:
-        """Find out whether another worker is to be reached."""
+        """Find out whether another worker can be reached."""
         why = self._peer_server.why_unreached(address, self._stopping.wait)
         with self._lock:
             if why:
@@ -469,13 +469,13 @@ class SwarmPeer:
             elif not self._stopping.is_set():
                 self._reached[address] = None
                 self._unreached.pop(address, None)
-            while len(self._reached) > KNOWN:  # of workers that were started again; who is forgotten is tried again
+            while len(self._reached) > KNOWN:  # of workers that were started again; a forgotten one is tried again
                 del self._reached[next(iter(self._reached))]
             while len(self._unreached) > UNREACHED:
                 del self._unreached[next(iter(self._unreached))]
 
     def _hold(self, hold: Hold) -> None:
-        """Have a version, and the outer state beside it."""
+        """Get a version and its outer state."""
         fragment, planned = hold.fragment, self._plan.fragments[hold.fragment]
         slot, state = self._store.take(VERSION, fragment), None
         assert slot is not None
@@ -492,7 +492,7 @@ class SwarmPeer:
         LOG.debug("%s: has version %d (%d bytes)", self.site, hold.version, planned.version.nbytes)
 
     def _collect(self, collect: Collect) -> None:
-        """Have an update in a spool, and know what it holds."""
+        """Get an update into a spool, and look what it holds."""
         fragment, ticket = collect.fragment, collect.ticket
         slot = self._store.take(SPOOL, fragment)
         assert slot is not None
@@ -551,13 +551,13 @@ class SwarmPeer:
             if isinstance(error, CancelledError) or not isinstance(error, Exception):
                 raise
             ended = failed_by(error, work, self._store.folder)
-            with self._lock:  # both are said in one report
+            with self._lock:  # so that one report has both
                 if isinstance(error, StateCorrupt):
                     self._let_go(base, error)
                 self._ended(key, ended)
 
     def _let_go(self, base: Version, error: StateCorrupt) -> None:
-        """What the disk has changed is not here any more: others have it, or have it still."""
+        """Drop what the disk has changed: it is pulled again."""
         LOG.warning("%s: %s", self.site, error)
         self._forget(error.ticket) if isinstance(error, UpdateDamaged) else self._drop(base)
 
@@ -568,7 +568,7 @@ class SwarmPeer:
     # -- what is here
 
     def _keep(self, version: Version, state_parts: Sequence[bytes]) -> None:
-        """Have a version from now on; where that fails, its slots stay the caller's."""
+        """Keep and serve a version; if that fails, its slots stay the caller's."""
         self._versions.add(version, state_parts)
         try:
             self._store.put(version)

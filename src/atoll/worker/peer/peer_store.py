@@ -1,7 +1,7 @@
 """The versions that a worker of a swarm holds, and the updates that it has collected: files that are rewritten.
 
 They are the same files as a server's: slots, with the same layouts and digests. A note says which slot holds what, so
-that a worker that was started again still has what it had.
+that a worker that is started again still has what it had.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ NOTE = "held.json"
 
 @dataclass(frozen=True)
 class Version:
-    """A version that is whole, and the outer state beside it.
+    """A complete version, with its outer state.
 
     Attributes:
-        state: None where there is none yet.
+        state: None if there is no outer state yet.
+        state_digests: BLAKE3 of the regions of the outer state.
     """
 
     fragment: int
@@ -41,7 +42,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Spool:
-    """An update that was collected: where it lies, and BLAKE3 of each of its parts."""
+    """An update that was collected: its slot, and BLAKE3 of each of its parts."""
 
     fragment: int
     slot: Slot
@@ -57,7 +58,7 @@ class _Note:
 
 
 class PeerStore:
-    """Where it all lies. Thread-safe.
+    """The files of a worker. Thread-safe.
 
     Args:
         folder: of the worker in the run; locked by the caller.
@@ -78,47 +79,46 @@ class PeerStore:
             self._adopt()
 
     def _adopt(self) -> None:
-        """Take up what an earlier process had, where it still is what its digests say."""
+        """Take over the versions of an earlier process whose bytes still have their digests; remove the rest."""
         note: _Note | None = read_note(self._path, _Note)
         for row in note.versions if note is not None and note.run == self._run else ():
-            try:
-                fragment, version, digest, number, state, parts, states = row
-                found = self._adopted(
-                    int(str(fragment)), int(str(version)), str(digest), number, state, _bytes(parts), _bytes(states)
-                )
-            except (ValueError, TypeError, KeyError):
-                continue
-            if found is not None:
-                self._versions[found.fragment, found.version] = found
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                if (found := self._adopted(*row)) is not None:
+                    self._versions[found.fragment, found.version] = found
         for (kind, fragment), pool in self._pools.items():
-            slots = [each.slot if kind == VERSION else each.state for each in self._versions.values()]
-            mine = [each.fragment for each in self._versions.values()]
-            pool.retain({slot.number for slot, at in zip(slots, mine, strict=True) if slot and at == fragment})
-            pool.trim()  # what is not whole goes with its slot
-            for path in self._path.parent.glob(f"{kind}-{fragment}-*"):
-                if path not in {slot.path for slot in slots if slot is not None}:
-                    path.unlink()
+            held = [each for each in self._versions.values() if each.fragment == fragment]
+            slots = [slot for each in held if (slot := each.slot if kind == VERSION else each.state)]
+            pool.retain({slot.number for slot in slots})
+            pool.trim()  # an incomplete version goes with its slot
+            for path in set(self._path.parent.glob(f"{kind}-{fragment}-*")) - {slot.path for slot in slots}:
+                path.unlink()
 
     def _adopted(
         self,
-        fragment: int,
-        version: int,
-        digest: str,
-        number: object,
+        fragment: object,
+        version: object,
+        digest: object,
+        slot: object,
         state: object,
-        parts: tuple[bytes, ...],
-        states: tuple[bytes, ...],
+        parts: object,
+        states: object,
     ) -> Version | None:
-        slot, beside = self._taken(VERSION, fragment, number, parts), None
-        if slot is None or self._plan.fragments[fragment].version.update_digest(parts) != digest:
+        """Return the version of a row of the note; None if its bytes changed.
+
+        Raises:
+            ValueError, TypeError, KeyError: the row is damaged.
+        """
+        at, part_digests, state_digests = int(str(fragment)), _bytes(parts), _bytes(states)
+        mine, beside = self._verified(VERSION, at, slot, part_digests), None
+        if mine is None or self._plan.fragments[at].version.update_digest(part_digests) != digest:
             return None
-        if states:
-            beside = self._taken(STATE, fragment, state, states)
+        if state_digests:
+            beside = self._verified(STATE, at, state, state_digests)
             if beside is None:
                 return None
-        return Version(fragment, version, digest, slot, beside, parts, states)
+        return Version(at, int(str(version)), str(digest), mine, beside, part_digests, state_digests)
 
-    def _taken(self, kind: str, fragment: int, number: object, digests: tuple[bytes, ...]) -> Slot | None:
+    def _verified(self, kind: str, fragment: int, number: object, digests: tuple[bytes, ...]) -> Slot | None:
         pool = self._pools[kind, fragment]
         slot = pool.adopt(int(str(number)))
         return slot if slot is not None and verify(slot.fd, pool.shape, digests) else None
@@ -126,19 +126,20 @@ class PeerStore:
     # -- versions
 
     def versions(self) -> list[Version]:
-        """All that are whole, in order."""
+        """Return all complete versions, in order."""
         with self._lock:
             return [version for _, version in sorted(self._versions.items())]
 
     def get(self, fragment: int, version: int) -> Version | None:
+        """Return a version; None if it is not here."""
         with self._lock:
             return self._versions.get((fragment, version))
 
     def put(self, version: Version) -> None:
-        """One is whole: its slots, which the caller has taken, are its own from here on.
+        """Keep a version; its slots, which the caller has taken, belong to the store from now on.
 
         Raises:
-            StoreError: that cannot be written down; it is not here, and its slots are the caller's.
+            StoreError: the note cannot be written; the version is not kept, and the slots stay the caller's.
         """
         with self._lock:
             self._versions[version.fragment, version.version] = version
@@ -149,10 +150,10 @@ class PeerStore:
                 raise
 
     def drop(self, version: Version) -> None:
-        """It is not needed any more; its slots may be rewritten once nobody reads them."""
+        """Keep a version no longer; its slots are rewritten once no reader is left."""
         with self._lock:
             if self._versions.pop((version.fragment, version.version), None) is not None:
-                with contextlib.suppress(StoreError):  # a note that still has it is not believed without its digests
+                with contextlib.suppress(StoreError):  # an old note is checked against the digests
                     self._write()
                 self.give_back(VERSION, version.fragment, version.slot)
                 self.give_back(STATE, version.fragment, version.state)
@@ -177,11 +178,11 @@ class PeerStore:
 
     @property
     def folder(self) -> Path:
-        """Where they lie."""
+        """The folder of all files."""
         return self._path.parent
 
     def take(self, kind: str, fragment: int) -> Slot | None:
-        """A slot to write into; None where the fragment has no such files.
+        """Return a slot to write into; None if the fragment has no files of this kind.
 
         Raises:
             DiskFull: no space for another.
@@ -190,27 +191,24 @@ class PeerStore:
         return None if pool is None else pool.take(JOURNAL)
 
     def give_back(self, kind: str, fragment: int, slot: Slot | None) -> None:
-        """The slot may be rewritten."""
+        """Let a slot be rewritten."""
         if slot is not None:
             self._pools[kind, fragment].drop(slot, JOURNAL)
 
     @contextmanager
     def reading(self, kind: str, fragment: int, slots: Sequence[Slot | None]) -> Iterator[None]:
-        """Within, these slots stay as they are."""
-        held = [slot for slot in slots if slot is not None]
-        pool = self._pools.get((kind, fragment))
-        for slot in held:
-            assert pool is not None
+        """Keep these slots unchanged within the block."""
+        held = [(self._pools[kind, fragment], slot) for slot in slots if slot is not None]
+        for pool, slot in held:
             pool.hold(slot, READER)
         try:
             yield
         finally:
-            for slot in held:
-                assert pool is not None
+            for pool, slot in held:
                 pool.drop(slot, READER)
 
     def close(self) -> None:
-        """Let go of the files; what they hold stays for a next start."""
+        """Close the files; the versions stay for the next start."""
         with self._lock:
             for (kind, _), pool in self._pools.items():
                 if kind == SPOOL:

@@ -1,7 +1,7 @@
 """What workers of a swarm pull from each other and serve to each other: versions, outer states and updates.
 
-Where this worker listens is its own matter: `ATOLL_PEER_HOST` and `ATOLL_PEER_PORT`, the name that others reach it
-under, `ATOLL_PEER_NAME`, and the certificate that it shows, `ATOLL_PEER_TLS_CERT` and `ATOLL_PEER_TLS_KEY`.
+Variables of the environment say where this worker listens, `ATOLL_PEER_HOST` and `ATOLL_PEER_PORT`, under which name
+others reach it, `ATOLL_PEER_NAME`, and which certificate it shows, `ATOLL_PEER_TLS_CERT` and `ATOLL_PEER_TLS_KEY`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from atoll.protocol import messages, routes
 from atoll.protocol.object_manifest import FileManifest
 from atoll.protocol.swarm_messages import Collect, Hold, Source
 from atoll.store.file_slots import Slot, disk_error, region_digest
-from atoll.tensors.layout import PART_BYTES, Part
+from atoll.tensors.layout import PART_BYTES, Layout, Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Counters, Http
 from atoll.transport.object_server import ObjectHost, Ranges
@@ -44,13 +44,13 @@ def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
     """Listen for the other workers.
 
     Raises:
-        ConfigError: the run's server is not on this machine, and nothing says where this worker is to be reached; or
-            the address needs TLS, or is not this machine's. PortInUse: somebody else has the port.
+        ConfigError: the run's server is on another machine, and no variable says where others reach this worker; or
+            the address needs TLS, or is not this machine's. PortInUse: another process has the port.
     """
     host = os.environ.get("ATOLL_PEER_HOST")
     if host is None and not is_loopback(server_host):
         raise ConfigError(
-            f"Worker {site} joins a swarm at {server_host}, and does not say where the other workers reach it.",
+            f"Worker {site} joins a swarm at {server_host}, and nothing says where the other workers reach it.",
             "Set ATOLL_PEER_HOST (0.0.0.0 listens everywhere), ATOLL_PEER_PORT, and ATOLL_PEER_TLS_CERT and "
             "ATOLL_PEER_TLS_KEY, or ATOLL_PEER_INSECURE=1 if the network is your own.",
         )
@@ -95,13 +95,13 @@ def _path(variable: str) -> Path | None:
 
 
 def spans(nbytes: int) -> list[Part]:
-    """A file in parts of 16 MiB: how outer states travel."""
+    """Return the parts of 16 MiB in which an outer state travels."""
     starts = range(0, nbytes, PART_BYTES)
     return [Part(index, start, min(start + PART_BYTES, nbytes), ()) for index, start in enumerate(starts)]
 
 
 class Pull:
-    """What one reference names, at the worker who serves it."""
+    """What one reference names, at the worker that serves it."""
 
     def __init__(self, ref: TensorRef, parts: Ranges) -> None:
         self._ref, self._parts = ref, parts
@@ -110,10 +110,10 @@ class Pull:
         self.manifest = FileManifest.read(parts.read(path, routes.MANIFEST_BYTES), what)
 
     def require(self, digest: str) -> Sequence[bytes]:
-        """The digests of its parts, where they make up what is wanted.
+        """Return the digests of its parts.
 
         Raises:
-            PartCorrupt: they do not.
+            PartCorrupt: it is not what is wanted.
         """
         if self.manifest.digest != digest or self._ref.digest != digest:
             raise PartCorrupt(f"{self._ref.server} serves something else than it said.", "Look at that worker.")
@@ -123,29 +123,36 @@ class Pull:
         self,
         digests: Sequence[bytes],
         wanted: Sequence[Part],
-        write: Callable[[int, memoryview], None],
+        slot: Slot,
         *,
         on_bytes: Callable[[int], None],
         on_part: Callable[[Part], None] | None = None,
     ) -> None:
-        """Pull parts; one that arrives damaged is pulled again, alone."""
+        """Pull parts; a part that arrives damaged is pulled again."""
         path = routes.OBJECT_DATA.format(object=self._ref.object)
-        self._parts.pull(path, digests, wanted, [Writing(write)], on_bytes=on_bytes, on_part=on_part)
+        self._parts.pull(path, digests, wanted, [SlotWriter(slot)], on_bytes=on_bytes, on_part=on_part)
 
 
-class Writing:
-    """A sink that is a function."""
+class SlotWriter:
+    """Writes what is pulled into a slot."""
 
-    def __init__(self, write: Callable[[int, memoryview], None]) -> None:
-        self.write = write
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+
+    def write(self, offset: int, data: memoryview) -> None:
+        try:
+            with self._slot.one_writes:
+                write_at(self._slot.fd, data, offset)
+        except OSError as error:
+            raise disk_error(error, self._slot.path) from error
 
 
 @contextmanager
 def connected(text: str, idle_timeout_s: float, counters: Counters) -> Iterator[tuple[TensorRef, Parts]]:
-    """Connections to who serves a reference, for as long as the block lasts.
+    """Connect to the worker that serves a reference, for as long as the block lasts.
 
     Args:
-        counters: that its bytes are added to.
+        counters: count the bytes.
     """
     ref = TensorRef.parse(text)
     http = object_http(ref)
@@ -158,21 +165,24 @@ def connected(text: str, idle_timeout_s: float, counters: Counters) -> Iterator[
         http.close()
 
 
-# -- What a worker of a swarm serves to the others: its updates, and the versions that it holds.
+# -- What a worker serves to others: its updates, and the versions that it holds.
 
 
 AGAIN_S = (0.5, 1.0, 2.0)
-"""Before a worker that could not be reached is tried again."""
+"""Seconds before a worker that was not reached is tried again."""
 PROBE_S = 10.0
-"""A probe that is not answered by then has failed."""
+"""How long a probe waits for its answer."""
 
 
 class PeerServer:
-    """Files of this worker, under references that its server passes on.
+    """Serves files of this worker, under references that the server passes on.
 
     Args:
-        counters: that what others pull is added to.
+        counters: count the bytes that others pull.
         ca: PEM file with the authority of other workers' certificates.
+
+    Attributes:
+        served: bytes that others have pulled.
     """
 
     def __init__(self, host: ObjectHost, counters: Counters, ca: str | None) -> None:
@@ -180,7 +190,7 @@ class PeerServer:
         self._lock = threading.Lock()
         self._updates: dict[int, tuple[str, TensorRef]] = {}  # fragment → digest and reference
         self.served = 0
-        self._watching: dict[int, Callable[[int], None]] = {}  # fragment → who is told of its update's bytes
+        self._watching: dict[int, Callable[[int], None]] = {}  # fragment → is told of its update's bytes
 
     @property
     def address(self) -> str:
@@ -196,12 +206,12 @@ class PeerServer:
         return self._host.serve(fd, nbytes, digest, digests, self._count)
 
     def withdraw(self, ref: TensorRef) -> None:
-        """Serve it no more."""
+        """Stop serving it."""
         with contextlib.suppress(AtollError):
             self._host.withdraw(ref)
 
     def offer(self, fragment: int, outbox: Outbox, on_bytes: Callable[[int], None]) -> TensorRef:
-        """Serve what an outbox holds, until another is offered or it is `retract`ed; say what others pull of it."""
+        """Serve the update of an outbox, until another is offered or `retract` is called; report what others pull."""
         self._watching[fragment] = on_bytes
 
         def count(nbytes: int) -> None:
@@ -222,7 +232,7 @@ class PeerServer:
         return ref
 
     def retract(self, fragment: int) -> None:
-        """The outbox is about to hold something else."""
+        """Stop serving the update: the outbox is about to change."""
         with self._lock:
             known = self._updates.pop(fragment, None)
         if known is not None:
@@ -230,7 +240,7 @@ class PeerServer:
 
     @contextlib.contextmanager
     def connected(self, text: str, idle_timeout_s: float) -> Iterator[tuple[TensorRef, Ranges]]:
-        """What a reference names: read here where it is this worker's own, else over connections to who serves it."""
+        """Open what a reference names: a file of this worker's own, or connections to the worker that serves it."""
         ref = TensorRef.parse(text)
         own = self._host.opened(ref, lambda nbytes: self._read(ref, nbytes)) if ref.server == self.address else None
         if own is None:
@@ -243,30 +253,27 @@ class PeerServer:
             own.close()
 
     def _read(self, ref: TensorRef, nbytes: int) -> None:
-        """Who waits for his update to be taken sees that it is, also where it is he who takes it."""
+        """Report that this worker itself reads the update that it offers."""
         with self._lock:
             at = next((fragment for fragment, (_, mine) in self._updates.items() if mine.object == ref.object), None)
         if at is not None:
             self._watching[at](nbytes)
 
     def in_order(self, sources: Sequence[str]) -> list[str]:
-        """References to the same in the order in which they are tried: this worker's own, then any."""
+        """Sort references to one version: this worker's own first, then the others at random."""
         return sorted(sources, key=lambda text: (TensorRef.parse(text).server != self.address, random.random()))
 
     def probe(self, address: str) -> None:
-        """Find out whether another worker is to be reached.
+        """Reach another worker.
 
         Raises:
-            ServerUnreachable, TransferStalled: it is not. BadRequest: somebody else is there.
+            ServerUnreachable, TransferStalled: it cannot be reached. BadRequest: something else answers there.
         """
-        http = Http(address, ca=self._ca)
-        try:
+        with contextlib.closing(Http(address, ca=self._ca)) as http:
             http.reach(routes.HEALTH, timeout_s=PROBE_S)
-        finally:
-            http.close()
 
     def why_unreached(self, address: str, wait: Callable[[float], bool]) -> str:
-        """As `probe`, a few times; why not, empty where it is reached or `wait` says that it is over."""
+        """Probe a worker a few times. Return why it was not reached; empty if it was, or if `wait` returns true."""
         why = ""
         for pause_s in (*AGAIN_S, 0.0):
             try:
@@ -283,24 +290,24 @@ class PeerServer:
 
 
 class ServedVersions:
-    """Versions that others may pull, each with the outer state beside it."""
+    """The versions that others may pull, each with its outer state."""
 
     def __init__(self, plan: Plan, peer_server: PeerServer) -> None:
         self._plan, self._peer_server = plan, peer_server
         self._sources: dict[tuple[int, int], Source] = {}
 
     def source_of(self, version: Version) -> Source | None:
-        """Where others pull it."""
+        """Return where others pull a version; None if it is not served."""
         return self._sources.get((version.fragment, version.version))
 
     def state_parts(self, version: Version) -> list[bytes]:
-        """BLAKE3 of the parts in which its outer state travels: reads all of it, so hold no lock."""
+        """Return BLAKE3 of the parts of its outer state. This reads all of it: call it without a lock."""
         if version.state is None:
             return []
         return [region_digest(version.state.fd, ((part.start, part.nbytes),)) for part in self._spans(version)]
 
     def add(self, version: Version, state_parts: Sequence[bytes]) -> None:
-        """Let others pull it."""
+        """Serve a version."""
         planned, beside = self._plan.fragments[version.fragment], None
         at = self._peer_server.serve(version.slot.fd, planned.version.nbytes, version.digest, version.part_digests)
         if version.state is not None:
@@ -310,7 +317,7 @@ class ServedVersions:
         self._sources[version.fragment, version.version] = source
 
     def remove(self, version: Version) -> None:
-        """Serve it no more."""
+        """Stop serving a version."""
         source = self._sources.pop((version.fragment, version.version), None)
         for text in (source.version, source.state) if source is not None else ():
             if text is not None:
@@ -322,7 +329,7 @@ class ServedVersions:
         return spans(shape.nbytes)
 
 
-# -- What a worker of a swarm pulls from the others, and checks: versions with their outer states, and updates.
+# -- What a worker pulls from others, and checks: versions with their outer states, and updates.
 
 
 class PeerTransfers:
@@ -330,8 +337,8 @@ class PeerTransfers:
 
     Args:
         http: to the server.
-        peer_server: what the worker itself serves is taken from there.
-        on_bytes: told what came.
+        peer_server: has what this worker serves itself.
+        on_bytes: called with the number of bytes that came.
     """
 
     def __init__(
@@ -342,13 +349,13 @@ class PeerTransfers:
         self._inspections = [Inspection(fragment.update, plan.codecs) for fragment in plan.fragments]
 
     def version(self, hold: Hold, slot: Slot, state: Slot | None) -> tuple[Version, Sequence[bytes]]:
-        """A version in these slots, every byte checked; from the server, where nobody else has it.
+        """Pull a version into these slots, and check every byte; from the server if no worker has it.
 
         Returns:
-            The version, and the BLAKE3 of the parts in which its outer state came.
+            The version, and BLAKE3 of the parts in which its outer state came.
 
         Raises:
-            AtollError: one of `UNPULLED`, where nobody could give it.
+            AtollError: one of `UNPULLED`: no worker could give it.
         """
         if not hold.sources:
             return self._initial(hold, slot), ()
@@ -362,30 +369,35 @@ class PeerTransfers:
         raise last
 
     def _from(self, source: Source, hold: Hold, slot: Slot, state: Slot | None) -> tuple[Version, Sequence[bytes]]:
-        """A version and the outer state beside it, both at once."""
+        """Pull a version and its outer state at the same time."""
+        layout = self._plan.fragments[hold.fragment].version
         if state is None:
-            digests = tuple(self._version_from(source, hold, slot))
+            digests = self._pulled(source.version, hold.digest, layout, slot)
             return Version(hold.fragment, hold.version, hold.digest, slot, None, digests, ()), ()
         if source.state is None:
             raise Gone(f"Version {hold.version} has no outer state there.", "Ask another worker.")
         with ThreadPoolExecutor(1, thread_name_prefix="atoll-swarm-state") as beside:
-            coming = beside.submit(self._state_from, source.state, hold, state)  # left by an error, it is waited for
-            digests = tuple(self._version_from(source, hold, slot))
+            coming = beside.submit(
+                self._state_from, source.state, hold, state
+            )  # awaited at the end of the block, also after an error
+            digests = self._pulled(source.version, hold.digest, layout, slot)
             regions, state_parts = coming.result()
         return Version(hold.fragment, hold.version, hold.digest, slot, state, digests, regions), state_parts
 
-    def _version_from(self, source: Source, hold: Hold, slot: Slot) -> Sequence[bytes]:
-        layout = self._plan.fragments[hold.fragment].version
-        with self._connected(source.version) as (ref, parts):
+    def _pulled(
+        self, source: str, digest: str, layout: Layout, slot: Slot, on_part: Callable[[Part], None] | None = None
+    ) -> tuple[bytes, ...]:
+        """Pull a version or an update. Return the digests of its parts, which make up the one that is wanted."""
+        with self._connected(source) as (ref, parts):
             pull = Pull(ref, parts)
-            digests = pull.require(hold.digest)
-            if layout.update_digest(digests) != hold.digest:
-                raise PartCorrupt(f"{ref.server} serves a version whose parts make up another one.")
-            pull.parts(digests, layout.parts, _into(slot), on_bytes=self._move)
-        return digests
+            digests = pull.require(digest)
+            if layout.update_digest(digests) != digest:
+                raise PartCorrupt(f"{ref.server} serves a file whose parts make up another one.")
+            pull.parts(digests, layout.parts, slot, on_bytes=self._move, on_part=on_part)
+        return tuple(digests)
 
     def _state_from(self, source: str, hold: Hold, slot: Slot) -> tuple[tuple[bytes, ...], Sequence[bytes]]:
-        """The outer state, checked as the version is: its regions' digests make up what the server was told.
+        """Pull the outer state; the digests of its regions must make up the one that the server knows.
 
         Returns:
             BLAKE3 of its regions, and of the parts in which it came.
@@ -397,7 +409,7 @@ class PeerTransfers:
             parts_digests, cut = pull.require(hold.state_digest), spans(shape.nbytes)
             if len(parts_digests) != len(cut):
                 raise PartCorrupt(f"{ref.server} serves an outer state in other parts than it has.")
-            pull.parts(parts_digests, cut, _into(slot), on_bytes=self._move)
+            pull.parts(parts_digests, cut, slot, on_bytes=self._move)
             digests = tuple(region_digest(slot.fd, region) for region in shape.regions)
             header = os.pread(slot.fd, len(shape.header), 0)
             if digest_of(digests) != hold.state_digest or header != shape.header:
@@ -405,20 +417,20 @@ class PeerTransfers:
         return digests, parts_digests
 
     def _initial(self, hold: Hold, slot: Slot) -> Version:
-        """Version 0, which the server has."""
+        """Pull version 0 from the server."""
         layout = self._plan.fragments[hold.fragment].version
         manifest = self._http.get(routes.MANIFEST.format(fragment=hold.fragment, version=0), messages.Manifest)
         digests = tuple(bytes.fromhex(text) for text in manifest.part_digests)
         path = routes.VERSION_DATA.format(fragment=hold.fragment, version=0, digest=hold.digest)
         parts = Parts(self._http, CONNECTIONS, self._idle_timeout_s)
         try:
-            parts.pull(path, digests, layout.parts, [Writing(_into(slot))], on_bytes=self._move)
+            parts.pull(path, digests, layout.parts, [SlotWriter(slot)], on_bytes=self._move)
         finally:
             parts.close()
         return Version(hold.fragment, 0, hold.digest, slot, None, digests, ())
 
     def update(self, collect: Collect, slot: Slot) -> tuple[Spool, float, str]:
-        """An update in this slot; returns it, its norm, and what is wrong with it."""
+        """Pull an update into this slot. Return it, its norm, and what is wrong with it."""
         layout, inspection = self._plan.fragments[collect.fragment].update, self._inspections[collect.fragment]
         sums, bad = list[float](), list[str]()
 
@@ -438,25 +450,8 @@ class PeerTransfers:
             if stats.bad is not None:
                 bad.append(stats.bad)
 
-        with self._connected(collect.source) as (ref, parts):
-            pull = Pull(ref, parts)
-            digests = pull.require(collect.digest)
-            if layout.update_digest(digests) != collect.digest:
-                raise PartCorrupt(f"{ref.server} serves an update whose parts make up another one.")
-            pull.parts(digests, layout.parts, _into(slot), on_bytes=self._move, on_part=look)
-        spool = Spool(collect.fragment, slot, tuple(digests))
+        spool = Spool(collect.fragment, slot, self._pulled(collect.source, collect.digest, layout, slot, look))
         return spool, (math.sqrt(math.fsum(sums)) if not bad else 0.0), (min(bad) if bad else "")
 
     def _connected(self, text: str) -> AbstractContextManager[tuple[TensorRef, Ranges]]:
         return self._peer_server.connected(text, self._idle_timeout_s)
-
-
-def _into(slot: Slot) -> Callable[[int, memoryview], None]:
-    def write(offset: int, data: memoryview) -> None:
-        try:
-            with slot.one_writes:
-                write_at(slot.fd, data, offset)
-        except OSError as error:
-            raise disk_error(error, slot.path) from error
-
-    return write
