@@ -1,4 +1,4 @@
-"""What a site does to its update before any byte of it leaves, and the server before it aggregates.
+"""Filters of what travels: updates, payloads of tasks and their answers, at a site or at the server.
 
 atoll.join(server, site, filters=[Drop("head.*"), NormClip(1.0, noise=0.5)])
 atoll.Server(model, filters={"clinic-a": [NormClip(10.0)]})

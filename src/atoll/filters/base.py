@@ -1,9 +1,8 @@
-"""The filter contract, and several filters in a chain.
+"""The contract of filters, and several filters in a chain.
 
-In rounds that is an update, before any byte of it leaves its site or before it is aggregated. What filters see is the
-change: version − local, of `params` (the pseudo-gradient) and of float buffers alike. In tasks it is a payload or an
-answer, whose float tensors filters see as they are. Values are in fp32 or wider, on the CPU; a run has at most
-`CHUNK_ELEMENTS`, and no tensor is held as a whole.
+In rounds a filter gets an update, before it leaves its site or before it is aggregated: the change version − local, of
+`params` (the pseudo-gradient) and of float buffers alike. In tasks it gets the float tensors of a payload or an answer
+as they are. Values are in fp32 or wider, on the CPU; a run has at most `CHUNK_ELEMENTS`, and no tensor is held whole.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from atoll.tensors.schema import TensorSpec
 
 @dataclass(frozen=True)
 class About:
-    """What is known of an update, or of a payload, besides its values.
+    """What is known of an update or a payload, besides its values.
 
     Attributes:
-        site: whose it is; of what is sent to a site, that site.
-        round: counts from 1; 0 in tasks, as what follows but `task`.
-        version: it was trained from.
+        site: that it comes from, or is sent to.
+        round: counts from 1; in tasks it is 0, as all others but `site` and `task`.
+        version: that the update was trained from.
         weight: of the update.
-        steps: local optimizer steps; 0 where nobody said.
+        steps: local optimizer steps; 0 if they were not reported.
         metrics: that travel with it.
         task: name of the task; empty in rounds.
-        fragment: of the model that the update is of; 0 also where it is the whole model.
+        fragment: of the model; 0 also for an update of the whole model.
     """
 
     site: str
@@ -52,15 +51,15 @@ class About:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """The update or payload that is on its way, for a filter that has to look at all of it first.
+    """An update or a payload as a whole, for a filter that has to look at all of it first.
 
     Attributes:
         about: its metadata.
-        tensors: by name, those that the filters before this one keep.
-        changes: (name, start, stop) → those elements [stop − start], behind the filters before: of version − local, or
+        tensors: by name, those that earlier filters keep.
+        changes: (name, start, stop) → those elements [stop − start] after the earlier filters: of version − local, or
             of the payload.
-        aliases: further name → name, of a payload's tensors that are in several places.
-        model: names of all tensors of the model, where the update is of one fragment of it.
+        aliases: further name → name, for tensors that are in several places of a payload.
+        model: names of all tensors of the model, if the update is of one fragment.
     """
 
     about: About
@@ -70,14 +69,14 @@ class Outgoing:
     model: Collection[str] = ()
 
     def runs(self) -> Iterator[tuple[str, int, Tensor]]:
-        """(name, first element, values) of all float tensors, in file order, one run at a time."""
+        """Yield (name, first element, values) of all float tensors, in file order, one run at a time."""
         for name, spec in self.tensors.items():
             if spec.is_float:
                 for start in range(0, spec.numel, CHUNK_ELEMENTS):
                     yield name, start, self.changes(name, start, min(start + CHUNK_ELEMENTS, spec.numel))
 
     def tensor(self, name: str) -> Tensor:
-        """All of one tensor's change, or of the payload's tensor, in its shape and in new memory.
+        """Return the change of one tensor, or the tensor of the payload, whole, in its shape and in new memory.
 
         Raises:
             KeyError: no float tensor has this name.
@@ -91,45 +90,43 @@ class Outgoing:
 
 
 class Filter:
-    """Leaves what travels as it is; others override what they need."""
+    """Changes nothing; a filter overrides what it needs."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
     def begin(self, update: Outgoing) -> None:
-        """A round's update, or a task's payload, is on its way; called once for each, before `keeps` and `apply`.
+        """Begin with an update or a payload; called once for each, before `keeps` and `apply`.
 
-        A filter that needs to know the whole first looks at `update.runs()`: one pass more over the update. Keep what
-        was found, not `update`: it holds the model of the round until the next one.
+        A filter that has to look at all of it reads `update.runs()`, which is one more pass over it. Keep what you
+        find, not `update` itself: it holds the model of the round until the next one.
         """
 
     def keeps(self, spec: TensorSpec) -> bool:
-        """Whether this tensor is sent. Else the server gets no change of it: it stays as the version has it; a payload
-        has None in its place.
-        """
+        """Whether this tensor is sent. If not, the server gets no change of it, and a payload has None in its place."""
         return True
 
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        """What to send in place of `values` [n], elements from `start` on of `name`.
+        """Return what to send in place of `values` [n], the elements of `name` from `start` on.
 
-        May be called more than once for the same elements, and from several threads; it gives the same each time.
-        Integer tensors are not asked for.
+        It may be called more than once for the same elements, also from several threads, and returns the same each
+        time. It is not called for integer tensors.
 
         Returns:
-            [n], of the dtype of `values`; those may be changed in place and returned.
+            [n], in the dtype of `values`, which may be changed in place and returned.
         """
         return values
 
 
 def require_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
-    """What a user gave as `filters`.
+    """Return what a user gave as `filters`.
 
     Raises:
-        UsageError: one is no filter.
+        UsageError: something in it is no filter.
     """
     if isinstance(filters, Filter):
         raise UsageError(f"filters is {filters!r} alone.", f"Give a list: [{filters!r}].")
-    given = tuple(filters)  # first: what can be read once, a generator, would else be empty behind the check
+    given = tuple(filters)  # a generator can be read only once
     for each in given:
         if not isinstance(each, Filter):
             raise UsageError(f"{each!r} is not a filter.", "Derive it from atoll.filters.Filter.")
@@ -137,12 +134,12 @@ def require_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
 
 
 class BadFilter(Exception):
-    """A filter raised, or gave what it may not.
+    """A filter raised, or returned something wrong.
 
     Attributes:
-        filter: which one.
-        what: what it did, as words that follow its name.
-        raised: whether it raised; what it raised is the cause.
+        filter: the filter.
+        what: what it did, as words after its name.
+        raised: whether it raised; its error is the cause.
     """
 
     def __init__(self, filter_: Filter, what: str, *, raised: bool) -> None:
@@ -151,16 +148,16 @@ class BadFilter(Exception):
 
 
 class Chain:
-    """The change of an update, or what a payload holds, behind every filter.
+    """The change of an update, or the tensors of a payload, after all filters.
 
     Args:
-        filters: in their order; `begin` of each is called here.
+        filters: in order; `begin` of each is called here.
         specs: by name, the tensors that filters see.
         about: the metadata.
         raw: (name, start, stop) → those elements of version − local, or of the payload, before any filter, in new
             memory, in the dtype of accumulation.
-        aliases: further name → name; a tensor is kept under all its names, or not at all.
-        model: names of all tensors of the model, where the update is of one fragment of it.
+        aliases: further name → name; a tensor is kept under all its names, or under none.
+        model: names of all tensors of the model, if the update is of one fragment.
         finite: whether a filter that leaves NaN or Inf is refused here.
 
     Raises:
@@ -201,22 +198,22 @@ class Chain:
         return name in self._kept
 
     def change(self, name: str, start: int, stop: int) -> Tensor:
-        """The elements [stop − start] of a float tensor behind every filter; zeros where one does not keep it.
+        """Return the elements [stop − start] of a float tensor after all filters; zeros if one does not keep it.
 
         Raises:
-            BadFilter: one raised, gave another shape or dtype, or what is not finite.
+            BadFilter: one raised, or returned another shape or dtype, or NaN or Inf.
         """
         if name not in self._kept:
             return torch.zeros(stop - start, dtype=accumulate_dtype(self.specs[name].dtype), device="cpu")
         return self._behind(name, start, self._raw(name, start, stop), len(self._filters))
 
     def taken(self, name: str, start: int, stop: int) -> Tensor:
-        """What the filters have taken off the change of a tensor that is sent: before − behind."""
+        """Return what the filters have taken off the change of a tensor that is sent: before − after."""
         raw = self._raw(name, start, stop)
         return raw.sub_(self._behind(name, start, raw.clone(), len(self._filters)))
 
     def _behind(self, name: str, start: int, values: Tensor, count: int) -> Tensor:
-        """What the first `count` filters make of `values`, which they may change."""
+        """Return what the first `count` filters make of `values`, which they may change."""
         wide = values.dtype
         for filter_ in self._filters[:count]:
             found = _call(filter_, f"{name!r}", partial(filter_.apply, name, start, values))
@@ -238,12 +235,12 @@ def _call(filter_: Filter, of: str, call: Callable[[], object]) -> object:
         raise BadFilter(filter_, f"failed at {of}: {type(error).__name__}: {error}", raised=True) from error
 
 
-# -- Filters between a payload and what travels: each float tensor passes through all of them while it is written.
+# -- Filters of payloads: each float tensor passes through all of them while it is written.
 #
 #     model.w  ──run──▶ fp32 ──filter──▶ … ──filter──▶ its own dtype ──▶ file
 #
-# Nothing is copied before: a tensor stands in the payload as a `Stream` that reads its runs and filters them when they
-# are asked for. Integers, booleans and NumPy scalars stay as they are.
+# Nothing is copied before: the payload has a `Stream` in the place of a tensor, which filters each run when it is read.
+# Integers, booleans and NumPy scalars stay as they are.
 
 
 T = TypeVar("T")
@@ -253,10 +250,10 @@ ByTask = Sequence[Filter] | Mapping[str, Sequence[Filter]]
 
 
 def for_tasks(given: ByTask) -> list[tuple[Filter, frozenset[str]]]:
-    """Each filter with the tasks that it is for; none for every task.
+    """Return each filter with the names of its tasks; without names it is for every task.
 
     Raises:
-        UsageError: one is no filter.
+        UsageError: something in it is no filter.
     """
     if not isinstance(given, Mapping):
         return [(each, frozenset()) for each in require_filters(given)]
@@ -264,16 +261,16 @@ def for_tasks(given: ByTask) -> list[tuple[Filter, frozenset[str]]]:
 
 
 def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str) -> Packed:
-    """A payload as it is to travel: None in the places of what is dropped, and each float tensor behind the filters.
+    """Return a payload as it is to travel: None in the places of dropped tensors, and float tensors filtered.
 
-    The filters' `begin` and `keeps` are called here, and `apply` while it is written: until then they may not be used
-    for another payload.
+    `begin` and `keeps` of the filters are called here, and `apply` while the payload is written: until then they may
+    not be used for another payload.
 
     Args:
-        what: begins the errors: names the payload, and says what does not become of it.
+        what: begins the errors: it names the payload, and says what is not done with it.
 
     Raises:
-        UsageError: a filter raised, or looked at what is not finite; filter and tensor are named.
+        UsageError: a filter raised, or would read NaN or Inf; filter and tensor are named.
     """
     names = _told(lambda: names_of(packed), what) if filters else {}
     if not names:
@@ -303,13 +300,13 @@ def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str)
 
 
 def said(error: BaseException) -> str:
-    """An error for the log, with the traceback of what a filter raised: as text, since a record keeps no payload."""
+    """Return an error with the traceback of its cause, as text, so that a log record holds no payload."""
     cause = "" if error.__cause__ is None else "\n" + "".join(traceback.format_exception(error.__cause__)).rstrip()
     return f"{error}{cause}"
 
 
 class _Through(Stream):
-    """A tensor behind the filters; what fails has been told by then."""
+    """A filtered tensor; its errors name the filter already."""
 
     def _chunks(self) -> Iterator[Chunk]:
         yield from self.chunks()
@@ -329,7 +326,7 @@ def _runs(chain: Chain, spec: TensorSpec, dtype: torch.dtype, last: str, what: s
 
 @dataclass(eq=False)
 class _Cursor:
-    """Reads runs of a stream, which are mostly asked for in their order; one that lies before begins it anew."""
+    """Reads runs of a stream, mostly in order; an earlier run reads the stream anew."""
 
     stream: Stream
     at: int = 0
@@ -345,7 +342,7 @@ class _Cursor:
         self._read(None, start * size - self.at)
         self._read(bytes_of(out), (stop - start) * size)
         if stop * size == self.stream.nbytes:
-            for _ in self.chunks:  # it looks whether there is more than there should be
+            for _ in self.chunks:  # it raises if it has too many
                 pass
             self.chunks = None
         return out
@@ -355,7 +352,7 @@ class _Cursor:
         done = 0
         while done < count:
             if not self.rest:
-                self.rest = next(self.chunks)  # it raises where it has too few
+                self.rest = next(self.chunks)  # it raises if it has too few
             run, self.rest = self.rest[: count - done], self.rest[count - done :]
             if into is not None:
                 into[done : done + len(run)] = run

@@ -1,7 +1,7 @@
 """Drop tensors, clip the norm and add noise, round to fewer digits.
 
 H. B. McMahan et al., *Learning Differentially Private Recurrent Language Models*, arXiv 1710.06963, algorithm 1 (the
-flat clip), with the noise added at the site, so that nobody else sees the update without it:
+flat clip), with the noise added at the site, so that the update never leaves it without noise:
 
     Δ ← Δ · min(1, C / ‖Δ‖₂) + N(0, (z·C)²)
 """
@@ -23,13 +23,13 @@ from atoll.tensors.schema import TensorSpec
 
 
 class Drop(Filter):
-    """Send no change of, or in tasks none of, the tensors whose names match.
+    """Do not send the tensors with matching names.
 
-    The mean counts this site's change of them as zero. What the site itself has trained in them is overwritten when the
-    next version is loaded. The payload of a task has None in their places.
+    The mean counts the change of this site to them as zero. What the site has trained in them is overwritten when it
+    loads the next version. The payload of a task has None in their places.
 
     Args:
-        patterns: names, or patterns as a shell has them: `"head.*"`, `"*.running_mean"`.
+        patterns: names, or patterns as in a shell: `"head.*"`, `"*.running_mean"`.
     """
 
     def __init__(self, *patterns: str) -> None:
@@ -41,7 +41,7 @@ class Drop(Filter):
         return f"Drop({', '.join(map(repr, self.patterns))})"
 
     def begin(self, update: Outgoing) -> None:
-        """Refuse a pattern that is nobody's name: what it was to hold back would leave.
+        """Refuse a pattern that matches no tensor: what it was to hold back would leave.
 
         Raises:
             UsageError: naming it.
@@ -64,14 +64,14 @@ class Drop(Filter):
 class NormClip(Filter):
     """Scale the update down to a norm, and add Gaussian noise to every element.
 
-    The norm is over all float tensors that are sent, buffers included. Which (ε, δ) this gives depends on how often a
-    record is used and on the number of rounds: an accountant says it, this filter does not.
+    The norm is over all float tensors that are sent, buffers included. The (ε, δ) that this gives depends on how often
+    a record is used and on the number of rounds: compute it with a privacy accountant.
 
     Args:
         max_norm: C, the largest L2 norm that leaves.
         noise: z, the noise multiplier: the standard deviation is z·C for every element.
-        seed: 32 bytes for tests, from which site and round make the noise; by default drawn anew for every update, and
-            told to nobody: two updates of one round (the first one was refused) never share their noise.
+        seed: 32 bytes for tests, which determine the noise of each site and round. By default they are drawn anew for
+            every update, and kept secret: two updates for one round (the first was refused) never share their noise.
     """
 
     def __init__(self, max_norm: float, noise: float = 0.0, *, seed: bytes | None = None) -> None:
@@ -87,7 +87,7 @@ class NormClip(Filter):
         return f"NormClip({self.max_norm:g}, noise={self.noise:g})"
 
     def begin(self, update: Outgoing) -> None:
-        """One pass over the update for ‖Δ‖₂, in fp64; and new noise."""
+        """Compute ‖Δ‖₂ in fp64, in one pass over the update, and draw a new key for the noise."""
         squares = math.fsum(float(values.double().square().sum()) for _, _, values in update.runs())
         norm = math.sqrt(squares)
         self._scale = min(1.0, self.max_norm / norm) if norm else 1.0
@@ -103,7 +103,7 @@ class NormClip(Filter):
         return values
 
     def _generator(self, name: str, start: int) -> torch.Generator:
-        """Of the noise for one run: the same if the run is asked for twice, another for every run, round and site."""
+        """Return the generator of the noise for one run, which depends on run, round and site alone."""
         key = blake3(f"{self._site}\n{self._round}\n{start}\n{name}".encode(), key=self._key).digest(8)
         return torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))
 
@@ -112,9 +112,9 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Cast(Filter):
-    """Round what is sent to the values that a narrower dtype has.
+    """Round what is sent to the values of a narrower dtype.
 
-    The bytes stay as many as they were: those are the codec's (setting `codec`).
+    The number of bytes stays the same: the codec decides it.
 
     Args:
         dtype: `bf16` or `fp16`; fp16 cannot hold more than 65504, and what is beyond becomes infinite, which the server

@@ -1,7 +1,7 @@
 """Messages between the server of a swarm and its workers. No tensor is among them, only where each is.
 
-A worker is told what it is to have and to do, all of it, every time; and says what it has and has done, all of it. So
-a message that is lost, late or repeated changes nothing, and a server that was killed learns anew where everything is.
+Each answer of the server says all that a worker is to have and to do; each report of a worker, all that it has and has
+done. So a message that is lost, late or repeated changes nothing, and a server that was killed learns everything anew.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from atoll.protocol.messages import Count, Hex32, Message, Reference, Site, Text
 
 Address = Annotated[messages.Address, StringConstraints(pattern=r"^https?://")]
 Digests = Annotated[str, StringConstraints(max_length=2**22, pattern=r"^[A-Za-z0-9+/=]*$")]
-"""BLAKE3 digests, one behind the other, in base64."""
+"""BLAKE3 digests, one after the other, in base64."""
 
 
 class SwarmPlan(Message):
@@ -32,7 +32,7 @@ class Source(Message):
 
 
 class Held(Message):
-    """A version that the worker has: every byte, checked."""
+    """A version that the worker has, with every byte checked."""
 
     fragment: Count
     version: Count
@@ -76,10 +76,12 @@ class PeerReport(Message):
     """What a worker has and has done."""
 
     address: Address = Field(description="Where other workers reach it.")
-    number: Count = Field(description="Counts its reports; an older one that comes later is not believed.")
+    number: Count = Field(description="Counts its reports; an older one that comes later is ignored.")
     seen: Count = Field(0, description="The stamp of the work that it has.")
     wait_s: float = Field(0.0, ge=0, le=20.0)
-    moved: Count = Field(0, description="Bytes that its work has moved so far: who moves none stands still.")
+    moved: Count = Field(
+        0, description="Bytes that its work has moved so far; while it stays the same, the worker stands still."
+    )
     leaving: bool = Field(False, description="It would leave the run.")
     held: list[Held] = Field(default_factory=list, max_length=256)
     collected: list[Collected] = Field(default_factory=list, max_length=4096)
@@ -95,7 +97,7 @@ class Hold(Message):
     version: Count
     digest: Hex32
     state_digest: str = Field("", max_length=64)
-    sources: list[Source] = Field(description="Who has it; nobody: the server does.")
+    sources: list[Source] = Field(description="The workers that have it; if there are none, the server does.")
 
 
 class Collect(Message):
@@ -132,12 +134,12 @@ class Close(Message):
 
 
 class PeerWork(Message):
-    """All that a worker is to have and to do; what is not in it may go."""
+    """All that a worker is to have and to do; it drops everything else."""
 
-    stamp: Count = Field(description="Of this work; another one is something else to do.")
+    stamp: Count = Field(description="Of this work; another stamp is other work.")
     server: Count = Field(0, description="When it was started, in ms since 1970.")
-    order: Count = Field(0, description="Rises from answer to answer of one server: the later one counts.")
-    probe: list[Address] = Field(default_factory=list, description="Other workers; whether it reaches them.")
+    order: Count = Field(0, description="Rises from answer to answer of one server: the highest counts.")
+    probe: list[Address] = Field(default_factory=list, description="Other workers, which it is to try to reach.")
     hold: list[Hold] = Field(default_factory=list)
     collect: list[Collect] = Field(default_factory=list)
     close: list[Close] = Field(default_factory=list)

@@ -18,7 +18,7 @@ Chunk = Annotated[int, Field(ge=0, le=MOST_CHUNK_BYTES)]
 
 
 class ObjectKey(Message):
-    """An object at this server, for who may pull it."""
+    """An object at this server, with the secret to pull it."""
 
     object: Hex16
     secret: Hex16
@@ -52,7 +52,7 @@ class Task(Message):
 
 class TaskReply(Message):
     status: Literal["task", "wait", "finished", "rounds"] = Field(
-        description="finished: the last workflow has ended; rounds: training goes on, for who takes part in it."
+        description="finished: the last workflow has ended; rounds: training goes on, for processes that train."
     )
     task: Task | None = None
 
@@ -74,7 +74,7 @@ class EvaluatedModel(Message):
     kind: Literal["site", "version", "file"]
     version: Count | None = Field(None, description="Of the run, where it is one.")
     digest: str = Field("", description="Of the object that sites pulled; empty where there was none.")
-    error: str = Field("", description="Why nobody could evaluate it; else empty.")
+    error: str = Field("", description="Why no site could evaluate it; else empty.")
 
 
 class Cell(Message):
@@ -94,17 +94,17 @@ class Evaluation(Message):
     run: str
     name: str = Field(description="Of the run, for people.")
     finished: bool
-    sites: list[str] = Field(description="Its columns: whose data.")
+    sites: list[str] = Field(description="Its columns: the sites with their data.")
     models: list[EvaluatedModel] = Field(description="Its rows.")
     cells: list[Cell]
 
     @property
     def metrics(self) -> list[str]:
-        """Every metric that a site has reported."""
+        """All metrics that sites have reported."""
         return sorted({key for cell in self.cells for key in (*cell.metrics, *cell.not_finite)})
 
     def rows(self, metric: str) -> Iterator[list[str]]:
-        """The table of a metric: a head, then a line for each model; an empty cell is a dash."""
+        """Yield the table of a metric: a head, then a line for each model; an empty cell is a dash."""
         yield ["model", *self.sites]
         at = {(cell.model, cell.site): cell for cell in self.cells}
         for model in self.models:
@@ -112,7 +112,7 @@ class Evaluation(Message):
             yield [model.name, *(_shown(cell, metric) for cell in cells)]
 
     def empty(self) -> list[str]:
-        """A line for each empty cell: which, and why. What is the same for a whole row or column is said once."""
+        """Return a line for each empty cell: which, and why. A reason for a whole row or column is said once."""
         lines = [f"{model.name} on every site: {model.error}" for model in self.models if model.error]
         failed = {model.name for model in self.models if model.error}
         cells = [cell for cell in self.cells if cell.error and cell.model not in failed]
@@ -128,7 +128,7 @@ class Evaluation(Message):
 
 
 def markdown(evaluation: Evaluation) -> str:
-    """The tables as Markdown, one for each metric, and why cells are empty."""
+    """Return the tables as Markdown, one for each metric, and why cells are empty."""
     out = [
         f"# Cross-site evaluation of {evaluation.name}",
         "",
@@ -147,7 +147,7 @@ def markdown(evaluation: Evaluation) -> str:
 
 
 def plain(evaluation: Evaluation) -> list[str]:
-    """The tables as lines of text, columns aligned."""
+    """Return the tables as lines of text, columns aligned."""
     out: list[str] = []
     for metric in evaluation.metrics:
         rows = list(evaluation.rows(metric))
@@ -171,5 +171,5 @@ def _line(cells: list[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """So that no name or error of a site makes a table of its own."""
+    """Escape a name or an error of a site, so that it does not change the table."""
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "\\`")

@@ -1,4 +1,4 @@
-"""How a site answers tasks: handlers by the names of tasks, over whatever connection the site has."""
+"""How a site answers tasks: handlers by the names of tasks, the loop that calls them, and payloads pulled ahead."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ from atoll.worker.session.connection import Connection
 from atoll.worker.session.server_checks import require_joined
 from atoll.worker.tasks.evaluate_models import Evaluate, Models
 
-# -- Tensors of the next task, pulled while the one in hand is still worked on; matched by the task's id.
+# -- Tensors of the next task, pulled while a task is still worked on; matched by the id of the task.
 #
-# The server alone says which task is next. What was pulled for another one, which is over meanwhile, is dropped.
+# The server alone decides which task is next. Tensors that were pulled for a task that is over are dropped.
 
 
 PAUSE_S = 1.0
-"""After a request that failed: the worker's own requests find out what is wrong."""
+"""Seconds after a request that failed; the worker's own requests find out what is wrong."""
 
 
 @dataclass(eq=False)
 class _Next:
-    """A task whose tensors are on their way, or here; None where it has none, or they did not come."""
+    """A task whose tensors are on their way, or here; None if it has none, or if they did not come."""
 
     task: str
     stored: Future[Stored | None] = field(default_factory=Future)
@@ -69,11 +69,11 @@ class _Next:
 
 
 class Ahead:
-    """Asks for the task after the one in hand, in a thread, and pulls its tensors to disk.
+    """Asks for the next task in a thread, and pulls its tensors to disk.
 
     Args:
         connection: of the site.
-        pull: gets the tensors of a task into a file; ended by the event.
+        pull: pulls the tensors of a task into a file; the event ends it.
     """
 
     def __init__(self, connection: Connection, pull: Callable[[tm.ObjectKey, threading.Event], Stored]) -> None:
@@ -84,7 +84,7 @@ class Ahead:
         self._thread: threading.Thread | None = None
 
     def take(self, task: str) -> Stored | None:
-        """The task has arrived: its tensors where they have been pulled, or are about to be; else None."""
+        """Return the tensors of a task that has arrived, if they are or will be pulled; else None."""
         with self._news:
             found, self._next = self._next, None
             self._in_hand, self._working = task, False
@@ -96,7 +96,7 @@ class Ahead:
         return found.stored.result()
 
     def begin(self) -> None:
-        """The task in hand is worked on from now on: look for the next one."""
+        """Look for the next task: work on this one begins."""
         with self._news:
             self._working = True
             self._news.notify()
@@ -105,7 +105,7 @@ class Ahead:
             self._thread.start()
 
     def close(self) -> None:
-        """Pull nothing more. Idempotent; a request that still waits for a task ends by itself."""
+        """Pull no more. Idempotent; a request that still waits for a task ends by itself."""
         with self._news:
             self._closing = True
             if self._next is not None:
@@ -126,7 +126,7 @@ class Ahead:
             except AtollError as error:
                 LOG.debug("%s: cannot look for the next task: %s", self._connection.site, error)
                 with self._news:
-                    if isinstance(error, BadRequest):  # a server that knows nothing of this
+                    if isinstance(error, BadRequest):  # the server does not know this request
                         return
                     self._news.wait_for(lambda: self._closing, PAUSE_S)
                 continue
@@ -138,7 +138,7 @@ class Ahead:
     def _ahead_of(self, message: tm.Task) -> None:
         with self._news:
             if self._closing or message.task == self._in_hand or self._next is not None:
-                return  # it has arrived meanwhile, and its tensors are asked for there
+                return  # it has arrived meanwhile, and its tensors are pulled there
             coming = self._next = _Next(message.task)
         stored = None
         try:
@@ -154,21 +154,21 @@ class Ahead:
 
 
 STALLS = 2
-"""Times that the tensors of a task may stand still before they are given up; the first one may pass by itself."""
+"""How often the tensors of a task may stand still before they are given up; a single time may pass by itself."""
 
 
 @bordered
 class Task:
-    """One task of this site. It is given again until it is answered.
+    """One task of this site. The server sends it again until it is answered.
 
     Attributes:
         name: `train`, `validate`, `submit_model`, or one of the workflow's own.
         id: the same for all sites of a broadcast.
-        payload: as the workflow sent it; references in it are not followed.
+        payload: what the workflow sent; references in it are not resolved.
     """
 
     def __init__(self, connection: Connection, message: tm.Task, warned: set[str], filters: AnswerFilters) -> None:
-        self._warned = warned  # of which names of tasks the user has been warned
+        self._warned = warned  # names of tasks with a warning in the log
         self._filters = filters
         self.name, self.id = message.name, message.task
         self.payload: Any = None
@@ -180,18 +180,18 @@ class Task:
         """Answer with any nested dicts, lists and tuples of tensors, arrays and plain values.
 
         Returns:
-            False where the task is over meanwhile: the answer is not used, and nothing of it is kept.
+            False if the task is over meanwhile: the answer is not used, and nothing of it is kept.
 
         Raises:
             UsageError: something in it cannot travel, or a filter failed; it is named, and nothing was sent.
-            TransferError: the server answers, but takes no byte of the tensors.
+            TransferError: the server answers, but takes no bytes of the tensors.
         """
         answer = self.written(pack(payload))
         del payload  # its memory is not needed while the answer is on its way
         return self.deliver(answer)
 
     def written(self, packed: Packed) -> tm.TaskAnswer | Draft:
-        """An answer as it travels, behind the filters: in a message, or from disk."""
+        """Filter an answer and return it as it travels: in a message, or from disk."""
         with self._filters.behind(packed, self.name) as packed:
             way = way_of(self.name, packed, chunk_sizes(self._sizes), streamed=self._streamed, what="answer")
             if way.warning and self.name not in self._warned:
@@ -214,7 +214,7 @@ class Task:
 
     @border
     def fail(self, error: BaseException | str) -> bool:
-        """Answer that this site cannot do it; the workflow is told why.
+        """Answer that this site cannot do it, and why.
 
         Returns:
             As `answer`.
@@ -223,7 +223,7 @@ class Task:
 
     @property
     def described(self) -> str:
-        """Its name and the beginning of its id, as errors say it."""
+        """Its name and the beginning of its id, for errors."""
         return f"task {self.name!r} ({self.id[:8]})"
 
     def _upload(self, draft: Draft) -> TensorRef:
@@ -266,20 +266,20 @@ H = TypeVar("H", bound=Callable[..., Any])
 SUBMIT, VALIDATE = "submit_model", "validate"
 
 UNDELIVERED = (TransferError, UsageError, StoreError, BadRequest)
-"""Why an answer is not sent though its handler gave one: a stream that fails while it is read, tensors that do not get
-through, a disk of this site that takes none, a server that would never keep so much."""
+"""Why an answer is not sent though its handler returned one: a stream fails while it is read, tensors do not get
+through, the disk of this site is full, or the server never keeps so much."""
 
 
 OF_EVALUATIONS = -2
-"""Under this number, in place of a fragment's, a worker warns that it cannot evaluate while it trains."""
+"""The number, in place of a fragment's, of the warning that a worker cannot evaluate while it trains."""
 
 
 def say_evaluation_follows(connection: Connection) -> None:
-    """Warn a site that evaluates only if its script opens `atoll.tasks` behind its loop, which no server can know."""
+    """Warn a site whose script evaluates only if it opens `atoll.tasks` after its loop."""
     if connection.evaluates:
         told = (
             f"the run ends with a cross-site evaluation that asks site {connection.site}, and a DiLoCo loop answers no "
-            "tasks. Open atoll.tasks with worker.evaluates(function) behind the loop in the same script, or leave the "
+            "tasks. Open atoll.tasks with worker.evaluates(function) after the loop in the same script, or leave the "
             "site out of the evaluation's sites: else the evaluation waits for it, and has no values of it."
         )
         LOG.warning("%s: %s", connection.site, told)
@@ -292,10 +292,10 @@ class Answering:
     Args:
         connection: of the site.
         filters: that its answers pass through.
-        pulls_ahead: whether the tensors of a next task are pulled while one is worked on.
-        local: gives the model that the site has trained last, from its file.
-        folder: where models lie that are evaluated; by default that of temporary files.
-        join: the call that takes part again once this is closed.
+        pulls_ahead: whether the tensors of the next task are pulled while one is worked on.
+        local: returns the model that the site has trained last, from its file.
+        folder: for models that are evaluated; by default that of temporary files.
+        join: the call that takes part again after this is closed.
     """
 
     def __init__(
@@ -354,18 +354,18 @@ class Answering:
         self._doing(text[:64])
 
     def require_joined(self) -> None:
-        """Refuse to go on once this is closed.
+        """Refuse to go on after `close`.
 
         Raises:
-            UsageError: it is.
+            UsageError: it was closed.
         """
         require_joined(self._closed, self.site, self._join)
 
     def require_evaluator(self) -> None:
-        """Refuse to begin where a cross-site evaluation will ask for a function that is not there.
+        """Refuse to begin if a cross-site evaluation will ask for a function that is not registered.
 
         Raises:
-            UsageError: it will.
+            UsageError: it is not registered.
         """
         if self._connection.evaluates and not (VALIDATE in self._builtin or VALIDATE in self._handlers):
             raise UsageError(
@@ -385,10 +385,10 @@ class Answering:
         """Answer tasks with the handlers.
 
         Args:
-            rounds: whether this process takes part in rounds, too: it goes back to them when they begin.
+            rounds: whether this process takes part in rounds, too, and returns to them when they begin.
 
         Returns:
-            Whether they do; else the last workflow has ended.
+            Whether rounds begin; else the last workflow has ended.
         """
         for task in self.tasks(rounds=rounds):
             handler = self._handlers.get(task.name) or self._builtin.get(task.name)
@@ -398,12 +398,12 @@ class Answering:
                 task.fail(f"there is no handler for task {task.name!r}, only for {known}")
                 continue
             try:
-                packed = pack(handler(task.payload))  # what cannot travel is the handler's error, too
+                packed = pack(handler(task.payload))  # an answer that cannot travel is an error of the handler
             except Exception as error:
                 LOG.exception("%s: task %r failed", self.site, task.name)
                 task.fail(error)
                 continue
-            task.payload = None  # given back while the answer is on its way
+            task.payload = None  # its memory is not needed while the answer is on its way
             try:
                 try:
                     answer = task.written(packed)
@@ -416,7 +416,7 @@ class Answering:
         return self._rounds_begin
 
     def tasks(self, *, rounds: bool = False) -> Iterator[Task]:
-        """The tasks of this site as they come, each with its payload; ends with the last workflow, or as `serve`."""
+        """Yield the tasks of this site, each with its payload, until the last workflow has ended or rounds begin."""
         self.require_joined()
         connection, lost, stalled = self._connection, "", ""
         self._rounds_begin = False
@@ -438,7 +438,7 @@ class Answering:
             task = Task(connection, reply.task, self._warned, self._filters)
             try:
                 task.payload = self._payload_of(reply.task)
-            except StoreError as error:  # before what may pass: of a full disk of its own a site tells
+            except StoreError as error:  # its own disk: the server is told, and does not send it again
                 LOG.error("%s: the tensors of %s cannot be kept: %s", self.site, task.described, error)
                 task.fail(error)
                 continue
@@ -451,7 +451,7 @@ class Answering:
                 continue
             except (Gone, BadRequest, PartCorrupt, TransferError) as error:
                 if isinstance(error, Gone) and lost != task.id:
-                    lost = task.id  # it was closed meanwhile, and is not given again
+                    lost = task.id  # the task was closed meanwhile, and does not come again
                     continue
                 task.fail(error)
                 continue
@@ -481,7 +481,7 @@ class Answering:
         return idle_timeout(None, self._connection.info.idle_timeout_s)
 
     def _never_came(self, task: Task, why: TransferStalled) -> TransferStalled:
-        """Names who did not send what."""
+        """Return the error that names the task, the site and the server."""
         server = self._connection.http.server
         error = TransferStalled(
             f"The tensors of {task.described} do not arrive at site {self.site} from {server}: {why.message}",
@@ -494,7 +494,7 @@ class Answering:
         self._connection.heartbeat = self._connection.heartbeat.model_copy(update={"state": state})
 
     def close(self) -> None:
-        """Serve no model any more. Idempotent."""
+        """Answer no more tasks. Idempotent."""
         self._closed = True
         if self._ahead is not None:
             self._ahead.close()
@@ -502,7 +502,7 @@ class Answering:
 
 @bordered
 class Answers:
-    """What a worker offers to register, whichever way it takes part."""
+    """What scripts register at a worker, however it takes part."""
 
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
@@ -510,19 +510,19 @@ class Answers:
     def task(self, name: str) -> Callable[[H], H]:
         """Decorate the function that answers the tasks of a name: payload in, payload out.
 
-        What it raises is the site's answer; the worker goes on to the next task.
+        An error that it raises becomes the answer of the site; the worker goes on to the next task.
         """
         return self._answering.task(name)
 
     def evaluates(self, function: Evaluate | None = None, *, model: nn.Module | None = None) -> Any:
         """Register the function by which this site evaluates models, its own and others'; usable as a decorator.
 
-        With it the site also gives its own model to be evaluated elsewhere: `submits` says which.
+        The site then also sends its own model to be evaluated elsewhere: `submits` says which.
 
         Args:
-            function: gets the model, and gives metrics: name → number.
-            model: a module that is filled in place with each model, and given to the function; not the one that
-                `submits` gives. None: the function gets a `LazyState`, name → tensor on disk.
+            function: takes the model and returns metrics: name → number.
+            model: a module that each model is loaded into, in place, and that the function takes; not the one that
+                `submits` returns. None: the function takes a `LazyState`, name → tensor on disk.
 
         Raises:
             UsageError: there is one already.
@@ -536,18 +536,18 @@ class Answers:
         """Say which model this site sends to the server, to be evaluated elsewhere; usable as a decorator.
 
         Args:
-            function: gives a module, a mapping name → tensor, or a `LazyState`; None from it refuses. By default the
-                model that this site submitted last, before it left the site.
+            function: returns a module, a mapping name → tensor, or a `LazyState`; None refuses. By default the site
+                sends the model that it submitted last, as it was before filters and codec.
         """
         self._answering.submits(function)
         return function
 
     def note(self, text: str) -> None:
-        """Say what this site is doing: shown in status, and a sign of life by which limits of workflows go."""
+        """Report what this site is doing: the status shows it, and it counts as progress of the site."""
         self._answering.note(text)
 
     def tasks(self) -> Iterator[Task]:
-        """The tasks of this site as they come, each with its payload; ends with the last workflow."""
+        """Yield the tasks of this site, each with its payload, until the last workflow has ended."""
         return self._answering.tasks()
 
     @border

@@ -11,7 +11,7 @@
         for task in worker.tasks():            # or, in a loop of your own
             task.answer({"w": task.payload["w"] + 1})
 
-A process that is killed and started again gets its open task again. A server that is gone is waited for.
+A process that is killed and started again gets its open task again. The worker waits for a server that is gone.
 """
 
 from __future__ import annotations
@@ -89,20 +89,19 @@ def tasks(
         server: address of the server; by default `ATOLL_SERVER`.
         site: this worker's name; by default `ATOLL_SITE`, else made of host and process.
         labels: shown in status.
-        request_task_tensors: whether a task's tensors are asked for once it has arrived. False: those of the next one
-            are pulled ahead, to disk, while a task is still worked on. What a task is given is the same.
-        filters: that every answer of this site passes through, in this order, before any byte of it leaves; or by the
-            name of a task.
+        request_task_tensors: whether to pull the tensors of a task after it has arrived. False: pull those of the next
+            task ahead, to disk, while a task is still worked on. Payloads are the same.
+        filters: applied in this order to every answer of this site before it leaves; or by the name of a task.
 
     Returns:
         The worker; a context manager that deregisters it.
 
     Raises:
-        UsageError: there is no address: without a server nobody sends tasks; or a filter is none.
-        ServerUnreachable: nobody answers. VersionSkew: the two sides speak different protocols.
+        UsageError: no server is named, or something in `filters` is no filter.
+        ServerUnreachable: the server does not answer. VersionSkew: it speaks another protocol.
     """
     ensure_lines()
     server = server_of(server)
     if not server:
-        raise UsageError("Tasks come from a server, and none is named.", "Give its address, or set ATOLL_SERVER.")
+        raise UsageError("Tasks come from a server, and no server is named.", "Give its address, or set ATOLL_SERVER.")
     return TaskWorker(server, require_site(site or default_site()), labels, request_task_tensors, filters)
