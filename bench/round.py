@@ -69,6 +69,7 @@ def main(
     ] = True,
     compare: Annotated[bool, typer.Option("--compare", help="Both, one after the other: the same bits?")] = False,
     placement: Annotated[Placement, typer.Option(help="Where rounds are aggregated.")] = Placement.server,
+    tls: Annotated[bool, typer.Option("--tls", help="Encrypt the connections.")] = False,
     directory: Folder = None,
     json: Json = False,
 ) -> None:
@@ -76,7 +77,7 @@ def main(
     raise_on_sigterm()
     ways = [True, False] if compare else [disk_streaming]
     how = (gb, workers, rounds, tensors, codec, downlink_codec, durability.value, directory)
-    runs = [measure(Bench(*how, way, placement.value), say) for way in ways]
+    runs = [measure(Bench(*how, way, placement.value, tls), say) for way in ways]
     same = len({figures["digest"] for figures in runs}) == 1
     if json:
         both = {"disk": runs[0], "memory": runs[-1], "same_bits": same}
@@ -98,7 +99,8 @@ def report(figures: dict[str, Any]) -> list[str]:
     rows = {
         "model": f"{settings['gb']:g} GB fp32 in {settings['tensors']} tensors, codec {settings['codec']}"
         f"{f', down {down}' if (down := settings['downlink_codec']) != 'none' else ''}",
-        "workers × rounds": f"{settings['workers']} × {settings['rounds']}, durability {settings['durability']}",
+        "workers × rounds": f"{settings['workers']} × {settings['rounds']}, durability {settings['durability']}"
+        f"{', TLS' if settings['tls'] else ''}",
         "steady round": f"{figures['steady_round_s']:.3f} s",
         "rounds": ", ".join(f"{seconds:.3f}" for seconds in figures["rounds_s"][:20]) + " s",
         "of which": ", ".join(f"{key.removesuffix('_s')} {value:.3f} s" for key, value in phases.items()),

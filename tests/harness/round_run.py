@@ -36,6 +36,7 @@ class Bench:
         folder: where files go while it runs; by default the system's temporary folder.
         download_to_disk: as the setting: false keeps updates and versions in memory where rounds are aggregated.
         placement: as the setting: where that is.
+        tls: whether the connections are encrypted, with a certificate made for this run.
     """
 
     gb: float
@@ -48,6 +49,7 @@ class Bench:
     folder: Path | None = None
     download_to_disk: bool = True
     placement: str = "server"
+    tls: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -167,7 +169,7 @@ class _Conductor:
             worker.go()
         holding = [server] if bench.placement == "server" else workers
         in_memory_mb = max(memory_files_bytes(child.process.pid) for child in holding) / 1e6
-        through = _status(url)
+        through = _status(url, self.folder / "ca.pem" if bench.tls else None)
         for worker in workers:
             worker.process.wait()
         server.go()
@@ -199,6 +201,8 @@ class _Conductor:
             "download_to_disk": bench.download_to_disk,
             "placement": bench.placement,
         }
+        if bench.tls:
+            settings |= {name: str(path) for name, path in write_certificate(self.folder).items()}
         self._initial()
         child = self._spawn("server", "serve", {"settings": settings}, threads=None)
         child.expect("imported")
@@ -230,6 +234,8 @@ class _Conductor:
         }
         name = f"worker-{index:03d}"
         more = {"ATOLL_SERVER": url, "ATOLL_SITE": name, "ATOLL_DIR": str(self.folder / "workers")}
+        if bench.tls:
+            more["ATOLL_TLS_CA"] = str(self.folder / "ca.pem")
         return self._spawn(name, "work", options, threads=1, server=server, **more)
 
     def _spawn(
@@ -288,10 +294,25 @@ class _Conductor:
         }
 
 
-def _status(url: str) -> dict[str, Any]:
+def _status(url: str, ca: Path | None) -> dict[str, Any]:
     """What the server says of the run."""
-    answer: dict[str, Any] = urllib3.request("GET", f"{url}/v1/status").json()
+    with urllib3.PoolManager(ca_certs=str(ca) if ca else None) as pool:
+        answer: dict[str, Any] = pool.request("GET", f"{url}/v1/status").json()
     return answer
+
+
+def write_certificate(folder: Path) -> dict[str, Path]:
+    """Write `ca.pem`, a certificate of 127.0.0.1 and its key; return the settings that name the latter two."""
+    import trustme
+
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(folder / "ca.pem"))
+    cert = authority.issue_cert("127.0.0.1")
+    chain, key = folder / "cert.pem", folder / "key.pem"
+    chain.write_bytes(b"".join(blob.bytes() for blob in cert.cert_chain_pems))
+    key.touch(mode=0o600)
+    key.write_bytes(cert.private_key_pem.bytes())
+    return {"tls_cert": chain, "tls_key": key}
 
 
 def _environment(threads: int | None) -> dict[str, str]:
