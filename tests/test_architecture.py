@@ -16,8 +16,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "atoll"
 
 LAYERS: list[set[str]] = [
-    {"_version", "children", "errors", "failpoints", "format_text", "latch", "posix", "sealed", "sizes"},
-    {"border", "registry"},
+    {"_version", "children", "errors", "failpoints", "format_text", "latch", "sealed", "sizes"},
+    {"border", "posix", "registry"},
     {"config"},
     {"tensors"},
     {"codecs", "filters", "outer_optimizers", "reducers", "algorithms"},

@@ -258,7 +258,7 @@ def _status(demo: Demo, children: Children, address: str) -> status_messages.Sta
         RunFailed: the server has ended with an error.
     """
     from atoll.protocol import routes, status_messages
-    from atoll.transport.ask import ask
+    from atoll.transport.http_client import ask
 
     try:
         return ask(address, routes.STATUS, status_messages.Status)

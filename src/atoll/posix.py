@@ -7,7 +7,12 @@ import fcntl
 import os
 import socket
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from atoll.errors import UsageError
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
 """What the system says where no space is left."""
@@ -31,6 +36,55 @@ class OwnedFile:
     def __del__(self) -> None:
         """One that nobody waits for any more, as its request was broken off."""
         self.close()
+
+
+class Descriptor:
+    """Owns the number of an open file, for several threads: it is closed when its owner and all users are done.
+
+    A number that one thread closes while another still uses it may by then name another file of this machine.
+
+    Args:
+        fd: the descriptor that this takes over.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._users, self._closed = fd, 1, False
+        self._lock = threading.Lock()
+
+    @property
+    def number(self) -> int:
+        """Return the number, for the owner that knows that it is open; −1 once it is closed."""
+        return -1 if self._closed else self._fd
+
+    @contextmanager
+    def used(self) -> Iterator[int]:
+        """Give the number, which names this file until the block is left, even if it is closed meanwhile.
+
+        Raises:
+            UsageError: it is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise UsageError("The file was closed while parts of it were on their way.")
+            self._users += 1
+        try:
+            yield self._fd
+        finally:
+            self._drop()
+
+    def close(self) -> None:
+        """Close the file once the threads that use it are done. Idempotent."""
+        with self._lock:
+            done, self._closed = self._closed, True
+        if not done:
+            self._drop()
+
+    def _drop(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            os.close(self._fd)
 
 
 def read_at(fd: int, memory: memoryview, offset: int) -> None:

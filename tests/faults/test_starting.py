@@ -17,7 +17,7 @@ import atoll
 from atoll.errors import AuthError, ServerUnreachable
 from atoll.protocol import messages, routes
 from atoll.testing.run import status
-from atoll.transport.ask import ask
+from atoll.transport.http_client import ask
 
 
 def start(nursery: Nursery, folder: Path, *flags: str, **settings: object) -> tuple[int, str]:

@@ -37,15 +37,15 @@ from atoll.protocol import routes
 from atoll.protocol.object_manifest import Manifest
 from atoll.tensors.payload import pack
 from atoll.transport import resumable_transfer
-from atoll.transport.object_server import Served, nameless
-from atoll.transport.part_connection import Lane
+from atoll.transport.object_server import ServedBlob, nameless
+from atoll.transport.part_connection import PartConnection
 
 DATA = "GET .*/data"
 UNDISTURBED = 1 + 5
 """Requests for the head and for the tensors."""
 
 
-def served(publisher: atoll.objects.Publisher, ref: TensorRef) -> Served:
+def served(publisher: atoll.objects.Publisher, ref: TensorRef) -> ServedBlob:
     return publisher._host._objects[ref.object]
 
 
@@ -128,20 +128,20 @@ def test_a_publisher_that_falls_silent_in_the_middle_is_not_asked_again_and_agai
     publisher, ref = publishing(nursery, tmp_path, "large")
     arrived: list[str] = []
     asked: list[str] = []
-    get = Lane.get
+    get = PartConnection.get
 
     def stop(name: str) -> None:
         arrived.append(name)
         if len(arrived) == 2:  # the first part is that of the head
             os.kill(publisher.pid, signal.SIGSTOP)
 
-    def spy(lane: Lane, path: str, *given: Any) -> Any:
+    def spy(lane: PartConnection, path: str, *given: Any) -> Any:
         if len(arrived) >= 2 and ref.object in path:  # a worker that another test left behind may ask for others
             asked.append(path)
         return get(lane, path, *given)
 
     monkeypatch.setattr(resumable_transfer, "failpoint", stop)
-    monkeypatch.setattr(Lane, "get", spy)
+    monkeypatch.setattr(PartConnection, "get", spy)
     with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*moved no byte for 0\.5 s"):
         atoll.objects.fetch(ref, idle_timeout_s=0.5, to_disk=tmp_path)
     assert len(asked) <= 3  # four attempts each would be 6 more at least

@@ -41,7 +41,7 @@ from atoll.errors import (
 )
 from atoll.protocol import messages, routes
 from atoll.transport.http_client import Http
-from atoll.transport.resumable_transfer import Parts
+from atoll.transport.resumable_transfer import HttpTransfer
 
 PUT = "PUT .*/parts/5 "
 
@@ -265,7 +265,7 @@ def test_an_object_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Path) 
     digests = [blake3(data[:64]).digest(), blake3(data[64:]).digest()]
     with serve(tmp_path) as server, source.open("rb") as file:
         http, object_id = opened(server, extent)
-        parts, path_of = Parts(http, 1, 10.0), routes.parts_of_object(object_id)
+        parts, path_of = HttpTransfer(http, 1, 10.0), routes.parts_of_object(object_id)
         complete = routes.OBJECT_COMPLETE.format(object=object_id)
         whole = messages.ObjectComplete(digest=extent.digest(digests))
         parts.push(path_of, file.fileno(), extent.parts()[:1], digests)

@@ -14,7 +14,7 @@ import atoll
 from atoll.errors import AtollError, Conflict, Gone, LeaseLost, Superseded, TicketClosed, UpdateRefused
 from atoll.protocol import messages, routes
 from atoll.tensors.module_tensors import named_tensors
-from atoll.transport.resumable_transfer import Parts
+from atoll.transport.resumable_transfer import HttpTransfer
 from atoll.worker.session.session import Session
 
 
@@ -54,7 +54,7 @@ def push(session: Session) -> tuple[int, messages.Complete]:
     note = session.outbox.note
     assert note is not None
     digests = [bytes.fromhex(text) for text in note.part_digests]
-    Parts(session.http, 1, 10.0).push(
+    HttpTransfer(session.http, 1, 10.0).push(
         lambda part: routes.PART.format(ticket=note.ticket, part=part),
         session.outbox.fd, session.outbox.layout.parts, digests,
     )  # fmt: skip
@@ -127,7 +127,7 @@ def test_a_version_is_served_under_its_own_digest_only(server: atoll.Server, pai
     bytes under an old URL."""
     path = routes.VERSION_DATA.format(fragment=0, version=0, digest="0" * 64)
     with pytest.raises(Gone, match="no longer the one with digest"):
-        Parts(pair[0].http, 1, 10.0).pull(path, [b""] * 9, pair[0].layout.parts, [])
+        HttpTransfer(pair[0].http, 1, 10.0).pull(path, [b""] * 9, pair[0].layout.parts, [])
 
 
 @pytest.mark.covers("F19")
@@ -233,7 +233,7 @@ def test_whatever_of_a_refused_update_comes_later_is_told_that_it_is_refused(tmp
         said = set()
         for part in (parts[0], parts[2], parts[1], parts[0]):
             with pytest.raises(UpdateRefused, match="of a is refused: weight holds NaN or Inf") as refused:
-                Parts(session.http, 1, 10.0).push(
+                HttpTransfer(session.http, 1, 10.0).push(
                     lambda part: routes.PART.format(ticket=note.ticket, part=part), session.outbox.fd, [part], digests
                 )
             said.add(refused.value.message)

@@ -22,7 +22,7 @@ from atoll.store.file_slots import SPOOL, STATE, VERSION, Slot, region_digest
 from atoll.tensors.layout import Part
 from atoll.transport import object_server
 from atoll.transport.http_client import Http
-from atoll.transport.object_server import ObjectHost, OwnFile
+from atoll.transport.object_server import LocalBlob, ObjectHost
 from atoll.worker.peer.peer_store import PeerStore, Version
 from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, spans
 
@@ -182,7 +182,7 @@ def test_what_is_withdrawn_while_it_is_read_here_is_gone(peer: Peer) -> None:
     layout, read = peer.planned.version, list[int]()
     ref = peer.peer_server.serve(slot.fd, layout.nbytes, digest, digests)
     with peer.peer_server.connected(str(ref), 10.0) as (_, parts):
-        assert isinstance(parts, OwnFile)
+        assert isinstance(parts, LocalBlob)
 
         def on_part(part: Part) -> None:
             read.append(part.index)

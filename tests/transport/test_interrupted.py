@@ -20,12 +20,12 @@ from harness.processes import wait_until
 
 from atoll.codecs.plain import NoneCodec
 from atoll.errors import UsageError
+from atoll.posix import Descriptor
 from atoll.tensors.layout import Layout, update_layout
 from atoll.tensors.schema import TensorSpec
-from atoll.transport.descriptor import Descriptor
 from atoll.transport.http_client import Http
-from atoll.transport.part_connection import Lane
-from atoll.transport.resumable_transfer import Parts
+from atoll.transport.part_connection import PartConnection
+from atoll.transport.resumable_transfer import HttpTransfer
 
 PART_BYTES = 8 * 2**20
 LAYOUT: Layout = update_layout([TensorSpec("w", "F32", (PART_BYTES,))], lambda spec: NoneCodec(), PART_BYTES)
@@ -104,9 +104,9 @@ def peer() -> Iterator[StandingStill]:
 
 
 @pytest.fixture
-def parts(peer: StandingStill) -> Iterator[Parts]:
+def parts(peer: StandingStill) -> Iterator[HttpTransfer]:
     http = Http(f"http://127.0.0.1:{peer.port}")
-    parts = Parts(http, 2, IDLE_S)
+    parts = HttpTransfer(http, 2, IDLE_S)
     yield parts
     parts.close()
     http.close()
@@ -148,11 +148,11 @@ def path_of(part: int) -> str:
     return f"/v1/tickets/1/parts/{part}"
 
 
-def push_all(parts: Parts, fd: int) -> None:
+def push_all(parts: HttpTransfer, fd: int) -> None:
     parts.push(path_of, fd, LAYOUT.parts, [bytes(32)] * len(LAYOUT.parts))
 
 
-def push_while_written(parts: Parts, fd: int) -> None:
+def push_while_written(parts: HttpTransfer, fd: int) -> None:
     with parts.pushing(path_of, fd, 1, lambda _: ()) as pushing:
         for part in LAYOUT.parts:
             pushing.add(part, bytes(32))
@@ -161,7 +161,7 @@ def push_while_written(parts: Parts, fd: int) -> None:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("push", [push_all, push_while_written])
 def test_after_ctrl_c_nothing_is_sent_any_more(
-    tmp_path: Path, peer: StandingStill, parts: Parts, push: Callable[[Parts, int], None]
+    tmp_path: Path, peer: StandingStill, parts: HttpTransfer, push: Callable[[HttpTransfer, int], None]
 ) -> None:
     """Guards against a pool that is left before its threads are: they sent what was opened under its file's number."""
     fd = opened(tmp_path / "outbox.bin", b"update\n")
@@ -179,9 +179,9 @@ def test_after_ctrl_c_nothing_is_sent_any_more(
 def test_a_second_ctrl_c_leaves_threads_that_send_the_outbox_alone(
     tmp_path: Path,
     peer: StandingStill,
-    parts: Parts,
+    parts: HttpTransfer,
     monkeypatch: pytest.MonkeyPatch,
-    push: Callable[[Parts, int], None],
+    push: Callable[[HttpTransfer, int], None],
 ) -> None:
     """The worst of moments: before any connection was cut."""
     fd = opened(tmp_path / "outbox.bin", b"update\n")
@@ -189,7 +189,7 @@ def test_a_second_ctrl_c_leaves_threads_that_send_the_outbox_alone(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Lane, "cut", interrupted)
+    monkeypatch.setattr(PartConnection, "cut", interrupted)
     with ctrl_c_when(lambda: peer.accepted == 2):
         push(parts, fd)
     assert left_behind() != []
@@ -211,7 +211,7 @@ def peer_ends(peer: StandingStill) -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_after_ctrl_c_in_a_pull_nothing_is_asked_for_any_more(peer: StandingStill, parts: Parts) -> None:
+def test_after_ctrl_c_in_a_pull_nothing_is_asked_for_any_more(peer: StandingStill, parts: HttpTransfer) -> None:
     with ctrl_c_when(lambda: peer.accepted == 2):
         parts.pull("/v1/fragments/0/versions/0", [bytes(32)] * len(LAYOUT.parts), LAYOUT.parts, [])
     assert left_behind() == []
@@ -221,16 +221,16 @@ def test_after_ctrl_c_in_a_pull_nothing_is_asked_for_any_more(peer: StandingStil
 
 def test_a_connection_is_cut_while_it_is_being_made(peer: StandingStill) -> None:
     """A peer that takes the connection and never answers the TLS handshake."""
-    lane = Lane("127.0.0.1", peer.port, ssl.create_default_context(), IDLE_S)
+    connection = PartConnection("127.0.0.1", peer.port, ssl.create_default_context(), IDLE_S)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(lane.get, "/", {})
+        asked = pool.submit(connection.get, "/", {})
         wait_until(lambda: peer.accepted == 1, "the handshake")
-        lane.cut()
+        connection.cut()
         assert isinstance(asked.exception(), OSError)
     with pytest.raises(ConnectionAbortedError):
-        lane.get("/", {})
+        connection.get("/", {})
     assert peer.accepted == 1
-    lane.close()
+    connection.close()
 
 
 def test_a_descriptor_names_its_file_while_it_is_in_use(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from atoll.protocol import messages
 from atoll.tensors.layout import Layout, Part, update_layout
 from atoll.tensors.schema import TensorSpec
 from atoll.transport.http_client import Http
-from atoll.transport.resumable_transfer import PART_ATTEMPTS, Parts, Pushing, crew
+from atoll.transport.resumable_transfer import PART_ATTEMPTS, HttpTransfer, Pushing, transfer_pool
 
 PARTS = 6
 LAYOUT: Layout = update_layout([TensorSpec("w", "F32", (PARTS * 4096,))], lambda spec: NoneCodec(), 4096 * 4)
@@ -83,7 +83,7 @@ class Writer:
         self.fd = os.open(folder / "outbox", os.O_RDWR | os.O_CREAT)
         os.ftruncate(self.fd, LAYOUT.nbytes)
         self.http = Http(url)
-        self.parts = Parts(self.http, connections, 10.0)
+        self.parts = HttpTransfer(self.http, connections, 10.0)
 
     def write(self, part: Part) -> bytes:
         content = bytes([part.index + 1]) * part.nbytes
@@ -242,7 +242,7 @@ def test_attempts_are_counted_for_each_part(writer: Writer, receiver: Receiver) 
 
 
 def test_a_connection_that_was_cut_is_not_kept(writer: Writer) -> None:
-    with crew(1) as hands:
+    with transfer_pool(1) as hands:
         writer.parts._once(lambda lane, _: lane.cut(), [], hands, lambda: None)
         assert writer.parts._idle == []
         writer.parts._once(lambda lane, _: None, [], hands, lambda: None)

@@ -17,7 +17,7 @@ from atoll.errors import TransferStalled
 from atoll.tensors.layout import Part
 from atoll.transport import resumable_transfer
 from atoll.transport.http_client import Http
-from atoll.transport.resumable_transfer import Crew, Parts
+from atoll.transport.resumable_transfer import HttpTransfer, TransferPool
 
 PART, RUN = 2**24, 2**12
 DATA = bytes(range(256)) * (2 * PART // 256)
@@ -94,7 +94,7 @@ class Held:
 @pytest.mark.covers("P5")
 def test_what_stands_still_is_tried_again_as_long_as_others_move(peer: Peer) -> None:
     http, held = Http(f"http://127.0.0.1:{peer.server_address[1]}"), Held()
-    parts = Parts(http, 2, 2.0 if peer.moves else 0.2)
+    parts = HttpTransfer(http, 2, 2.0 if peer.moves else 0.2)
     if peer.moves:
         parts.pull("/data", DIGESTS, PARTS, [held])
         assert held.data == DATA
@@ -115,7 +115,7 @@ def test_what_buffers_take_for_a_silent_peer_does_not_keep_a_transfer_alive(peer
     tried again, as the other has moved later; what the buffers take of that does not count."""
     (tmp_path / "file").write_bytes(DATA)
     http = Http(f"http://127.0.0.1:{peer.server_address[1]}")
-    parts = Parts(http, 2, 0.2)
+    parts = HttpTransfer(http, 2, 0.2)
     with (tmp_path / "file").open("rb") as file, pytest.raises(TransferStalled):
         parts.push(lambda index: f"/parts/{index}", file.fileno(), PARTS, DIGESTS)
     assert peer.requests <= 3
@@ -127,7 +127,7 @@ def test_what_buffers_take_for_a_silent_peer_does_not_keep_a_transfer_alive(peer
 def test_silence_is_counted_from_what_moved_last(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(resumable_transfer.time, "monotonic", lambda: now[0])
-    hands = Crew(1)
+    hands = TransferPool(1)
     now[0] = 159.0
     assert not hands.is_silent(60.0)
     now[0] = 160.0

@@ -8,7 +8,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import Gone
-from atoll.transport.resumable_transfer import Parts
+from atoll.transport.resumable_transfer import HttpTransfer
 
 
 def test_the_result_is_pulled_even_if_its_first_pull_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +19,7 @@ def test_the_result_is_pulled_even_if_its_first_pull_fails(tmp_path: Path, monke
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
-            pull, broken = Parts.pull, [True]
+            pull, broken = HttpTransfer.pull, [True]
 
             def once(self, *args, **more):  # type: ignore[no-untyped-def]
                 if broken:
@@ -27,7 +27,7 @@ def test_the_result_is_pulled_even_if_its_first_pull_fails(tmp_path: Path, monke
                     raise Gone("revoked", "pull again")
                 return pull(self, *args, **more)
 
-            monkeypatch.setattr(Parts, "pull", once)
+            monkeypatch.setattr(HttpTransfer, "pull", once)
             for _ in range(4):
                 optimizer.zero_grad()
                 model.weight.sum().backward()

@@ -12,7 +12,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import Gone
-from atoll.transport.resumable_transfer import Parts
+from atoll.transport.resumable_transfer import HttpTransfer
 
 
 def test_a_pull_that_ends_with_gone_leaves_local_progress_whole(
@@ -28,7 +28,7 @@ def test_a_pull_that_ends_with_gone_leaves_local_progress_whole(
         model = nn.Linear(300, 300, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
-            pull, broken = Parts.pull, [True]
+            pull, broken = HttpTransfer.pull, [True]
 
             def once(self, path, digests, parts, sinks, **more):  # type: ignore[no-untyped-def]
                 if broken:
@@ -39,7 +39,7 @@ def test_a_pull_that_ends_with_gone_leaves_local_progress_whole(
 
             for number in range(6):
                 if number == 1:
-                    monkeypatch.setattr(Parts, "pull", once)
+                    monkeypatch.setattr(HttpTransfer, "pull", once)
                 optimizer.zero_grad()
                 model.weight.sum().backward()
                 optimizer.step()

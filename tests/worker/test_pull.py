@@ -12,7 +12,7 @@ import atoll
 from atoll.errors import ServerUnreachable, StoreError
 from atoll.tensors.layout import Part
 from atoll.tensors.module_tensors import named_tensors
-from atoll.transport.resumable_transfer import Parts
+from atoll.transport.resumable_transfer import HttpTransfer
 from atoll.worker.exchange import base_and_outbox
 from atoll.worker.exchange.base_and_outbox import BaseNote
 from atoll.worker.session.session import Session
@@ -91,16 +91,18 @@ def test_a_part_that_is_as_it_was_comes_into_a_model_that_has_not_got_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arrived: int
 ) -> None:
     """The base file has it of the version before, so a look at the file would leave it out behind a broken attempt."""
-    really, cut = Parts.pull, [False]
+    really, cut = HttpTransfer.pull, [False]
 
-    def pull(self: Parts, path: str, digests: Sequence[bytes], parts: Sequence[Part], *rest: Any, **more: Any) -> None:
+    def pull(
+        self: HttpTransfer, path: str, digests: Sequence[bytes], parts: Sequence[Part], *rest: Any, **more: Any
+    ) -> None:
         if cut[0]:
             cut[0] = False
             really(self, path, digests, parts[:arrived], *rest, **more)
             raise ServerUnreachable("The network is gone.")
         really(self, path, digests, parts, *rest, **more)
 
-    monkeypatch.setattr(Parts, "pull", pull)
+    monkeypatch.setattr(HttpTransfer, "pull", pull)
     options = {"algorithm": "fedavg", "rounds": 2, "part_bytes": 2**16, "min_free_bytes": 0}
     with atoll.Server(HalfFrozen(1.0), port=0, state_dir=tmp_path / "state", **options) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:

@@ -73,7 +73,7 @@ def command(
     if server is not None:
         from atoll.protocol import routes
         from atoll.protocol.task_messages import Evaluation
-        from atoll.transport.ask import ask, server_address
+        from atoll.transport.http_client import ask, server_address
 
         found = ask(server_address(server), routes.EVALUATION, Evaluation)
     else:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from atoll.tensors.layout import Layout
     from atoll.tensors.schema import Schema
     from atoll.transport.http_client import Http
-    from atoll.transport.resumable_transfer import Parts
+    from atoll.transport.resumable_transfer import HttpTransfer
 
 READ_BYTES = 2**20
 Source = tuple["Layout", int, int | None]
@@ -59,7 +59,7 @@ def command(
     if state_dir is not None:
         written = best_of_directory(state_dir, out) if best else from_directory(state_dir, out, version)
     else:
-        from atoll.transport.ask import server_address
+        from atoll.transport.http_client import server_address
 
         address = server_address(server)
         written = best_of_server(address, out) if best else from_server(address, out, version)
@@ -154,7 +154,7 @@ def best_of_server(server: str, out: Path) -> int:
         Gone: none was measured yet, or it can only be copied on the server's machine.
     """
     from atoll.protocol import routes, status_messages
-    from atoll.transport.ask import ask
+    from atoll.transport.http_client import ask
 
     best = ask(server, routes.STATUS, status_messages.Status).best
     if best is None:
@@ -261,14 +261,14 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
     """Fetch a version of each fragment beside `out`, then write them in the order of an exported file."""
     from atoll.protocol import messages, routes
     from atoll.tensors.layout import version_layout
-    from atoll.transport.resumable_transfer import Parts
+    from atoll.transport.resumable_transfer import HttpTransfer
 
     info = http.get(routes.RUN, messages.RunInfo)
     split = http.get(routes.SCHEMA, messages.SchemaMessage).to_split()
     _require_model(split.schema, http.server)
     sources: list[Source] = []
     with contextlib.ExitStack() as stack:
-        parts = stack.enter_context(contextlib.closing(Parts(http, info.connections, info.idle_timeout_s)))
+        parts = stack.enter_context(contextlib.closing(HttpTransfer(http, info.connections, info.idle_timeout_s)))
         for fragment, (version, schema) in enumerate(zip(heads, split.schemas, strict=True)):
             layout = version_layout(schema, info.part_bytes, info.ranks)
             fd, _ = stack.enter_context(_beside(out))
@@ -313,7 +313,7 @@ def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: La
     )
 
 
-def _checked(parts: Parts, path: str, nbytes: int) -> memoryview:
+def _checked(parts: HttpTransfer, path: str, nbytes: int) -> memoryview:
     """Return the bytes at a path, which their BLAKE3 follows; ask again where they arrive damaged.
 
     Raises:

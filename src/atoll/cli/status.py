@@ -63,7 +63,7 @@ def command(
     ] = None,
 ) -> None:
     """Show workers, rounds, and the sites that a round waits for: how long and why."""
-    from atoll.transport.ask import server_address
+    from atoll.transport.http_client import server_address
 
     if state_dir is not None:
         if server is not None or watch:
@@ -121,7 +121,7 @@ def _asked_by(stored: status_messages.Status) -> status_messages.Status | None:
 
 def _ask(address: str) -> status_messages.Status:
     from atoll.protocol import routes, status_messages
-    from atoll.transport.ask import ask
+    from atoll.transport.http_client import ask
 
     return ask(address, routes.STATUS, status_messages.Status)
 

@@ -59,7 +59,7 @@ def command(
     ] = 0,
 ) -> None:
     """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from a flag."""
-    from atoll.transport.ask import server_address
+    from atoll.transport.http_client import server_address
 
     address = server_address(server)
     environment = os.environ | {"ATOLL_SERVER": address}
@@ -85,7 +85,7 @@ def _require_server(address: str, told: list[int]) -> str:
     """
     from atoll.format_text import duration
     from atoll.protocol import messages, routes
-    from atoll.transport.ask import ask
+    from atoll.transport.http_client import ask
     from atoll.worker.session.connection import give_up_s
 
     most_s = give_up_s()

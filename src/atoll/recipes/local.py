@@ -42,7 +42,7 @@ from atoll.recipes.result import (
     told,
 )
 from atoll.rounds.state import Rules
-from atoll.transport.ask import ask
+from atoll.transport.http_client import ask
 
 if TYPE_CHECKING:
     from atoll.recipes.recipe import Recipe

@@ -19,7 +19,7 @@ from atoll.protocol.status_messages import Status
 from atoll.recipes.local import environment
 from atoll.recipes.recipe import Strict, require_number
 from atoll.recipes.result import RunResult, ended_by_sigterm
-from atoll.transport.ask import ask
+from atoll.transport.http_client import ask
 from atoll.worker.session import last_status
 from atoll.worker.site_name import require_site
 

@@ -38,7 +38,7 @@ from atoll.server.tasks.user_code import Function
 from atoll.server.tasks.workflow_schedule import WorkflowSchedule
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import address_of
-from atoll.transport.listener import Door, open_door, raise_files_limit, runner_of
+from atoll.transport.listener import Listener, raise_files_limit, runner_of, start_listener
 from atoll.transport.tls import server_context
 
 LOG = logging.getLogger("atoll.server")
@@ -290,7 +290,7 @@ class Server:
             raise
         self._model = None  # version 0 is on disk; nothing here keeps the memory of a model
         runner = runner_of(make_app(run, self._gate, VERSION), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
-        door: Door | None = None
+        accepting: Listener | None = None
         try:
             await runner.setup()
             context = None
@@ -301,15 +301,17 @@ class Server:
             self._run = run
             if schedule is not None:
                 schedule.start(run)
-            door = await open_door(listener, runner, context, files=files, idle_timeout_s=self.settings.idle_timeout_s)
+            accepting = await start_listener(
+                listener, runner, context, files=files, idle_timeout_s=self.settings.idle_timeout_s
+            )
             self._ready.set()
             await self._until_end(run)
         finally:
             if schedule is not None:
                 schedule.stop()
             run.send_away()
-            if door is not None:
-                await door.close()
+            if accepting is not None:
+                await accepting.close()
             listener.close()
             await runner.cleanup()
             if self._run is not None:  # else it never began, and the reason is on its way

@@ -20,14 +20,13 @@ from atoll.codecs.base import Codec
 from atoll.codecs.encoded_layout import codecs_of, encoded_layout
 from atoll.errors import UsageError
 from atoll.filters.base import Filter, require_filters
-from atoll.posix import write_at
+from atoll.posix import Descriptor, write_at
 from atoll.protocol import messages
 from atoll.tensors.byte_runs import RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS
 from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Layout, Part, version_layout
 from atoll.tensors.module_tensors import Tensors
-from atoll.transport.descriptor import Descriptor
 from atoll.transport.http_client import Counters
 from atoll.worker.correction.control_variates import Controls
 from atoll.worker.exchange import encode_update

@@ -1,28 +1,36 @@
-"""A worker's end of the HTTP interface: typed calls. Parts of tensors go by `resumable_transfer.py`.
+"""The client end of the HTTP interface: typed requests. Parts of tensors travel by `resumable_transfer.py`.
 
-Errors that the server names come back as the same classes; a network that fails becomes `ServerUnreachable` or
-`TransferStalled`. Nothing is retried here: whoever calls knows what a failure means.
+An error that the server names is raised here as the same class; a failure of the network becomes `ServerUnreachable`
+or `TransferStalled`. Nothing is retried here: the caller knows what a failure means.
+
+Commands that answer before torch is loaded use this module, too, so it imports neither torch nor aiohttp.
 """
 
 from __future__ import annotations
 
 import http.client
+import json
 import math
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import urllib3
 from pydantic import BaseModel, ValidationError
 
+from atoll.config import DEFAULT_PORT, Settings
+from atoll.config.run_file import require_known
 from atoll.errors import (
     BY_CODE,
     AtollError,
     BadRequest,
     Busy,
+    ConfigError,
     DiskFull,
     PeerError,
     ServerUnreachable,
@@ -32,8 +40,7 @@ from atoll.errors import (
     VersionSkew,
 )
 from atoll.protocol import messages, routes
-from atoll.transport.tls import client_context
-from atoll.transport.unreachable import no_atoll, unreachable
+from atoll.transport.tls import client_context, read_token
 
 # -- An HTTP response whose headers must be complete.
 #
@@ -339,9 +346,9 @@ class Http:
         secret = {routes.SECRET_HEADER: self.secret} if self.secret else {}
         return {**self._headers, **lease, **secret, **(more or {})}
 
-    def get(self, path: str, reply: type[Reply]) -> Reply:
+    def get(self, path: str, reply: type[Reply], *, timeout_s: float = 30.0) -> Reply:
         """GET a typed message."""
-        return self._read(self._request("GET", path), reply)
+        return self._read(self._request("GET", path, timeout_s=timeout_s), reply)
 
     def post(self, path: str, message: BaseModel, reply: type[Reply], *, timeout_s: float = 30.0) -> Reply:
         """POST a typed message and read the typed answer."""
@@ -390,11 +397,8 @@ class Http:
         finally:
             _waiting.call = None
             call.hold(None)
-        if (
-            path in (routes.RUN, routes.STATUS)
-            and (stranger := no_atoll(self.server, response.status, response.data)) is not None
-        ):
-            raise stranger
+        if path in (routes.RUN, routes.STATUS):
+            require_atoll(self.server, response.status, response.data)
         if response.status >= 400:
             raise problem_of(response.status, response.data)
         return response
@@ -451,3 +455,135 @@ def _plain(error: Exception) -> str:
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror.lower()
     return str(cause) or type(cause).__name__
+
+
+# -- Which server, by flags and environment; and one question to it, for commands.
+
+
+DEFAULT_SERVER = f"http://127.0.0.1:{DEFAULT_PORT}"
+
+
+def server_address(given: str | None) -> str:
+    """Return the address of the server that a command means: its flag, else ATOLL_SERVER, else this machine.
+
+    Raises:
+        ConfigError: the environment has an unknown ATOLL_ variable.
+    """
+    require_known(os.environ, Settings.model_fields)
+    return given or os.environ.get("ATOLL_SERVER") or DEFAULT_SERVER
+
+
+def server_of(given: str | None, *, require_server: bool = False) -> str | None:
+    """Return the server that a script joins: as given, else ATOLL_SERVER; None where it trains alone.
+
+    Raises:
+        ConfigError: the environment has an unknown ATOLL_ variable, or there is no server and one is required.
+    """
+    require_known(os.environ, Settings.model_fields)
+    server = given or os.environ.get("ATOLL_SERVER")
+    if not server and require_server:
+        raise ConfigError(
+            "No server is configured, and the script must not train alone (require_server).",
+            "Set ATOLL_SERVER, give server=, or start the script with `atoll worker`.",
+        )
+    return server or None
+
+
+def http_to(server: str, environ: Mapping[str, str] = os.environ) -> Http:
+    """Return a client with the token and the authority that the environment names.
+
+    Args:
+        environ: where ATOLL_TOKEN_FILE and ATOLL_TLS_CA are looked up.
+
+    Raises:
+        UsageError: `server` is no address.
+        ConfigError: the token or the authority cannot be read.
+    """
+    token_file = environ.get("ATOLL_TOKEN_FILE")
+    return Http(server, token=read_token(Path(token_file) if token_file else None), ca=environ.get("ATOLL_TLS_CA"))
+
+
+def ask(
+    server: str, path: str, reply: type[Reply], *, timeout_s: float = 10.0, environ: Mapping[str, str] = os.environ
+) -> Reply:
+    """GET one typed message.
+
+    Args:
+        environ: as for `http_to`.
+
+    Raises:
+        UsageError: `server` is no address.
+        ServerUnreachable: no answer within `timeout_s`, or the server's certificate is not accepted.
+        AuthError: the token is missing or wrong.
+        PeerError: another web server answers there. VersionSkew: another version of Atoll does.
+    """
+    http = http_to(server, environ)
+    try:
+        return http.get(path, reply, timeout_s=timeout_s)
+    except TransferStalled as error:
+        raise unreachable(server, "", f"no answer within {timeout_s:g} s") from error
+    finally:
+        http.close()
+
+
+# -- Why a server cannot be reached, and what to do.
+
+
+_NO_AUTHORITY = "Set ATOLL_TLS_CA to a PEM file with the authority of its certificate."
+_CERTIFICATES = {
+    "has expired": "Renew the certificate at the server, or check the clock of this machine.",
+    "not yet valid": "Check the clocks of this machine and of the server.",
+    "ostname mismatch": "Use a name that is in its certificate, or check whether this is the right server.",
+    "IP address mismatch": "Use a name that is in its certificate, or check whether this is the right server.",
+}
+"""Part of OpenSSL's message about a certificate that it refuses → what to do; by default the authority is unknown."""
+
+
+def require_atoll(server: str, status: int, body: bytes) -> None:
+    """Refuse the answer of another web server; that of Atoll, or of a proxy in front of it, passes.
+
+    Raises:
+        PeerError: nothing of Atoll answers at this address.
+    """
+    if status in (502, 503, 504) or (status < 400 and not body):  # a proxy whose server is away; an answer cut off
+        return
+    try:
+        message = json.loads(body)
+    except ValueError:
+        message = None
+    if not isinstance(message, dict) or (status >= 400 and not {"code", "message"} <= message.keys()):
+        raise PeerError(
+            f"There is no Atoll server at {server}: the web server there answered with HTTP status {status}, and with "
+            "nothing that Atoll knows.",
+            "Check the address and its port, and whether the server runs.",
+        )
+
+
+def unreachable(server: str, text: str, why: str) -> ServerUnreachable:
+    """Return the error that says why a server cannot be reached.
+
+    Args:
+        text: all that the failed connection said.
+        why: the same in a few words.
+    """
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        remedy = next((remedy for part, remedy in _CERTIFICATES.items() if part in text), _NO_AUTHORITY)
+        return _other(f"{server} cannot prove that it is the server: {why}.", remedy)
+    if "WRONG_VERSION_NUMBER" in text:
+        return _other(
+            f"{server} does not speak TLS.",
+            "Write its address with http:// if the network is your own, or give the server tls_cert and tls_key.",
+        )
+    return ServerUnreachable(
+        f"{server} does not answer ({why}).",
+        "Check whether the server runs and whether the address is right (--server, ATOLL_SERVER)."
+        + (
+            " A server with TLS needs https://." if server.startswith("http://") and "Remote end closed" in text else ""
+        ),
+    )
+
+
+def _other(message: str, remedy: str) -> ServerUnreachable:
+    error = ServerUnreachable(message, remedy)
+    error.is_other = True
+    return error

@@ -78,9 +78,9 @@ def runner_of(app: web.Application, logger: logging.Logger, *, read_bytes: int, 
     )
 
 
-async def open_door(
+async def start_listener(
     listener: socket.socket, runner: web.AppRunner, secure: ssl.SSLContext | None, *, files: int, idle_timeout_s: float
-) -> Door:
+) -> Listener:
     """Begin to accept connections for a runner, as many as go with so many open files."""
     if runner.server is None:
         await runner.setup()
@@ -90,12 +90,12 @@ async def open_door(
     def make() -> Bypass:
         return Bypass(protocol(), direct=secure is None, idle_timeout_s=idle_timeout_s)
 
-    door = Door(listener, make, secure, connections_within(files))
+    door = Listener(listener, make, secure, connections_within(files))
     door.open()
     return door
 
 
-class Door:
+class Listener:
     """Accepts connections on a listening socket, which it closes in the end.
 
     Args:

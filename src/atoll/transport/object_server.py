@@ -46,15 +46,15 @@ from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.layout import Part
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef, address_of
-from atoll.transport.listener import files_limit, open_door, runner_of
+from atoll.transport.listener import files_limit, runner_of, start_listener
 from atoll.transport.receive_upload import break_off
-from atoll.transport.resumable_transfer import Memory, Parts, Sink
+from atoll.transport.resumable_transfer import HttpTransfer, Memory, Sink
 from atoll.transport.serve_range import problem, serve_file
 from atoll.transport.tls import is_loopback, server_context
 
 
 @dataclass(eq=False)
-class Served:
+class ServedBlob:
     """An object of this process.
 
     Attributes:
@@ -149,8 +149,8 @@ def disk_error(error: OSError) -> StoreError:
 
 
 @dataclass(frozen=True)
-class OwnFile:
-    """A served file; takes the place of `Parts` for who reads it in the same process.
+class LocalBlob:
+    """A served file; takes the place of `HttpTransfer` for who reads it in the same process.
 
     Attributes:
         fd: of its own; `close` gives it back.
@@ -164,7 +164,7 @@ class OwnFile:
     on_read: Callable[[int], None] = lambda _: None
 
     def read(self, path: str, most_bytes: int) -> bytearray:
-        """As `Parts.read`: the manifest, which is all that is ever read so.
+        """As `HttpTransfer.read`: the manifest, which is all that is ever read so.
 
         Raises:
             BadRequest: it has more than `most_bytes`.
@@ -185,7 +185,7 @@ class OwnFile:
         on_bytes: Callable[[int], None] | None = None,
         on_part: Callable[[Part], None] | None = None,
     ) -> None:
-        """As `Parts.pull`.
+        """As `HttpTransfer.pull`.
 
         Raises:
             Gone: it was withdrawn meanwhile. PartCorrupt: the disk has damaged it.
@@ -227,7 +227,7 @@ class OwnFile:
         os.close(self.fd)
 
 
-Ranges = Parts | OwnFile
+Ranges = HttpTransfer | LocalBlob
 """Where parts are pulled from: over connections, or in this process."""
 
 
@@ -276,7 +276,7 @@ class ObjectHost:
             )
         self._context = server_context(tls_cert, tls_key) if tls_cert and tls_key else None
         self._folder, self._idle_timeout_s = folder, idle_timeout_s
-        self._objects: dict[str, Served] = {}
+        self._objects: dict[str, ServedBlob] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="atoll-objects")
         self._stopping, self._ready = asyncio.Event(), threading.Event()
@@ -342,7 +342,7 @@ class ObjectHost:
         on_bytes: Callable[[int], None] = lambda _: None,
     ) -> TensorRef:
         secret, object_id, digest = new_id(), new_id(), manifest.digest
-        served = Served(seal(secret), manifest, inline, fd, time.monotonic() + expires_s, digest, on_bytes)
+        served = ServedBlob(seal(secret), manifest, inline, fd, time.monotonic() + expires_s, digest, on_bytes)
         self._on_loop(lambda: self._begin(object_id, served, expires_s))
         expires_at = int(time.time() + expires_s)
         return TensorRef(self.name, self.port, self._context is not None, object_id, secret, digest, expires_at)
@@ -365,15 +365,15 @@ class ObjectHost:
 
         return self._on_loop(work)
 
-    def opened(self, ref: TensorRef, on_read: Callable[[int], None]) -> OwnFile | None:
+    def opened(self, ref: TensorRef, on_read: Callable[[int], None]) -> LocalBlob | None:
         """What a reference names, to be read here, and closed then; None where it is none of this host's."""
 
-        def work() -> OwnFile | None:
+        def work() -> LocalBlob | None:
             served = self._objects.get(ref.object)
             if served is None:
                 return None
             require_secret(ref.secret, served.sealed, ref.object)
-            return OwnFile(os.dup(served.fd), served.manifest, served.gone, on_read)
+            return LocalBlob(os.dup(served.fd), served.manifest, served.gone, on_read)
 
         return self._on_loop(work)
 
@@ -397,7 +397,7 @@ class ObjectHost:
 
     # -- on the loop
 
-    def _begin(self, object_id: str, served: Served, expires_s: float) -> None:
+    def _begin(self, object_id: str, served: ServedBlob, expires_s: float) -> None:
         self._objects[object_id] = served
         self._loop.call_later(min(expires_s, LONGEST_S), self._drop, object_id)
 
@@ -407,7 +407,7 @@ class ObjectHost:
             served.gone.set()
             served.close_if_unread()
 
-    def _find(self, request: web.Request) -> Served:
+    def _find(self, request: web.Request) -> ServedBlob:
         object_id = request.match_info["object"]
         served = self._objects.get(object_id)
         if served is None or served.until_s <= time.monotonic():
@@ -474,7 +474,7 @@ class ObjectHost:
         app.router.add_delete(routes.OBJECT, self._remove)
         app.router.add_get(routes.HEALTH, _health)
         runner = runner_of(app, LOG, read_bytes=2**16, linger_s=0.5)
-        door = await open_door(
+        door = await start_listener(
             self._listener, runner, self._context, files=files_limit(), idle_timeout_s=self._idle_timeout_s
         )
         self._ready.set()

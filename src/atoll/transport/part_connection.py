@@ -20,7 +20,7 @@ from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.transport.http_client import Response
 
 
-class Lane:
+class PartConnection:
     """A connection that one thread uses at a time, and that lasts for many parts; another thread may cut it.
 
     Args:

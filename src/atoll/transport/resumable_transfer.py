@@ -23,18 +23,18 @@ from blake3 import blake3
 
 from atoll.errors import AtollError, BadRequest, PartCorrupt, ServerUnreachable, TransferAborted, TransferStalled
 from atoll.failpoints import failpoint
+from atoll.posix import Descriptor
 from atoll.protocol import routes
 from atoll.tensors.layout import Part
-from atoll.transport.descriptor import Descriptor
 from atoll.transport.http_client import Http, network_error, problem_of, unanswered
-from atoll.transport.part_connection import Lane
+from atoll.transport.part_connection import PartConnection
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Crew:
-    """The threads of one transfer. `crew` gives it.
+class TransferPool:
+    """The threads of one transfer. Made by `transfer_pool`.
 
     Attributes:
         ended: no part is begun once it is set.
@@ -46,7 +46,7 @@ class Crew:
         self._pool = ThreadPoolExecutor(size, thread_name_prefix="atoll-part")
         self._futures: list[Future[Any]] = []
         self._lock = threading.Lock()
-        self._lanes: set[Lane] = set()
+        self._in_use: set[PartConnection] = set()
         self._cut = False
         self.is_given_up = False
         self.moved_s = time.monotonic()
@@ -65,17 +65,17 @@ class Crew:
         return future
 
     @contextmanager
-    def using(self, lane: Lane) -> Iterator[None]:
-        """Within, the connection ends when this crew is cut."""
+    def using(self, connection: PartConnection) -> Iterator[None]:
+        """Within, the connection ends when this pool is cut."""
         with self._lock:
-            self._lanes.add(lane)
+            self._in_use.add(connection)
             if self._cut:
-                lane.cut()
+                connection.cut()
         try:
             yield
         finally:
             with self._lock:
-                self._lanes.discard(lane)
+                self._in_use.discard(connection)
 
     def wait(self) -> None:
         """Until everything that was submitted is done."""
@@ -88,8 +88,8 @@ class Crew:
         self.ended.set()
         with self._lock:
             self._cut = True
-            for lane in self._lanes:
-                lane.cut()
+            for connection in self._in_use:
+                connection.cut()
 
     def give_up(self) -> None:
         """As `break_off`, because the network is lost."""
@@ -104,14 +104,14 @@ class Crew:
 
 
 @contextmanager
-def crew(size: int) -> Iterator[Crew]:
+def transfer_pool(size: int) -> Iterator[TransferPool]:
     """Threads for the block; it is left when they are done, or cut off where it is left by an exception."""
-    crew = Crew(size)
+    pool = TransferPool(size)
     try:
-        yield crew
-        crew.wait()
+        yield pool
+        pool.wait()
     except BaseException:
-        crew.cut()
+        pool.cut()
         raise
 
 
@@ -126,7 +126,7 @@ Recorded = Callable[[Mapping[int, bytes]], Collection[int]]
 
 
 class Pushing:
-    """Parts on their way while the file is still being written. `Parts.pushing` gives it.
+    """Parts on their way while the file is still being written. `HttpTransfer.pushing` gives it.
 
     Attributes:
         sent: indices of the parts that the server has.
@@ -134,11 +134,11 @@ class Pushing:
         ended: nothing more is sent once it is set.
     """
 
-    def __init__(self, crew: Crew, send: Callable[[list[Part], dict[int, bytes]], bool], most: int) -> None:
+    def __init__(self, pool: TransferPool, send: Callable[[list[Part], dict[int, bytes]], bool], most: int) -> None:
         self.sent: set[int] = set()
         self.error: BaseException | None = None
-        self.ended = crew.ended
-        self._crew, self._do, self._most = crew, send, most
+        self.ended = pool.ended
+        self._pool, self._do, self._most = pool, send, most
         self._waiting: list[Part] = []  # for those that follow, to go in one request
         self._digests: dict[int, bytes] = {}  # of those
 
@@ -156,7 +156,7 @@ class Pushing:
         run, self._waiting = self._waiting, []
         digests, self._digests = self._digests, {}
         if run and not self.ended.is_set():
-            self._crew.submit(self._send, run, digests)
+            self._pool.submit(self._send, run, digests)
 
     def _send(self, run: list[Part], digests: dict[int, bytes]) -> None:
         try:
@@ -182,7 +182,7 @@ def lacking(recorded: Recorded | None, digests: Digests) -> Look | None:
 PART_ATTEMPTS = 4
 _NETWORK_ERRORS = (OSError, http.client.HTTPException)
 
-Work = Callable[[Lane, list[Part]], None]
+Work = Callable[[PartConnection, list[Part]], None]
 """Moves parts over a connection, and takes from the list what has arrived."""
 
 
@@ -200,7 +200,7 @@ class Memory(Sink, Protocol):
         ...
 
 
-class Parts:
+class HttpTransfer:
     """Pulls and pushes parts for one worker.
 
     Args:
@@ -211,9 +211,9 @@ class Parts:
 
     def __init__(self, http: Http, connections: int, idle_timeout_s: float) -> None:
         self._http, self._connections, self._idle_timeout_s = http, connections, idle_timeout_s
-        self._idle: list[Lane] = []
+        self._idle: list[PartConnection] = []
         self._losses = 0
-        self._crews: set[Crew] = set()
+        self._pools: set[TransferPool] = set()
         self._broken = False
         self._lock = threading.Lock()
 
@@ -221,15 +221,15 @@ class Parts:
         """From another thread: what is on its way ends with `TransferAborted`, and so does all that comes later."""
         with self._lock:
             self._broken = True
-            crews = list(self._crews)
-        for hands in crews:
-            hands.break_off()
+            pools = list(self._pools)
+        for pool in pools:
+            pool.break_off()
 
     def close(self) -> None:
         with self._lock:
-            lanes, self._idle = self._idle, []
-        for lane in lanes:
-            lane.close()
+            connections, self._idle = self._idle, []
+        for connection in connections:
+            connection.close()
 
     def read(self, path: str, most_bytes: int) -> bytearray:
         """GET a message that may be long, over a connection for parts.
@@ -240,9 +240,9 @@ class Parts:
         """
         held = bytearray()
 
-        def fetch(lane: Lane, todo: list[Part]) -> None:
+        def fetch(connection: PartConnection, todo: list[Part]) -> None:
             held.clear()
-            status, body, runs = lane.get(path, self._http.headers())
+            status, body, runs = connection.get(path, self._http.headers())
             if status >= 300:
                 raise problem_of(status, body)
             for run in runs:
@@ -280,7 +280,7 @@ class Parts:
             TransferStalled, ServerUnreachable: the network; parts that are complete stay written.
         """
 
-        def fetch(lane: Lane, todo: list[Part]) -> None:
+        def fetch(connection: PartConnection, todo: list[Part]) -> None:
             first, last = todo[0], todo[-1]
             offset, received = first.start, False  # whether the run is where it belongs
 
@@ -292,7 +292,7 @@ class Parts:
                 return scratch[:most] if memory is None else memory
 
             asked = self._http.headers({"Range": f"bytes={first.start}-{last.stop - 1}"})
-            status, body, runs = lane.get(path, asked, room)
+            status, body, runs = connection.get(path, asked, room)
             if status >= 300:
                 raise problem_of(status, body)
             if status != 206:
@@ -350,7 +350,7 @@ class Parts:
         """
         with _copy_of(fd) as file:
             self._spread(
-                lambda lane, todo: self._send(lane, path_of, file, todo, digests, on_bytes),
+                lambda connection, todo: self._send(connection, path_of, file, todo, digests, on_bytes),
                 self._runs(parts) if recorded else [[part] for part in parts],
                 lacking(recorded, digests),
             )
@@ -374,27 +374,27 @@ class Parts:
             count: parts that will be added.
             recorded: as for `push`.
         """
-        with _copy_of(fd) as file, crew(self._connections) as hands:
+        with _copy_of(fd) as file, transfer_pool(self._connections) as pool:
 
             def send(run: list[Part], digests: dict[int, bytes]) -> bool:
                 return self._attempt(
-                    lambda lane, todo: self._send(lane, path_of, file, todo, digests, on_bytes),
+                    lambda connection, todo: self._send(connection, path_of, file, todo, digests, on_bytes),
                     run,
-                    hands,
+                    pool,
                     lacking(recorded, digests),
                 )
 
-            pushing = Pushing(hands, send, self._at_once(count))
-            with self._http.watch.waiting(hands):
+            pushing = Pushing(pool, send, self._at_once(count))
+            with self._http.watch.waiting(pool):
                 yield pushing
                 pushing.flush()
-                hands.wait()
-        if hands.is_given_up:
+                pool.wait()
+        if pool.is_given_up:
             pushing.error = pushing.error or unanswered(self._http.server)
 
     def _send(
         self,
-        lane: Lane,
+        connection: PartConnection,
         path_of: Callable[[int], str],
         file: Descriptor,
         todo: list[Part],
@@ -409,7 +409,7 @@ class Parts:
         spans = [(part.start, part.stop, digests[part.index]) for part in todo]
         headers = self._http.headers({"Content-Type": "application/octet-stream"})
         with file.used() as fd:
-            status, body = lane.put(path_of(todo[0].index), headers, fd, spans, sent)
+            status, body = connection.put(path_of(todo[0].index), headers, fd, spans, sent)
         if status >= 300:
             raise problem_of(status, body)
         failpoint("push.part")
@@ -432,43 +432,43 @@ class Parts:
 
     def _spread(self, work: Work, runs: Sequence[list[Part]], look: Look | None = None) -> None:
         """Run `work` for all parts over the connections; the first lasting failure ends it, and is raised."""
-        with crew(max(1, min(self._connections, len(runs)))) as hands, self._breakable(hands):
+        with transfer_pool(max(1, min(self._connections, len(runs)))) as pool, self._breakable(pool):
             if len(runs) <= 1:
                 for todo in runs:
-                    self._attempt(work, todo, hands, look)
+                    self._attempt(work, todo, pool, look)
                 return
-            futures: list[Future[bool]] = [hands.submit(self._attempt, work, todo, hands, look) for todo in runs]
+            futures: list[Future[bool]] = [pool.submit(self._attempt, work, todo, pool, look) for todo in runs]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             errors = [error for future in done if (error := future.exception())]
             if errors:
-                hands.ended.set()  # those on their way may still arrive, and need not be sent again
+                pool.ended.set()  # those on their way may still arrive, and need not be sent again
                 for future in futures:
                     future.cancel()
         if errors:
             raise errors[0]
 
     @contextmanager
-    def _breakable(self, hands: Crew) -> Iterator[None]:
-        """Within, `break_off` or a lost network ends this crew; left so, it is an error, for parts are missing."""
+    def _breakable(self, pool: TransferPool) -> Iterator[None]:
+        """Within, `break_off` or a lost network ends this pool; left so, it is an error, for parts are missing."""
         with self._lock:
-            self._crews.add(hands)
+            self._pools.add(pool)
             if self._broken:
-                hands.break_off()
+                pool.break_off()
         try:
-            with self._http.watch.waiting(hands):
+            with self._http.watch.waiting(pool):
                 yield
         except (ServerUnreachable, TransferStalled):
             if not self._broken:
                 raise
         finally:
             with self._lock:
-                self._crews.discard(hands)
+                self._pools.discard(pool)
         if self._broken:
             raise TransferAborted(f"The transfer with {self._http.server} was told to stop.")
-        if hands.is_given_up:
+        if pool.is_given_up:
             raise unanswered(self._http.server)
 
-    def _attempt(self, work: Work, todo: list[Part], hands: Crew, look: Look | None = None) -> bool:
+    def _attempt(self, work: Work, todo: list[Part], pool: TransferPool, look: Look | None = None) -> bool:
         """Do these parts, with a few attempts for each; False, and not all done, where another has failed for good.
 
         A connection that stands still is tried again as long as others move. What it moves then counts once it has
@@ -478,61 +478,61 @@ class Parts:
 
         def on_move() -> None:
             if not stood_still or len(todo) < left:
-                hands.moved()
+                pool.moved()
 
-        while todo and not hands.ended.is_set():
+        while todo and not pool.ended.is_set():
             left = len(todo)
             try:
-                self._once(work, todo, hands, on_move)
+                self._once(work, todo, pool, on_move)
             except (PartCorrupt, ServerUnreachable, TransferStalled) as error:
-                if hands.ended.is_set():  # a consequence of what has failed elsewhere
+                if pool.ended.is_set():  # a consequence of what has failed elsewhere
                     return False
                 self._http.counters.add(retries=1)
                 stalled = isinstance(error, TransferStalled)
-                if stalled and hands.is_silent(self._idle_timeout_s):  # it is asked nothing more
-                    hands.break_off()
+                if stalled and pool.is_silent(self._idle_timeout_s):  # it is asked nothing more
+                    pool.break_off()
                     raise
                 if look is not None and len(todo) > 1:
                     look(todo)
                 failures = failures + 1 if len(todo) == left else 1
                 if failures == PART_ATTEMPTS:
-                    hands.ended.set()
+                    pool.ended.set()
                     raise
                 stood_still = stalled or (stood_still and len(todo) == left)
             except BaseException:
-                hands.ended.set()
+                pool.ended.set()
                 raise
         return not todo
 
-    def _once(self, work: Work, todo: list[Part], hands: Crew, on_move: Callable[[], None]) -> None:
+    def _once(self, work: Work, todo: list[Part], pool: TransferPool, on_move: Callable[[], None]) -> None:
         """One attempt on a connection, which is kept only if all went well: else its state is not known."""
-        lane, losses = self._idle_lane(), self._http.watch.losses
-        if lane is None:
-            lane = Lane(self._http.host, self._http.port, self._http.secure, self._idle_timeout_s)
+        connection, losses = self._idle_connection(), self._http.watch.losses
+        if connection is None:
+            connection = PartConnection(self._http.host, self._http.port, self._http.secure, self._idle_timeout_s)
         try:
-            lane.on_move = on_move
-            with hands.using(lane):
-                work(lane, todo)
-            hands.moved()
+            connection.on_move = on_move
+            with pool.using(connection):
+                work(connection, todo)
+            pool.moved()
         except _NETWORK_ERRORS as error:
-            lane.close()
+            connection.close()
             raise network_error(self._http.server, self._idle_timeout_s, error) from error
         except BaseException:
-            lane.close()
+            connection.close()
             raise
-        if lane.is_cut or losses != self._http.watch.losses:
-            lane.close()
+        if connection.is_cut or losses != self._http.watch.losses:
+            connection.close()
             return
         with self._lock:
-            self._idle.append(lane)
+            self._idle.append(connection)
 
-    def _idle_lane(self) -> Lane | None:
+    def _idle_connection(self) -> PartConnection | None:
         """A connection that was kept, and none from before the network was lost."""
         with self._lock:
             losses, self._losses = self._losses, self._http.watch.losses
             if losses != self._losses:
-                for lane in self._idle:
-                    lane.close()
+                for connection in self._idle:
+                    connection.close()
                 self._idle.clear()
             return self._idle.pop() if self._idle else None
 

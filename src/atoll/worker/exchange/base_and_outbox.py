@@ -28,13 +28,12 @@ from torch import Tensor
 
 from atoll.errors import AtollError, DiskFull, StateLocked, StoreError, VersionSkew
 from atoll.failpoints import failpoint
-from atoll.posix import Held, read_at, take_folder, write_at
+from atoll.posix import Descriptor, Held, read_at, take_folder, write_at
 from atoll.sealed import NoteDamaged
 from atoll.tensors.byte_runs import Move, read_pieces
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Layout, Part, Piece, Segment
-from atoll.transport.descriptor import Descriptor
 from atoll.worker.json_notes import peek_note, read_note, write_note
 from atoll.worker.log_lines import LOG, size
 

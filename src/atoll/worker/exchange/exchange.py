@@ -23,7 +23,7 @@ from atoll.tensors.chunks import CHUNK_ELEMENTS, Held
 from atoll.tensors.layout import Part, version_layout
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import Schema
-from atoll.transport.resumable_transfer import Parts, Pushing
+from atoll.transport.resumable_transfer import HttpTransfer, Pushing
 from atoll.worker.broken_off import NetworkLost
 from atoll.worker.exchange import encode_update
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote
@@ -96,7 +96,7 @@ class Sending:
     def __init__(
         self,
         connection: Connection,
-        parts: Parts,
+        parts: HttpTransfer,
         outbox: Outbox,
         bar: Progress,
         sent: Collection[int] | None,
@@ -249,7 +249,7 @@ class Exchange:
     def __init__(
         self,
         connection: Connection,
-        parts: Parts,
+        parts: HttpTransfer,
         folder: Path,
         fragment: int | None,
         schema: Schema,

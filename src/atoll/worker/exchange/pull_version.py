@@ -24,7 +24,7 @@ from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece
 from atoll.tensors.module_tensors import Tensors
 from atoll.transport.object_server import Ranges
-from atoll.transport.resumable_transfer import Parts
+from atoll.transport.resumable_transfer import HttpTransfer
 from atoll.worker.broken_off import UNPULLED
 from atoll.worker.exchange import encode_update
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, PartsFile
@@ -188,7 +188,7 @@ class Puller:
     """
 
     def __init__(
-        self, worker: Connection, parts: Parts, folder: Path, layout: Layout, fragment: int | None = None
+        self, worker: Connection, parts: HttpTransfer, folder: Path, layout: Layout, fragment: int | None = None
     ) -> None:
         self._worker, self._parts, self._folder, self._layout = worker, parts, folder, layout
         self._fragment, self._delta_name = fragment or 0, name_of("delta", fragment)

@@ -28,13 +28,13 @@ from atoll.store.file_slots import Slot, disk_error, region_digest
 from atoll.tensors.layout import PART_BYTES, Layout, Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Counters, Http
+from atoll.transport.object_client import object_http
 from atoll.transport.object_server import ObjectHost, Ranges
-from atoll.transport.resumable_transfer import Parts
+from atoll.transport.resumable_transfer import HttpTransfer
 from atoll.transport.tls import is_loopback
 from atoll.worker.broken_off import UNPULLED
 from atoll.worker.exchange.base_and_outbox import Outbox
 from atoll.worker.log_lines import told
-from atoll.worker.objects.object_client import object_http
 from atoll.worker.peer.peer_store import Spool, Version
 
 CONNECTIONS = 2
@@ -148,7 +148,7 @@ class SlotWriter:
 
 
 @contextmanager
-def connected(text: str, idle_timeout_s: float, counters: Counters) -> Iterator[tuple[TensorRef, Parts]]:
+def connected(text: str, idle_timeout_s: float, counters: Counters) -> Iterator[tuple[TensorRef, HttpTransfer]]:
     """Connect to the worker that serves a reference, for as long as the block lasts.
 
     Args:
@@ -157,7 +157,7 @@ def connected(text: str, idle_timeout_s: float, counters: Counters) -> Iterator[
     ref = TensorRef.parse(text)
     http = object_http(ref)
     http.counters = counters
-    parts = Parts(http, CONNECTIONS, idle_timeout_s)
+    parts = HttpTransfer(http, CONNECTIONS, idle_timeout_s)
     try:
         yield ref, parts
     finally:
@@ -422,7 +422,7 @@ class PeerTransfers:
         manifest = self._http.get(routes.MANIFEST.format(fragment=hold.fragment, version=0), messages.Manifest)
         digests = tuple(bytes.fromhex(text) for text in manifest.part_digests)
         path = routes.VERSION_DATA.format(fragment=hold.fragment, version=0, digest=hold.digest)
-        parts = Parts(self._http, CONNECTIONS, self._idle_timeout_s)
+        parts = HttpTransfer(self._http, CONNECTIONS, self._idle_timeout_s)
         try:
             parts.pull(path, digests, layout.parts, [SlotWriter(slot)], on_bytes=self._move)
         finally:

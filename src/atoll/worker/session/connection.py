@@ -35,12 +35,11 @@ from atoll.format_text import duration
 from atoll.latch import Latch
 from atoll.protocol import messages, routes
 from atoll.tensors.fragments import Split
-from atoll.transport.http_client import Counters, unanswered
+from atoll.transport.http_client import Counters, http_to, unanswered
 from atoll.worker.broken_off import NetworkLost
 from atoll.worker.log_lines import LOG, in_wait, told
 from atoll.worker.peer.peer_transfers import PeerServer
 from atoll.worker.session import last_status
-from atoll.worker.session.address import http_to
 from atoll.worker.session.leave_at_exit import GOODBYE_S, forget_lease, has_left, note_lease, watch_exit
 from atoll.worker.session.server_checks import is_answered, require_protocol, split_of
 

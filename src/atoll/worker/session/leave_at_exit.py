@@ -349,8 +349,8 @@ def leave_for(folder: Path, why: str) -> list[str]:
     """
     from atoll.errors import AtollError
     from atoll.protocol import messages, routes
+    from atoll.transport.http_client import http_to
     from atoll.worker.log_lines import LOG
-    from atoll.worker.session.address import http_to
 
     left = []
     for path in sorted(folder.glob("[!.]*")):

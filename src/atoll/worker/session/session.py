@@ -16,7 +16,7 @@ from atoll.filters.base import Filter
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import SwarmPlan
 from atoll.tensors.schema import Schema
-from atoll.transport.resumable_transfer import Parts
+from atoll.transport.resumable_transfer import HttpTransfer
 from atoll.worker.exchange.base_and_outbox import folder_of, locked, remove_earlier
 from atoll.worker.exchange.exchange import Exchange
 from atoll.worker.peer.peer_transfers import PeerServer
@@ -72,7 +72,7 @@ class Session(Connection, Exchange):
         Connection.__init__(self, server, site, labels=labels, max_retries=max_retries)
         self._cleanup = contextlib.ExitStack()
         self._swarm: SwarmPeer | None = None
-        parts = Parts(self.http, self.info.connections, self.info.idle_timeout_s)
+        parts = HttpTransfer(self.http, self.info.connections, self.info.idle_timeout_s)
         self._cleanup.callback(parts.close)
         try:
             if self.streams and not streams:

@@ -33,11 +33,7 @@ from atoll.protocol import routes
 from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import Packed, pack
 from atoll.tensors.reference import TensorRef
-from atoll.transport.object_server import Draft, written
-from atoll.worker.broken_off import NetworkLost
-from atoll.worker.exchange.encode_update import AnswerFilters
-from atoll.worker.log_lines import LOG, told
-from atoll.worker.objects.object_client import (
+from atoll.transport.object_client import (
     EXPIRES_S,
     chunk_sizes,
     fetch,
@@ -46,6 +42,10 @@ from atoll.worker.objects.object_client import (
     send,
     withdraw,
 )
+from atoll.transport.object_server import Draft, written
+from atoll.worker.broken_off import NetworkLost
+from atoll.worker.exchange.encode_update import AnswerFilters
+from atoll.worker.log_lines import LOG, told
 from atoll.worker.session.connection import Connection
 from atoll.worker.session.server_checks import require_joined
 from atoll.worker.tasks.evaluate_models import Evaluate, Models

@@ -23,8 +23,8 @@ from types import TracebackType
 from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import UsageError
 from atoll.filters.base import ByTask, for_tasks
+from atoll.transport.http_client import server_of
 from atoll.worker.log_lines import LOG, ensure_lines
-from atoll.worker.session.address import server_of
 from atoll.worker.session.connection import Connection
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.site_name import default_site, require_site

@@ -21,9 +21,9 @@ from atoll.filters.base import Filter
 from atoll.protocol import routes, status_messages
 from atoll.tensors.arrays import Arrays
 from atoll.tensors.module_tensors import named_tensors
+from atoll.transport.http_client import http_to, server_of
 from atoll.worker.correction.optimizer_hooks import Correction
 from atoll.worker.correction.optimizers import Given
-from atoll.worker.session.address import http_to, server_of
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.session import Session
 from atoll.worker.site_name import default_site, require_site

@@ -23,6 +23,7 @@ from atoll.protocol import messages
 from atoll.tensors.arrays import Arrays, as_tensors, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.schema import CONTROL, CONTROL_PREFIX
+from atoll.transport.http_client import server_of
 from atoll.worker.arguments import counted, finite_metrics, positive
 from atoll.worker.correction.optimizer_hooks import Correction, correction_for
 from atoll.worker.correction.optimizers import ALL_CORRECTED, ALL_IN_ONE, Given, optimizers_in, warn_of_what_none_trains
@@ -30,7 +31,6 @@ from atoll.worker.exchange.encode_update import Runs
 from atoll.worker.exchange.look_at_head import load_beside
 from atoll.worker.exchange.submitted_model import keep_local, local_model
 from atoll.worker.log_lines import LOG, ensure_lines, size
-from atoll.worker.session.address import server_of
 from atoll.worker.session.connection import Connection
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.server_checks import require_joined

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import math
 import os
 import threading
@@ -47,11 +48,11 @@ from atoll.tensors.lazy_tensors import LazyState
 from atoll.tensors.module_tensors import Tensors, named_tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
-from atoll.transport.http_client import Counters, Http
+from atoll.transport.http_client import Counters, Http, http_to
 from atoll.transport.object_server import LONGEST_S, Draft, ObjectHost, disk_error, nameless, written
-from atoll.transport.resumable_transfer import Memory, Parts, Sink
-from atoll.worker.log_lines import LOG
-from atoll.worker.session.address import http_to
+from atoll.transport.resumable_transfer import HttpTransfer, Memory, Sink
+
+LOG = logging.getLogger("atoll")
 
 LOOK_S = 0.05
 """How often an abort event is looked at, also while no byte moves."""
@@ -103,7 +104,7 @@ def object_http(ref: TensorRef) -> Http:
 
 
 @contextmanager
-def watched(parts: Parts, abort: Abort | None) -> Iterator[None]:
+def watched(parts: HttpTransfer, abort: Abort | None) -> Iterator[None]:
     """Within, `abort` breaks off what these parts transfer.
 
     Raises:
@@ -277,7 +278,7 @@ def send(
 ) -> TensorRef:
     """Let a server keep what is on disk here; errors as `publish`."""
     http = http_to(server)
-    parts, extent = Parts(http, CONNECTIONS, idle_timeout_s), draft.extent
+    parts, extent = HttpTransfer(http, CONNECTIONS, idle_timeout_s), draft.extent
     try:
         opening = messages.ObjectOpen(
             head_bytes=extent.head_bytes,
@@ -472,7 +473,7 @@ class _Fetching:
         self._what = f"Object {ref.name}"
         self._http = object_http(ref)
         self._http.counters = counters or self._http.counters
-        self._parts = Parts(self._http, CONNECTIONS, idle_timeout_s)
+        self._parts = HttpTransfer(self._http, CONNECTIONS, idle_timeout_s)
         self._manifest: Manifest
         self._contents: Contents
 
