@@ -80,16 +80,16 @@ def test_a_server_that_does_not_answer_is_exit_5_and_the_command_is_not_started(
 
 
 def test_a_server_that_is_not_up_yet_is_waited_for(canned, monkeypatch, capsys) -> None:
-    from atoll.transport import ask
+    from atoll.transport import http_client
 
-    real, refused = ask.ask, iter([True, True])
+    real, refused = http_client.ask, iter([True, True])
 
     def late(*arguments: Any, **options: Any) -> Any:
         if next(refused, False):
             raise ServerUnreachable("It does not answer.", "Wait.")
         return real(*arguments, **options)
 
-    monkeypatch.setattr(ask, "ask", late)
+    monkeypatch.setattr(http_client, "ask", late)
     monkeypatch.setattr(worker, "SERVER_PAUSE_S", 0.0)
     assert worker._run([sys.executable, "-c", "raise SystemExit(3)"], {"ATOLL_SERVER": canned.url}, 0) == 3
     starting = f"atoll: {canned.url} answers, run canned; starting {sys.executable}"

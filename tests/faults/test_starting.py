@@ -168,11 +168,11 @@ def test_a_certificate_of_another_authority_is_refused_before_the_token_is_sent(
     with serving(tmp_path, **secured.settings) as server:
         monkeypatch.setenv("ATOLL_TOKEN", secured.token)
         monkeypatch.setenv("ATOLL_TLS_CA", str(Secured(other).ca))
-        with pytest.raises(ServerUnreachable, match=r"cannot prove who it is.*ATOLL_TLS_CA"):
+        with pytest.raises(ServerUnreachable, match=r"cannot prove that it is the server.*ATOLL_TLS_CA"):
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
-        with pytest.raises(ServerUnreachable, match=r"cannot prove who it is.*ATOLL_TLS_CA"):
+        with pytest.raises(ServerUnreachable, match=r"cannot prove that it is the server.*ATOLL_TLS_CA"):
             ask(server.url, routes.RUN, messages.RunInfo)  # as the commands do
-        with pytest.raises(ServerUnreachable, match=r"One with TLS wants https://\."):
+        with pytest.raises(ServerUnreachable, match=r"A server with TLS needs https://\."):
             ask(server.url.replace("https", "http"), routes.RUN, messages.RunInfo)
 
 

@@ -275,7 +275,7 @@ def test_others_can_reach_a_publisher_only_with_tls(tmp_path: Path, monkeypatch:
     ) as publisher:
         ref = publisher.publish(flat(), chunk_bytes=PART)
         assert str(ref).startswith("atoll-refs://localhost:")
-        with pytest.raises(ServerUnreachable, match="cannot prove who it is"):
+        with pytest.raises(ServerUnreachable, match="cannot prove that it is the server"):
             atoll.objects.fetch(ref, idle_timeout_s=0.2)
         monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))
         assert differences(flat(), atoll.objects.fetch(ref)) == []

@@ -150,7 +150,7 @@ def said_to(address: str, folder: Path, ca: trustme.CA) -> str:
 @pytest.mark.parametrize(
     ("name", "days", "said"),
     [
-        ("localhost", -1, "certificate has expired.*has to be renewed at the server"),
+        ("localhost", -1, "certificate has expired.*Renew the certificate at the server"),
         ("elsewhere.org", 1, "ostname mismatch.*Use a name that is in its certificate"),
     ],
 )
@@ -166,7 +166,7 @@ def test_a_certificate_that_is_refused_comes_with_its_own_remedy(
 def test_the_wrong_authority_and_the_wrong_scheme_are_told_apart(tmp_path: Path, authority: trustme.CA) -> None:
     with served(tmp_path, authority.issue_cert("localhost")) as port:
         assert "Set ATOLL_TLS_CA" in said_to(f"https://localhost:{port}", tmp_path, trustme.CA())
-        assert "wants https://" in said_to(f"http://localhost:{port}", tmp_path, authority)
+        assert "needs https://" in said_to(f"http://localhost:{port}", tmp_path, authority)
     (tmp_path / "plain").mkdir()
     with served(tmp_path / "plain", None) as port:
         assert "does not speak TLS. Write its address with http://" in said_to(

@@ -17,7 +17,7 @@ from harness.round_run import Bench, measure
 from torch import nn
 
 import atoll
-from atoll.transport import serve_range
+from atoll.transport import receive_upload
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "largest_round.py"
 _spec = importlib.util.spec_from_file_location("largest_round", BENCH)
@@ -98,7 +98,7 @@ def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
     """A spy around the receive path: torch makes nothing meanwhile, and Python holds at most a few runs of bytes."""
     made: list[str] = []
     peak_bytes: list[int] = []
-    receive = serve_range.Incoming.part
+    receive = receive_upload.receive_part
     receiving = threading.local()
 
     async def spied(*arguments: Any, **options: Any) -> bytes:
@@ -123,7 +123,7 @@ def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
 
     for name in ("frombuffer", "from_numpy", "empty", "zeros", "tensor"):
         forbid(name)
-    monkeypatch.setattr(serve_range.Incoming, "part", spied)
+    monkeypatch.setattr("atoll.server.coordinator.receive_parts.receive_part", spied)
     model = nn.Linear(4000, 2000, bias=False)  # 32 MB: two parts
     options: dict[str, Any] = {"algorithm": "fedavg", "rounds": 1, "connections": 1}
     with atoll.Server(model, port=0, state_dir=tmp_path / "state", **options) as server:

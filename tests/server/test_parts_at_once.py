@@ -19,7 +19,7 @@ import atoll
 from atoll.protocol import messages, routes
 from atoll.server.coordinator.receive_parts import PARTS_PER_CONNECTION
 from atoll.tensors.module_tensors import named_tensors
-from atoll.transport import serve_range
+from atoll.transport import receive_upload, serve_range
 from atoll.transport.http_client import Http
 from atoll.worker.session.session import Session
 
@@ -74,9 +74,8 @@ def test_a_site_sends_only_so_many_parts_at_once(server: atoll.Server, tmp_path:
     session.leave()
 
 
-@pytest.mark.parametrize("nbytes", [1, PART_BYTES, 2 * PART_BYTES + DIGEST_BYTES, 5 * (PART_BYTES + DIGEST_BYTES)])
-def test_a_request_brings_whole_parts_and_not_too_many(server: atoll.Server, tmp_path: Path, nbytes: int) -> None:
-    """The update has six; the last length is five whole ones, where four may go together."""
+@pytest.mark.parametrize("nbytes", [1, PART_BYTES, 2 * (PART_BYTES + DIGEST_BYTES)])
+def test_a_request_brings_one_whole_part(server: atoll.Server, tmp_path: Path, nbytes: int) -> None:
     session = Session(server.url, "a", folder=tmp_path / "w")
     granted = session.next_ticket().ticket
     assert granted is not None
@@ -114,13 +113,12 @@ def test_holds_little_of_an_unread_body(server: atoll.Server, monkeypatch: pytes
 
 
 def test_only_so_many_transfers_move_large_runs() -> None:
-    runs = serve_range.Runs()
     with contextlib.ExitStack() as ends:
-        wide = [ends.enter_context(runs.taken()) for _ in range(serve_range.WIDE)]
-        with runs.taken() as one_more:
-            assert (set(wide), one_more) == ({serve_range.WIDE_BYTES}, serve_range.NARROW_BYTES)
-    with runs.taken() as later:
-        assert later == serve_range.WIDE_BYTES
+        wide = [ends.enter_context(receive_upload._run_bytes()) for _ in range(receive_upload.WIDE)]
+        with receive_upload._run_bytes() as one_more:
+            assert (set(wide), one_more) == ({receive_upload.WIDE_BYTES}, receive_upload.NARROW_BYTES)
+    with receive_upload._run_bytes() as later:
+        assert later == receive_upload.WIDE_BYTES
 
 
 @pytest.mark.covers("D1")
@@ -129,13 +127,13 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: int
 ) -> None:
     """And what is held for each of them keeps to it."""
-    monkeypatch.setattr(serve_range, "WIDE", wide)
+    monkeypatch.setattr(receive_upload, "WIDE", wide)
     limits: set[int] = set()
-    receive = serve_range.Incoming.part
+    receive = receive_upload.receive_part
 
-    async def spied(incoming: serve_range.Incoming, sink: serve_range.PartSink) -> bytes:
-        digest = await receive(incoming, sink)
-        limits.add(incoming.request.content.get_read_buffer_limits()[1])
+    async def spied(request: web.Request, *arguments: Any, **options: Any) -> bytes:
+        digest = await receive(request, *arguments, **options)
+        limits.add(request.content.get_read_buffer_limits()[1])
         return digest
 
     written: set[int] = set()
@@ -145,7 +143,7 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
         written.add(len(data))
         await write(response, data)
 
-    monkeypatch.setattr(serve_range.Incoming, "part", spied)
+    monkeypatch.setattr("atoll.server.coordinator.receive_parts.receive_part", spied)
     monkeypatch.setattr(web.StreamResponse, "write", spied_write)
     authority = trustme.CA()
     cert = authority.issue_cert("localhost")
@@ -170,5 +168,5 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
         server.run()
         with safe_open(server.exports / "model.safetensors", "pt") as file:
             assert file.get_tensor("weight").count_nonzero() == 0
-    assert max(written) == serve_range.NARROW_BYTES
-    assert limits == ({serve_range.WIDE_BYTES} if wide else {2 * 2**16})
+    assert max(written) == serve_range.RUN_BYTES
+    assert limits == ({receive_upload.WIDE_BYTES} if wide else {2 * 2**16})

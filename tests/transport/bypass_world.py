@@ -13,8 +13,8 @@ from typing import Any
 from aiohttp import web
 from blake3 import blake3
 
-from atoll.transport.receive_upload import Bypass, Fill, bypass_of
-from atoll.transport.serve_range import Incoming, serve_file
+from atoll.transport.receive_upload import BodyInterceptor, Fill, interceptor_of, receive_part
+from atoll.transport.serve_range import serve_file
 
 PATH = b"/v1/tickets/7/parts/3"
 
@@ -42,7 +42,7 @@ class Sink:
 
 
 class Host:
-    """A server with a `Bypass` before aiohttp: takes parts, serves a file, answers POSTs with what they brought."""
+    """A server with a `BodyInterceptor`: takes parts, serves a file, answers POSTs with their bodies."""
 
     def __init__(self, folder: Path, take: Callable[[web.Request, Host], Awaitable[web.StreamResponse]]) -> None:
         self.pool = ThreadPoolExecutor(2)
@@ -55,7 +55,7 @@ class Host:
         self._take = take
 
     async def put(self, request: web.Request) -> web.StreamResponse:
-        front = bypass_of(request)
+        front = interceptor_of(request)
         assert front is not None
         self.bypassed.append(front.body_bytes > 0)
         try:
@@ -79,8 +79,7 @@ class Host:
     async def receive(self, request: web.Request) -> bytes:
         sink = Sink(self.part_bytes, self.run_bytes)
         self.sinks.append(sink)
-        incoming = Incoming(request, pool=self.pool, idle_timeout_s=self.idle_s, on_bytes=lambda _: None)
-        return await incoming.part(sink)
+        return await receive_part(request, sink, pool=self.pool, idle_timeout_s=self.idle_s, on_bytes=lambda _: None)
 
 
 async def keep(request: web.Request, host: Host) -> web.StreamResponse:
@@ -102,7 +101,7 @@ async def served(host: Host) -> AsyncIterator[int]:
     await runner.setup()
     make = runner.server
     assert make is not None
-    server = await asyncio.get_running_loop().create_server(lambda: Bypass(make()), "127.0.0.1", 0)
+    server = await asyncio.get_running_loop().create_server(lambda: BodyInterceptor(make()), "127.0.0.1", 0)
     try:
         yield server.sockets[0].getsockname()[1]
     finally:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
 
 import pytest
 from aiohttp import web
-from bypass_world import PATH, Host, Plain, answer, content_of, head, keep, part, refuse, run
+from bypass_world import PATH, Host, answer, content_of, head, keep, part, refuse, run
 
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.transport import receive_upload
-from atoll.transport.receive_upload import Bypass, Idle, bypass_of
+from atoll.transport.receive_upload import BodyInterceptor, interceptor_of
 
 
 @pytest.mark.parametrize(
@@ -101,7 +97,7 @@ def test_nothing_of_a_part_is_read_before_its_turn(tmp_path: Path) -> None:
     seen: list[tuple[int, int, bool]] = []
 
     async def wait(request: web.Request, host: Host) -> web.StreamResponse:
-        front = bypass_of(request)
+        front = interceptor_of(request)
         assert front is not None
         assert request.transport is not None
         before, port = front.body_bytes, request.transport.get_extra_info("sockname")[1]
@@ -142,7 +138,7 @@ def test_what_aiohttp_holds_back_stays_held_back_after_a_part(tmp_path: Path) ->
     reading: list[bool] = []
 
     async def hold(request: web.Request, host: Host) -> web.StreamResponse:
-        front, transport = bypass_of(request), request.transport
+        front, transport = interceptor_of(request), request.transport
         assert front is not None
         assert transport is not None
         front._body_left, front._early = 0, b""
@@ -163,7 +159,7 @@ def test_what_aiohttp_holds_back_stays_held_back_after_a_part(tmp_path: Path) ->
     assert reading == [False, True]
 
 
-def test_after_any_other_request_the_connection_is_a_wire(tmp_path: Path) -> None:
+def test_after_any_other_request_the_connection_is_a_passes(tmp_path: Path) -> None:
     host = Host(tmp_path, keep)
     host.part_bytes = 3001
 
@@ -180,37 +176,6 @@ def test_after_any_other_request_the_connection_is_a_wire(tmp_path: Path) -> Non
     run(host, story)
     assert host.bypassed == [False]
     assert len(host.sinks) == 1
-
-
-def test_no_byte_of_a_body_is_sent_before_its_head(tmp_path: Path) -> None:
-    """The head goes through the transport, which may still hold it; the body goes past it."""
-    (tmp_path / "file").write_bytes(b"body")
-
-    class Told:
-        on_end: Callable[[], None]
-
-        def add(self, nbytes: int) -> int:
-            return nbytes
-
-    async def main() -> None:
-        transport, front = Plain(), Bypass(asyncio.Protocol())
-        transport.sock, theirs = socket.socketpair()
-        with transport.sock, theirs, ThreadPoolExecutor(1) as pool, (tmp_path / "file").open("rb") as file:
-            for sock in (transport.sock, theirs):
-                sock.setblocking(False)
-            front.connection_made(transport)
-            front.pause_writing()  # the head is not written yet
-            idle = cast(Idle, Told())
-            sending = asyncio.create_task(front.send(file.fileno(), 0, 4, pool, idle, lambda: False))
-            await asyncio.sleep(0.05)
-            with pytest.raises(BlockingIOError):
-                theirs.recv(1)
-            front.resume_writing()
-            assert await sending
-            assert theirs.recv(100) == b"body"
-            front.connection_lost(None)
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("begin", [b"GET /file HTTP/1.1\nHost: here\n\n", b"GET /file HTTP/1.1\r\nHost: here\n"])
@@ -241,20 +206,20 @@ def test_a_head_that_is_too_large_is_left_to_aiohttp(tmp_path: Path, together: b
         if not together:
             writer.write(sent[:17_000])
             await writer.drain()
-            while not fronts[0]._wire:
+            while not fronts[0]._passes:
                 await asyncio.sleep(0.01)
             sent_rest = sent[17_000:]
         writer.write(sent if together else sent_rest)
         assert await answer(reader) == (200, b"good")
 
-    fronts: list[Bypass] = []
-    made = Bypass.connection_made
+    fronts: list[BodyInterceptor] = []
+    made = BodyInterceptor.connection_made
 
-    def remember(self: Bypass, transport: asyncio.BaseTransport) -> None:
+    def remember(self: BodyInterceptor, transport: asyncio.BaseTransport) -> None:
         fronts.append(self)
         made(self, transport)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Bypass, "connection_made", remember)
+        patch.setattr(BodyInterceptor, "connection_made", remember)
         run(host, story)
     assert host.bypassed == [False]

@@ -14,7 +14,7 @@ from bypass_world import Host, Plain, answer, content_of, head, keep, part, refu
 
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.transport import receive_upload
-from atoll.transport.receive_upload import SLICE_S, Bypass, Fill, Idle, bypass_of
+from atoll.transport.receive_upload import SLICE_S, BodyInterceptor, Fill, interceptor_of, receive_part
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -42,7 +42,7 @@ def test_a_sink_that_fails_within_a_part_leaves_the_connection_usable(tmp_path: 
         pass
 
     async def fail(request: web.Request, host: Host) -> web.StreamResponse:
-        front = bypass_of(request)
+        front = interceptor_of(request)
         assert front is not None
 
         class Failing:
@@ -52,8 +52,8 @@ def test_a_sink_that_fails_within_a_part_leaves_the_connection_usable(tmp_path: 
                 if fill(memoryview(bytearray(1000))):
                     raise Full
 
-        with Idle(request, 30.0, lambda _: None) as idle, contextlib.suppress(Full):
-            await front.receive(Failing(), host.pool, idle)
+        with contextlib.suppress(Full):
+            await receive_part(request, Failing(), pool=host.pool, idle_timeout_s=30.0, on_bytes=lambda _: None)
         return web.Response(status=507, text="full")
 
     host = Host(tmp_path, fail)
@@ -133,7 +133,7 @@ def test_a_part_of_which_something_else_has_read_is_broken_off(tmp_path: Path) -
     """Whatever makes the transport read again: a body with a hole in it is not received."""
 
     async def meddle(request: web.Request, host: Host) -> web.StreamResponse:
-        front = bypass_of(request)
+        front = interceptor_of(request)
         assert front is not None
         front.data_received(b"x")
         return await keep(request, host)
@@ -153,7 +153,7 @@ def test_a_reader_that_once_fell_behind_may_be_idle_later() -> None:
     """Guards against a look after the reader that goes on when all is written: it would find nothing moving."""
 
     async def main() -> None:
-        transport, front = Plain(), Bypass(asyncio.Protocol(), idle_timeout_s=0.01)
+        transport, front = Plain(), BodyInterceptor(asyncio.Protocol(), idle_timeout_s=0.01)
         front.connection_made(transport)
         front.pause_writing()
         front.resume_writing()
@@ -216,18 +216,18 @@ def test_slow_headers_hold_up_no_others_and_are_ended(
 def test_a_turn_ends_after_its_slice_however_much_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against one fast peer that keeps a pool thread for its whole part."""
     ours, theirs = socket.socketpair()
-    front, room, now_s = Bypass(asyncio.Protocol()), memoryview(bytearray(40)), [0.0]
+    front, room, now_s = BodyInterceptor(asyncio.Protocol()), memoryview(bytearray(40)), [0.0]
     front._body_left = 100
     with ours, theirs:
         ours.setblocking(False)
         theirs.sendall(bytes(100))
         with monkeypatch.context() as patch:
             patch.setattr(time, "monotonic", lambda: now_s[0])
-            fill = front._filler(ours)
+            fill = front.filler(ours)
             assert fill(room) == 40
             now_s[0] = SLICE_S
             assert fill(room) == 0  # others have their turn, though there is more
-            assert front._filler(ours)(room) == 40
+            assert front.filler(ours)(room) == 40
     assert front._body_left == 20
 
 

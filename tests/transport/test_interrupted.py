@@ -153,7 +153,7 @@ def push_all(parts: HttpTransfer, fd: int) -> None:
 
 
 def push_while_written(parts: HttpTransfer, fd: int) -> None:
-    with parts.pushing(path_of, fd, 1, lambda _: ()) as pushing:
+    with parts.pushing(path_of, fd) as pushing:
         for part in LAYOUT.parts:
             pushing.add(part, bytes(32))
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,7 @@ class Writer:
         return blake3(content).digest()
 
     def pushing(self, **more: Any) -> contextlib.AbstractContextManager[Pushing]:
-        """For so few parts that each goes alone."""
-        return self.parts.pushing(path_of, self.fd, 1, lambda _: (), **more)
+        return self.parts.pushing(path_of, self.fd, **more)
 
     def close(self) -> None:
         self.parts.close()
@@ -196,54 +195,9 @@ def test_sends_no_more_after_a_failed_write(writer: Writer, receiver: Receiver) 
     assert set(receiver.bodies) == {0}
 
 
-def test_what_arrived_of_a_request_that_failed_is_not_sent_again(writer: Writer, receiver: Receiver) -> None:
-    """Three go together; the third was damaged, and the server says that it has the others."""
-    receiver.answers = {0: [PartCorrupt("damaged")]}
-    asked: list[dict[int, bytes]] = []
-
-    def recorded(digests: Mapping[int, bytes]) -> set[int]:
-        asked.append(dict(digests))
-        return {0, 1}
-
-    with writer.parts.pushing(path_of, writer.fd, PARTS, recorded) as pushing:
-        digests = [writer.write(part) for part in LAYOUT.parts]
-        for part, digest in zip(LAYOUT.parts, digests, strict=True):
-            pushing.add(part, digest)
-    assert pushing.error is None
-    assert pushing.sent == set(range(PARTS))
-    bodies = [body_of(part) for part in LAYOUT.parts]
-    assert asked == [{index: digests[index] for index in range(3)}]
-    assert receiver.bodies == {0: [b"".join(bodies[:3])], 2: [bodies[2]], 3: [b"".join(bodies[3:])]}
-
-
-def test_only_parts_that_follow_each_other_go_together(writer: Writer, receiver: Receiver) -> None:
-    """A request names its first part alone: the server takes what comes behind it for those that follow."""
-    with writer.parts.pushing(path_of, writer.fd, PARTS, lambda _: ()) as pushing:
-        for index in (0, 1, 3, 4):
-            pushing.add(LAYOUT.parts[index], writer.write(LAYOUT.parts[index]))
-    bodies = [body_of(part) for part in LAYOUT.parts]
-    assert receiver.bodies == {0: [bodies[0] + bodies[1]], 3: [bodies[3] + bodies[4]]}
-    assert pushing.sent == {0, 1, 3, 4}
-
-
-def test_attempts_are_counted_for_each_part(writer: Writer, receiver: Receiver) -> None:
-    """Of three that go together the first arrives at once, the second with the last attempt that one part has.
-
-    Five requests that fail or not for three parts; the second half needs one.
-    """
-    receiver.answers = {0: [PartCorrupt("damaged")], 1: [PartCorrupt("damaged")] * (PART_ATTEMPTS - 1)}
-    arrived = [{0}] * (PART_ATTEMPTS - 1) + [{0, 1}]
-    with writer.parts.pushing(path_of, writer.fd, PARTS, lambda _: arrived.pop(0)) as pushing:
-        for part in LAYOUT.parts:
-            pushing.add(part, writer.write(part))
-    assert pushing.error is None
-    assert pushing.sent == set(range(PARTS))
-    assert {part: len(bodies) for part, bodies in receiver.bodies.items()} == {0: 1, 1: PART_ATTEMPTS - 1, 2: 1, 3: 1}
-
-
 def test_a_connection_that_was_cut_is_not_kept(writer: Writer) -> None:
-    with transfer_pool(1) as hands:
-        writer.parts._once(lambda lane, _: lane.cut(), [], hands, lambda: None)
+    with transfer_pool(1) as pool:
+        writer.parts._once(lambda connection, _: connection.cut(), LAYOUT.parts[0], pool, lambda: None)
         assert writer.parts._idle == []
-        writer.parts._once(lambda lane, _: None, [], hands, lambda: None)
+        writer.parts._once(lambda connection, _: None, LAYOUT.parts[0], pool, lambda: None)
         assert len(writer.parts._idle) == 1

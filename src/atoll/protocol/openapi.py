@@ -115,8 +115,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "put_part",
         "PUT",
         routes.PART,
-        "One part of an update: its bytes, then their BLAKE3 (32 bytes). Up to three that follow it may come along, "
-        "each in the same way; Content-Length is exact, and tells how many. Those before a refused one are recorded.",
+        "One part of an update: its bytes, then their BLAKE3 (32 bytes); Content-Length is exact.",
         request=bytes,
         reply=messages.PartReceipt,
         lease=True,

@@ -48,10 +48,6 @@ HEADER_BYTES = 16 * 2**10
 DIGEST_BYTES = 32
 """A part's body is its bytes, then their BLAKE3."""
 
-PARTS_AT_ONCE = 4
-"""Parts that follow each other and travel in one request, at most: each request costs both sides time, and a round trip
-of the network."""
-
 MANIFEST_BYTES = 32 * 2**20
 """The most that the manifest of an object may have; who pulls one reads no more."""
 

@@ -309,7 +309,10 @@ class Http:
     """
 
     def __init__(self, server: str, *, token: str | None = None, ca: str | None = None) -> None:
-        url = urllib3.util.parse_url(server)
+        try:
+            url = urllib3.util.parse_url(server)
+        except urllib3.exceptions.LocationParseError:
+            url = urllib3.util.Url()
         if url.scheme not in ("http", "https") or not url.host:
             raise UsageError(
                 f"{server!r} is not the address of a server.",

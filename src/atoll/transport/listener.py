@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from aiohttp import web
 
 from atoll.protocol import routes
-from atoll.transport.receive_upload import Bypass
+from atoll.transport.receive_upload import BodyInterceptor
 from atoll.transport.tls import accept_tls
 
 LOG = logging.getLogger("atoll.server")
@@ -87,8 +87,8 @@ async def start_listener(
     protocol = runner.server
     assert protocol is not None
 
-    def make() -> Bypass:
-        return Bypass(protocol(), direct=secure is None, idle_timeout_s=idle_timeout_s)
+    def make() -> BodyInterceptor:
+        return BodyInterceptor(protocol(), direct=secure is None, idle_timeout_s=idle_timeout_s)
 
     door = Listener(listener, make, secure, connections_within(files))
     door.open()
@@ -105,7 +105,7 @@ class Listener:
     """
 
     def __init__(
-        self, listener: socket.socket, make: Callable[[], Bypass], secure: ssl.SSLContext | None, most: int
+        self, listener: socket.socket, make: Callable[[], BodyInterceptor], secure: ssl.SSLContext | None, most: int
     ) -> None:
         self._listener, self._make, self._secure, self._most = listener, make, secure, most
         self._inside = 0

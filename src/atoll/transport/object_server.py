@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from aiohttp import web
-from blake3 import blake3
 
 from atoll.blobs.manifest import Cut
 from atoll.blobs.object_file import Extent, write_object
@@ -37,7 +36,6 @@ from atoll.errors import (
     StoreError,
     UsageError,
 )
-from atoll.failpoints import failpoint
 from atoll.latch import Latch
 from atoll.posix import FULL, nameless_file, read_at
 from atoll.protocol import routes
@@ -48,7 +46,7 @@ from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef, address_of
 from atoll.transport.listener import files_limit, runner_of, start_listener
 from atoll.transport.receive_upload import break_off
-from atoll.transport.resumable_transfer import HttpTransfer, Memory, Sink
+from atoll.transport.resumable_transfer import ArrivingPart, Delivery, HttpTransfer, Memory, Sink
 from atoll.transport.serve_range import problem, serve_file
 from atoll.transport.tls import is_loopback, server_context
 
@@ -182,8 +180,8 @@ class LocalBlob:
         sinks: Sequence[Sink],
         *,
         into: Memory | None = None,
-        on_bytes: Callable[[int], None] | None = None,
-        on_part: Callable[[Part], None] | None = None,
+        on_bytes: Callable[[int], None] = lambda _: None,
+        on_part: Callable[[Part], None] = lambda _: None,
     ) -> None:
         """As `HttpTransfer.pull`.
 
@@ -191,29 +189,21 @@ class LocalBlob:
             Gone: it was withdrawn meanwhile. PartCorrupt: the disk has damaged it.
         """
         scratch = memoryview(bytearray(CHUNK_BYTES))
+
+        def count(nbytes: int) -> None:
+            self.on_read(nbytes)
+            on_bytes(nbytes)
+
+        delivery = Delivery(digests, sinks, into, count, on_part)
         for part in parts:
-            hasher, offset = blake3(), part.start
-            while offset < part.stop:
-                most = min(CHUNK_BYTES, part.stop - offset)
-                room = into.room(offset, most) if into is not None else None
-                run = scratch[:most] if room is None else room
-                self._read(run, offset, part, path)
-                hasher.update(run)
-                if into is not None and room is None:
-                    into.write(offset, run)
-                for sink in sinks:
-                    sink.write(offset, run)
-                offset += len(run)
-                self.on_read(len(run))
-                if on_bytes:
-                    on_bytes(len(run))
+            arriving = ArrivingPart(delivery, part)
+            while not arriving.is_complete:
+                run = arriving.room(scratch)
+                self._read(run, arriving.offset, part, path)
+                arriving.take(run)
             if self.gone.is_set():  # asked after the reading: what was right until here is right
-                raise Gone(f"{path} is served here no more.")
-            if hasher.digest() != digests[part.index]:
-                raise PartCorrupt(f"Part {part.index} of {path}, served here, is not what it was.", "Look at the disk.")
-            failpoint("pull.part")
-            if on_part:
-                on_part(part)
+                raise Gone(f"{path} is no longer served here.")
+            arriving.finish(f"Part {part.index} of {path}, served here, is damaged.", "Look at the disk.")
 
     def _read(self, run: memoryview, offset: int, part: Part, path: str) -> None:
         try:

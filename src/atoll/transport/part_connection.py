@@ -1,7 +1,7 @@
 """One connection for parts: bytes go from a file into the socket, and from the socket into a scratch that is kept.
 
-The standard library's HTTP client, because both ways need the socket itself: `send` upwards, `readinto` downwards. Not
-`sendfile`: queued pages of 4 KiB cost more on both sides than the copy that they save.
+It uses the standard library's HTTP client, because both ways need the socket itself: `send` upwards, `readinto`
+downwards. `sendfile` is not used: queued pages of 4 KiB cost more on both sides than the copy that they save.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 
 from urllib3.util.wait import wait_for_read
@@ -21,7 +21,7 @@ from atoll.transport.http_client import Response
 
 
 class PartConnection:
-    """A connection that one thread uses at a time, and that lasts for many parts; another thread may cut it.
+    """A connection for many parts, used by one thread at a time; another thread may cut it.
 
     Args:
         secure: TLS context; None for plain HTTP.
@@ -51,7 +51,7 @@ class PartConnection:
         self._connection.close()
 
     def cut(self) -> None:
-        """From another thread: whoever waits in this connection fails at once, and it is of no use any more."""
+        """End the connection from another thread: a call that waits in it fails at once."""
         with self._lock:
             self.is_cut = True
             if self._socket is not None:
@@ -64,29 +64,29 @@ class PartConnection:
         path: str,
         headers: Mapping[str, str],
         fd: int,
-        spans: Sequence[tuple[int, int, bytes]],
+        span: tuple[int, int],
+        trailer: bytes,
         on_bytes: Callable[[int], None],
     ) -> tuple[int, bytes]:
-        """PUT spans of a file; returns status and body of the answer.
+        """PUT a span of a file, and `trailer` behind it; return status and body of the answer.
 
         Args:
             fd: of the file; it must stay open until this returns.
-            spans: (start, stop, trailer): the bytes [start, stop) of the file, and then `trailer`.
-            on_bytes: told what was sent, every few MiB; what it raises ends the request.
+            span: the bytes [start, stop) of the file.
+            on_bytes: called with the count of what was sent, every few MiB; what it raises ends the request.
         """
+        start, stop = span
         connection = self._ready()
         connection.putrequest("PUT", path, skip_accept_encoding=True)
-        nbytes = sum(stop - start + len(trailer) for start, stop, trailer in spans)
-        for name, value in {**headers, "Content-Length": str(nbytes)}.items():
+        for name, value in {**headers, "Content-Length": str(stop - start + len(trailer))}.items():
             connection.putheader(name, value)
         try:
             connection.endheaders()
-            for start, stop, trailer in spans:
-                for offset in range(start, stop, CHUNK_BYTES):
-                    count = min(CHUNK_BYTES, stop - offset)
-                    self._send(fd, offset, count)
-                    on_bytes(count)
-                connection.sock.sendall(trailer)
+            for offset in range(start, stop, CHUNK_BYTES):
+                count = min(CHUNK_BYTES, stop - offset)
+                self._send(fd, offset, count)
+                on_bytes(count)
+            connection.sock.sendall(trailer)
         except (BrokenPipeError, ConnectionResetError):
             # it may have said why before it stopped listening
             return self._answer()
@@ -98,7 +98,7 @@ class PartConnection:
         headers: Mapping[str, str],
         room: Callable[[memoryview], memoryview] = lambda scratch: scratch,
     ) -> tuple[int, bytes, Iterator[memoryview]]:
-        """GET a path; returns status, the body of an answer that is not 2xx, and the runs of one that is.
+        """GET a path; return status, the body of an answer that is not 2xx, and the runs of one that is.
 
         Args:
             room: asked before every run for the memory to fill, of at most as many bytes as the scratch that it is

@@ -1,50 +1,143 @@
-"""Bytes between a non-blocking socket and memory, by pool threads that nobody can hold up.
-
-A thread moves what the socket has or takes, waits a moment for more, and gives the socket back to the event loop: a
-stalled peer costs no thread, and every connection has its turn.
-
-Tensor bytes between a socket and memory without the HTTP parser: what the server's large transfers go through.
+"""Receive the body of an upload: straight from the socket into the memory where it is hashed and written from.
 
 aiohttp's parser and its streams cost more than everything else that is done with the bytes of a part (0.3 CPU-seconds
-a GB, one thread, two copies). So a `Bypass` stands between the transport and aiohttp's protocol. Everything passes
-through it unchanged, but for the body of a part's upload: aiohttp is told that the request has none, and the handler
-has the bytes received by a pool thread, straight into the memory where they are hashed and written from. Downloads
-use the same socket the other way round, once aiohttp has sent the head of its answer.
+a GB, one thread, two copies). So a `BodyInterceptor` stands between the transport and aiohttp's protocol. Everything
+passes through it unchanged but the body of a part: aiohttp is told that the request has none, and a thread of the
+pool receives the body from the socket. It moves what is there, waits a moment for more, and gives the socket back to
+the event loop: a stalled peer costs no thread, and every connection has its turn.
 
-It holds back a body only where it knows for certain where requests begin and end: from the first byte of a
-connection, as long as that brings nothing but GETs without a body and parts with a Content-Length, in the plainest
-HTTP/1.1. Anything else makes it a mere wire for the rest of the connection. Under TLS the bytes are not on the
-socket: there aiohttp's own streams do the work.
+A body is held back only where it is certain where requests begin and end: from the first byte of a connection, as
+long as that brings nothing but GETs without a body and parts with a Content-Length, in the plainest HTTP/1.1. After
+anything else all bytes of the connection pass through. Under TLS the bytes are not on the socket: there the body
+comes through aiohttp's streams. `receive_part` does not see the difference: both are a `Body`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import select
 import socket
-import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
-from functools import partial
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol, TypeVar, cast
 
 from aiohttp import web
 
+from atoll.errors import BadRequest
 from atoll.protocol import routes
-from atoll.tensors.chunks import CHUNK_BYTES
+from atoll.protocol.routes import DIGEST_BYTES
 
 T = TypeVar("T")
 
 SLICE_S = 0.05
-"""The longest that a transfer keeps a pool thread, so that every connection has its turn."""
+"""The longest that a part keeps a pool thread, so that every connection has its turn."""
 PATIENCE_S = 0.002
 """How long a pool thread waits for a peer before it gives the socket back to the event loop."""
+HEAD_S = 10.0
+"""How long a peer may take for the head of a request."""
+DISCARD_S = 10.0
+"""How long the rest of a refused part is read away, so that the peer gets to read why."""
 
-_local = threading.local()
+WIDE_BYTES, NARROW_BYTES = 2**20, 2**17
+"""Bytes of a run through aiohttp. TLS keeps buffers of the largest run for as long as a connection lasts."""
+WIDE = 16
+"""Parts at a time that come through aiohttp in runs of `WIDE_BYTES`; every further one comes in runs of `NARROW_BYTES`:
+memory hardly grows with the number of workers."""
+
+Fill = Callable[[memoryview], int]
+"""Fills memory from its start, and returns how many bytes it brought; 0: no more for now."""
+
+
+class PartSink(Protocol):
+    """Where the bytes of a part go."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has all of them."""
+        ...
+
+    def take(self, fill: Fill) -> None:
+        """Have memory filled until there is no more for now, or until it is complete; in a pool thread."""
+        ...
+
+
+class Body(Protocol):
+    """The body of one upload: where its bytes come from."""
+
+    async def give(self, sink: PartSink, pool: Executor, idle: Idle) -> None:
+        """Wait for bytes, and have the sink take them in a thread of the pool.
+
+        Raises:
+            BadRequest: the body has ended.
+            ConnectionError: the peer went away.
+        """
+        ...
+
+
+async def receive_part(
+    request: web.Request,
+    sink: PartSink,
+    *,
+    pool: Executor,
+    idle_timeout_s: float,
+    on_bytes: Callable[[int], None],
+) -> bytes:
+    """Give the part in a request's body to `sink`, in order; return the BLAKE3 that follows it.
+
+    Args:
+        pool: whose threads take the bytes.
+        on_bytes: called with the count of what came.
+
+    Raises:
+        BadRequest: the body ends early.
+        ConnectionError: no byte came for the idle timeout, or the peer went away.
+    """
+    part = _WithDigest(sink)
+    with Idle(request, idle_timeout_s, on_bytes) as idle:
+        async with _body_of(request) as body:
+            while not part.complete:
+                await body.give(part, pool, idle)
+    return bytes(part.digest)
+
+
+def require_part_bytes(request: web.Request, nbytes: int) -> None:
+    """Refuse a request whose body is not a part of `nbytes` and its digest, before a byte of it is read.
+
+    Raises:
+        BadRequest: its Content-Length differs.
+    """
+    interceptor = interceptor_of(request)
+    length = (interceptor.body_bytes if interceptor else 0) or request.content_length or 0
+    if length != nbytes + DIGEST_BYTES:
+        raise BadRequest(
+            f"The part has a Content-Length of {length}, not {nbytes + DIGEST_BYTES} ({nbytes} and its digest).",
+            "Cut it as its layout says.",
+        )
+
+
+class _WithDigest:
+    """A part, and the digest that follows it."""
+
+    def __init__(self, sink: PartSink) -> None:
+        self._sink, self.digest, self._digest_left = sink, bytearray(DIGEST_BYTES), DIGEST_BYTES
+
+    def take(self, fill: Fill) -> None:
+        if not self._sink.complete:
+            self._sink.take(fill)
+        while self._sink.complete and self._digest_left:
+            count = fill(memoryview(self.digest)[-self._digest_left :])
+            if not count:
+                return
+            self._digest_left -= count
+
+    @property
+    def complete(self) -> bool:
+        return self._sink.complete and not self._digest_left
 
 
 class Idle:
@@ -66,7 +159,7 @@ class Idle:
         self._timer.cancel()
 
     def add(self, nbytes: int) -> int:
-        """So many bytes have moved; returns them."""
+        """Note that so many bytes have moved; return them."""
         if nbytes:
             self._moved = True
             self._on_bytes(nbytes)
@@ -87,8 +180,88 @@ def break_off(request: web.Request) -> None:
         request.transport.abort()
 
 
+@asynccontextmanager
+async def _body_of(request: web.Request) -> AsyncIterator[Body]:
+    """Where the body of a request comes from."""
+    interceptor = interceptor_of(request)
+    if interceptor is not None and interceptor.body_bytes:
+        with interceptor.dup_socket() as sock:
+            yield _SocketBody(interceptor, sock)
+    else:
+        with _run_bytes() as run_bytes:
+            yield _StreamBody(request, run_bytes)
+
+
+# -- Through aiohttp: under TLS, and on connections that pass through.
+
+
+class _StreamBody:
+    """A body that aiohttp's parser has read."""
+
+    def __init__(self, request: web.Request, run_bytes: int) -> None:
+        self._content, self._run_bytes = request.content, run_bytes
+        self._left_bytes = request.content_length or 0
+        self._waiting: deque[memoryview] = deque()  # not taken yet
+        self._content.set_read_chunk_size(run_bytes // 2)
+
+    async def give(self, sink: PartSink, pool: Executor, idle: Idle) -> None:
+        while not self._waiting or (sum(map(len, self._waiting)) < self._run_bytes and self._left_bytes):
+            data, _ = await self._content.readchunk()  # as it came; readany would copy runs together
+            if not data:
+                raise BadRequest("The body ended before the part did.", "Send the part again.")
+            self._left_bytes -= idle.add(len(data))
+            self._waiting.append(memoryview(data))
+        await asyncio.get_running_loop().run_in_executor(pool, sink.take, self._fill)
+
+    def _fill(self, room: memoryview) -> int:
+        if not self._waiting:
+            return 0
+        rest = self._waiting.popleft()
+        count = min(len(room), len(rest))
+        room[:count] = rest[:count]
+        if count < len(rest):
+            self._waiting.appendleft(rest[count:])
+        return count
+
+
+_wide = 0
+
+
+@contextmanager
+def _run_bytes() -> Iterator[int]:
+    """Bytes of a run, for the part that is received in the block: the fewer, the more parts there are."""
+    global _wide
+    if _wide >= WIDE:
+        yield NARROW_BYTES
+        return
+    _wide += 1
+    try:
+        yield WIDE_BYTES
+    finally:
+        _wide -= 1
+
+
+# -- From the socket, by pool threads.
+
+
+class _SocketBody:
+    """A body that an interceptor has held back."""
+
+    def __init__(self, interceptor: BodyInterceptor, sock: socket.socket) -> None:
+        self._interceptor, self._socket = interceptor, sock
+
+    async def give(self, sink: PartSink, pool: Executor, idle: Idle) -> None:
+        idle.on_end = lambda: shut(self._socket)
+        before = self._interceptor.body_bytes
+        if not before:
+            raise BadRequest("The body ended before the part did.", "Send the part again.")
+        await in_thread(pool, lambda: sink.take(self._interceptor.filler(self._socket)))
+        if not idle.add(before - self._interceptor.body_bytes):
+            await readable(self._socket)
+
+
 def receive(sock: socket.socket, room: memoryview) -> int:
-    """Receive what is there into `room`, and wait a moment where nothing is; returns how many bytes came.
+    """Receive what is there into `room`, after a moment's wait where nothing is; return how many bytes came.
 
     Raises:
         ConnectionResetError: the peer has closed the connection.
@@ -97,7 +270,9 @@ def receive(sock: socket.socket, room: memoryview) -> int:
         try:
             count = sock.recv_into(room)
         except BlockingIOError:
-            if not _poll(sock, select.POLLIN):
+            waiting = select.poll()
+            waiting.register(sock, select.POLLIN)
+            if not waiting.poll(PATIENCE_S * 1000):
                 return 0
             continue
         except ConnectionError:
@@ -110,61 +285,18 @@ def receive(sock: socket.socket, room: memoryview) -> int:
     return 0
 
 
-def send(sock: socket.socket, fd: int, start: int, stop: int, revoked: Callable[[], bool]) -> int:
-    """Send what the socket takes, and wait a moment for it to take more; returns how many bytes it took."""
-    scratch = _scratch()
-    until_s, offset = time.monotonic() + SLICE_S, start
-    while offset < stop and time.monotonic() < until_s:
-        count = os.preadv(fd, [scratch[: min(len(scratch), stop - offset)]], offset)
-        if not count:
-            raise EOFError(f"the file ends at {offset}")
-        run = scratch[:count]
-        while run:
-            if revoked():
-                return offset - start
-            try:
-                sent = sock.send(run)
-            except BlockingIOError:
-                if not _poll(sock, select.POLLOUT):
-                    return offset - start
-                continue
-            offset, run = offset + sent, run[sent:]
-    return offset - start
-
-
-def _scratch() -> memoryview:
-    """`CHUNK_BYTES` that the calling thread keeps."""
-    if not hasattr(_local, "scratch"):
-        _local.scratch = memoryview(bytearray(CHUNK_BYTES))
-    scratch: memoryview = _local.scratch
-    return scratch
-
-
-def _poll(sock: socket.socket, event: int) -> bool:
-    waiting = select.poll()
-    waiting.register(sock, event)
-    return bool(waiting.poll(PATIENCE_S * 1000))
-
-
-async def ready(sock: socket.socket, *, writable: bool) -> None:
-    """Wait, without a thread, until the socket has something to read, or takes something."""
-    loop, fd = asyncio.get_running_loop(), sock.fileno()
-    waiter: asyncio.Future[None] = loop.create_future()
-
-    def told() -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    add, remove = (loop.add_writer, loop.remove_writer) if writable else (loop.add_reader, loop.remove_reader)
-    add(fd, told)
+async def readable(sock: socket.socket) -> None:
+    """Wait, without a thread, until the socket has something to read."""
+    loop, came = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock.fileno(), came.set)
     try:
-        await waiter
+        await came.wait()
     finally:
-        remove(fd)
+        loop.remove_reader(sock.fileno())
 
 
 async def in_thread(pool: Executor, work: Callable[[], T]) -> T:
-    """Run `work` in the pool; whoever is cancelled meanwhile waits until it is over, for it uses his socket."""
+    """Run `work` in the pool; a cancelled caller waits until it is over, for it uses the caller's socket."""
     future = asyncio.get_running_loop().run_in_executor(pool, work)
     try:
         return await asyncio.shield(future)
@@ -172,23 +304,15 @@ async def in_thread(pool: Executor, work: Callable[[], T]) -> T:
         while not future.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([future])
-        future.exception()  # nobody is left to be told
+        future.exception()  # its caller is gone
         raise
 
 
 def shut(sock: socket.socket) -> None:
-    """End the connection under whoever uses it."""
+    """End the connection under the thread that uses it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
-
-Fill = Callable[[memoryview], int]
-"""Fills memory from its start, and returns how many bytes it brought; 0: no more for now."""
-
-HEAD_S = 10.0
-"""How long a peer may take for the head of a request."""
-DISCARD_S = 10.0
-"""How long the rest of a refused part is read away, so that the peer gets to read why."""
 
 _PART = re.compile(re.sub(r"\\\{\w+\\\}", "[0-9]+", re.escape(routes.PART)).encode())
 _HEADER = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\r\n\x00]*)")
@@ -200,29 +324,16 @@ _NOT_PLAIN = frozenset(
 """Headers that may change where a request ends, what comes after it, or what its body is."""
 
 
-class Body(Protocol):
-    """Where bytes of a request go."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether it has all it wants."""
-        ...
-
-    def take(self, fill: Fill) -> None:
-        """Have memory filled until there is no more for now, or until it is complete."""
-        ...
-
-
-class Bypass(asyncio.Protocol):
-    """Stands between a plain TCP transport and aiohttp's protocol.
+class BodyInterceptor(asyncio.Protocol):
+    """Stands between a transport and aiohttp's protocol, and keeps the bodies of parts for a thread.
 
     Args:
         inner: aiohttp's protocol for this connection.
-        direct: whether the bytes of the connection are those on its socket; not so under TLS.
+        direct: whether the socket carries the bytes as they are: not under TLS, where every body passes through.
         idle_timeout_s: a peer that takes none of an answer for so long is gone.
 
     Attributes:
-        made: whether there was a connection; under TLS not before its handshake.
+        made: whether there was a connection; under TLS only after the handshake.
         on_lost: called when it is over.
     """
 
@@ -231,16 +342,14 @@ class Bypass(asyncio.Protocol):
         self.made = False
         self.on_lost: Callable[[], None] = lambda: None
         self._transport: asyncio.Transport | None = None
-        self._held = b""  # of a head that is not all there, or behind a body
-        self._wire = False  # passes everything on, for the rest of the connection
-        self._part = False  # is being answered; nothing behind it is read before
-        self._discarding = False  # what is left of its body, once it is answered
+        self._held = b""  # of a head that is not complete, or behind a body
+        self._passes = False  # everything, for the rest of the connection
+        self._part = False  # one is being answered; nothing behind it is read before
+        self._discarding = False  # the rest of its body, once it is answered
         self._full = False  # aiohttp wants nothing more for now
-        self._body_left = 0  # of its body, which is held back
-        self._early = b""  # its first bytes, where they came with the head
+        self._body_left = 0  # bytes of the body that is held back
+        self._early = b""  # the first of them, where they came with the head
         self._timer: asyncio.TimerHandle | None = None  # until a head is there, or a refused part read away
-        self._written = asyncio.Event()
-        self._written.set()
         self._reader_timer: asyncio.TimerHandle | None = None  # while the peer does not take what is written
 
     # -- between transport and aiohttp
@@ -253,7 +362,6 @@ class Bypass(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._written.set()
         self._stop_timer()
         self._stop_reader_timer()
         self._inner.connection_lost(exc)
@@ -263,12 +371,10 @@ class Bypass(asyncio.Protocol):
         return self._inner.eof_received()
 
     def pause_writing(self) -> None:
-        self._written.clear()
         self._look_after_reader(left_bytes=None)
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        self._written.set()
         self._stop_reader_timer()
         self._inner.resume_writing()
 
@@ -289,24 +395,24 @@ class Bypass(asyncio.Protocol):
             self._reader_timer = None
 
     def data_received(self, data: bytes) -> None:
-        if self._wire:
+        if self._passes:
             self._inner.data_received(data)
         elif self._discarding:
             self._discard(data)
-        elif self._part:  # bytes that a thread is to receive: whoever had them read, the body is no longer whole
+        elif self._part:  # bytes that a thread should receive: the body is no longer complete
             self._give_up()
         else:
             self._heads(self._held + data)
 
     def _hold(self, full: bool) -> None:
-        """aiohttp wants nothing more for now, or wants to go on."""
+        """Note that aiohttp wants nothing more for now, or wants to go on."""
         self._full = full
         self._read_or_not()
         if not full and not self._part and self._transport is not None:
             self._heads(self._held)
 
     def _read_or_not(self) -> None:
-        """Have the transport read only while neither aiohttp nor a part wants it not to."""
+        """Have the transport read, unless aiohttp or a part wants it to pause."""
         if self._transport is None or self._transport.is_closing():
             return
         if self._full or (self._part and not self._discarding):
@@ -315,7 +421,7 @@ class Bypass(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _heads(self, data: bytes) -> None:
-        """Pass on whole heads, as long as aiohttp takes them, and up to one whose body is held back."""
+        """Pass on complete heads while aiohttp takes them, up to one whose body is held back."""
         self._held = b""
         while data and not self._part:
             if self._full:
@@ -327,12 +433,12 @@ class Bypass(asyncio.Protocol):
                     self._held = data
                     self._give_up_after(HEAD_S)
                 else:
-                    self._become_wire(data)
+                    self._pass_all(data)
                 return
             self._stop_timer()
             body_bytes = _body_bytes(data[:end]) if end <= routes.HEADER_BYTES and self.direct else None
             if body_bytes is None:
-                self._become_wire(data)
+                self._pass_all(data)
                 return
             head, data = data[:end], data[end:]
             if body_bytes:
@@ -343,37 +449,31 @@ class Bypass(asyncio.Protocol):
                 head = _without_body(head)
             self._inner.data_received(head)
 
-    def _become_wire(self, data: bytes) -> None:
+    def _pass_all(self, data: bytes) -> None:
         self._stop_timer()
-        self._wire = True
+        self._passes = True
         self._inner.data_received(data)
 
     # -- a part
 
     @property
     def body_bytes(self) -> int:
-        """Not received yet, of the body that is held back; 0 where none is."""
+        """Bytes not received yet of the body that is held back; 0 where none is."""
         return self._body_left
 
-    async def receive(self, body: Body, pool: Executor, idle: Idle) -> None:
-        """Receive of the body that is held back until `body` is complete, or there is no more.
-
-        Args:
-            body: takes it in threads of `pool`.
-            idle: told that bytes have moved.
+    def dup_socket(self) -> socket.socket:
+        """Return the connection's socket once more, so that a thread can use it whatever becomes of the transport.
 
         Raises:
-            ConnectionError: the peer went away.
+            ConnectionResetError: the connection is closed.
         """
-        with self._socket() as sock:
-            idle.on_end = lambda: shut(sock)
-            while not body.complete and (before := self._body_left):
-                await in_thread(pool, lambda: body.take(self._filler(sock)))
-                if not idle.add(before - self._body_left):
-                    await ready(sock, writable=False)
+        if self._transport is None:
+            raise ConnectionResetError("the connection is closed")
+        found: socket.socket = self._transport.get_extra_info("socket")
+        return found.dup()
 
-    def _filler(self, sock: socket.socket) -> Fill:
-        """Brings what is there, and waits a moment for more; nothing when others should have their turn."""
+    def filler(self, sock: socket.socket) -> Fill:
+        """Return what brings bytes of the body for one turn: what is there, and what comes within a moment."""
         until_s = time.monotonic() + SLICE_S
 
         def fill(room: memoryview) -> int:
@@ -391,7 +491,7 @@ class Bypass(asyncio.Protocol):
         return fill
 
     def end_part(self) -> None:
-        """The request for the part is answered: what is left of its body is read away, then come other requests."""
+        """The request for the part is answered: read away the rest of its body; then other requests come."""
         if not self._part or self._transport is None:
             return
         self._body_left -= len(self._early)
@@ -431,55 +531,9 @@ class Bypass(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # -- a file
-
-    async def send(
-        self, fd: int, start: int, stop: int, pool: Executor, idle: Idle, revoked: Callable[[], bool]
-    ) -> bool:
-        """Send bytes [start, stop) of a file as the body of an answer whose head is written.
-
-        Returns:
-            Whether all was sent; not if `revoked` said that the bytes may no longer be read.
-
-        Raises:
-            OSError: the peer went away.
-            EOFError: the file ends early.
-        """
-        assert self._transport is not None
-        self._transport.set_write_buffer_limits(high=0)
-        await self._written.wait()
-        sent = told = 0  # by threads, and of it to `idle`: a peer that has all may close before the last is told
-
-        def move(at: int) -> int:
-            nonlocal sent
-            moved = send(sock, fd, at, stop, revoked)
-            sent += moved
-            return moved
-
-        with self._socket() as sock:
-            idle.on_end = lambda: shut(sock)
-            try:
-                while start < stop and not revoked():
-                    count = idle.add(await in_thread(pool, partial(move, start)))
-                    start, told = start + count, told + count
-                    if not count and start < stop and not revoked():
-                        await ready(sock, writable=True)
-            finally:
-                idle.add(sent - told)
-        if self._transport is not None:
-            self._transport.set_write_buffer_limits()
-        return start == stop
-
-    def _socket(self) -> socket.socket:
-        """The connection's socket once more, so that a thread can use it whatever becomes of the transport."""
-        if self._transport is None:
-            raise ConnectionResetError("the connection is closed")
-        found: socket.socket = self._transport.get_extra_info("socket")
-        return found.dup()
-
 
 class _Facade:
-    """The transport as aiohttp sees it: only whether it is read is not aiohttp's alone to say."""
+    """The transport as aiohttp sees it; the interceptor decides whether it is read."""
 
     def __init__(self, transport: asyncio.Transport, hold: Callable[[bool], None]) -> None:
         self._transport, self._hold = transport, hold
@@ -495,14 +549,14 @@ class _Facade:
         return getattr(self._transport, name)
 
 
-def bypass_of(request: web.Request) -> Bypass | None:
-    """What can move the bytes of this request past aiohttp; None under TLS."""
+def interceptor_of(request: web.Request) -> BodyInterceptor | None:
+    """Return what may hold back the body of this request; None under TLS."""
     protocol = request.transport.get_protocol() if request.transport is not None else None
-    return protocol if isinstance(protocol, Bypass) and protocol.direct else None
+    return protocol if isinstance(protocol, BodyInterceptor) and protocol.direct else None
 
 
 def _body_bytes(head: bytes) -> int | None:
-    """How many bytes of a part follow this head; 0 after a GET; None where it is not for certain one of them."""
+    """Return how many bytes of a part follow this head; 0 after a GET; None for anything else, or where in doubt."""
     first, *lines = head[:-4].split(b"\r\n")
     method, _, rest = first.partition(b" ")
     path, _, version = rest.partition(b" ")

@@ -1,11 +1,11 @@
 """Parts of tensors between a worker and its server: over a few parallel connections, only what is missing.
 
 Ctrl-C reaches the main thread alone, and most often while it waits here. The threads must then neither go on with
-files that are about to be closed, nor keep the process alive until a network that stands still has timed out.
+files that are about to be closed, nor keep the process alive until a network that stands still has timed out. A call
+that is interrupted leaves no thread behind that moves bytes; a thread that a second interrupt leaves behind has a
+descriptor of its own, so it never reads another file than the one it was given.
 
-A part that arrives damaged, or whose connection breaks, is sent again, alone; what lasts is raised to the caller.
-Whoever is interrupted in here leaves no thread behind that still moves bytes; and one that a second interrupt leaves
-behind has a descriptor of its own: it never reads another file than the one it was given.
+A part that arrives damaged, or whose connection breaks, is sent again, alone; an error that lasts is raised.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import http.client
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from blake3 import blake3
 
-from atoll.errors import AtollError, BadRequest, PartCorrupt, ServerUnreachable, TransferAborted, TransferStalled
+from atoll.errors import BadRequest, PartCorrupt, ServerUnreachable, TransferAborted, TransferStalled
 from atoll.failpoints import failpoint
 from atoll.posix import Descriptor
-from atoll.protocol import routes
 from atoll.tensors.layout import Part
 from atoll.transport.http_client import Http, network_error, problem_of, unanswered
 from atoll.transport.part_connection import PartConnection
@@ -32,41 +32,52 @@ from atoll.transport.part_connection import PartConnection
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Digests = Mapping[int, bytes] | Sequence[bytes]
+"""Index of a part → its BLAKE3."""
+
+PART_ATTEMPTS = 4
+_NETWORK_ERRORS = (OSError, http.client.HTTPException)
+
+
+# -- The threads of one transfer.
+
 
 class TransferPool:
-    """The threads of one transfer. Made by `transfer_pool`.
+    """The threads of one transfer, made by `transfer_pool`.
 
     Attributes:
         ended: no part is begun once it is set.
-        is_given_up: the network was lost while it waited.
+        is_given_up: the network was lost while the transfer waited.
+        moved_s: when a byte moved last; by `time.monotonic`.
     """
 
     def __init__(self, size: int) -> None:
         self.ended = threading.Event()
+        self.is_given_up = False
+        self.moved_s = time.monotonic()
         self._pool = ThreadPoolExecutor(size, thread_name_prefix="atoll-part")
         self._futures: list[Future[Any]] = []
         self._lock = threading.Lock()
         self._in_use: set[PartConnection] = set()
         self._cut = False
-        self.is_given_up = False
-        self.moved_s = time.monotonic()
 
     def moved(self) -> None:
-        """Something of the transfer has moved."""
+        """Note that bytes of the transfer have moved."""
         self.moved_s = time.monotonic()
 
     def is_silent(self, idle_timeout_s: float) -> bool:
-        """Whether nothing of the transfer has moved for so long, over any connection."""
+        """Return whether no byte has moved for so long, over any connection."""
         return time.monotonic() - self.moved_s >= idle_timeout_s
 
     def submit(self, work: Callable[P, R], *args: P.args, **more: P.kwargs) -> Future[R]:
+        """Run `work` in a thread."""
         future = self._pool.submit(work, *args, **more)
         self._futures.append(future)
         return future
 
     @contextmanager
     def using(self, connection: PartConnection) -> Iterator[None]:
-        """Within, the connection ends when this pool is cut."""
+        """Within, the connection ends when the pool is cut."""
         with self._lock:
             self._in_use.add(connection)
             if self._cut:
@@ -78,13 +89,13 @@ class TransferPool:
                 self._in_use.discard(connection)
 
     def wait(self) -> None:
-        """Until everything that was submitted is done."""
+        """Wait until everything that was submitted is done."""
         # not by the threads' `join`: once interrupted, it takes a thread that still runs for one that has ended
         wait([future for future in self._futures if not future.cancelled()])
         self._pool.shutdown()
 
     def break_off(self) -> None:
-        """No part is begun, those on their way break off; from any thread, and without waiting for them."""
+        """Begin no part, and break off those under way; from any thread, without waiting for them."""
         self.ended.set()
         with self._lock:
             self._cut = True
@@ -92,12 +103,12 @@ class TransferPool:
                 connection.cut()
 
     def give_up(self) -> None:
-        """As `break_off`, because the network is lost."""
+        """Break off because the network is lost."""
         self.is_given_up = True
         self.break_off()
 
     def cut(self) -> None:
-        """End at once: no part is begun, those on their way break off; returns when every thread has ended."""
+        """Break off, and return when every thread has ended."""
         self.break_off()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.wait()
@@ -105,7 +116,7 @@ class TransferPool:
 
 @contextmanager
 def transfer_pool(size: int) -> Iterator[TransferPool]:
-    """Threads for the block; it is left when they are done, or cut off where it is left by an exception."""
+    """Give threads for the block, which ends when they are done; left by an exception, they are cut off."""
     pool = TransferPool(size)
     try:
         yield pool
@@ -115,75 +126,7 @@ def transfer_pool(size: int) -> Iterator[TransferPool]:
         raise
 
 
-Digests = Mapping[int, bytes] | Sequence[bytes]
-"""Index of a part → its BLAKE3."""
-
-Look = Callable[[list[Part]], None]
-"""Takes from the list what has arrived, before what is left is tried again."""
-
-Recorded = Callable[[Mapping[int, bytes]], Collection[int]]
-"""Asks the server which of these parts it has, with these digests."""
-
-
-class Pushing:
-    """Parts on their way while the file is still being written. `HttpTransfer.pushing` gives it.
-
-    Attributes:
-        sent: indices of the parts that the server has.
-        error: what ended the sending; None while nothing has.
-        ended: nothing more is sent once it is set.
-    """
-
-    def __init__(self, pool: TransferPool, send: Callable[[list[Part], dict[int, bytes]], bool], most: int) -> None:
-        self.sent: set[int] = set()
-        self.error: BaseException | None = None
-        self.ended = pool.ended
-        self._pool, self._do, self._most = pool, send, most
-        self._waiting: list[Part] = []  # for those that follow, to go in one request
-        self._digests: dict[int, bytes] = {}  # of those
-
-    def add(self, part: Part, digest: bytes) -> None:
-        """`part` is in the file and will not change; `digest` is its BLAKE3."""
-        if self._waiting and self._waiting[-1].index + 1 != part.index:
-            self.flush()
-        self._waiting.append(part)
-        self._digests[part.index] = digest
-        if len(self._waiting) == self._most:
-            self.flush()
-
-    def flush(self) -> None:
-        """Send what waits for more."""
-        run, self._waiting = self._waiting, []
-        digests, self._digests = self._digests, {}
-        if run and not self.ended.is_set():
-            self._pool.submit(self._send, run, digests)
-
-    def _send(self, run: list[Part], digests: dict[int, bytes]) -> None:
-        try:
-            if self._do(run, digests):
-                self.sent.update(digests)
-        except BaseException as error:  # whoever asks finds it in `error`
-            self.error = self.error or error
-
-
-def lacking(recorded: Recorded | None, digests: Digests) -> Look | None:
-    """Leaves in a list what the server lacks, of parts whose request failed somewhere in it."""
-    if recorded is None:
-        return None
-
-    def look(todo: list[Part]) -> None:
-        with suppress(AtollError):  # the next attempt tells the same
-            has = recorded({part.index: digests[part.index] for part in todo})
-            todo[:] = [part for part in todo if part.index not in has]
-
-    return look
-
-
-PART_ATTEMPTS = 4
-_NETWORK_ERRORS = (OSError, http.client.HTTPException)
-
-Work = Callable[[PartConnection, list[Part]], None]
-"""Moves parts over a connection, and takes from the list what has arrived."""
+# -- Where the bytes of parts go.
 
 
 class Sink(Protocol):
@@ -193,19 +136,119 @@ class Sink(Protocol):
 
 
 class Memory(Sink, Protocol):
-    """A sink in memory, of which much can be filled without a scratch."""
+    """A sink in memory, most of which can be filled in place."""
 
     def room(self, offset: int, nbytes: int) -> memoryview | None:
-        """Where at most `nbytes` of the file belong from `offset` on, in whole elements; None: `write` them."""
+        """Return where at most `nbytes` of the file belong from `offset` on, in whole elements; None: `write` them."""
         ...
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Where the bytes of parts go, whichever way they come.
+
+    Attributes:
+        digests: BLAKE3 of every part of the file, by index.
+        sinks: each gets the same bytes at their file offsets, whole elements at a time.
+        into: gets them, too, before the others, and large runs without a copy.
+        on_bytes: called with the count of what came.
+        on_part: called with every part that is complete, from several threads.
+    """
+
+    digests: Sequence[bytes]
+    sinks: Sequence[Sink]
+    into: Memory | None = None
+    on_bytes: Callable[[int], None] = lambda _: None
+    on_part: Callable[[Part], None] = lambda _: None
+
+
+@dataclass
+class ArrivingPart:
+    """One part on its way to where a delivery goes: `room`, fill it, `take`, until it is complete; then `finish`."""
+
+    delivery: Delivery
+    part: Part
+    offset: int = 0
+    _in_place: bool = False
+    _hasher: Any = field(default_factory=blake3)
+
+    def __post_init__(self) -> None:
+        self.offset = self.part.start
+
+    @property
+    def is_complete(self) -> bool:
+        return self.offset == self.part.stop
+
+    def room(self, scratch: memoryview) -> memoryview:
+        """Return the memory to fill with the next bytes: in place, or some of the scratch."""
+        most, into = min(len(scratch), self.part.stop - self.offset), self.delivery.into
+        memory = into.room(self.offset, most) if into is not None else None
+        self._in_place = memory is not None
+        return scratch[:most] if memory is None else memory
+
+    def take(self, run: memoryview) -> None:
+        """Pass on what was filled in."""
+        self._hasher.update(run)
+        if self.delivery.into is not None and not self._in_place:
+            self.delivery.into.write(self.offset, run)
+        for sink in self.delivery.sinks:
+            sink.write(self.offset, run)
+        self.offset += len(run)
+        self.delivery.on_bytes(len(run))
+
+    def finish(self, damaged: str, remedy: str) -> None:
+        """Check the part against its digest.
+
+        Raises:
+            PartCorrupt: it is damaged, or less came than it has.
+        """
+        if self._hasher.digest() != self.delivery.digests[self.part.index]:
+            raise PartCorrupt(damaged, remedy)
+        failpoint("pull.part")
+        self.delivery.on_part(self.part)
+
+
+# -- Parts over HTTP.
+
+
+class Pushing:
+    """Parts that are sent while the file is still being written. `HttpTransfer.pushing` gives it.
+
+    Attributes:
+        sent: indices of the parts that the server has.
+        error: what ended the sending; None while nothing has.
+        ended: nothing more is sent once it is set.
+    """
+
+    def __init__(self, pool: TransferPool, send: Callable[[Part, bytes], bool]) -> None:
+        self.sent: set[int] = set()
+        self.error: BaseException | None = None
+        self.ended = pool.ended
+        self._pool, self._do = pool, send
+
+    def add(self, part: Part, digest: bytes) -> None:
+        """Send `part`, which is in the file and will not change; `digest` is its BLAKE3. Never waits."""
+        if not self.ended.is_set():
+            self._pool.submit(self._send, part, digest)
+
+    def _send(self, part: Part, digest: bytes) -> None:
+        try:
+            if self._do(part, digest):
+                self.sent.add(part.index)
+        except BaseException as error:  # kept for the thread that asks
+            self.error = self.error or error
+
+
+Work = Callable[[PartConnection, Part], None]
+"""Moves a part over a connection."""
 
 
 class HttpTransfer:
     """Pulls and pushes parts for one worker.
 
     Args:
-        http: says where the server is, who asks, and counts.
-        connections: parallel ones.
+        http: the server, the credentials, the counters.
+        connections: how many in parallel.
         idle_timeout_s: a transfer that moves no byte for so long has failed.
     """
 
@@ -218,7 +261,7 @@ class HttpTransfer:
         self._lock = threading.Lock()
 
     def break_off(self) -> None:
-        """From another thread: what is on its way ends with `TransferAborted`, and so does all that comes later."""
+        """End what is under way, and all that comes later, with `TransferAborted`; from another thread."""
         with self._lock:
             self._broken = True
             pools = list(self._pools)
@@ -226,6 +269,7 @@ class HttpTransfer:
             pool.break_off()
 
     def close(self) -> None:
+        """Close the connections that are kept."""
         with self._lock:
             connections, self._idle = self._idle, []
         for connection in connections:
@@ -238,21 +282,20 @@ class HttpTransfer:
             BadRequest: it has more than `most_bytes`; no more of it was read.
             TransferStalled, ServerUnreachable: the network.
         """
-        held = bytearray()
+        body = bytearray()
 
-        def fetch(connection: PartConnection, todo: list[Part]) -> None:
-            held.clear()
-            status, body, runs = connection.get(path, self._http.headers())
+        def fetch(connection: PartConnection, _: Part) -> None:
+            body.clear()
+            status, problem, runs = connection.get(path, self._http.headers())
             if status >= 300:
-                raise problem_of(status, body)
+                raise problem_of(status, problem)
             for run in runs:
-                if len(held) + len(run) > most_bytes:
+                if len(body) + len(run) > most_bytes:
                     raise BadRequest(f"{self._http.server} sends a message of more than {most_bytes} bytes.")
-                held.extend(run)
-            todo.clear()
+                body.extend(run)
 
-        self._spread(fetch, [[Part(0, 0, 0, ())]])
-        return held
+        self._spread(fetch, [Part(0, 0, 0, ())])
+        return body
 
     def pull(
         self,
@@ -262,73 +305,43 @@ class HttpTransfer:
         sinks: Sequence[Sink],
         *,
         into: Memory | None = None,
-        on_bytes: Callable[[int], None] | None = None,
-        on_part: Callable[[Part], None] | None = None,
+        on_bytes: Callable[[int], None] = lambda _: None,
+        on_part: Callable[[Part], None] = lambda _: None,
     ) -> None:
-        """Fetch parts of a file by byte range into every sink; one that arrives damaged is fetched again, alone.
+        """Fetch parts of a file by byte range; one that arrives damaged is fetched again, alone.
 
         Args:
-            path: of the bytes of a version or an object; it never means anything else.
-            digests: BLAKE3 of every part of it, by index.
+            path: of the bytes of a version or an object; it never means other bytes.
             parts: those wanted.
-            sinks: each gets the same bytes at their file offsets, whole elements at a time.
-            into: gets them too, before the others, and large runs without a copy.
-            on_part: told of every part that is whole, from several threads.
+            digests, sinks, into, on_bytes, on_part: as in `Delivery`.
 
         Raises:
             Gone: the server no longer keeps it; of a version, ask for the head again.
             TransferStalled, ServerUnreachable: the network; parts that are complete stay written.
         """
 
-        def fetch(connection: PartConnection, todo: list[Part]) -> None:
-            first, last = todo[0], todo[-1]
-            offset, received = first.start, False  # whether the run is where it belongs
+        def count(nbytes: int) -> None:
+            self._http.counters.add(down=nbytes)
+            on_bytes(nbytes)
 
-            def room(scratch: memoryview) -> memoryview:
-                nonlocal received
-                most = min(len(scratch), todo[0].stop - offset)
-                memory = into.room(offset, most) if into is not None else None
-                received = memory is not None
-                return scratch[:most] if memory is None else memory
+        delivery = Delivery(digests, sinks, into, count, on_part)
 
-            asked = self._http.headers({"Range": f"bytes={first.start}-{last.stop - 1}"})
-            status, body, runs = connection.get(path, asked, room)
+        def fetch(connection: PartConnection, part: Part) -> None:
+            arriving = ArrivingPart(delivery, part)
+            asked = self._http.headers({"Range": f"bytes={part.start}-{part.stop - 1}"})
+            status, problem, runs = connection.get(path, asked, arriving.room)
             if status >= 300:
-                raise problem_of(status, body)
+                raise problem_of(status, problem)
             if status != 206:
                 raise TransferStalled(f"{self._http.server} sends whole files only.", "A proxy drops the Range header.")
-            hasher = blake3()
-
-            def end_part() -> None:
-                nonlocal hasher
-                part = todo[0]
-                if hasher.digest() != digests[part.index]:
-                    raise PartCorrupt(
-                        f"Part {part.index} from {self._http.server} arrived damaged {PART_ATTEMPTS} times.",
-                        "Look at the network.",
-                    )
-                failpoint("pull.part")
-                del todo[0]
-                if on_part:
-                    on_part(part)
-                hasher = blake3()
-
             for run in runs:
-                hasher.update(run)
-                if into is not None and not received:
-                    into.write(offset, run)
-                for sink in sinks:
-                    sink.write(offset, run)
-                offset += len(run)
-                self._http.counters.add(down=len(run))
-                if on_bytes:
-                    on_bytes(len(run))
-                if offset == todo[0].stop:
-                    end_part()
-            if todo:  # less came than was asked for
-                end_part()
+                arriving.take(run)
+            arriving.finish(
+                f"Part {part.index} from {self._http.server} arrived damaged {PART_ATTEMPTS} times.",
+                "Look at the network.",
+            )
 
-        self._spread(fetch, self._runs(parts))
+        self._spread(fetch, parts)
 
     def push(
         self,
@@ -337,57 +350,44 @@ class HttpTransfer:
         parts: Sequence[Part],
         digests: Digests,
         *,
-        on_bytes: Callable[[int], None] | None = None,
-        recorded: Recorded | None = None,
+        on_bytes: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Send parts of the file `fd`, each followed by its BLAKE3; what did not arrive is sent again.
 
         The file must not change before the server has said that it has all of it.
 
         Args:
-            recorded: where it can be asked, parts that follow each other go in one request; one that fails is followed
-                by the question, and only what the server lacks is sent again. None: each goes alone.
+            path_of: index of a part → its path.
         """
         with _copy_of(fd) as file:
             self._spread(
-                lambda connection, todo: self._send(connection, path_of, file, todo, digests, on_bytes),
-                self._runs(parts) if recorded else [[part] for part in parts],
-                lacking(recorded, digests),
+                lambda connection, part: self._send(
+                    connection, path_of(part.index), file, part, digests[part.index], on_bytes
+                ),
+                parts,
             )
 
     @contextmanager
     def pushing(
-        self,
-        path_of: Callable[[int], str],
-        fd: int,
-        count: int,
-        recorded: Recorded,
-        *,
-        on_bytes: Callable[[int], None] | None = None,
+        self, path_of: Callable[[int], str], fd: int, *, on_bytes: Callable[[int], None] = lambda _: None
     ) -> Iterator[Pushing]:
-        """Send parts of the file `fd` while it is still being written; to add one never waits.
+        """Send parts of the file `fd` while it is still being written.
 
-        What fails is not raised: it ends the sending, and `Pushing.error` has it. On leaving, what was added is sent;
-        left by an exception, nothing more is.
-
-        Args:
-            count: parts that will be added.
-            recorded: as for `push`.
+        A failure is not raised: it ends the sending, and `Pushing.error` has it. On leaving the block, what was added
+        is sent; left by an exception, nothing more is.
         """
         with _copy_of(fd) as file, transfer_pool(self._connections) as pool:
 
-            def send(run: list[Part], digests: dict[int, bytes]) -> bool:
+            def send(part: Part, digest: bytes) -> bool:
                 return self._attempt(
-                    lambda connection, todo: self._send(connection, path_of, file, todo, digests, on_bytes),
-                    run,
+                    lambda connection, part: self._send(connection, path_of(part.index), file, part, digest, on_bytes),
+                    part,
                     pool,
-                    lacking(recorded, digests),
                 )
 
-            pushing = Pushing(pool, send, self._at_once(count))
+            pushing = Pushing(pool, send)
             with self._http.watch.waiting(pool):
                 yield pushing
-                pushing.flush()
                 pool.wait()
         if pool.is_given_up:
             pushing.error = pushing.error or unanswered(self._http.server)
@@ -395,53 +395,35 @@ class HttpTransfer:
     def _send(
         self,
         connection: PartConnection,
-        path_of: Callable[[int], str],
+        path: str,
         file: Descriptor,
-        todo: list[Part],
-        digests: Digests,
-        on_bytes: Callable[[int], None] | None,
+        part: Part,
+        digest: bytes,
+        on_bytes: Callable[[int], None],
     ) -> None:
-        def sent(count: int) -> None:
-            self._http.counters.add(up=count)
-            if on_bytes:
-                on_bytes(count)
+        def count(nbytes: int) -> None:
+            self._http.counters.add(up=nbytes)
+            on_bytes(nbytes)
 
-        spans = [(part.start, part.stop, digests[part.index]) for part in todo]
         headers = self._http.headers({"Content-Type": "application/octet-stream"})
         with file.used() as fd:
-            status, body = connection.put(path_of(todo[0].index), headers, fd, spans, sent)
+            status, problem = connection.put(path, headers, fd, (part.start, part.stop), digest, count)
         if status >= 300:
-            raise problem_of(status, body)
+            raise problem_of(status, problem)
         failpoint("push.part")
-        todo.clear()
 
-    def _at_once(self, count: int) -> int:
-        """Parts of one request, out of so many; so few that every connection has its turn twice."""
-        return max(1, min(routes.PARTS_AT_ONCE, count // (2 * self._connections)))
-
-    def _runs(self, parts: Sequence[Part]) -> list[list[Part]]:
-        """Parts that follow each other in the file, together."""
-        most = self._at_once(len(parts))
-        runs: list[list[Part]] = []
-        for part in parts:
-            if runs and runs[-1][-1].stop == part.start and len(runs[-1]) < most:
-                runs[-1].append(part)
-            else:
-                runs.append([part])
-        return runs
-
-    def _spread(self, work: Work, runs: Sequence[list[Part]], look: Look | None = None) -> None:
+    def _spread(self, work: Work, parts: Sequence[Part]) -> None:
         """Run `work` for all parts over the connections; the first lasting failure ends it, and is raised."""
-        with transfer_pool(max(1, min(self._connections, len(runs)))) as pool, self._breakable(pool):
-            if len(runs) <= 1:
-                for todo in runs:
-                    self._attempt(work, todo, pool, look)
+        with transfer_pool(max(1, min(self._connections, len(parts)))) as pool, self._breakable(pool):
+            if len(parts) <= 1:
+                for part in parts:
+                    self._attempt(work, part, pool)
                 return
-            futures: list[Future[bool]] = [pool.submit(self._attempt, work, todo, pool, look) for todo in runs]
+            futures = [pool.submit(self._attempt, work, part, pool) for part in parts]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             errors = [error for future in done if (error := future.exception())]
             if errors:
-                pool.ended.set()  # those on their way may still arrive, and need not be sent again
+                pool.ended.set()  # those under way may still arrive, and need not be sent again
                 for future in futures:
                     future.cancel()
         if errors:
@@ -468,43 +450,41 @@ class HttpTransfer:
         if pool.is_given_up:
             raise unanswered(self._http.server)
 
-    def _attempt(self, work: Work, todo: list[Part], pool: TransferPool, look: Look | None = None) -> bool:
-        """Do these parts, with a few attempts for each; False, and not all done, where another has failed for good.
+    def _attempt(self, work: Work, part: Part, pool: TransferPool) -> bool:
+        """Do one part, in a few attempts; return False where another part has failed for good.
 
-        A connection that stands still is tried again as long as others move. What it moves then counts once it has
-        brought a part: buffers take bytes for a peer that is silent, too.
+        A connection that stands still is tried again as long as others move. What it moves then counts only once it
+        has brought the part: buffers take bytes for a silent peer, too.
         """
-        failures, stood_still, left = 0, False, len(todo)
+        failures, stood_still = 0, False
 
         def on_move() -> None:
-            if not stood_still or len(todo) < left:
+            if not stood_still:
                 pool.moved()
 
-        while todo and not pool.ended.is_set():
-            left = len(todo)
+        while not pool.ended.is_set():
             try:
-                self._once(work, todo, pool, on_move)
+                self._once(work, part, pool, on_move)
+                return True
             except (PartCorrupt, ServerUnreachable, TransferStalled) as error:
                 if pool.ended.is_set():  # a consequence of what has failed elsewhere
                     return False
                 self._http.counters.add(retries=1)
-                stalled = isinstance(error, TransferStalled)
-                if stalled and pool.is_silent(self._idle_timeout_s):  # it is asked nothing more
+                is_stall = isinstance(error, TransferStalled)
+                if is_stall and pool.is_silent(self._idle_timeout_s):  # no connection is tried any more
                     pool.break_off()
                     raise
-                if look is not None and len(todo) > 1:
-                    look(todo)
-                failures = failures + 1 if len(todo) == left else 1
+                failures += 1
                 if failures == PART_ATTEMPTS:
                     pool.ended.set()
                     raise
-                stood_still = stalled or (stood_still and len(todo) == left)
+                stood_still = stood_still or is_stall
             except BaseException:
                 pool.ended.set()
                 raise
-        return not todo
+        return False
 
-    def _once(self, work: Work, todo: list[Part], pool: TransferPool, on_move: Callable[[], None]) -> None:
+    def _once(self, work: Work, part: Part, pool: TransferPool, on_move: Callable[[], None]) -> None:
         """One attempt on a connection, which is kept only if all went well: else its state is not known."""
         connection, losses = self._idle_connection(), self._http.watch.losses
         if connection is None:
@@ -512,7 +492,7 @@ class HttpTransfer:
         try:
             connection.on_move = on_move
             with pool.using(connection):
-                work(connection, todo)
+                work(connection, part)
             pool.moved()
         except _NETWORK_ERRORS as error:
             connection.close()

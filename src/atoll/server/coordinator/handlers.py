@@ -40,7 +40,7 @@ from atoll.store.journal_tables import PartRow, TicketRow, VersionRow
 from atoll.store.tickets import why_closed
 from atoll.store.update_spool import PartWriter
 from atoll.tensors.layout import Layout
-from atoll.transport.serve_range import parts_within
+from atoll.transport.receive_upload import require_part_bytes
 
 LOG = logging.getLogger("atoll.server")
 
@@ -259,15 +259,13 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
                 "Cut it as the ticket's layout says.",
             )
         self._require_open(lease, ticket)
-        following = layout.parts[part : part + routes.PARTS_AT_ONCE]
-        count = parts_within(request, [each.nbytes for each in following])
+        planned = layout.parts[part]
+        require_part_bytes(request, planned.nbytes)
         require_space(self.store, self.plan.settings)
-        incoming = self._uploads.incoming(request, lease.site)
-        for each in following[:count]:
-            async with self._uploads.received(incoming, lease.site, ticket, fragment, each) as (writer, stats):
-                self.record_part(lease, ticket, each.index, stats, writer)
-            self.run.apply(ev.WorkerSeen(lease.site, lease.number))
-        return messages.PartReceipt(ticket=ticket, part=each.index, digest=stats.digest.hex())
+        async with self._uploads.received(request, lease.site, ticket, fragment, planned) as (writer, stats):
+            self.record_part(lease, ticket, part, stats, writer)
+        self.run.apply(ev.WorkerSeen(lease.site, lease.number))
+        return messages.PartReceipt(ticket=ticket, part=part, digest=stats.digest.hex())
 
     def record_part(
         self, lease: Lease, ticket: int, part: int, stats: PartStats, writer: PartWriter | None = None

@@ -14,8 +14,7 @@ from atoll.errors import Busy, PartCorrupt
 from atoll.server.coordinator.run import Run
 from atoll.store.update_spool import PartWriter
 from atoll.tensors.layout import Part
-from atoll.transport.receive_upload import break_off
-from atoll.transport.serve_range import Incoming
+from atoll.transport.receive_upload import break_off, receive_part
 
 PARTS_PER_CONNECTION = 4
 """Of one rank of a site, on their way at once, for each connection it is to use: what broke off may still be here."""
@@ -29,18 +28,9 @@ class Uploads:
         self._inspections = [Inspection(fragment.update, run.plan.codecs) for fragment in run.plan.fragments]
         self._under_way: dict[tuple[int, int], tuple[str, web.Request]] = {}
 
-    def incoming(self, request: web.Request, site: str) -> Incoming:
-        """The parts that a request of a site brings."""
-        return Incoming(
-            request,
-            pool=self._run.io,
-            idle_timeout_s=self._run.settings.idle_timeout_s,
-            on_bytes=lambda count: self._count(site, count),
-        )
-
     @asynccontextmanager
     async def received(
-        self, incoming: Incoming, site: str, ticket: int, fragment: int, part: Part
+        self, request: web.Request, site: str, ticket: int, fragment: int, part: Part
     ) -> AsyncIterator[tuple[PartWriter, PartStats]]:
         """A part, once all of it is there; on leaving, it is given up unless it was recorded.
 
@@ -51,7 +41,7 @@ class Uploads:
             PartCorrupt: it arrived damaged.
             Busy: the site sends more at once than anybody has a reason to; each takes memory here.
         """
-        key, request = (ticket, part.index), incoming.request
+        key = (ticket, part.index)
         if key in self._under_way:
             break_off(self._under_way[key][1])
         else:
@@ -63,7 +53,7 @@ class Uploads:
                 self._run.io, spool.begin_part, part.index
             )
             try:
-                yield writer, await self._receive(incoming, self._inspections[fragment], part, writer, spool.fd)
+                yield writer, await self._receive(request, site, self._inspections[fragment], part, writer, spool.fd)
             finally:
                 writer.abandon()
         finally:
@@ -79,13 +69,19 @@ class Uploads:
             raise busy
 
     async def _receive(
-        self, incoming: Incoming, inspection: Inspection, part: Part, writer: PartWriter, fd: int
+        self, request: web.Request, site: str, inspection: Inspection, part: Part, writer: PartWriter, fd: int
     ) -> PartStats:
         def read(room: memoryview, offset: int) -> None:
             read_at(fd, room, offset)
 
         with inspection.begin(part, writer.write, read) as inspector:
-            digest = await incoming.part(inspector)
+            digest = await receive_part(
+                request,
+                inspector,
+                pool=self._run.io,
+                idle_timeout_s=self._run.settings.idle_timeout_s,
+                on_bytes=lambda count: self._count(site, count),
+            )
             stats = inspector.stats()
         writer.close()
         if stats.digest != digest:

@@ -20,7 +20,7 @@ from atoll.server.coordinator.handlers import Handlers
 from atoll.server.coordinator.run import Run
 from atoll.server.http.auth import IDENTITY, Gate
 from atoll.server.transient_errors import directory_gone, journal_failed, no_more_files, out_of_memory, passing
-from atoll.transport.receive_upload import break_off, bypass_of
+from atoll.transport.receive_upload import break_off, interceptor_of
 from atoll.transport.serve_range import problem
 
 LOG = logging.getLogger("atoll.server")
@@ -188,9 +188,9 @@ def _guard(gate: Gate, run: Run) -> Any:
                 return problem("busy", failed.message, "Ask again when it was started again.", 2.0)
             return problem("error", "The server failed; its log says why.")
         finally:
-            bypass = bypass_of(request)
-            if bypass is not None and request.method == "PUT":
-                bypass.end_part()
+            interceptor = interceptor_of(request)
+            if interceptor is not None and request.method == "PUT":
+                interceptor.end_part()
 
     return guard
 

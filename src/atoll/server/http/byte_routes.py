@@ -28,8 +28,8 @@ from atoll.store.model_copies import Held
 from atoll.store.store import Store
 from atoll.store.versions import PinnedDelta, PinnedVersion
 from atoll.tensors.layout import Part
-from atoll.transport.receive_upload import Fill, Idle, break_off
-from atoll.transport.serve_range import Incoming, parts_within, serve_file
+from atoll.transport.receive_upload import Fill, Idle, break_off, receive_part, require_part_bytes
+from atoll.transport.serve_range import serve_file
 
 
 class VersionHandlers:
@@ -204,16 +204,16 @@ class ObjectHandlers:
         if part >= kept.extent.count:
             raise BadRequest(f"Object {object[:8]} has no part {part}; it has {kept.extent.count}.")
         wanted = kept.extent.part(part)
-        parts_within(request, [wanted.nbytes])
+        require_part_bytes(request, wanted.nbytes)
         require_space(self.run.store, self.run.settings)
         async with self._arrival(kept, wanted, request) as arrival:
-            incoming = Incoming(
+            sent = await receive_part(
                 request,
+                arrival,
                 pool=self.run.io,
                 idle_timeout_s=self.run.settings.idle_timeout_s,
                 on_bytes=lambda count: self._count_up(kept, count),
             )
-            sent = await incoming.part(arrival)
             if arrival.hasher.digest() != sent:
                 raise PartCorrupt(f"Part {part} of object {object[:8]} arrived damaged.", "Send this part again.")
             if kept.gone.is_set():

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -123,7 +122,6 @@ class Sending:
             [part for part in self._outbox.layout.parts if part.index not in has],
             digests,
             on_bytes=self._bar.add,
-            recorded=partial(self._connection.parts_at_server, note.ticket),
         )
 
 
@@ -350,13 +348,7 @@ class Exchange:
 
     def _pushing(self, ticket: messages.Ticket, bar: Progress) -> AbstractContextManager[Pushing]:
         """Sends parts of the outbox that are ours, while later ones are formed."""
-        return self.parts.pushing(
-            routes.parts_of(ticket.ticket),
-            self.outbox.fd,
-            len(self.outbox.layout.parts),
-            partial(self.connection.parts_at_server, ticket.ticket),
-            on_bytes=bar.add,
-        )
+        return self.parts.pushing(routes.parts_of(ticket.ticket), self.outbox.fd, on_bytes=bar.add)
 
     def form(
         self,

@@ -126,7 +126,7 @@ class Pull:
         slot: Slot,
         *,
         on_bytes: Callable[[int], None],
-        on_part: Callable[[Part], None] | None = None,
+        on_part: Callable[[Part], None] = lambda _: None,
     ) -> None:
         """Pull parts; a part that arrives damaged is pulled again."""
         path = routes.OBJECT_DATA.format(object=self._ref.object)
