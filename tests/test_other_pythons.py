@@ -56,7 +56,7 @@ TORCH_FREE += [
 ]
 """Modules, and packages with all that is in them."""
 
-WITH_TENSORS = {"store.kept_objects", "protocol.object_manifest"}
+WITH_TENSORS: set[str] = set()
 """Of those packages: what moves tensors, and imports torch."""
 
 PURE_TESTS = ["tests/rounds", "tests/store", "tests/algorithms/test_resolve.py", "tests/test_architecture.py"]

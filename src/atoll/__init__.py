@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from atoll.simulate.simulation import Simulation
     from atoll.tensors.lazy_tensors import resolve
     from atoll.tensors.reference import TensorRef
-    from atoll.transport.object_client import Publisher, fetch, publish, withdraw
     from atoll.worker.correction.by_hand import FedProx, Scaffold
     from atoll.worker.tasks.task_loop import tasks
     from atoll.worker.training.diloco_loop import DiLoCo

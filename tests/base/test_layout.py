@@ -209,8 +209,8 @@ def test_the_digest_changes_with_whatever_moves_a_byte() -> None:
 def test_an_update_is_named_by_its_layout_and_its_parts_in_order() -> None:
     layout = update_layout([TensorSpec("w", "F32", (8,))], encoding_of)
     one, two = blake3(b"one").digest(), blake3(b"two").digest()
-    assert layout.update_digest([one, two]) == blake3(bytes.fromhex(layout.digest) + one + two).hexdigest()
-    assert layout.update_digest([two, one]) != layout.update_digest([one, two])
+    assert layout.blob_id([one, two]) == blake3(bytes.fromhex(layout.digest) + one + two).hexdigest()
+    assert layout.blob_id([two, one]) != layout.blob_id([one, two])
 
 
 @pytest.mark.parametrize("tensors", [50, 5000])

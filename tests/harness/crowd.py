@@ -86,7 +86,7 @@ class Crowd:
                 if response.status != 200:
                     self.errors[f"part: {response.status} {(await response.text())[:200]}"] += 1
         complete = messages.Complete(
-            digest=self._layout.update_digest(self._digests), base_digest=digest, weight=1.0, steps=1, metrics={}
+            digest=self._layout.blob_id(self._digests), base_digest=digest, weight=1.0, steps=1, metrics={}
         )
         await self._post(session, routes.COMPLETE.format(ticket=ticket["ticket"]), complete, headers)
 

@@ -16,7 +16,7 @@ from object_world import TREES, differences, model
 
 import atoll
 from atoll import resolve
-from atoll.transport import resumable_transfer
+from atoll.transport.resumable_transfer import ArrivingPart
 
 
 class File:
@@ -62,16 +62,16 @@ def publish(what: str, **options: Any) -> None:
 
 
 def hold_still(go: str) -> None:
-    """Let every connection stand still once it has a part of the tensors, until the file `go` is there."""
-    reached = threading.Event()
+    """Let every connection stand still within a part of the tensors, until the file `go` is there."""
+    take = ArrivingPart.take
 
-    def hold(_: str) -> None:
-        if reached.is_set():  # the first part is that of the head
+    def hold(arriving: ArrivingPart, run: memoryview) -> None:
+        if arriving.part.index:  # the first part is that of the head
             Path(f"{go}.reached").touch()
             wait_until(Path(go).exists, go)
-        reached.set()
+        take(arriving, run)
 
-    resumable_transfer.failpoint = hold  # type: ignore[attr-defined]
+    ArrivingPart.take = hold  # type: ignore[method-assign]
 
 
 def fetch(ref: str, how: str = "memory", what: str = "flat", abort: str = "", hold: str = "", **options: Any) -> None:

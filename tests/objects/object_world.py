@@ -48,7 +48,7 @@ def model() -> nn.Module:
 
 
 def large() -> dict[str, Any]:
-    """128 MiB: 16 parts of 8 MiB, in runs of 4; the 24 MiB behind the first of them do not fit into sockets."""
+    """128 MiB: in parts of 16 MiB, most of which do not fit into sockets."""
     return {"w": torch.zeros(2**25)}
 
 

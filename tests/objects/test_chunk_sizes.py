@@ -22,8 +22,9 @@ from object_world import PART, differences
 
 import atoll
 from atoll import Settings
-from atoll.blobs.manifest import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
-from atoll.blobs.object_file import Extent, pack_object, write_object
+from atoll.blobs.manifest import Cuts
+from atoll.blobs.object_file import pack_object, write_object
+from atoll.blobs.payload_cut import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
 from atoll.errors import ConfigError, TransferStalled, UsageError
 from atoll.protocol import messages, routes
 from atoll.protocol import task_messages as tm
@@ -51,8 +52,8 @@ def tree() -> dict[str, Any]:
     return {"t": torch.arange(TORCH // 4, dtype=torch.float32), "a": array, "again": [array], "lr": 0.5}
 
 
-def told(extent: Extent, inline: bool) -> tuple[int, int, bool]:
-    return extent.part_bytes, extent.nbytes - extent.head_bytes, inline
+def told(cuts: Cuts, inline: bool) -> tuple[int, int, bool]:
+    return cuts.part_bytes, cuts.nbytes - cuts.head_bytes, inline
 
 
 def options(torch_size: int | None, numpy_size: int | None) -> dict[str, int]:
@@ -79,7 +80,7 @@ def both_ways(folder: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch)
 
     def spy(store: ObjectStore, object_id: str, secret: str) -> tuple[Kept, int]:
         kept, fd = take(store, object_id, secret)
-        found.append(told(kept.extent, kept.inline))
+        found.append(told(kept.cuts, kept.inline))
         return kept, fd
 
     monkeypatch.setattr(ObjectStore, "take", spy)
@@ -92,10 +93,9 @@ def both_ways(folder: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch)
             assert task.body.object is not None
             connection.http.secret = task.body.object.secret
             path = routes.OBJECT.format(object=task.body.object.object)
-            manifest = connection.http.get(path, messages.ObjectManifest)
+            manifest = connection.http.get(path, messages.BlobManifest)
             connection.http.secret = ""
-            extent = Extent(manifest.head_bytes, manifest.nbytes, manifest.part_bytes)
-            found.append(told(extent, manifest.inline is not None))
+            found.append(told(manifest.manifest().cuts, manifest.inline is not None))
             worker.task("train")(lambda payload: payload)
             worker.run()
         server.run()  # once the site has left: it would be waited for
@@ -155,10 +155,10 @@ def test_what_a_process_publishes_is_cut_as_its_environment_says(monkeypatch: py
     with atoll.objects.Publisher() as publisher:
         ref = publisher.publish(tree())
         served = publisher._host._objects[ref.object]
-        assert told(served.manifest.extent, served.inline) == expected
+        assert told(served.manifest.cuts, served.inline) == expected
         assert differences(tree(), atoll.objects.fetch(ref)) == []
         chosen = publisher.publish(tree(), chunk_bytes=2 * PART)  # what is said counts more
-        assert publisher._host._objects[chosen.object].manifest.extent.part_bytes == 2 * PART
+        assert publisher._host._objects[chosen.object].manifest.cuts.part_bytes == 2 * PART
 
 
 def every_kind() -> dict[str, Any]:
@@ -222,9 +222,9 @@ def test_the_most_that_goes_inline_fits_into_one_answer() -> None:
     cut = cut_of(packed, ChunkSizes(0, 0))
     fd = nameless(None)
     with open(fd, "rb"):
-        extent, _ = write_object(packed, fd, cut)
+        nbytes = write_object(packed, fd, cut).nbytes
     assert cut.inline
-    assert extent.nbytes <= routes.INLINE_BYTES
+    assert nbytes <= routes.INLINE_BYTES
 
 
 @pytest.mark.covers("P13", "X3")

@@ -29,20 +29,21 @@ from object_world import PART, differences, fetching, flat, large, publishing, s
 
 import atoll
 from atoll import TensorRef
-from atoll.blobs.manifest import Cut
-from atoll.blobs.object_file import MOST_PARTS, Contents, Extent, write_object
+from atoll.blobs.manifest import MOST_PARTS, Cuts, Manifest
+from atoll.blobs.object_file import Contents, write_object
+from atoll.blobs.payload_cut import Cut
 from atoll.errors import AuthError, BadRequest, Gone, PartCorrupt, TransferAborted, TransferStalled
 from atoll.posix import write_at
 from atoll.protocol import routes
-from atoll.protocol.object_manifest import Manifest
+from atoll.protocol.messages import BlobManifest
 from atoll.tensors.payload import pack
 from atoll.transport import resumable_transfer
 from atoll.transport.object_server import ServedBlob, nameless
 from atoll.transport.part_connection import PartConnection
 
 DATA = "GET .*/data"
-UNDISTURBED = 1 + 5
-"""Requests for the head and for the tensors."""
+UNDISTURBED = 1 + 17
+"""Requests for the part of the head and for those of the tensors."""
 
 
 def served(publisher: atoll.objects.Publisher, ref: TensorRef) -> ServedBlob:
@@ -58,7 +59,7 @@ def test_what_broke_in_the_middle_is_asked_for_again_alone(nursery: Nursery, tmp
         assert differences(flat(), atoll.objects.fetch(through)) == []
         assert proxy.count(DATA) == UNDISTURBED
         proxy.requests.clear()
-        fault = Fault(DATA, "down", at=100_000, action=action)  # in the second part of some run
+        fault = Fault(DATA, "down", at=50_000, action=action)
         proxy.faults.append(fault)
         assert said(fetching(nursery, tmp_path, through)) == "same"
         assert fault.reached.is_set()
@@ -152,7 +153,7 @@ def test_a_publisher_that_falls_silent_in_the_middle_is_not_asked_again_and_agai
 def test_an_abort_ends_a_transfer_that_stands_still(tmp_path: Path) -> None:
     ref, abort = atoll.objects.publish(flat(), chunk_bytes=PART), threading.Event()
     with Proxy(ref.port) as proxy:
-        fault = Fault(DATA, "down", at=100_000, action="stall")
+        fault = Fault(DATA, "down", at=50_000, action="stall")
         proxy.faults.append(fault)
         setter = threading.Thread(target=lambda: (fault.reached.wait(30), abort.set()))
         setter.start()
@@ -177,7 +178,7 @@ def paused(nursery: Nursery, folder: Path, ref: TensorRef, **options: Any) -> tu
 @pytest.mark.covers("P5")
 def test_a_receivers_abort_ends_the_sending_too(nursery: Nursery, tmp_path: Path) -> None:
     with atoll.objects.Publisher() as publisher:
-        ref = publisher.publish(large())
+        ref = publisher.publish(large(), chunk_bytes=16 * 2**20)
         process, go = paused(nursery, tmp_path, ref, abort=str(tmp_path / "abort"))
         assert served(publisher, ref).readers > 0
         (tmp_path / "abort").touch()
@@ -189,7 +190,7 @@ def test_a_receivers_abort_ends_the_sending_too(nursery: Nursery, tmp_path: Path
 @pytest.mark.covers("P5")
 def test_withdrawing_ends_the_receiving_too(nursery: Nursery, tmp_path: Path) -> None:
     with atoll.objects.Publisher() as publisher:
-        ref = publisher.publish(large())
+        ref = publisher.publish(large(), chunk_bytes=16 * 2**20)
         process, go = paused(nursery, tmp_path, ref)
         held = served(publisher, ref)
         assert held.readers > 0
@@ -241,16 +242,21 @@ def sound() -> tuple[Manifest, bytes]:
     fd = nameless(None)
     with open(fd, "rb") as file:
         packed = pack({"a": torch.arange(4.0), "b": torch.arange(3, dtype=torch.int8)})
-        extent, digests = write_object(packed, fd, Cut(PART))
-        return Manifest(extent, tuple(digests)), file.read()
+        return write_object(packed, fd, Cut(PART)), file.read()
+
+
+def checked(body: bytes, wanted_id: str) -> None:
+    """What a receiver asks of the manifest in an answer."""
+    manifest = BlobManifest.read(body, "Object x").manifest()
+    manifest.require_object("Object x")
+    manifest.require_id(wanted_id, "Object x")
 
 
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize("case", ["json", "list", "field", "text", "huge_part", "head", "count", "parts", "other"])
 def test_a_manifest_that_is_none_is_refused(case: str) -> None:
     manifest, _ = sound()
-    told = json.loads(manifest.message().model_dump_json())
-    digest = told["digest"]
+    told = json.loads(BlobManifest.of(manifest).model_dump_json())
     change: dict[str, Callable[[], object]] = {
         "json": lambda: None,
         "list": lambda: None,
@@ -265,20 +271,18 @@ def test_a_manifest_that_is_none_is_refused(case: str) -> None:
     change[case]()
     body = {"json": b"<html>", "list": b"[]"}.get(case, json.dumps(told).encode())
     with pytest.raises(PartCorrupt if case == "other" else BadRequest, match="Object x"):
-        Manifest.read(body, digest, "Object x")
+        checked(body, manifest.id)
 
 
 @pytest.mark.covers("D3")
 def test_damaged_bytes_within_a_manifest_are_refused() -> None:
     manifest, data = sound()
-    digest = manifest.extent.digest(manifest.digests)
     for wrong, error in ((data[:-1], BadRequest), (data[:-1] + b"\xff", PartCorrupt)):
-        told = dataclasses.replace(manifest, inline=wrong).message()
         with pytest.raises(error):
-            Manifest.read(told.model_dump_json().encode(), digest, "Object x")
-    told = manifest.message().model_copy(update={"inline": "!" + base64.b64encode(data).decode()})
+            BlobManifest.of(manifest, wrong).inline_bytes(manifest, "Object x")
+    told = BlobManifest.of(manifest).model_copy(update={"inline": "!" + base64.b64encode(data).decode()})
     with pytest.raises(BadRequest, match="base64"):
-        Manifest.read(told.model_dump_json().encode(), digest, "Object x")
+        told.inline_bytes(manifest, "Object x")
 
 
 def head_of(table: object, payload: object, *, raw: bytes | None = None) -> bytes:
@@ -336,29 +340,28 @@ HOSTILE: dict[str, bytes] = {
 def test_a_hostile_head_is_refused_by_name_before_memory_is_taken(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     head = HOSTILE[case]
     data = head + bytes(8)
-    extent = Extent(len(head), len(data), PART)
+    cuts = Cuts(len(head), len(data), PART)
     fd = nameless(None)
     write_at(fd, data, 0)
-    digests = tuple(blake3(data[part.start : part.stop]).digest() for part in extent.parts())
+    digests = tuple(blake3(data[part.start : part.stop]).digest() for part in cuts.parts())
+    manifest = Manifest.of_cuts(cuts, digests)
     with atoll.objects.Publisher() as publisher:
         ref = publisher.publish({})
-        publisher._host._objects[ref.object] = dataclasses.replace(
-            served(publisher, ref), manifest=Manifest(extent, digests), fd=fd, digest=extent.digest(digests)
-        )
+        publisher._host._objects[ref.object] = dataclasses.replace(served(publisher, ref), manifest=manifest, fd=fd)
         made: list[object] = []
         monkeypatch.setattr(torch, "empty", lambda *shape, **_: made.append(shape))
         with pytest.raises(BadRequest, match=ref.object[:8]):
-            atoll.objects.fetch(dataclasses.replace(ref, digest=extent.digest(digests)))
+            atoll.objects.fetch(dataclasses.replace(ref, digest=manifest.id))
         assert made == []
 
 
 @pytest.mark.covers("D3")
 def test_a_head_that_is_not_as_long_as_its_manifest_says_is_refused() -> None:
     head = head_of(ONE, FITS)
-    assert Contents.read(head, Extent(len(head), len(head) + 8, PART), "Object x").names == ("a",)
-    for extent in (Extent(len(head) + 64, len(head) + 72, PART), Extent(len(head), len(head) + 9, PART)):
+    assert Contents.read(head, Cuts(len(head), len(head) + 8, PART), "Object x").names == ("a",)
+    for cuts in (Cuts(len(head) + 64, len(head) + 72, PART), Cuts(len(head), len(head) + 9, PART)):
         with pytest.raises(BadRequest, match="Object x"):
-            Contents.read(head + bytes(64), extent, "Object x")
+            Contents.read(head + bytes(64), cuts, "Object x")
 
 
 @pytest.mark.covers("P1")

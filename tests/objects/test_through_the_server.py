@@ -26,7 +26,7 @@ from torch import nn
 
 import atoll
 from atoll import TensorRef
-from atoll.blobs.object_file import Extent
+from atoll.blobs.manifest import Cuts, Manifest
 from atoll.errors import (
     AtollError,
     AuthError,
@@ -245,11 +245,11 @@ def test_a_token_does_not_go_where_somebodys_reference_leads(monkeypatch: pytest
     assert b"token" not in came
 
 
-def opened(server: atoll.Server, extent: Extent) -> tuple[Http, str]:
+def opened(server: atoll.Server, cuts: Cuts) -> tuple[Http, str]:
     """An object that takes parts, and who may send them."""
     http = Http(server.url)
     message = messages.ObjectOpen(
-        head_bytes=extent.head_bytes, nbytes=extent.nbytes, part_bytes=extent.part_bytes, expires_s=100.0
+        head_bytes=cuts.head_bytes, nbytes=cuts.nbytes, part_bytes=cuts.part_bytes, expires_s=100.0
     )
     answer = http.post(routes.OBJECTS, message, messages.ObjectOpened)
     http.secret = answer.secret
@@ -258,33 +258,33 @@ def opened(server: atoll.Server, extent: Extent) -> tuple[Http, str]:
 
 @pytest.mark.covers("P1", "X3")
 def test_an_object_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Path) -> None:
-    extent = Extent(64, 64 + 100, PART)
+    cuts = Cuts(64, 64 + 100, PART)
     data = bytes(range(164))
     source = tmp_path / "source"
     source.write_bytes(data)
     digests = [blake3(data[:64]).digest(), blake3(data[64:]).digest()]
     with serve(tmp_path) as server, source.open("rb") as file:
-        http, object_id = opened(server, extent)
+        http, object_id = opened(server, cuts)
         parts, path_of = HttpTransfer(http, 1, 10.0), routes.parts_of_object(object_id)
         complete = routes.OBJECT_COMPLETE.format(object=object_id)
-        whole = messages.ObjectComplete(digest=extent.digest(digests))
-        parts.push(path_of, file.fileno(), extent.parts()[:1], digests)
+        whole = messages.ObjectComplete(digest=Manifest.of_cuts(cuts, digests).id)
+        parts.push(path_of, file.fileno(), cuts.parts()[:1], digests)
         with pytest.raises(Conflict, match="lacks 1 of 2 parts"):
             http.send(complete, whole)
         with pytest.raises(Conflict, match="has not arrived yet"):
-            http.get(routes.OBJECT.format(object=object_id), messages.ObjectManifest)
+            http.get(routes.OBJECT.format(object=object_id), messages.BlobManifest)
         with pytest.raises(PartCorrupt):
-            parts.push(path_of, file.fileno(), extent.parts()[1:], digests[:1] * 2)  # another digest than its own
+            parts.push(path_of, file.fileno(), cuts.parts()[1:], digests[:1] * 2)  # another digest than its own
         with pytest.raises(Conflict, match="lacks 1"):
             http.send(complete, whole)
-        parts.push(path_of, file.fileno(), extent.parts()[1:], digests)
+        parts.push(path_of, file.fileno(), cuts.parts()[1:], digests)
         with pytest.raises(Conflict, match="do not make up its digest"):
             http.send(complete, messages.ObjectComplete(digest="0" * 64))
         http.send(complete, whole)
         http.send(complete, whole)  # the answer may have been lost
         with pytest.raises(Conflict, match="is complete"):
-            parts.push(path_of, file.fileno(), extent.parts()[1:], digests)
-        told = http.get(routes.OBJECT.format(object=object_id), messages.ObjectManifest)
+            parts.push(path_of, file.fileno(), cuts.parts()[1:], digests)
+        told = http.get(routes.OBJECT.format(object=object_id), messages.BlobManifest)
         assert told.part_digests == [digest.hex() for digest in digests]
         parts.close()
         http.close()
@@ -299,7 +299,7 @@ def test_sizes_that_no_object_has_are_refused_before_a_file_is_made(
     tmp_path: Path, sizes: tuple[int, int, int]
 ) -> None:
     with serve(tmp_path) as server, pytest.raises(BadRequest, match="The object"):
-        opened(server, Extent(*sizes))
+        opened(server, Cuts(*sizes))
     assert files(tmp_path) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -14,17 +15,18 @@ from swarm_run import build
 from atoll import Settings, TensorRef
 from atoll.aggregation.plan import PLACED, Plan, placed_settings
 from atoll.aggregation.result_file import digest_of
+from atoll.blobs.manifest import Manifest
 from atoll.errors import Gone, PartCorrupt, StoreError
 from atoll.posix import write_at
 from atoll.protocol.swarm_messages import Collect, Hold, Source
 from atoll.server.startup import plan_of
 from atoll.store.file_slots import SPOOL, STATE, VERSION, Slot, region_digest
-from atoll.tensors.layout import Part
+from atoll.tensors.layout import Layout, Part
 from atoll.transport import object_server
 from atoll.transport.http_client import Http
 from atoll.transport.object_server import LocalBlob, ObjectHost
 from atoll.worker.peer.peer_store import PeerStore, Version
-from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, spans
+from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, state_cuts
 
 SETTINGS = {"outer_optimizer": "sgd", "outer_lr": 0.7, "outer_momentum": 0.9, "num_workers": 3, "part_bytes": 2**16}
 
@@ -65,7 +67,7 @@ class Peer:
         for part in layout.parts:
             write_at(slot.fd, os.urandom(part.nbytes), part.start)
         digests = digests_of(slot, layout.parts)
-        return slot, digests, layout.update_digest(digests)
+        return slot, digests, layout.blob_id(digests)
 
     def state(self) -> tuple[Slot, list[bytes], str]:
         shape, slot = self.planned.shapes().state, self.slot(STATE)
@@ -75,11 +77,15 @@ class Peer:
                 write_at(slot.fd, os.urandom(nbytes), start)
         write_at(slot.fd, shape.header, 0)
         digest = digest_of([region_digest(slot.fd, region) for region in shape.regions])
-        return slot, digests_of(slot, spans(shape.nbytes)), digest
+        return slot, digests_of(slot, state_cuts(shape.nbytes).parts()), digest
 
-    def serve(self, slot: Slot, digest: str, digests: list[bytes]) -> TensorRef:
-        """Say that a file is what this digest names."""
-        return self.host.serve(slot.fd, os.fstat(slot.fd).st_size, digest, digests)
+    def serve(self, slot: Slot, digest: str, digests: list[bytes], layout: Layout | None = None) -> TensorRef:
+        """Serve a version, or a file of another layout, under a reference that says it is what this digest names."""
+        ref = self.host.serve(slot.fd, Manifest.of_layout(layout or self.planned.version, digests))
+        return dataclasses.replace(ref, digest=digest)
+
+    def serve_state(self, slot: Slot, digests: list[bytes]) -> TensorRef:
+        return self.host.serve(slot.fd, Manifest.of_cuts(state_cuts(os.fstat(slot.fd).st_size), digests))
 
 
 def listening() -> ObjectHost:
@@ -123,17 +129,19 @@ def test_an_outer_state_of_other_bytes_is_not_taken(peer: Peer) -> None:
     state, state_digests, state_digest = peer.state()
     other, other_digests, _ = peer.state()
     at = str(peer.serve(slot, digest, digests))
-    lies = Source(version=at, state=str(peer.serve(other, state_digest, other_digests)))
+    lies = Source(version=at, state=str(peer.serve_state(other, other_digests)))
     with pytest.raises(PartCorrupt):
         peer.transfers.version(hold(digest, lies, state_digest=state_digest), peer.slot(VERSION), peer.slot(STATE))
-    honest = Source(version=at, state=str(peer.serve(state, state_digest, state_digests)))
+    honest = Source(version=at, state=str(peer.serve_state(state, state_digests)))
     wanted = hold(digest, honest, state_digest=state_digest)
     got, came_in = peer.transfers.version(wanted, peer.slot(VERSION), peer.slot(STATE))
     assert digest_of(got.state_digests) == state_digest
     assert list(came_in) == state_digests
-    cut_short = Source(version=at, state=str(peer.serve(state, state_digest, state_digests[:-1])))
-    with pytest.raises(PartCorrupt, match="in other parts than it has"):
-        peer.transfers.version(hold(digest, cut_short, state_digest=state_digest), peer.slot(VERSION), peer.slot(STATE))
+    cut_otherwise = Source(version=at, state=str(peer.serve(state, "0" * 64, state_digests)))
+    with pytest.raises(PartCorrupt):
+        peer.transfers.version(
+            hold(digest, cut_otherwise, state_digest=state_digest), peer.slot(VERSION), peer.slot(STATE)
+        )
 
 
 @pytest.mark.covers("P10", "D10")
@@ -142,14 +150,14 @@ def test_an_update_of_other_bytes_is_not_collected(peer: Peer) -> None:
     slot, other = peer.slot(SPOOL), peer.slot(SPOOL)
     write_at(other.fd, b"\1" * 4, layout.parts[0].start)
     digests, other_digests = digests_of(slot, layout.parts), digests_of(other, layout.parts)
-    digest = layout.update_digest(digests)
+    digest = layout.blob_id(digests)
 
     def collect(ref: TensorRef) -> Collect:
         return Collect(ticket=1, fragment=0, site="b", digest=digest, source=str(ref))
 
     with pytest.raises(PartCorrupt):
-        peer.transfers.update(collect(peer.serve(other, digest, other_digests)), peer.slot(SPOOL))
-    assert peer.transfers.update(collect(peer.serve(slot, digest, digests)), peer.slot(SPOOL))[1:] == (0.0, "")
+        peer.transfers.update(collect(peer.serve(other, digest, other_digests, layout)), peer.slot(SPOOL))
+    assert peer.transfers.update(collect(peer.serve(slot, digest, digests, layout)), peer.slot(SPOOL))[1:] == (0.0, "")
 
 
 @pytest.mark.covers("P10")
@@ -159,8 +167,8 @@ def test_ones_own_update_is_read_where_it_lies_and_is_checked_there_too(peer: Pe
     for part in layout.parts:
         write_at(outbox.fd, bytes(range(256)) * (part.nbytes // 256), part.start)
     digests = digests_of(outbox, layout.parts)
-    digest = layout.update_digest(digests)
-    ref = peer.peer_server.serve(outbox.fd, layout.nbytes, digest, digests)
+    digest = layout.blob_id(digests)
+    ref = peer.peer_server.serve(outbox.fd, Manifest.of_layout(layout, digests))
     own = Collect(ticket=1, fragment=0, site="a", digest=digest, source=str(ref))
     target = peer.slot(SPOOL)
     peer.transfers.update(own, target)
@@ -168,7 +176,7 @@ def test_ones_own_update_is_read_where_it_lies_and_is_checked_there_too(peer: Pe
     assert peer.moved == sum(part.nbytes for part in layout.parts)
     assert (peer.http.counters.bytes_up, peer.http.counters.bytes_down, peer.peer_server.served) == (0, 0, 0)
     write_at(outbox.fd, b"damaged", layout.parts[0].start)
-    with pytest.raises(PartCorrupt, match="served here, is not what it was"):
+    with pytest.raises(PartCorrupt, match="served here, is damaged"):
         peer.transfers.update(own, target)
     peer.peer_server.withdraw(ref)
     with pytest.raises(Gone):
@@ -178,9 +186,9 @@ def test_ones_own_update_is_read_where_it_lies_and_is_checked_there_too(peer: Pe
 @pytest.mark.covers("P10")
 def test_what_is_withdrawn_while_it_is_read_here_is_gone(peer: Peer) -> None:
     """Its file may be rewritten from then on: what was read of it is worth nothing."""
-    slot, digests, digest = peer.version()
+    slot, digests, _ = peer.version()
     layout, read = peer.planned.version, list[int]()
-    ref = peer.peer_server.serve(slot.fd, layout.nbytes, digest, digests)
+    ref = peer.peer_server.serve(slot.fd, Manifest.of_layout(layout, digests))
     with peer.peer_server.connected(str(ref), 10.0) as (_, parts):
         assert isinstance(parts, LocalBlob)
 
@@ -188,7 +196,7 @@ def test_what_is_withdrawn_while_it_is_read_here_is_gone(peer: Peer) -> None:
             read.append(part.index)
             peer.peer_server.withdraw(ref)
 
-        with pytest.raises(Gone, match="served here no more"):
+        with pytest.raises(Gone, match="no longer served here"):
             parts.pull("it", digests, layout.parts, [], on_part=on_part)
     assert read == [0]
 
@@ -196,9 +204,9 @@ def test_what_is_withdrawn_while_it_is_read_here_is_gone(peer: Peer) -> None:
 @pytest.mark.covers("P10")
 def test_what_is_rewritten_while_it_is_read_is_gone_not_damaged(peer: Peer) -> None:
     """Asked before the reading, it would be said of a disk that it damages what was written on purpose."""
-    slot, digests, digest = peer.version()
+    slot, digests, _ = peer.version()
     layout = peer.planned.version
-    ref = peer.peer_server.serve(slot.fd, layout.nbytes, digest, digests)
+    ref = peer.peer_server.serve(slot.fd, Manifest.of_layout(layout, digests))
 
     def rewritten(nbytes: int) -> None:
         peer.peer_server.withdraw(ref)
@@ -206,7 +214,7 @@ def test_what_is_rewritten_while_it_is_read_is_gone_not_damaged(peer: Peer) -> N
 
     part = max(layout.parts, key=lambda part: part.nbytes)
     with peer.peer_server.connected(str(ref), 10.0) as (_, parts):
-        with pytest.raises(Gone, match="served here no more"):
+        with pytest.raises(Gone, match="no longer served here"):
             parts.pull("it", [b"other"] * len(digests), [part], [], on_bytes=rewritten)
 
 
@@ -219,7 +227,7 @@ def test_ones_own_file_that_cannot_be_read_is_asked_of_another_worker(
     layout, theirs, into = peer.planned.version, peer.slot(VERSION), peer.slot(VERSION)
     whole = mine.path.read_bytes()
     write_at(theirs.fd, whole, 0)
-    own = Source(version=str(peer.peer_server.serve(mine.fd, layout.nbytes, digest, digests)))
+    own = Source(version=str(peer.peer_server.serve(mine.fd, Manifest.of_layout(layout, digests))))
     other = Source(version=str(peer.serve(theirs, digest, digests)))
     if how == "cut":
         os.ftruncate(mine.fd, 10)
@@ -237,7 +245,7 @@ def test_ones_own_file_that_cannot_be_read_is_asked_of_another_worker(
 def test_asks_itself_first_among_several_holders(peer: Peer) -> None:
     slot, digests, digest = peer.version()
     others = [str(peer.serve(slot, digest, digests)) for _ in range(3)]
-    own = str(peer.peer_server.serve(slot.fd, peer.planned.version.nbytes, digest, digests))
+    own = str(peer.peer_server.serve(slot.fd, Manifest.of_layout(peer.planned.version, digests)))
     assert peer.peer_server.in_order([*others, own])[0] == own
     assert sorted(peer.peer_server.in_order([*others, own])) == sorted([*others, own])
 
@@ -279,7 +287,7 @@ def test_what_an_earlier_process_held_is_believed_where_it_is_whole(peer: Peer, 
     slot, _, _ = peer.version()
     write_at(slot.fd, peer.planned.shapes().version.header, 0)
     digests = digests_of(slot, peer.planned.version.parts)
-    digest = peer.planned.version.update_digest(digests)
+    digest = peer.planned.version.blob_id(digests)
     state, _, _ = peer.state()
     shape = peer.planned.shapes().state
     assert shape is not None
@@ -310,7 +318,7 @@ def test_what_comes_after_a_damaged_version_survives_the_next_start(peer: Peer) 
         slot, _, _ = peer.version()
         write_at(slot.fd, peer.planned.shapes().version.header, 0)
         digests = digests_of(slot, peer.planned.version.parts)
-        digest = peer.planned.version.update_digest(digests)
+        digest = peer.planned.version.blob_id(digests)
         peer.store.put(Version(0, version, digest, slot, None, tuple(digests), ()))
         return slot
 

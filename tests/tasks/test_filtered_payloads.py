@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from atoll import Settings
-from atoll.blobs.manifest import Cut
 from atoll.blobs.object_file import Contents, Stored, write_object
+from atoll.blobs.payload_cut import Cut
 from atoll.errors import UsageError
 from atoll.filters import About, Cast, Drop, Filter, NormClip, Outgoing
 from atoll.filters.base import filtered
@@ -50,8 +50,8 @@ def arrived(tree: Any, filters: list[Filter]) -> Any:
     """What the other side has of a payload."""
     with tempfile.TemporaryFile() as file:
         fd = file.fileno()
-        extent, _ = write_object(behind(tree, filters), fd, Cut(PART_BYTES))
-        contents = Contents.read(os.pread(fd, extent.head_bytes, 0), extent, "The payload")
+        manifest = write_object(behind(tree, filters), fd, Cut(PART_BYTES))
+        contents = Contents.read(os.pread(fd, manifest.cuts.head_bytes, 0), manifest.cuts, "The payload")
         return Stored(contents, lambda offset, memory: read_at(fd, memory, offset), lambda: None).tree()
 
 
@@ -277,9 +277,9 @@ def test_filtering_an_answer_that_has_come_takes_a_few_runs_of_memory(tmp_path: 
     objects = ObjectStore(tmp_path / "objects", max_bytes=2**30, max_expires_s=60.0, idle_timeout_s=60.0)
     filters = TaskFilters(Settings(state_dir=tmp_path), results={"a": [NormClip(2.0**11)]})
     object_id, fd = objects.draft()
-    extent, _ = write_object(pack({"w": torch.ones(2**24)}), fd, Cut(PART_BYTES))  # of the norm 2¹²
+    manifest = write_object(pack({"w": torch.ones(2**24)}), fd, Cut(PART_BYTES))  # of the norm 2¹²
     answer = Answer("a", "key", way="streamed", fd=fd)
-    answer.contents = read_contents(answer, extent, "It")
+    answer.contents = read_contents(answer, manifest.cuts, "It")
     behind: list[Answer] = []
     assert peak_growth(lambda: behind.append(filters.received(answer, "train"))) < MORE_BYTES
     assert (answer.fd, behind[0].error, behind[0].way) == (-1, "", "streamed")
@@ -310,9 +310,9 @@ def test_two_answers_of_one_site_do_not_meet_in_its_filter(tmp_path: Path, where
 
     def answered(packed: Packed) -> Answer:
         _, fd = objects.draft()
-        extent, _ = write_object(packed, fd, Cut(PART_BYTES))
+        manifest = write_object(packed, fd, Cut(PART_BYTES))
         answer = Answer("a", "key", way="streamed", fd=fd)
-        answer.contents = read_contents(answer, extent, "It")
+        answer.contents = read_contents(answer, manifest.cuts, "It")
         return answer
 
     def taken(value: float) -> list[float]:

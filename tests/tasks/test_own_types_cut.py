@@ -20,7 +20,7 @@ from harness.processes import wait_until
 
 import atoll
 from atoll.blobs import object_file
-from atoll.blobs.manifest import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
+from atoll.blobs.payload_cut import MOST_INLINE_BYTES, ChunkSizes, Cut, cut_of
 from atoll.objects import LazyTensor, Stream, register
 from atoll.tensors.payload import pack
 from atoll.transport.object_server import written

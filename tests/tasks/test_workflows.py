@@ -16,7 +16,7 @@ from harness.processes import Nursery, Process, free_port, wait_until
 
 import atoll
 from atoll import TensorRef
-from atoll.blobs.manifest import PLAIN_BYTES, ChunkSizes, way_of
+from atoll.blobs.payload_cut import PLAIN_BYTES, ChunkSizes, way_of
 from atoll.errors import AuthError, BadRequest, ConfigError, Conflict, RunFailed, UsageError
 from atoll.protocol import routes
 from atoll.protocol import task_messages as tm

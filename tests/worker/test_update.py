@@ -68,7 +68,7 @@ def test_params_travel_as_base_minus_local_and_buffers_as_they_are(tmp_path: Pat
     assert read(outbox, layout, "a.running_mean", torch.float32).tolist() == [6.0]
     assert read(outbox, layout, "n", torch.int64).tolist() == [9]
     assert formed.part_digests == [outbox.digest(part) for part in layout.parts]
-    assert formed.digest == layout.update_digest(formed.part_digests)
+    assert formed.digest == layout.blob_id(formed.part_digests)
 
 
 def test_bytes_between_segments_are_zero_whatever_was_there(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ class ClosedRound:
     Attributes:
         part_digests: BLAKE3 of each part of the version, as `outer_state.version_regions`.
         state_digests: of the state file, as `outer_state.state_regions`; empty where nothing is kept.
-        digest: names the version (`Layout.update_digest`).
+        digest: names the version (`Layout.blob_id`).
         grad_norm: L2 norm of the reduced pseudo-gradient; six digits, to be shown; infinite where it overflows.
         seconds: wall time.
         delta_digests: of each part of what goes down, as `Downlink.parts`; empty where versions are pulled whole.
@@ -283,7 +283,7 @@ class _Pass:
         return ClosedRound(
             part_digests=part_digests,
             state_digests=state_digests,
-            digest=self.planned.version.update_digest(part_digests),
+            digest=self.planned.version.blob_id(part_digests),
             grad_norm=math.sqrt(math.fsum(self.squares)) if all(map(math.isfinite, self.squares)) else math.inf,
             seconds=time.monotonic() - began,
             delta_digests=self._digests("delta"),

@@ -9,13 +9,11 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from blake3 import blake3
-
 from atoll.aggregation.plan import Plan
 from atoll.posix import read_at, write_at
 from atoll.protocol.routes import DIGEST_BYTES
 from atoll.store.file_slots import disk_error
-from atoll.tensors.layout import BUFFER_NAMES, TIED, safetensors_header
+from atoll.tensors.layout import BUFFER_NAMES, TIED, blob_id, safetensors_header
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
 
 COPY_BYTES = 2**20
@@ -85,8 +83,8 @@ def write_result(plan: Plan, fds: Sequence[int], target: Path) -> None:
 
 
 def digest_of(digests: Sequence[bytes]) -> str:
-    """What names an outer state: BLAKE3 over the digests of its regions; empty where there is none."""
-    return blake3(b"".join(digests)).hexdigest() if digests else ""
+    """Return what names an outer state, by the digests of its regions; empty where there is none."""
+    return blob_id("", digests) if digests else ""
 
 
 def in_text(digests: Sequence[bytes]) -> str:

@@ -1,116 +1,146 @@
-"""How a payload travels: which of its tensors in parts, and which inline. Both sides decide by the same rules."""
+"""What lets each part of a blob be checked alone: where it is cut, and the digest of each part. The one rule of ids.
+
+An update, a version, a difference, an outer state and an object are all blobs: immutable files that travel in parts.
+The id of a blob is BLAKE3 over a digest of where it is cut and over the digests of its parts. Files with a `Layout`
+are cut where tensors allow it, and both sides know the layout; all others are cut by `Cuts`, which travel with them.
+"""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
-from typing import Any
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from atoll.errors import BadRequest
-from atoll.sizes import CHUNK_BYTES
-from atoll.tensors.payload import Packed, unpack
+from blake3 import blake3
 
-MOST_INLINE_BYTES = 15 * 2**20
-"""Tensors that travel inline have no more: with what describes them they stay below 16 MiB."""
-DESCRIBED_BYTES = 256
-"""What describes a tensor in a head, with a name of usual length twice."""
+from atoll.errors import BadRequest, PartCorrupt
+from atoll.sizes import CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, is_chunk
+from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, blob_id
+from atoll.tensors.safetensors_header import MOST_BYTES as MOST_HEAD_BYTES
 
-
-@dataclass(frozen=True, slots=True)
-class ChunkSizes:
-    """The most bytes of a part that holds such tensors; 0: they travel inline."""
-
-    tensor: int = CHUNK_BYTES
-    np: int = CHUNK_BYTES
+MOST_PARTS = 400_000
+"""Of a blob: their digests are held in memory, and travel in one message of 27 MB."""
 
 
-INLINE = ChunkSizes(0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How the tensors of one object travel.
+@dataclass(frozen=True)
+class Cuts:
+    """Where a file is cut: its head first, then the rest, every `part_bytes`.
 
     Attributes:
-        part_bytes: the most bytes of a part.
-        inline: whether the whole object comes within its manifest, in one answer.
-        in_head: numbers of the tensors that come within the head, while the others are streamed.
-        too_large: bytes that should have gone inline and are streamed, as they are too many; 0 for none.
+        head_bytes: of the head, which has parts of its own; 0 for none.
+        nbytes: of the file, head included.
+        part_bytes: the most bytes of one part.
     """
 
+    head_bytes: int
+    nbytes: int
     part_bytes: int
-    inline: bool = False
-    in_head: frozenset[int] = frozenset()
-    too_large: int = 0
 
+    def require_object(self, what: str) -> None:
+        """Refuse sizes that no object has, before memory is taken for it.
 
-def cut_of(packed: Packed, sizes: ChunkSizes) -> Cut:
-    """The cut of a tree's object. Where both kinds are streamed, its parts have the smaller of the two sizes."""
-    by_number = [sizes.np if number in packed.arrays else sizes.tensor for number in range(len(packed.tensors))]
-    in_head = frozenset(number for number, size in enumerate(by_number) if not size)
-    streamed = [size for size in by_number if size]
-    if not in_head:
-        return Cut(min(streamed, default=sizes.tensor or sizes.np or CHUNK_BYTES))
-    nbytes = sum(packed.tensors[number].nbytes for number in in_head)
-    cut = Cut(min(streamed, default=CHUNK_BYTES))
-    described = 2 * len(json.dumps(packed.skeleton)) + DESCRIBED_BYTES * len(packed.tensors)  # text in text: escaped
-    if nbytes + described > MOST_INLINE_BYTES:
-        return replace(cut, too_large=nbytes)
-    return replace(cut, in_head=in_head) if streamed else replace(cut, inline=True)
+        Raises:
+            BadRequest: which.
+        """
+        if not is_chunk(self.part_bytes):
+            raise BadRequest(
+                f"{what} has parts of {self.part_bytes} bytes.",
+                f"Parts have {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} bytes, a multiple of {CHUNK_STEP_BYTES}.",
+            )
+        if not 0 < self.head_bytes <= MOST_HEAD_BYTES or self.head_bytes % ALIGN_BYTES or self.head_bytes > self.nbytes:
+            raise BadRequest(
+                f"{what} has a head of {self.head_bytes} of its {self.nbytes} bytes.",
+                "Publish it with Atoll, of the same version on both sides.",
+            )
+        if self.count > MOST_PARTS:
+            raise BadRequest(
+                f"{what} would have {self.count} parts, more than {MOST_PARTS}.",
+                "Publish it with a larger chunk_bytes.",
+            )
 
-
-PLAIN_BYTES = 24 * 2**10
-"""A payload without tensors travels as text within its message up to this; text in text may be twice as long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How a payload travels.
-
-    Attributes:
-        plain: its text, where it travels within the message.
-        cut: else that of its object.
-        warning: what the user should know; empty for nothing.
-    """
-
-    plain: str | None
-    cut: Cut
-    warning: str = ""
+    @functools.cached_property
+    def digest(self) -> str:
+        """BLAKE3 of the three sizes, in hex."""
+        return blake3(f"{self.head_bytes} {self.nbytes} {self.part_bytes}".encode()).hexdigest()
 
     @property
-    def kind(self) -> str:
-        """What status calls it: `skipped` had no tensors to be moved."""
-        return "skipped" if self.plain is not None else "inline" if self.cut.inline else "streamed"
+    def head_count(self) -> int:
+        """How many parts the head has."""
+        return -(-self.head_bytes // self.part_bytes)
+
+    @property
+    def count(self) -> int:
+        """How many parts there are."""
+        return self.head_count - (self.head_bytes - self.nbytes) // self.part_bytes
+
+    def part(self, index: int) -> Part:
+        """Return the part of this number; parts cover every byte once."""
+        begin, end, number = 0, self.head_bytes, index
+        if index >= self.head_count:
+            begin, end, number = self.head_bytes, self.nbytes, index - self.head_count
+        start = begin + number * self.part_bytes
+        return Part(index, start, min(start + self.part_bytes, end), ())
+
+    def parts(self) -> list[Part]:
+        """Return all parts, in order."""
+        return [self.part(index) for index in range(self.count)]
 
 
-def way_of(name: str, packed: Packed, sizes: ChunkSizes, *, streamed: bool, what: str = "payload") -> Way:
-    """Decide it for a payload of the task `name`; `what` warnings call it.
+@dataclass(frozen=True)
+class Manifest:
+    """The parts of a blob.
 
-    Args:
-        sizes: of what is streamed.
-        streamed: whether the task is among `stream_tasks`.
+    Attributes:
+        cuts: of a file with a layout, its sizes alone.
+        layout_digest: of what decides where it is cut: a layout, or the cuts.
+        part_digests: BLAKE3 of every part.
     """
-    if not packed.tensors:
-        text = json.dumps(packed.skeleton, separators=(",", ":"))
-        small = len(text) <= PLAIN_BYTES
-        warning = f"task {name!r} is among stream_tasks, but its {what} has no tensors: it goes inline"
-        cut = replace(cut_of(packed, sizes), inline=len(text) <= MOST_INLINE_BYTES)
-        return Way(text if small else None, cut, warning if streamed else "")
-    cut = cut_of(packed, sizes if streamed else INLINE)
-    if not cut.too_large:
-        return Way(None, cut)
-    warning = f"the {what} of task {name!r} has {cut.too_large} bytes of tensors, too many to go inline: it is streamed"
-    return Way(None, cut, warning if streamed else warning + "; name the task in stream_tasks")
 
+    cuts: Cuts
+    layout_digest: str
+    part_digests: tuple[bytes, ...]
 
-def read_plain(text: str, *, build: bool = True) -> Any:
-    """The payload of a text; without `build` it is only looked at.
+    @classmethod
+    def of_cuts(cls, cuts: Cuts, part_digests: Sequence[bytes]) -> Manifest:
+        """Return the manifest of a file that is cut by these cuts."""
+        return cls(cuts, cuts.digest, tuple(part_digests))
 
-    Raises:
-        BadRequest: it is none.
-    """
-    try:
-        skeleton = json.loads(text)
-    except (ValueError, RecursionError):
-        raise BadRequest("The payload is no JSON.", "Use the same Atoll version on both sides.") from None
-    return unpack(skeleton, (), build=build)
+    @classmethod
+    def of_layout(cls, layout: Layout, part_digests: Sequence[bytes]) -> Manifest:
+        """Return the manifest of a file that is cut by this layout."""
+        cuts = Cuts(layout.header_bytes, layout.nbytes, layout.part_bytes)
+        return cls(cuts, layout.digest, tuple(part_digests))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self.cuts.nbytes
+
+    @functools.cached_property
+    def id(self) -> str:
+        """What names the blob, in hex."""
+        return blob_id(self.layout_digest, self.part_digests)
+
+    def require_id(self, wanted: str, what: str) -> None:
+        """Refuse a manifest of another blob.
+
+        Raises:
+            PartCorrupt: its parts make up another id than the one wanted.
+        """
+        if self.id != wanted:
+            raise PartCorrupt(
+                f"{what} is not what its reference says: the digests of its parts make up another one.",
+                "Check which process serves it and what lies in between, then publish it again.",
+            )
+
+    def require_object(self, what: str) -> None:
+        """Refuse a manifest that no object has.
+
+        Raises:
+            BadRequest: its sizes cannot be, or do not go with its digests.
+        """
+        self.cuts.require_object(what)
+        if len(self.part_digests) != self.cuts.count or self.layout_digest != self.cuts.digest:
+            raise BadRequest(
+                f"{what} has {self.cuts.count} parts, and digests of {len(self.part_digests)}.", "Publish it again."
+            )

@@ -4,7 +4,7 @@
     parts  [0      ][1      ]                                 [2        ][3        ][4        ][5       ]
 
 The head has parts of its own, so that a receiver knows where every tensor belongs before the first of them comes. The
-rest is cut every `part_bytes`, through tensors. The digest is over the sizes and the digests of all parts. Tensors that
+rest is cut every `part_bytes`, through tensors. Tensors that
 are to travel inline while others are streamed are in the head itself, beside the skeleton.
 """
 
@@ -22,15 +22,15 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from atoll.blobs.manifest import Cut
+from atoll.blobs.manifest import MOST_PARTS, Cuts, Manifest
+from atoll.blobs.payload_cut import Cut
 from atoll.errors import BadRequest, UsageError
 from atoll.posix import write_at
-from atoll.sizes import CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, is_chunk
 from atoll.tensors.chunks import CHUNK_BYTES, ROOM_BYTES, bytes_of, run_of, runs_of
 from atoll.tensors.collector import collections_as_usual, no_collections
 from atoll.tensors.custom_types import Stream
 from atoll.tensors.dtypes import dtype_name, torch_dtype
-from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Segment, safetensors_header
+from atoll.tensors.layout import Layout, Segment, safetensors_header
 from atoll.tensors.lazy_tensors import Handle, LazyTensor
 from atoll.tensors.module_tensors import state_of
 from atoll.tensors.payload import Packed, Plain, pack, unpack
@@ -38,73 +38,8 @@ from atoll.tensors.safetensors_header import MOST_BYTES as MOST_HEAD_BYTES
 from atoll.tensors.safetensors_header import read_header, read_tensor
 from atoll.tensors.schema import TensorSpec
 
-MOST_PARTS = 400_000
-"""Of an object: their digests are held in memory, and travel in one message of 27 MB."""
-
 _PAYLOAD = "atoll.payload"
 _REMEDY = "Publish it with Atoll, of the same version on both sides."
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """What decides the parts of an object.
-
-    Attributes:
-        head_bytes: of the head, a multiple of 64.
-        nbytes: of the file, head included.
-        part_bytes: the most bytes of one part.
-    """
-
-    head_bytes: int
-    nbytes: int
-    part_bytes: int
-
-    def require_sound(self, what: str) -> None:
-        """Refuse sizes that no object has, before anything is made for them.
-
-        Raises:
-            BadRequest: which.
-        """
-        if not is_chunk(self.part_bytes):
-            raise BadRequest(
-                f"{what} has parts of {self.part_bytes} bytes.",
-                f"Parts have {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} bytes, a multiple of {CHUNK_STEP_BYTES}.",
-            )
-        if not 0 < self.head_bytes <= MOST_HEAD_BYTES or self.head_bytes % ALIGN_BYTES or self.head_bytes > self.nbytes:
-            raise BadRequest(f"{what} has a head of {self.head_bytes} of its {self.nbytes} bytes.", _REMEDY)
-        if self.count > MOST_PARTS:
-            raise BadRequest(
-                f"{what} would have {self.count} parts, more than {MOST_PARTS}.",
-                "Publish it with a larger chunk_bytes.",
-            )
-
-    @property
-    def head_count(self) -> int:
-        """Parts of the head; those behind it hold the tensors."""
-        return -(-self.head_bytes // self.part_bytes)
-
-    @property
-    def count(self) -> int:
-        return self.head_count - (self.head_bytes - self.nbytes) // self.part_bytes
-
-    def part(self, index: int) -> Part:
-        """The part of this number; parts cover every byte once."""
-        begin, end, number = 0, self.head_bytes, index
-        if index >= self.head_count:
-            begin, end, number = self.head_bytes, self.nbytes, index - self.head_count
-        start = begin + number * self.part_bytes
-        return Part(index, start, min(start + self.part_bytes, end), ())
-
-    def parts(self) -> list[Part]:
-        """All of them."""
-        return [self.part(index) for index in range(self.count)]
-
-    def digest(self, part_digests: Sequence[bytes]) -> str:
-        """What a reference names an object by, in hex."""
-        hasher = blake3(f"atoll.object.1 {self.head_bytes} {self.nbytes} {self.part_bytes} ".encode())
-        for digest in part_digests:
-            hasher.update(digest)
-        return hasher.hexdigest()
 
 
 def pack_object(tree: Any) -> Packed:
@@ -120,11 +55,11 @@ def pack_object(tree: Any) -> Packed:
     return pack(state_of(tree) if isinstance(tree, nn.Module) else tree)
 
 
-def write_object(packed: Packed, fd: int, cut: Cut) -> tuple[Extent, list[bytes]]:
+def write_object(packed: Packed, fd: int, cut: Cut) -> Manifest:
     """Write a tree into the file `fd`, in runs of `CHUNK_BYTES`; a `Stream` as its chunks are made.
 
     Returns:
-        The sizes, and BLAKE3 of every part.
+        The object's manifest.
 
     Raises:
         UsageError: it is too large for one object.
@@ -132,21 +67,21 @@ def write_object(packed: Packed, fd: int, cut: Cut) -> tuple[Extent, list[bytes]
     """
     with no_collections():
         head, tensors = _head(packed, cut)
-    extent = Extent(len(head), len(head) + sum(tensor.nbytes for tensor in tensors), cut.part_bytes)
-    if len(head) > MOST_HEAD_BYTES or extent.count > MOST_PARTS:
+    cuts = Cuts(len(head), len(head) + sum(tensor.nbytes for tensor in tensors), cut.part_bytes)
+    if len(head) > MOST_HEAD_BYTES or cuts.count > MOST_PARTS:
         raise UsageError(
-            f"The object has a head of {len(head)} bytes and {extent.count} parts; "
+            f"The object has a head of {len(head)} bytes and {cuts.count} parts; "
             f"the most are {MOST_HEAD_BYTES} and {MOST_PARTS}.",
             "Publish it in pieces, or with a larger chunk_bytes.",
         )
-    writer = _Writer(fd, extent)
+    writer = _Writer(fd, cuts)
     writer.write(memoryview(head))
     for tensor in tensors:
         for run in tensor.runs() if isinstance(tensor, Stream) else runs_of(tensor):
             writer.write(run)
             del run  # before the next one is made
     writer.flush()
-    return extent, writer.digests
+    return Manifest.of_cuts(cuts, writer.digests)
 
 
 def _head(packed: Packed, cut: Cut) -> tuple[bytes, list[Tensor | Stream]]:
@@ -168,9 +103,9 @@ def _head(packed: Packed, cut: Cut) -> tuple[bytes, list[Tensor | Stream]]:
 class _Writer:
     """Appends to a file, and takes the digest of each part on the way. What is small is gathered to runs."""
 
-    def __init__(self, fd: int, extent: Extent) -> None:
-        self._fd, self._extent, self._offset = fd, extent, 0
-        self._hasher, self._part = blake3(), extent.part(0)
+    def __init__(self, fd: int, cuts: Cuts) -> None:
+        self._fd, self._cuts, self._offset = fd, cuts, 0
+        self._hasher, self._part = blake3(), cuts.part(0)
         self._held, self._held_bytes = memoryview(bytearray(CHUNK_BYTES)), 0
         self.digests: list[bytes] = []
 
@@ -200,7 +135,7 @@ class _Writer:
             if self._offset == self._part.stop:
                 self.digests.append(self._hasher.digest())
                 self._hasher = blake3()
-                self._part = self._extent.part(self._part.index + 1)
+                self._part = self._cuts.part(self._part.index + 1)
 
 
 @dataclass(frozen=True)
@@ -222,20 +157,20 @@ class Contents:
     streams: bool = False
 
     @classmethod
-    def read(cls, head: bytes | bytearray, extent: Extent, what: str) -> Contents:
+    def read(cls, head: bytes | bytearray, cuts: Cuts, what: str) -> Contents:
         """Read a head strictly; nothing is made for a tensor.
 
         Raises:
             BadRequest: it is none of an object, or describes something else than these sizes.
         """
         with no_collections():
-            return cls._read(head, extent, what)
+            return cls._read(head, cuts, what)
 
     @classmethod
-    def _read(cls, head: bytes | bytearray, extent: Extent, what: str) -> Contents:
-        header = read_header(lambda at, count: bytes(head[at : at + count]), extent.nbytes, what)
-        if header.nbytes != extent.head_bytes:
-            raise BadRequest(f"{what} has a head of {header.nbytes} bytes, not of {extent.head_bytes}.", _REMEDY)
+    def _read(cls, head: bytes | bytearray, cuts: Cuts, what: str) -> Contents:
+        header = read_header(lambda at, count: bytes(head[at : at + count]), cuts.nbytes, what)
+        if header.nbytes != cuts.head_bytes:
+            raise BadRequest(f"{what} has a head of {header.nbytes} bytes, not of {cuts.head_bytes}.", _REMEDY)
         widths = [spec.item_bytes for spec, _ in header.tensors if spec.numel]
         if widths != sorted(widths, reverse=True):  # else runs of bytes would not end at borders of elements
             raise BadRequest(f"{what} does not have its tensors in the order of their element sizes.", _REMEDY)
@@ -257,7 +192,7 @@ class Contents:
             return at(index)
 
         unpack(skeleton, at, stream, build=False)
-        layout = Layout(tuple(segments), extent.head_bytes, extent.nbytes, extent.part_bytes, {})
+        layout = Layout(tuple(segments), cuts.head_bytes, cuts.nbytes, cuts.part_bytes, {})
         return cls(skeleton, names, layout, inline, bool(streams))
 
     def tree(self, tensors: Callable[[str], Any], streams: Callable[[str], Any] | None = None) -> Any:

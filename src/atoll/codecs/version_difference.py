@@ -110,7 +110,7 @@ class Downlink:
 
     def digest(self, part_digests: list[bytes] | tuple[bytes, ...]) -> str:
         """What names a delta with these parts."""
-        return self.layout.update_digest(part_digests)
+        return self.layout.blob_id(part_digests)
 
 
 class DifferenceWriter:

@@ -22,7 +22,6 @@ from atoll.errors import UsageError
 from atoll.integrations import lightning_trainer
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, asked, require_alone
 from atoll.tensors.module_tensors import named_tensors
-from atoll.transport.http_client import server_of
 from atoll.worker.correction.optimizer_hooks import Correction, following
 from atoll.worker.log_lines import LOG, ensure_lines
 from atoll.worker.session.ranks import Ranks

@@ -8,11 +8,15 @@ Objects as they travel: opened, sent in parts, completed, pulled.
 
 from __future__ import annotations
 
+import base64
+import binascii
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from blake3 import blake3
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from atoll.errors import VersionSkew
+from atoll.blobs import manifest as blobs
+from atoll.errors import BadRequest, PartCorrupt, VersionSkew
 from atoll.format_text import visible
 from atoll.tensors.fragments import Split
 from atoll.tensors.schema import Schema, TensorSpec
@@ -403,12 +407,63 @@ class ObjectComplete(Message):
     digest: Hex32 = Field(description="BLAKE3 over the sizes and the part digests in order.")
 
 
-class ObjectManifest(Message):
-    """An object's parts; names, dtypes and shapes are in its head, which is the first of them."""
+class BlobManifest(Message):
+    """The parts of a blob. Its id is BLAKE3 over `layout_digest` and the digests of its parts."""
 
     head_bytes: Count
     nbytes: Count
     part_bytes: Count
-    digest: Hex32
+    layout_digest: Hex32 = Field(description="Of where it is cut: of its layout, else of the three sizes.")
     part_digests: list[Hex32]
     inline: str | None = Field(None, description="All of its bytes in base64, where it is small and asked for.")
+
+    @classmethod
+    def of(cls, manifest: blobs.Manifest, inline: bytes | bytearray | None = None) -> BlobManifest:
+        """Return the message, with the bytes of the file where they travel in it."""
+        return cls(
+            head_bytes=manifest.cuts.head_bytes,
+            nbytes=manifest.cuts.nbytes,
+            part_bytes=manifest.cuts.part_bytes,
+            layout_digest=manifest.layout_digest,
+            part_digests=[digest.hex() for digest in manifest.part_digests],
+            inline=None if inline is None else base64.b64encode(inline).decode(),
+        )
+
+    @classmethod
+    def read(cls, body: bytes | bytearray, what: str) -> BlobManifest:
+        """Return the message in an answer.
+
+        Raises:
+            BadRequest: there is none.
+        """
+        try:
+            return cls.model_validate_json(bytes(body))
+        except ValidationError as error:
+            raise BadRequest(
+                f"The manifest of {what} cannot be read: {error.errors()[0]['msg']}.",
+                "Check whether Atoll, of the same version, serves it.",
+            ) from None
+
+    def manifest(self) -> blobs.Manifest:
+        """Return what it says, unchecked."""
+        digests = tuple(bytes.fromhex(text) for text in self.part_digests)
+        return blobs.Manifest(blobs.Cuts(self.head_bytes, self.nbytes, self.part_bytes), self.layout_digest, digests)
+
+    def inline_bytes(self, manifest: blobs.Manifest, what: str) -> bytes | None:
+        """Return the bytes that came along, checked against the manifest; None where there are none.
+
+        Raises:
+            BadRequest: they are none of this blob. PartCorrupt: they are damaged.
+        """
+        if self.inline is None:
+            return None
+        try:
+            data = base64.b64decode(self.inline, validate=True)
+        except (binascii.Error, ValueError):
+            raise BadRequest(f"What came with the manifest of {what} is no base64.", "Publish it again.") from None
+        if len(data) != manifest.nbytes:
+            raise BadRequest(f"{what} has {manifest.nbytes} bytes, and {len(data)} came with its manifest.")
+        for part in manifest.cuts.parts():
+            if blake3(memoryview(data)[part.start : part.stop]).digest() != manifest.part_digests[part.index]:
+                raise PartCorrupt(f"Part {part.index} of {what} came damaged with its manifest.", "Fetch it again.")
+        return data

@@ -206,7 +206,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         routes.OBJECT,
         "The manifest of an object: its sizes and the digests of its parts.",
-        reply=messages.ObjectManifest,
+        reply=messages.BlobManifest,
         open=True,
         secret=True,
         problems=("gone", "conflict"),

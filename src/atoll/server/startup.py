@@ -242,7 +242,7 @@ def _write_fragment(
         raise
     store.commit_version(
         draft,
-        digest=plan.version.update_digest(digests),
+        digest=plan.version.blob_id(digests),
         part_digests=tuple(digests),
         state_digests=(),
         summary_json="",

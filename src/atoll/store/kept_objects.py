@@ -14,17 +14,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from atoll import sealed
-from atoll.blobs.object_file import Extent
+from atoll.blobs.manifest import Cuts, Manifest
 from atoll.errors import AuthError, BadRequest, Busy, Conflict, Gone
 from atoll.posix import write_at
-from atoll.protocol.object_manifest import Manifest, new_id, require_secret, seal
 from atoll.store.file_slots import disk_error
+from atoll.tensors.reference import new_id, require_secret, seal
 
 LOG = logging.getLogger("atoll.server")
 
@@ -51,7 +51,7 @@ class Kept:
 
     object: str
     sealed: str
-    extent: Extent
+    cuts: Cuts
     inline: bool
     expires_at: float
     digests: dict[int, bytes] = field(default_factory=dict)
@@ -81,9 +81,9 @@ class Kept:
             os.close(fd)
 
     @property
-    def digest(self) -> str:
+    def manifest(self) -> Manifest:
         """Of the whole; all parts must be there."""
-        return self.extent.digest([self.digests[index] for index in range(self.extent.count)])
+        return Manifest.of_cuts(self.cuts, [self.digests[index] for index in range(self.cuts.count)])
 
 
 class ObjectStore:
@@ -104,7 +104,7 @@ class ObjectStore:
 
     # -- what a publisher does
 
-    def open(self, extent: Extent, *, inline: bool, expires_s: float) -> tuple[Kept, str]:
+    def open(self, cuts: Cuts, *, inline: bool, expires_s: float) -> tuple[Kept, str]:
         """Make room for an object.
 
         Returns:
@@ -114,17 +114,17 @@ class ObjectStore:
             BadRequest: it could never be kept. Busy: not now. DiskFull: not on this disk.
         """
         self.sweep()
-        if extent.nbytes > self._max_bytes:
+        if cuts.nbytes > self._max_bytes:
             raise BadRequest(
-                f"The object has {extent.nbytes} bytes, this server keeps at most {self._max_bytes} of objects.",
+                f"The object has {cuts.nbytes} bytes, this server keeps at most {self._max_bytes} of objects.",
                 "Publish it from your own process, or raise objects_max_bytes at the server.",
             )
         taken = self._taken_bytes()
         arriving = sum(kept.fd >= 0 for kept in self._kept.values())
-        if taken + extent.nbytes > self._max_bytes or len(self._kept) >= MOST_OBJECTS or arriving >= MOST_OPEN:
+        if taken + cuts.nbytes > self._max_bytes or len(self._kept) >= MOST_OBJECTS or arriving >= MOST_OPEN:
             busy = Busy(
                 f"The server keeps {len(self._kept)} objects of {taken} bytes ({arriving} of them arrive), and has no "
-                f"room for {extent.nbytes} more.",
+                f"room for {cuts.nbytes} more.",
                 "Publish later, withdraw what is not needed, or raise objects_max_bytes at the server.",
             )
             busy.retry_after_s = 5.0
@@ -132,7 +132,7 @@ class ObjectStore:
         secret = new_id()
         object_id, fd = self.draft()
         expires_at = time.time() + min(expires_s, self._max_expires_s)
-        kept = Kept(object_id, seal(secret), extent, inline, expires_at, fd=fd, touched_s=time.monotonic())
+        kept = Kept(object_id, seal(secret), cuts, inline, expires_at, fd=fd, touched_s=time.monotonic())
         self._kept[kept.object] = kept
         return kept, secret
 
@@ -159,12 +159,10 @@ class ObjectStore:
             Conflict: parts are missing, or make up another digest.
             DiskFull, StoreError: its note could not be written.
         """
-        missing = kept.extent.count - len(kept.digests)
+        missing = kept.cuts.count - len(kept.digests)
         if missing:
-            raise Conflict(
-                f"Object {kept.object[:8]} lacks {missing} of {kept.extent.count} parts.", "Send them first."
-            )
-        if kept.digest != digest:
+            raise Conflict(f"Object {kept.object[:8]} lacks {missing} of {kept.cuts.count} parts.", "Send them first.")
+        if kept.manifest.id != digest:
             raise Conflict(f"The parts of object {kept.object[:8]} do not make up its digest.", "Publish it again.")
         if kept.fd < 0:
             return
@@ -201,20 +199,21 @@ class ObjectStore:
         """Remove a draft."""
         (self._folder / f"{object_id}.part").unlink(missing_ok=True)
 
-    def hold(self, object_id: str, extent: Extent, digests: Sequence[bytes], *, inline: bool) -> tuple[Kept, str]:
+    def hold(self, object_id: str, manifest: Manifest, *, inline: bool) -> tuple[Kept, str]:
         """Let a draft that is written be read, until `let_go` or the next start; returns it and its secret.
 
         Raises:
             Busy: there is no room. DiskFull, StoreError: the disk's.
         """
         taken = self._taken_bytes()
-        if taken + extent.nbytes > self._max_bytes:
+        if taken + manifest.nbytes > self._max_bytes:
             raise Busy(
-                f"The server keeps objects of {taken} bytes, and has no room for a payload of {extent.nbytes}.",
+                f"The server keeps objects of {taken} bytes, and has no room for a payload of {manifest.nbytes}.",
                 "Raise objects_max_bytes at the server.",
             )
         secret = new_id()
-        kept = Kept(object_id, seal(secret), extent, inline, time.time() + HELD_S, dict(enumerate(digests)), held=True)
+        digests = dict(enumerate(manifest.part_digests))
+        kept = Kept(object_id, seal(secret), manifest.cuts, inline, time.time() + HELD_S, digests, held=True)
         try:
             os.replace(self._path(kept, "part"), self._path(kept, "safetensors"))
         except OSError as error:
@@ -289,11 +288,9 @@ class ObjectStore:
             )
         return kept
 
-    def manifest(self, kept: Kept) -> Manifest:
-        """Of a complete object; with its bytes, where that was asked for."""
-        digests = tuple(kept.digests[index] for index in range(kept.extent.count))
-        inline = self._path(kept, "safetensors").read_bytes() if kept.inline else None
-        return Manifest(kept.extent, digests, inline)
+    def inline_bytes(self, kept: Kept) -> bytes | None:
+        """Return the bytes of a complete object, where they travel within its manifest."""
+        return self._path(kept, "safetensors").read_bytes() if kept.inline else None
 
     def reader(self, kept: Kept) -> int:
         """A descriptor of a complete object; the caller closes it."""
@@ -342,24 +339,24 @@ class ObjectStore:
 
     def _is_whole(self, kept: Kept) -> bool:
         path = self._path(kept, "safetensors")
-        return path.is_file() and path.stat().st_size == kept.extent.nbytes
+        return path.is_file() and path.stat().st_size == kept.cuts.nbytes
 
     def _taken_bytes(self) -> int:
-        return sum(kept.extent.nbytes for kept in self._kept.values() if kept.counts)
+        return sum(kept.cuts.nbytes for kept in self._kept.values() if kept.counts)
 
     def _path(self, kept: Kept, kind: str) -> Path:
         return self._folder / f"{kept.object}.{kind}"
 
 
 def _note(kept: Kept) -> dict[str, Any]:
-    extent = kept.extent
+    cuts = kept.cuts
     return {
         "object": kept.object,
         "sealed": kept.sealed,
-        "extent": [extent.head_bytes, extent.nbytes, extent.part_bytes],
+        "cuts": [cuts.head_bytes, cuts.nbytes, cuts.part_bytes],
         "inline": kept.inline,
         "expires_at": kept.expires_at,
-        "digests": [kept.digests[index].hex() for index in range(extent.count)],
+        "digests": [kept.digests[index].hex() for index in range(cuts.count)],
     }
 
 
@@ -370,7 +367,7 @@ def _read_note(path: Path) -> Kept | None:
         kept = Kept(
             note["object"],
             note["sealed"],
-            Extent(*note["extent"]),
+            Cuts(*note["cuts"]),
             note["inline"],
             float(note["expires_at"]),
             {index: bytes.fromhex(digest) for index, digest in enumerate(note["digests"])},
@@ -380,4 +377,4 @@ def _read_note(path: Path) -> Kept | None:
             "%s is damaged: %s. Its object is removed, and has to be published again. Look at the disk.", path, error
         )
         return None
-    return kept if path.name == f"{kept.object}.json" and len(kept.digests) == kept.extent.count else None
+    return kept if path.name == f"{kept.object}.json" and len(kept.digests) == kept.cuts.count else None

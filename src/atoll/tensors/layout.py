@@ -161,12 +161,14 @@ class Layout:
         end = segment.offset + segment.nbytes if stop == segment.stop else self.bytes_before(segment, stop)
         return Piece(segment, start, stop, offset, end - offset)
 
-    def update_digest(self, part_digests: Sequence[bytes]) -> str:
-        """BLAKE3 over this layout's digest and the part digests in order, in hex: names a file by its content."""
-        hasher = blake3(bytes.fromhex(self.digest))
-        for digest in part_digests:
-            hasher.update(digest)
-        return hasher.hexdigest()
+    def blob_id(self, part_digests: Sequence[bytes]) -> str:
+        """Return the id of a file with this layout and parts with these digests."""
+        return blob_id(self.digest, part_digests)
+
+
+def blob_id(layout_digest: str, part_digests: Sequence[bytes]) -> str:
+    """Return what names a file by its content: BLAKE3 over where it is cut and over its parts' digests, in hex."""
+    return blake3(bytes.fromhex(layout_digest) + b"".join(part_digests)).hexdigest()
 
 
 def chunks(part: Part, max_elements: int) -> Iterator[tuple[Piece, int, int]]:

@@ -8,12 +8,16 @@ A reference is a key: whoever has it can pull the object, nobody else can. So `s
 
 from __future__ import annotations
 
+import hmac
 import re
+import secrets
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from blake3 import blake3
+
 from atoll.border import bordered
-from atoll.errors import UsageError
+from atoll.errors import AuthError, UsageError
 
 _TEXT = re.compile(
     r"atoll-(?P<scheme>refs?)://(?P<host>\[[0-9a-fA-F:.]{2,45}\]|[0-9A-Za-z](?:[0-9A-Za-z._-]{0,251}[0-9A-Za-z])?)"
@@ -104,3 +108,27 @@ def address_of(host: str, port: int, *, secure: bool) -> str:
 
 def _place(host: str, port: int) -> str:
     return f"{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def new_id() -> str:
+    """Return an id, or a secret, that cannot be guessed."""
+    return secrets.token_hex(16)
+
+
+def seal(secret: str) -> str:
+    """Return what is kept of a secret: enough to check it, not to use it."""
+    return blake3(secret.encode()).hexdigest()
+
+
+def require_secret(sent: str | None, sealed: str, object_id: str) -> None:
+    """Refuse a request without the object's secret.
+
+    Raises:
+        AuthError: another secret was sent, or none.
+    """
+    given = (sent or "").encode(errors="surrogateescape")
+    if not hmac.compare_digest(blake3(given).hexdigest(), sealed):
+        raise AuthError(
+            f"The secret that was sent does not open object {object_id[:8]}.",
+            "Use the reference as its publisher gave it; a reference from elsewhere opens nothing here.",
+        )

@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from atoll.blobs.manifest import Cut
-from atoll.blobs.object_file import Contents, Extent, Stored, write_object
+from atoll.blobs.object_file import Contents, Stored, write_object
+from atoll.blobs.payload_cut import Cut
 from atoll.posix import read_at
 from atoll.tensors.custom_types import kind_of
 from atoll.tensors.payload import pack
@@ -116,9 +116,9 @@ class PayloadTypeContract:
 def written(tree: Any) -> Stored:
     """A tree as it lies on disk once it has arrived."""
     with tempfile.TemporaryFile() as file:
-        extent, _ = write_object(pack(tree), file.fileno(), Cut(PART_BYTES))
+        cuts = write_object(pack(tree), file.fileno(), Cut(PART_BYTES)).cuts
         fd = os.dup(file.fileno())
-    contents = Contents.read(os.pread(fd, extent.head_bytes, 0), _told(extent), "The value")
+    contents = Contents.read(os.pread(fd, cuts.head_bytes, 0), cuts, "The value")
     return Stored(contents, lambda offset, memory: read_at(fd, memory, offset), lambda: os.close(fd))
 
 
@@ -143,10 +143,4 @@ def _kib(key: str) -> int:
 
 def _digest(value: Any) -> str:
     with tempfile.TemporaryFile() as file:
-        extent, digests = write_object(pack(value), file.fileno(), Cut(PART_BYTES))
-    return extent.digest(digests)
-
-
-def _told(extent: Extent) -> Extent:
-    """What travels of it."""
-    return Extent(extent.head_bytes, extent.nbytes, extent.part_bytes)
+        return write_object(pack(value), file.fileno(), Cut(PART_BYTES)).id

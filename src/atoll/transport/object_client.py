@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atoll.blobs.manifest import ChunkSizes, Cut, cut_of
+from atoll.blobs.manifest import Manifest
 from atoll.blobs.object_file import Contents, Stored, pack_object
+from atoll.blobs.payload_cut import ChunkSizes, Cut, cut_of
 from atoll.border import border, bordered
 from atoll.config import ENV_PREFIX, IDLE_TIMEOUT_S, Settings
 from atoll.errors import (
@@ -38,7 +39,6 @@ from atoll.errors import (
 )
 from atoll.posix import read_at, write_at
 from atoll.protocol import messages, routes
-from atoll.protocol.object_manifest import Manifest
 from atoll.sizes import CHUNK_BYTES, CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
 from atoll.tensors.chunks import Scatter
 from atoll.tensors.collector import no_collections
@@ -278,23 +278,24 @@ def send(
 ) -> TensorRef:
     """Let a server keep what is on disk here; errors as `publish`."""
     http = http_to(server)
-    parts, extent = HttpTransfer(http, CONNECTIONS, idle_timeout_s), draft.extent
+    parts, manifest = HttpTransfer(http, CONNECTIONS, idle_timeout_s), draft.manifest
     try:
         opening = messages.ObjectOpen(
-            head_bytes=extent.head_bytes,
-            nbytes=extent.nbytes,
-            part_bytes=extent.part_bytes,
+            head_bytes=manifest.cuts.head_bytes,
+            nbytes=manifest.nbytes,
+            part_bytes=manifest.cuts.part_bytes,
             inline=draft.inline,
             expires_s=expires_s,
         )
         opened = http.post(routes.OBJECTS, opening, messages.ObjectOpened, timeout_s=idle_timeout_s)
         http.secret, path = opened.secret, routes.OBJECT.format(object=opened.object)
-        digest = draft.digest
         try:
             with watched(parts, abort):
-                parts.push(routes.parts_of_object(opened.object), draft.fd, extent.parts(), draft.digests)
+                parts.push(
+                    routes.parts_of_object(opened.object), draft.fd, manifest.cuts.parts(), manifest.part_digests
+                )
             complete = routes.OBJECT_COMPLETE.format(object=opened.object)
-            http.send(complete, messages.ObjectComplete(digest=digest), timeout_s=idle_timeout_s)
+            http.send(complete, messages.ObjectComplete(digest=manifest.id), timeout_s=idle_timeout_s)
         except BaseException:
             _forget(http, path)
             raise
@@ -302,7 +303,9 @@ def send(
         parts.close()
         http.close()
     expires_at = int(time.time() + opened.expires_s)
-    return TensorRef(http.host, http.port, http.secure is not None, opened.object, opened.secret, digest, expires_at)
+    return TensorRef(
+        http.host, http.port, http.secure is not None, opened.object, opened.secret, manifest.id, expires_at
+    )
 
 
 @border
@@ -475,6 +478,7 @@ class _Fetching:
         self._http.counters = counters or self._http.counters
         self._parts = HttpTransfer(self._http, CONNECTIONS, idle_timeout_s)
         self._manifest: Manifest
+        self._inline: bytes | None = None
         self._contents: Contents
 
     def __enter__(self) -> _Fetching:
@@ -500,11 +504,15 @@ class _Fetching:
                 if optional:
                     return False
                 raise
-            self._manifest = Manifest.read(body, self._ref.digest, self._what)
-        extent = self._manifest.extent
-        head = _Bytes(extent.head_bytes)
-        self._pull([extent.part(index) for index in range(extent.head_count)], [head])
-        self._contents = Contents.read(head.data, extent, self._what)
+            message = messages.BlobManifest.read(body, self._what)
+            self._manifest = message.manifest()
+            self._manifest.require_object(self._what)
+            self._manifest.require_id(self._ref.digest, self._what)
+            self._inline = message.inline_bytes(self._manifest, self._what)
+        cuts = self._manifest.cuts
+        head = _Bytes(cuts.head_bytes)
+        self._pull([cuts.part(index) for index in range(cuts.head_count)], [head])
+        self._contents = Contents.read(head.data, cuts, self._what)
         return True
 
     def to_memory(self) -> Any:
@@ -516,7 +524,7 @@ class _Fetching:
             tensors = {spec.name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in specs}
         except (RuntimeError, MemoryError) as error:
             raise UsageError(
-                f"{self._what} has {self._manifest.extent.nbytes} bytes, for which there is no memory.",
+                f"{self._what} has {self._manifest.nbytes} bytes, for which there is no memory.",
                 "Fetch it with to_disk=True.",
             ) from error
         self._scatter(tensors)
@@ -546,7 +554,7 @@ class _Fetching:
         try:
             file = _File(fd)
             self._pull(self._data_parts(), [file])
-            file.write(self._manifest.extent.nbytes, memoryview(self._contents.behind))
+            file.write(self._manifest.nbytes, memoryview(self._contents.behind))
         except BaseException:
             os.close(fd)
             raise
@@ -555,8 +563,8 @@ class _Fetching:
     # -- bytes
 
     def _data_parts(self) -> list[Part]:
-        extent = self._manifest.extent
-        return [extent.part(index) for index in range(extent.head_count, extent.count)]
+        cuts = self._manifest.cuts
+        return [cuts.part(index) for index in range(cuts.head_count, cuts.count)]
 
     def _scatter(self, tensors: Tensors) -> None:
         with no_collections():
@@ -565,7 +573,7 @@ class _Fetching:
 
     def _pull(self, parts: Sequence[Part], sinks: Sequence[Sink], into: Memory | None = None) -> None:
         """Get parts, each until it is whole."""
-        inline = self._manifest.inline
+        inline = self._inline
         if inline is not None:
             for part in parts:
                 for sink in [*([into] if into is not None else []), *sinks]:
@@ -576,7 +584,7 @@ class _Fetching:
             self._patiently(
                 lambda: self._parts.pull(
                     path,
-                    self._manifest.digests,
+                    self._manifest.part_digests,
                     [part for part in parts if part.index not in done],
                     sinks,
                     into=into,

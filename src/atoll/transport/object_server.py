@@ -7,7 +7,6 @@ it is published, and read by byte range: no receiver waits for another, and one 
 from __future__ import annotations
 
 import asyncio
-import base64
 import errno
 import logging
 import os
@@ -23,8 +22,9 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from atoll.blobs.manifest import Cut
-from atoll.blobs.object_file import Extent, write_object
+from atoll.blobs.manifest import Manifest
+from atoll.blobs.object_file import write_object
+from atoll.blobs.payload_cut import Cut
 from atoll.errors import (
     AtollError,
     BadRequest,
@@ -38,12 +38,11 @@ from atoll.errors import (
 )
 from atoll.latch import Latch
 from atoll.posix import FULL, nameless_file, read_at
-from atoll.protocol import routes
-from atoll.protocol.object_manifest import FileManifest, Manifest, new_id, require_secret, seal
+from atoll.protocol import messages, routes
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.layout import Part
 from atoll.tensors.payload import Packed
-from atoll.tensors.reference import TensorRef, address_of
+from atoll.tensors.reference import TensorRef, address_of, new_id, require_secret, seal
 from atoll.transport.listener import files_limit, runner_of, start_listener
 from atoll.transport.receive_upload import break_off
 from atoll.transport.resumable_transfer import ArrivingPart, Delivery, HttpTransfer, Memory, Sink
@@ -64,11 +63,10 @@ class ServedBlob:
     """
 
     sealed: str
-    manifest: Manifest | FileManifest
+    manifest: Manifest
     inline: bool
     fd: int
     until_s: float
-    digest: str
     on_bytes: Callable[[int], None]
     readers: int = 0
     gone: threading.Event = field(default_factory=threading.Event)
@@ -96,23 +94,18 @@ def nameless(folder: Path | None) -> int:
 
 @dataclass(frozen=True)
 class Draft:
-    """An object on disk that nobody serves yet; nothing in it refers to the tensors any more.
+    """An object on disk that is not served yet; nothing in it refers to the tensors any more.
 
     Attributes:
         fd: of a file without a name.
-        digests: BLAKE3 of every part.
     """
 
     fd: int
-    extent: Extent
-    digests: list[bytes]
+    manifest: Manifest
     inline: bool
 
-    @property
-    def digest(self) -> str:
-        return self.extent.digest(self.digests)
-
     def close(self) -> None:
+        """Give the disk back."""
         os.close(self.fd)
 
 
@@ -125,16 +118,16 @@ def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
     """
     fd = nameless(folder)
     try:
-        extent, digests = write_object(packed, fd, cut)
-        if cut.inline and extent.nbytes > routes.INLINE_BYTES:
+        manifest = write_object(packed, fd, cut)
+        if cut.inline and manifest.nbytes > routes.INLINE_BYTES:
             raise UsageError(
-                f"The object has {extent.nbytes} bytes, too many to travel inline (chunk_bytes = 0).",
+                f"The object has {manifest.nbytes} bytes, too many to travel inline (chunk_bytes = 0).",
                 f"At most {routes.INLINE_BYTES}; leave chunk_bytes out for a larger one.",
             )
     except BaseException as error:
         os.close(fd)
         raise (disk_error(error) if isinstance(error, OSError) else error) from error
-    return Draft(fd, extent, digests, cut.inline)
+    return Draft(fd, manifest, cut.inline)
 
 
 def disk_error(error: OSError) -> StoreError:
@@ -157,7 +150,7 @@ class LocalBlob:
     """
 
     fd: int
-    manifest: Manifest | FileManifest
+    manifest: Manifest
     gone: threading.Event
     on_read: Callable[[int], None] = lambda _: None
 
@@ -167,7 +160,7 @@ class LocalBlob:
         Raises:
             BadRequest: it has more than `most_bytes`.
         """
-        message = self.manifest.message().model_dump_json().encode()
+        message = messages.BlobManifest.of(self.manifest).model_dump_json().encode()
         if len(message) > most_bytes:
             raise BadRequest(f"{path}, served here, has a manifest of more than {most_bytes} bytes.")
         return bytearray(message)
@@ -294,48 +287,38 @@ class ObjectHost:
         """
         draft = written(packed, cut, self._folder)
         try:
-            return self._put(draft.fd, Manifest(draft.extent, tuple(draft.digests)), cut.inline, expires_s)
+            return self._put(draft.fd, draft.manifest, cut.inline, expires_s)
         except BaseException:
             draft.close()
             raise
 
-    def serve(
-        self,
-        fd: int,
-        nbytes: int,
-        digest: str,
-        digests: Sequence[bytes],
-        on_bytes: Callable[[int], None] = lambda _: None,
-    ) -> TensorRef:
+    def serve(self, fd: int, manifest: Manifest, on_bytes: Callable[[int], None] = lambda _: None) -> TensorRef:
         """Serve a file as it is, until it is withdrawn; it must not change meanwhile.
 
         Args:
             fd: stays the caller's.
-            nbytes: of the file.
-            digest: what names it; both sides know how it follows from those of its parts, and how it is cut.
-            digests: BLAKE3 of its parts.
-            on_bytes: told what was sent of it.
+            on_bytes: called with the count of what was sent of it.
         """
-        mine = os.dup(fd)
+        own = os.dup(fd)
         try:
-            return self._put(mine, FileManifest(nbytes, digest, tuple(digests)), False, LONGEST_S, on_bytes)
+            return self._put(own, manifest, False, LONGEST_S, on_bytes)
         except BaseException:
-            os.close(mine)
+            os.close(own)
             raise
 
     def _put(
         self,
         fd: int,
-        manifest: Manifest | FileManifest,
+        manifest: Manifest,
         inline: bool,
         expires_s: float,
         on_bytes: Callable[[int], None] = lambda _: None,
     ) -> TensorRef:
-        secret, object_id, digest = new_id(), new_id(), manifest.digest
-        served = ServedBlob(seal(secret), manifest, inline, fd, time.monotonic() + expires_s, digest, on_bytes)
+        secret, object_id = new_id(), new_id()
+        served = ServedBlob(seal(secret), manifest, inline, fd, time.monotonic() + expires_s, on_bytes)
         self._on_loop(lambda: self._begin(object_id, served, expires_s))
         expires_at = int(time.time() + expires_s)
-        return TensorRef(self.name, self.port, self._context is not None, object_id, secret, digest, expires_at)
+        return TensorRef(self.name, self.port, self._context is not None, object_id, secret, manifest.id, expires_at)
 
     @property
     def address(self) -> str:
@@ -410,11 +393,11 @@ class ObjectHost:
 
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
         served = self._find(request)
-        message = served.manifest.message()
+        inline: bytearray | None = None
         if served.inline:
-            data = bytearray(served.manifest.nbytes)
-            read_at(served.fd, memoryview(data), 0)
-            message = message.model_copy(update={"inline": base64.b64encode(data).decode()})
+            inline = bytearray(served.manifest.nbytes)
+            read_at(served.fd, memoryview(inline), 0)
+        message = messages.BlobManifest.of(served.manifest, inline)
         return web.Response(body=message.model_dump_json().encode(), content_type="application/json")
 
     async def _data(self, request: web.Request) -> web.StreamResponse:
@@ -425,7 +408,7 @@ class ObjectHost:
                 request,
                 served.fd,
                 served.manifest.nbytes,
-                served.digest,
+                served.manifest.id,
                 pool=self._pool,
                 idle_timeout_s=self._idle_timeout_s,
                 revoked=served.gone.is_set,

@@ -389,4 +389,4 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
 
 
 def _digest(layout: Layout, parts: Mapping[int, PartRow]) -> str:
-    return layout.update_digest([parts[part.index].digest for part in layout.parts])
+    return layout.blob_id([parts[part.index].digest for part in layout.parts])

@@ -21,10 +21,10 @@ from atoll.aggregation.plan import Plan
 from atoll.errors import AtollError, BadRequest, LeaseLost, Superseded
 from atoll.format_text import visible
 from atoll.protocol import messages, status_messages
-from atoll.protocol.object_manifest import new_id, seal
 from atoll.rounds import events as fx
 from atoll.rounds.closing_policy import listed
 from atoll.store.journal_tables import MemberRow
+from atoll.tensors.reference import new_id, seal
 
 if TYPE_CHECKING:
     from atoll.protocol import status_messages

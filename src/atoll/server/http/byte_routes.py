@@ -15,7 +15,7 @@ from aiohttp import web
 from blake3 import blake3
 
 from atoll.aggregation.plan import Plan
-from atoll.blobs.object_file import Extent
+from atoll.blobs.manifest import Cuts
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
 from atoll.protocol import messages, routes
 from atoll.server.coordinator.roster import holder_of
@@ -180,15 +180,15 @@ class ObjectHandlers:
         self._arriving: dict[tuple[str, int], _Arrival] = {}
 
     async def open_object(self, message: messages.ObjectOpen) -> messages.ObjectOpened:
-        extent = Extent(message.head_bytes, message.nbytes, message.part_bytes)
-        extent.require_sound("The object")
+        cuts = Cuts(message.head_bytes, message.nbytes, message.part_bytes)
+        cuts.require_object("The object")
         if message.inline and message.nbytes > routes.INLINE_BYTES:
             raise BadRequest(
                 f"The object has {message.nbytes} bytes, too many to travel inline.",
                 f"At most {routes.INLINE_BYTES}; give chunk_bytes for a larger one.",
             )
         require_space(self.run.store, self.run.settings)
-        kept, secret = self.run.objects.open(extent, inline=message.inline, expires_s=message.expires_s)
+        kept, secret = self.run.objects.open(cuts, inline=message.inline, expires_s=message.expires_s)
         return messages.ObjectOpened(
             object=kept.object, secret=secret, expires_s=max(0.0, kept.expires_at - time.time())
         )
@@ -201,9 +201,9 @@ class ObjectHandlers:
         kept = self.run.objects.find(object, secret)
         if kept.fd < 0:
             raise Conflict(f"Object {object[:8]} is complete.", "It never changes: publish another.")
-        if part >= kept.extent.count:
-            raise BadRequest(f"Object {object[:8]} has no part {part}; it has {kept.extent.count}.")
-        wanted = kept.extent.part(part)
+        if part >= kept.cuts.count:
+            raise BadRequest(f"Object {object[:8]} has no part {part}; it has {kept.cuts.count}.")
+        wanted = kept.cuts.part(part)
         require_part_bytes(request, wanted.nbytes)
         require_space(self.run.store, self.run.settings)
         async with self._arrival(kept, wanted, request) as arrival:
@@ -249,9 +249,9 @@ class ObjectHandlers:
     async def complete_object(self, object: str, secret: str, message: messages.ObjectComplete) -> None:
         self.run.objects.complete(self.run.objects.find(object, secret), message.digest)
 
-    async def get_object(self, object: str, secret: str) -> messages.ObjectManifest:
+    async def get_object(self, object: str, secret: str) -> messages.BlobManifest:
         kept = self.run.objects.complete_one(object, secret)
-        return self.run.objects.manifest(kept).message()
+        return messages.BlobManifest.of(kept.manifest, self.run.objects.inline_bytes(kept))
 
     async def get_object_data(self, object: str, secret: str, request: web.Request) -> web.StreamResponse:
         kept = self.run.objects.complete_one(object, secret)
@@ -260,8 +260,8 @@ class ObjectHandlers:
             return await serve_file(
                 request,
                 fd,
-                kept.extent.nbytes,
-                kept.digest,
+                kept.cuts.nbytes,
+                kept.manifest.id,
                 pool=self.run.io,
                 idle_timeout_s=self.run.settings.idle_timeout_s,
                 revoked=kept.gone.is_set,

@@ -253,7 +253,7 @@ class Places:
             parts, _ = digests_in(closed.part_digests), digests_in(closed.state_digests)
         except ValueError:
             return False
-        return len(parts) == len(layout.parts) and layout.update_digest(parts) == closed.digest
+        return len(parts) == len(layout.parts) and layout.blob_id(parts) == closed.digest
 
     def _why_not_closed(self, place: Place) -> str:
         """What the aggregating worker says why it could not reduce the round, or what is wrong with what it made."""

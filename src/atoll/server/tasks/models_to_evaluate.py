@@ -13,9 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from atoll.blobs.manifest import Cut
 from atoll.blobs.model_file import packed_state
 from atoll.blobs.object_file import write_object
+from atoll.blobs.payload_cut import Cut
 from atoll.errors import AtollError, Gone
 from atoll.protocol.task_messages import EvaluatedModel, ObjectKey
 from atoll.server.coordinator.background_writes import BEST_MODEL, BEST_NOTE, export_model
@@ -157,9 +157,7 @@ class ModelsToEvaluate:
         state = LazyState.open(path)
         object_id, fd = run.objects.draft()
         try:
-            extent, digests = write_object(
-                packed_state(state), fd, Cut(run.settings.tensor_download_chunk_size or 2**23)
-            )
+            manifest = write_object(packed_state(state), fd, Cut(run.settings.tensor_download_chunk_size or 2**23))
         except OSError as error:
             run.objects.discard(object_id)
             raise disk_error(error, path) from error
@@ -172,7 +170,7 @@ class ModelsToEvaluate:
 
         async def hold() -> ObjectKey:
             try:
-                kept, secret = run.objects.hold(object_id, extent, digests, inline=False)
+                kept, secret = run.objects.hold(object_id, manifest, inline=False)
             except BaseException:
                 run.objects.discard(object_id)
                 raise

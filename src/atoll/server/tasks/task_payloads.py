@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from atoll.blobs.manifest import ChunkSizes, Cut, Way, way_of
-from atoll.blobs.object_file import Contents, Extent, Stored, write_object
+from atoll.blobs.manifest import Manifest
+from atoll.blobs.object_file import Contents, Stored, write_object
+from atoll.blobs.payload_cut import ChunkSizes, Cut, Way, way_of
 from atoll.config import Settings
 from atoll.errors import AtollError, ConfigError, DiskFull, PartCorrupt, UsageError
 from atoll.filters.base import About, Filter, filtered, said
@@ -131,8 +132,8 @@ class TaskFilters:
         found = replace(answer, contents=None, fd=-1)
         try:
             found.fd = nameless_file(self._folder)
-            extent, _ = write_object(behind, found.fd, Cut(contents.layout.part_bytes))
-            found.contents = read_contents(found, extent, what)
+            manifest = write_object(behind, found.fd, Cut(contents.layout.part_bytes))
+            found.contents = read_contents(found, manifest.cuts, what)
         except OSError as error:
             found.close()
             raise disk_error(error, self._folder) from error
@@ -185,7 +186,7 @@ class TaskPayload:
 
     way: Way
     objects: ObjectStore
-    draft: tuple[str, Extent, list[bytes]] | None = None
+    draft: tuple[str, Manifest] | None = None
 
     def hold(self) -> SentPayload:
         """Let sites read it; on the event loop. Errors as `ObjectStore.hold`."""
@@ -346,7 +347,7 @@ class PayloadWriter:
             return TaskPayload(way, objects)
         object_id, fd = objects.draft()
         try:
-            return TaskPayload(way, objects, (object_id, *write_object(packed, fd, way.cut)))
+            return TaskPayload(way, objects, (object_id, write_object(packed, fd, way.cut)))
         except OSError as error:
             objects.discard(object_id)
             raise disk_error(error, settings.state_dir) from error

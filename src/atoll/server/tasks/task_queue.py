@@ -16,15 +16,16 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from atoll.blobs.manifest import ChunkSizes, read_plain
-from atoll.blobs.object_file import Contents, Extent
+from atoll.blobs.manifest import Cuts
+from atoll.blobs.object_file import Contents
+from atoll.blobs.payload_cut import ChunkSizes, read_plain
 from atoll.errors import AtollError, BadRequest, ConfigError, Conflict, DiskFull, PartCorrupt, TicketClosed
 from atoll.posix import OwnedFile
 from atoll.protocol import task_messages as tm
-from atoll.protocol.object_manifest import new_id
 from atoll.protocol.status_messages import TaskStatus
 from atoll.server.coordinator.roster import Lease
 from atoll.store.kept_objects import Kept, ObjectStore
+from atoll.tensors.reference import new_id
 
 LOG = logging.getLogger("atoll.server")
 
@@ -410,10 +411,10 @@ class TaskHandlers:
         kept, fd = queue.objects.take(given.object, given.secret)
         answer = Answer(site, key, way="inline" if kept.inline else "streamed", fd=fd)
         try:
-            if kept.digest != given.digest:
+            if kept.manifest.id != given.digest:
                 raise Conflict(f"{what} is another object than its digest says.", "Send the answer again.")
             loop = asyncio.get_running_loop()
-            answer.contents = await loop.run_in_executor(self._task_io, read_contents, answer, kept.extent, what)
+            answer.contents = await loop.run_in_executor(self._task_io, read_contents, answer, kept.cuts, what)
             if queue.answer_filter is not None:
                 answer = await queue.answer_filter.filtered(answer, task.message.name)
         except Exception:  # when cancelled, a thread may still read the file: it closes with its last reference
@@ -428,19 +429,21 @@ def _forget(task: OpenTask, site: str, key: str, done: asyncio.Future[None]) -> 
         done.exception()  # the request that waited was told, or the site asks again
 
 
-def read_contents(file: OwnedFile, extent: Extent, what: str) -> Contents:
+def read_contents(file: OwnedFile, cuts: Cuts, what: str) -> Contents:
     """Read the head of an answer; in a thread.
 
     Raises:
         BadRequest: it is no object. PartCorrupt: the file is cut off.
     """
-    head = os.pread(file.fd, extent.head_bytes, 0)
-    if len(head) != extent.head_bytes:
+    head = os.pread(file.fd, cuts.head_bytes, 0)
+    if len(head) != cuts.head_bytes:
         raise PartCorrupt(f"{what} is cut off in its head.", "Send the answer again.")
-    return Contents.read(head, extent, what)
+    return Contents.read(head, cuts, what)
 
 
 def key_to(kept: Kept, secret: str) -> tm.ObjectKey:
     """Return what a site needs to pull an object from this server."""
     expires_at = int(max(kept.expires_at, time.time()))
-    return tm.ObjectKey(object=kept.object, secret=secret, digest=kept.digest, expires_at=min(expires_at, 10**12 - 1))
+    return tm.ObjectKey(
+        object=kept.object, secret=secret, digest=kept.manifest.id, expires_at=min(expires_at, 10**12 - 1)
+    )

@@ -328,7 +328,7 @@ def form_update(
             digests.append(former.part(part))
             if on_part is not None:
                 on_part(part, digests[-1])
-    return Formed(digests, outbox.layout.update_digest(digests), former.is_zero)
+    return Formed(digests, outbox.layout.blob_id(digests), former.is_zero)
 
 
 class _Former:

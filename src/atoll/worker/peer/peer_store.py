@@ -110,7 +110,7 @@ class PeerStore:
         """
         at, part_digests, state_digests = int(str(fragment)), _bytes(parts), _bytes(states)
         mine, beside = self._verified(VERSION, at, slot, part_digests), None
-        if mine is None or self._plan.fragments[at].version.update_digest(part_digests) != digest:
+        if mine is None or self._plan.fragments[at].version.blob_id(part_digests) != digest:
             return None
         if state_digests:
             beside = self._verified(STATE, at, state, state_digests)

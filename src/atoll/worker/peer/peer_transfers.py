@@ -19,10 +19,10 @@ from pathlib import Path
 from atoll.aggregation.check_arriving_parts import Inspection
 from atoll.aggregation.plan import Plan
 from atoll.aggregation.result_file import digest_of
+from atoll.blobs.manifest import Cuts, Manifest
 from atoll.errors import AtollError, ConfigError, Gone, PartCorrupt, PortInUse
 from atoll.posix import read_at, write_at
 from atoll.protocol import messages, routes
-from atoll.protocol.object_manifest import FileManifest
 from atoll.protocol.swarm_messages import Collect, Hold, Source
 from atoll.store.file_slots import Slot, disk_error, region_digest
 from atoll.tensors.layout import PART_BYTES, Layout, Part
@@ -94,34 +94,27 @@ def _path(variable: str) -> Path | None:
     return Path(text) if text else None
 
 
-def spans(nbytes: int) -> list[Part]:
-    """Return the parts of 16 MiB in which an outer state travels."""
-    starts = range(0, nbytes, PART_BYTES)
-    return [Part(index, start, min(start + PART_BYTES, nbytes), ()) for index, start in enumerate(starts)]
+def state_cuts(nbytes: int) -> Cuts:
+    """Return where an outer state is cut to travel: every 16 MiB."""
+    return Cuts(0, nbytes, PART_BYTES)
 
 
 class Pull:
-    """What one reference names, at the worker that serves it."""
+    """A blob that a reference names, at the worker that serves it.
+
+    Raises:
+        PartCorrupt: the worker serves another blob than its reference names.
+    """
 
     def __init__(self, ref: TensorRef, parts: Ranges) -> None:
         self._ref, self._parts = ref, parts
         what = f"what {ref.server} serves"
-        path = routes.OBJECT.format(object=ref.object)
-        self.manifest = FileManifest.read(parts.read(path, routes.MANIFEST_BYTES), what)
-
-    def require(self, digest: str) -> Sequence[bytes]:
-        """Return the digests of its parts.
-
-        Raises:
-            PartCorrupt: it is not what is wanted.
-        """
-        if self.manifest.digest != digest or self._ref.digest != digest:
-            raise PartCorrupt(f"{self._ref.server} serves something else than it said.", "Look at that worker.")
-        return self.manifest.digests
+        body = parts.read(routes.OBJECT.format(object=ref.object), routes.MANIFEST_BYTES)
+        self.manifest = messages.BlobManifest.read(body, what).manifest()
+        self.manifest.require_id(ref.digest, what)
 
     def parts(
         self,
-        digests: Sequence[bytes],
         wanted: Sequence[Part],
         slot: Slot,
         *,
@@ -130,7 +123,8 @@ class Pull:
     ) -> None:
         """Pull parts; a part that arrives damaged is pulled again."""
         path = routes.OBJECT_DATA.format(object=self._ref.object)
-        self._parts.pull(path, digests, wanted, [SlotWriter(slot)], on_bytes=on_bytes, on_part=on_part)
+        sinks = [SlotWriter(slot)]
+        self._parts.pull(path, self.manifest.part_digests, wanted, sinks, on_bytes=on_bytes, on_part=on_part)
 
 
 class SlotWriter:
@@ -201,9 +195,9 @@ class PeerServer:
         self.served += count
         self._counters.add(up=count)
 
-    def serve(self, fd: int, nbytes: int, digest: str, digests: Sequence[bytes]) -> TensorRef:
+    def serve(self, fd: int, manifest: Manifest) -> TensorRef:
         """As `ObjectHost.serve`."""
-        return self._host.serve(fd, nbytes, digest, digests, self._count)
+        return self._host.serve(fd, manifest, self._count)
 
     def withdraw(self, ref: TensorRef) -> None:
         """Stop serving it."""
@@ -226,7 +220,7 @@ class PeerServer:
                 return known[1]
         self.retract(fragment)
         digests = [bytes.fromhex(text) for text in note.part_digests]
-        ref = self._host.serve(outbox.fd, outbox.nbytes, note.digest, digests, count)
+        ref = self._host.serve(outbox.fd, Manifest.of_layout(outbox.layout, digests), count)
         with self._lock:
             self._updates[fragment] = note.digest, ref
         return ref
@@ -304,15 +298,16 @@ class ServedVersions:
         """Return BLAKE3 of the parts of its outer state. This reads all of it: call it without a lock."""
         if version.state is None:
             return []
-        return [region_digest(version.state.fd, ((part.start, part.nbytes),)) for part in self._spans(version)]
+        parts = self._state_cuts(version).parts()
+        return [region_digest(version.state.fd, ((part.start, part.nbytes),)) for part in parts]
 
     def add(self, version: Version, state_parts: Sequence[bytes]) -> None:
-        """Serve a version."""
-        planned, beside = self._plan.fragments[version.fragment], None
-        at = self._peer_server.serve(version.slot.fd, planned.version.nbytes, version.digest, version.part_digests)
+        """Let others pull it."""
+        layout, beside = self._plan.fragments[version.fragment].version, None
+        at = self._peer_server.serve(version.slot.fd, Manifest.of_layout(layout, version.part_digests))
         if version.state is not None:
-            nbytes = self._spans(version)[-1].stop
-            beside = self._peer_server.serve(version.state.fd, nbytes, digest_of(version.state_digests), state_parts)
+            manifest = Manifest.of_cuts(self._state_cuts(version), state_parts)
+            beside = self._peer_server.serve(version.state.fd, manifest)
         source = Source(version=str(at), state=str(beside) if beside is not None else None)
         self._sources[version.fragment, version.version] = source
 
@@ -323,10 +318,10 @@ class ServedVersions:
             if text is not None:
                 self._peer_server.withdraw(TensorRef.parse(text))
 
-    def _spans(self, version: Version) -> list[Part]:
+    def _state_cuts(self, version: Version) -> Cuts:
         shape = self._plan.fragments[version.fragment].shapes().state
         assert shape is not None
-        return spans(shape.nbytes)
+        return state_cuts(shape.nbytes)
 
 
 # -- What a worker pulls from others, and checks: versions with their outer states, and updates.
@@ -385,16 +380,16 @@ class PeerTransfers:
         return Version(hold.fragment, hold.version, hold.digest, slot, state, digests, regions), state_parts
 
     def _pulled(
-        self, source: str, digest: str, layout: Layout, slot: Slot, on_part: Callable[[Part], None] | None = None
+        self, source: str, digest: str, layout: Layout, slot: Slot, on_part: Callable[[Part], None] = lambda _: None
     ) -> tuple[bytes, ...]:
         """Pull a version or an update. Return the digests of its parts, which make up the one that is wanted."""
         with self._connected(source) as (ref, parts):
             pull = Pull(ref, parts)
-            digests = pull.require(digest)
-            if layout.update_digest(digests) != digest:
-                raise PartCorrupt(f"{ref.server} serves a file whose parts make up another one.")
-            pull.parts(digests, layout.parts, slot, on_bytes=self._move, on_part=on_part)
-        return tuple(digests)
+            digests = pull.manifest.part_digests
+            if layout.blob_id(digests) != digest:
+                raise PartCorrupt(f"{ref.server} serves another file than it said.", "Look at that worker.")
+            pull.parts(layout.parts, slot, on_bytes=self._move, on_part=on_part)
+        return digests
 
     def _state_from(self, source: str, hold: Hold, slot: Slot) -> tuple[tuple[bytes, ...], Sequence[bytes]]:
         """Pull the outer state; the digests of its regions must make up the one that the server knows.
@@ -406,15 +401,14 @@ class PeerTransfers:
         assert shape is not None
         with self._connected(source) as (ref, parts):
             pull = Pull(ref, parts)
-            parts_digests, cut = pull.require(hold.state_digest), spans(shape.nbytes)
-            if len(parts_digests) != len(cut):
+            if pull.manifest != Manifest.of_cuts(cuts := state_cuts(shape.nbytes), pull.manifest.part_digests):
                 raise PartCorrupt(f"{ref.server} serves an outer state in other parts than it has.")
-            pull.parts(parts_digests, cut, slot, on_bytes=self._move)
+            pull.parts(cuts.parts(), slot, on_bytes=self._move)
             digests = tuple(region_digest(slot.fd, region) for region in shape.regions)
             header = os.pread(slot.fd, len(shape.header), 0)
             if digest_of(digests) != hold.state_digest or header != shape.header:
                 raise PartCorrupt(f"{ref.server} serves another outer state than that of version {hold.version}.")
-        return digests, parts_digests
+        return digests, pull.manifest.part_digests
 
     def _initial(self, hold: Hold, slot: Slot) -> Version:
         """Pull version 0 from the server."""

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from atoll.blobs.manifest import ChunkSizes, read_plain, way_of
 from atoll.blobs.object_file import Stored
+from atoll.blobs.payload_cut import ChunkSizes, read_plain, way_of
 from atoll.border import border, bordered
 from atoll.errors import (
     AtollError,

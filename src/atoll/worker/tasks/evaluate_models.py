@@ -24,11 +24,10 @@ from atoll.tensors.lazy_tensors import LazyState, LazyTensor
 from atoll.tensors.module_tensors import named_tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
-from atoll.transport.object_client import Publisher, cut_as_told, fetch_lazily, idle_timeout, send, withdraw
+from atoll.transport.object_client import EXPIRES_S, cut_as_told, fetch_lazily, idle_timeout, send
 from atoll.transport.object_server import written
 from atoll.worker.arguments import number
 from atoll.worker.exchange.encode_update import AnswerFilters
-from atoll.transport.object_client import EXPIRES_S, cut_as_told, fetch_lazily, idle_timeout, send
 from atoll.worker.session.connection import Connection
 
 Evaluate = Callable[[Any], Mapping[str, Any]]

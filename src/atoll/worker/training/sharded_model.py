@@ -170,9 +170,7 @@ class Lead(Share):
         formed = self._all("form", ticket=ticket.model_dump(mode="json"))
         digests = {int(index): text for each in formed for index, text in each["digests"].items()}
         every = [bytes.fromhex(digests[part.index]) for part in self.outbox.layout.all_parts]
-        whole = encode_update.Formed(
-            every, self.outbox.layout.update_digest(every), all(each["is_zero"] for each in formed)
-        )
+        whole = encode_update.Formed(every, self.outbox.layout.blob_id(every), all(each["is_zero"] for each in formed))
         self._formed(whole.is_zero, steps)
         texts = [digest.hex() for digest in every]
         self.outbox.seal(note_of(self, ticket, whole.digest, texts, weight, steps, metrics))
