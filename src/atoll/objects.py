@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from atoll.tensors.custom_types import Stream, register
 from atoll.tensors.lazy_tensors import LazyTensor
-from atoll.worker.objects.object_client import Publisher, fetch, publish, withdraw
+from atoll.transport.object_client import Publisher, fetch, publish, withdraw
 
 __all__ = ["LazyTensor", "Publisher", "Stream", "fetch", "publish", "register", "withdraw"]

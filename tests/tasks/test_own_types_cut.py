@@ -86,7 +86,7 @@ def test_a_stream_is_cut_as_a_torch_tensor_is(
     cut = cut_of(packed, sizes)
     assert cut == Cut(PART, in_head=in_head)
     draft = written(packed, cut, None)
-    assert draft.extent.nbytes - draft.extent.head_bytes == streamed_bytes
+    assert draft.manifest.cuts.nbytes - draft.manifest.cuts.head_bytes == streamed_bytes
     draft.close()
     monkeypatch.setenv("ATOLL_TENSOR_DOWNLOAD_CHUNK_SIZE", str(sizes.tensor))
     monkeypatch.setenv("ATOLL_NP_DOWNLOAD_CHUNK_SIZE", str(sizes.np))
@@ -114,8 +114,8 @@ def test_small_chunks_of_a_stream_are_written_in_runs(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(object_file, "write_at", note)
     draft = written(pack(Blob(BLOB)), Cut(PART), None)
-    assert writes == [draft.extent.nbytes]
-    assert os.pread(draft.fd, len(BLOB), draft.extent.head_bytes) == BLOB
+    assert writes == [draft.manifest.cuts.nbytes]
+    assert os.pread(draft.fd, len(BLOB), draft.manifest.cuts.head_bytes) == BLOB
     draft.close()
 
 

@@ -112,7 +112,7 @@ def status(url: str) -> Status:
         ServerUnreachable: no server answers.
     """
     from atoll.protocol import routes, status_messages
-    from atoll.transport.ask import ask
+    from atoll.transport.http_client import ask
 
     return ask(url, routes.STATUS, status_messages.Status)
 
