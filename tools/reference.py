@@ -27,7 +27,7 @@ WORKER = {
     "ATOLL_GIVE_UP_S": "Seconds without an answer of the server after which it is not waited for any more; by default "
     "86400, a day; 0: for ever.",
     "ATOLL_DIR": "Folder of the base and outbox files, each as large as the model; by default `.atoll`.",
-    "ATOLL_NEW_CONTROLS": "1: a site that has lost its SCAFFOLD control begins at zero, and is not refused.",
+    "ATOLL_NEW_STATE": "1: a site that has lost what its algorithm keeps there begins at zero, and is not refused.",
     "ATOLL_TLS_CA": "PEM file with the authority of the server's certificate; by default the system's.",
     "ATOLL_PEER_HOST": "In a swarm, the address that a worker listens on for the others; by default 127.0.0.1.",
     "ATOLL_PEER_PORT": "Its port there; by default any free one.",

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atoll._version import VERSION as __version__
+    from atoll.algorithms.fedprox import FedProx
+    from atoll.algorithms.scaffold import Scaffold
     from atoll.config import Settings
     from atoll.errors import AtollError
     from atoll.server.serve import Server
     from atoll.simulate.simulation import Simulation
     from atoll.tensors.lazy_tensors import resolve
     from atoll.tensors.reference import TensorRef
-    from atoll.worker.correction.by_hand import FedProx, Scaffold
     from atoll.worker.tasks.task_loop import tasks
     from atoll.worker.training.diloco_loop import DiLoCo
     from atoll.worker.training.federated_loop import join
@@ -53,8 +54,8 @@ __all__ = [
 _HOMES = {
     "AtollError": "atoll.errors:AtollError",
     "DiLoCo": "atoll.worker.training.diloco_loop:DiLoCo",
-    "FedProx": "atoll.worker.correction.by_hand:FedProx",
-    "Scaffold": "atoll.worker.correction.by_hand:Scaffold",
+    "FedProx": "atoll.algorithms.fedprox:FedProx",
+    "Scaffold": "atoll.algorithms.scaffold:Scaffold",
     "Server": "atoll.server.serve:Server",
     "Settings": "atoll.config:Settings",
     "Simulation": "atoll.simulate.simulation:Simulation",

@@ -1,7 +1,7 @@
 """Bytes and seconds for people, and text of a peer made harmless for logs and terminals.
 
-A terminal obeys escape sequences, a line feed makes a line of a log that nothing wrote, and bidirectional controls show
-text in another order than it has. All of these are characters that do not print, so each is shown as its escape.
+A terminal obeys escape sequences, a line feed makes a line of a log that nothing wrote, and bidirectional characters
+show text in another order than it has. All of these are characters that do not print, so each is shown as its escape.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -82,6 +82,14 @@ def names(kind: str) -> list[str]:
     """Every name of `kind` that can be loaded, built-in ones first."""
     plugins = [point.name for point in entry_points(group=f"atoll.{kind}") if point.name not in TABLES[kind]]
     return [*TABLES[kind], *sorted(plugins)]
+
+
+def package_of(kind: str, name: str) -> str:
+    """Return the package, with its version, that registered a name; empty: no package did."""
+    if name in TABLES[kind]:
+        return f"atoll {version('atoll')}"
+    dists = [point.dist for point in entry_points(group=f"atoll.{kind}", name=name)]
+    return f"{dists[0].name} {dists[0].version}" if dists and dists[0] is not None else ""
 
 
 OPTIONS = {

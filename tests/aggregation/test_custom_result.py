@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atoll.aggregation.user_aggregator import Accumulated, BadResult, load, result_layout, write_result
 from atoll.errors import ConfigError
-from atoll.tensors.schema import BUFFERS, CONTROL, Schema, TensorSpec
+from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
 from atoll.testing.codecs import CodecContract
 
 SCHEMA = Schema(
@@ -21,7 +21,7 @@ SCHEMA = Schema(
         TensorSpec("v", "BF16", (3,)),
         TensorSpec("w", "F32", (2, 2)),
         TensorSpec("mean", "F32", (1,), BUFFERS),
-        TensorSpec("atoll.control.w", "F32", (2, 2), CONTROL),
+        TensorSpec("atoll.control.w", "F32", (2, 2), "control"),
     )
 )
 GOOD = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "v": torch.full((3,), 1.0009765625)}

@@ -48,7 +48,7 @@ def close(world: World, own: bool, run_elements: int) -> ClosedRound:
 @pytest.mark.covers("D7")
 @pytest.mark.parametrize(
     ("target", "schema"),
-    [("sgd", MIXED), ("adam", MIXED), (torch.optim.Adafactor, MIXED), ("sgd", MIXED.with_controls())],
+    [("sgd", MIXED), ("adam", MIXED), (torch.optim.Adafactor, MIXED), ("sgd", MIXED.with_groups(["control"]))],
     ids=["sgd", "adam", "on-whole-tensors", "with-controls"],
 )
 def test_the_same_mean_gives_the_same_bits(tmp_path: Path, target: object, schema: Schema) -> None:

@@ -47,15 +47,15 @@ def test_refuses_a_submission_without_its_control_difference_and_the_round_stays
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             for fl_round in worker:
                 model = fl_round.load_into(Line())
-                seen.append(fl_round.global_controls()["w"].tolist())
+                seen.append(fl_round.global_state("control")["w"].tolist())
                 if corrected:
                     fl_round.correct(model, torch.optim.SGD(model.parameters(), lr=0.1))
                 with torch.no_grad():
                     model.w.add_(1.0)
                 with pytest.raises(UsageError) as refused:
                     fl_round.submit(model)
-                assert "control_difference" in str(refused.value)
-                fl_round.submit(model, control_difference={"w": torch.tensor([1.0, -2.0])}, steps=1)
+                assert "groups=" in str(refused.value)
+                fl_round.submit(model, groups={"control": {"w": torch.tensor([1.0, -2.0])}}, steps=1)
         server.run()
         assert [summary.workers for summary in server.status().history] == [["a"], ["a"]]
     assert seen == [[0.0, 0.0], [1.0, -2.0]]
@@ -69,4 +69,4 @@ def test_refuses_a_diloco_loop_without_the_groups_of_the_update(tmp_path: Path) 
             model.w.grad = torch.ones(2)
             with pytest.raises(UsageError) as refused:
                 optimizer.step()
-    assert "control_difference" in str(refused.value)
+    assert "groups=" in str(refused.value)

@@ -59,7 +59,7 @@ def train(
 def one_step(round_: atoll.Round, site: str, weight: float | None = None) -> tuple[float, float, float]:
     """One local step at rate ½ on ½·(x − target)²; returns x, c and the site's c_i, as the round begins."""
     x = round_.load_into(Point()).x.item()
-    known = x, round_.global_controls()["x"].item(), round_.own_controls()["x"].item()
+    known = x, round_.global_state("control")["x"].item(), round_.own_state("control")["x"].item()
     one = torch.ones(1, dtype=torch.float64)
     train(round_, one, TARGETS[site] * one, lr=0.5, steps=1, weight=WEIGHTS[site] if weight is None else weight)
     return known

@@ -145,11 +145,11 @@ def by_hand(device: str, folder: Path) -> Tensors:
         with atoll.join(server.url, site="a", folder=folder / "workers") as worker:
             for fl_round in worker:
                 fl_round.load_into(model)
-                scaffold = atoll.Scaffold(model, fl_round.global_controls(), fl_round.own_controls())
+                scaffold = atoll.Scaffold(model, fl_round.global_state("control"), fl_round.own_state("control"))
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
                 with scaffold.correct(optimizer):
                     step(model, optimizer, *data("a", device))
-                fl_round.submit(model, control_difference=scaffold.finish(), steps=scaffold.steps)
+                fl_round.submit(model, groups={"control": scaffold.finish()}, steps=scaffold.steps)
         assert server.wait(60)
         return state_of(model)
 

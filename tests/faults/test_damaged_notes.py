@@ -162,12 +162,12 @@ def test_a_damaged_note_of_a_control_is_said_and_the_site_refused(
     settings = {"algorithm": "scaffold", "num_workers": 1, "outer_momentum": 0.0, "rounds": 9}
     with serve(tmp_path, torch.nn.Linear(2, 1), **settings) as server:
         control_step(server, tmp_path / "workers", 2)
-        damage(note(tmp_path, "control.json"))
+        damage(note(tmp_path, "algorithm.json"))
         caplog.set_level(logging.WARNING, "atoll")
-        with pytest.raises(ConfigError, match="control"):
+        with pytest.raises(ConfigError, match="algorithm keeps"):
             control_step(server, tmp_path / "workers", 3)
-        assert said(caplog, "control.json") == 1
-        monkeypatch.setenv("ATOLL_NEW_CONTROLS", "1")
+        assert said(caplog, "algorithm.json") == 1
+        monkeypatch.setenv("ATOLL_NEW_STATE", "1")
         control_step(server, tmp_path / "workers", 4)
 
 

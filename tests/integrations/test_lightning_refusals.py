@@ -198,12 +198,12 @@ def test_controls_that_are_malformed_in_a_later_round_are_refused(tmp_path: Path
         assert callback.driver.worker is not None
         session = callback.driver.worker._session
         if spoil == "missing":
-            session.controls = None
+            session.kept = None
         else:
-            controls = session.controls
+            controls = session.kept
             assert controls is not None
             controls._files[controls.note.current].write(0, memoryview(bytes(b"\xff" * 4 * 3)))
-        expected = "holds? no controls" if spoil == "missing" else r"control of 'w' is not finite.*Remove this site"
+        expected = "this site holds none" if spoil == "missing" else r"control of 'w' is not finite.*Remove this site"
         with pytest.raises(UsageError, match=expected):
             trainer.fit(module, data())
         assert server.status().fragments[0].version == 1

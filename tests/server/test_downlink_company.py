@@ -96,7 +96,7 @@ def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> N
         held, nbytes = whole_pull(server, tmp_path)
         for client in sites.values():
             require_equal(client.pull(), {name: held[name] for name in ("weight", "bias")})
-            controls = client.global_controls()
+            controls = client.global_state("control")
             require_equal(controls, {name: held[f"atoll.control.{name}"] for name in controls})
             assert nbytes < down_bytes(client) < nbytes * (1 + 3 * 0.65)  # controls whole, parameters a quarter
             client.close()

@@ -134,7 +134,7 @@ def test_scaffolds_control_follows_from_what_the_filters_left(tmp_path: Path) ->
             fl_round.submit(scaffold_step(fl_round, 0.5))
             fl_round = next(rounds)
             assert fl_round.load_into(zero_linear()).weight.tolist() == [[-0.75, -1.0]]
-            for controls in (fl_round.global_controls(), fl_round.own_controls()):
+            for controls in (fl_round.global_state("control"), fl_round.own_state("control")):
                 assert controls["weight"].tolist() == [[1.5, 2.0]]
                 assert controls["bias"].tolist() == [0.0]
 
@@ -146,7 +146,7 @@ def test_a_control_difference_measured_by_hand_does_not_pass_by_the_filters(tmp_
             fl_round = next(iter(worker))
             model = fl_round.load_into(zero_linear())
             with pytest.raises(UsageError, match=r"without passing its filters.*round\.correct"):
-                fl_round.submit(model, steps=1, control_difference=fl_round.own_controls())
+                fl_round.submit(model, steps=1, groups={"control": fl_round.own_state("control")})
 
 
 def test_a_filter_that_fails_at_the_begin_leaves_the_outbox_as_it_was(tmp_path: Path) -> None:

@@ -192,12 +192,12 @@ def test_scaffolds_controls_pass_as_they_came(tmp_path: Path) -> None:
             client.submit(
                 become([2.0, 4.0], 0.0),
                 steps=1,
-                control_difference={"w": torch.tensor([1.0, 2.0]), "head": torch.tensor([3.0])},
+                groups={"control": {"w": torch.tensor([1.0, 2.0]), "head": torch.tensor([3.0])}},
             )
             client.next_round()
             assert client.pull()["w"].tolist() == [1.0, 2.0]
-            assert client.global_controls()["w"].tolist() == [1.0, 2.0]
-            assert client.own_controls()["w"].tolist() == [1.0, 2.0]
+            assert client.global_state("control")["w"].tolist() == [1.0, 2.0]
+            assert client.own_state("control")["w"].tolist() == [1.0, 2.0]
 
 
 @pytest.mark.covers("T8")

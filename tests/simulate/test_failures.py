@@ -131,7 +131,7 @@ def test_retries_a_site_that_the_round_cannot_close_without(nursery: Nursery, tm
 DAMAGES = """\
         import pathlib
         if worker.site == "site-0001" and round.number == 2:
-            for path in pathlib.Path(__file__).parent.glob("state/sites/site-0001/control-*.bin"):
+            for path in pathlib.Path(__file__).parent.glob("state/sites/site-0001/algorithm-*.bin"):
                 path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
 """
 
@@ -164,7 +164,7 @@ def test_a_control_that_is_lost_between_two_starts_is_no_zero(monkeypatch: pytes
 
     kept = tmp_path / "state" / "sites" / "site-0001"
     assert simulated(rounds=2).failed == {}
-    for path in kept.glob("control-*.bin"):
+    for path in kept.glob("algorithm-*.bin"):
         path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
     failed = simulated(rounds=3).failed
     assert list(failed) == ["site-0001"]

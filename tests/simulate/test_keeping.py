@@ -90,7 +90,7 @@ def test_a_damaged_note_is_said_and_removed_here_and_refused_from_there(
     here, there = tmp_path / "here", tmp_path / "there"
     trained(there, 1)
     kept_state.write_kept(here, kept_state.read_kept(there))
-    kept, note = kept_state.read_kept(here), here / "control.json"
+    kept, note = kept_state.read_kept(here), here / "algorithm.json"
     with pytest.raises(NoteDamaged):
         kept_state.write_kept(here, kept | {note.name: change(kept[note.name])})
     assert kept_state.read_kept(here) == kept

@@ -40,29 +40,30 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., atoll.Server]]:
 def plainly(fl_round: Any, target: float) -> One:
     """SCAFFOLD's worker without any helper: only what the round gives, and the paper's two lines."""
     model = fl_round.load_into(One())
-    c, own = fl_round.global_controls()["w"], fl_round.own_controls()["w"]
+    c, own = fl_round.global_state("control")["w"], fl_round.own_state("control")["w"]
     x = model.w.detach().clone()
     with torch.no_grad():
         for _ in range(STEPS):
             model.w -= ETA * ((model.w - target) - own + c)
     plus = own - c + (x - model.w.detach()) / (STEPS * ETA)
-    fl_round.submit(model, control_difference={"w": plus - own, "frozen": torch.zeros(2)}, steps=STEPS)
+    fl_round.submit(model, groups={"control": {"w": plus - own, "frozen": torch.zeros(2)}}, steps=STEPS)
     return model
 
 
 def with_the_helper(fl_round: Any, target: float) -> One:
     model = fl_round.load_into(One())
-    scaffold = atoll.Scaffold(model, fl_round.global_controls(), fl_round.own_controls())
+    scaffold = atoll.Scaffold(model, fl_round.global_state("control"), fl_round.own_state("control"))
     optimizer = torch.optim.SGD([model.w], lr=ETA)
     with scaffold.correct(optimizer):
         train(model, optimizer, target)
     difference = scaffold.finish()
     assert scaffold.steps == STEPS
     assert difference["frozen"].tolist() == [0.0, 0.0]
-    assert torch.equal(scaffold.own_controls["w"], fl_round.own_controls()["w"] + difference["w"])
-    assert torch.equal(scaffold.finish()["w"], difference["w"])
-    assert torch.equal(scaffold.own_controls["w"], fl_round.own_controls()["w"] + difference["w"])  # asked once more
-    fl_round.submit(model, control_difference=difference, steps=scaffold.steps)
+    next_own = fl_round.own_state("control")["w"] + difference["w"]
+    for _ in range(2):  # asked once more
+        assert torch.equal(scaffold.own_controls["w"], next_own)
+        assert torch.equal(scaffold.finish()["w"], difference["w"])
+    fl_round.submit(model, groups={"control": difference}, steps=scaffold.steps)
     return model
 
 
@@ -122,13 +123,13 @@ GOOD = {"w": torch.zeros(1), "frozen": torch.zeros(2)}
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([torch.zeros(1)], "control_difference is a list"),
-        ({"w": torch.zeros(1)}, "control_difference lacks 'frozen'"),
-        ({**GOOD, "v": torch.zeros(1)}, "control_difference has 'v', which is no parameter"),
-        ({**GOOD, "w": torch.zeros(3)}, r"control_difference\['w'\] has the shape \[3\], the parameter \[1\]"),
-        ({**GOOD, "w": torch.zeros(1, dtype=torch.int64)}, r"control_difference\['w'\] is torch.int64"),
-        ({**GOOD, "w": torch.tensor([float("nan")])}, r"control_difference\['w'\] holds NaN or Inf"),
-        ({**GOOD, "w": "zero"}, r"control_difference\['w'\].? is a str: no tensor"),
+        ([torch.zeros(1)], r"groups\['control'\] is a list"),
+        ({"w": torch.zeros(1)}, r"groups\['control'\] lacks 'frozen'"),
+        ({**GOOD, "v": torch.zeros(1)}, r"groups\['control'\] has 'v', which is no parameter"),
+        ({**GOOD, "w": torch.zeros(3)}, r"groups\['control'\]\['w'\] has the shape \[3\], the parameter \[1\]"),
+        ({**GOOD, "w": torch.zeros(1, dtype=torch.int64)}, r"groups\['control'\]\['w'\] is torch.int64"),
+        ({**GOOD, "w": torch.tensor([float("nan")])}, r"groups\['control'\]\['w'\] holds NaN or Inf"),
+        ({**GOOD, "w": "zero"}, r"groups\['control'\]\['w'\].? is a str: no tensor"),
         (None, "trained without its correction"),
     ],
     ids=["list", "missing", "unknown", "shape", "integers", "nan", "text", "none"],
@@ -141,8 +142,8 @@ def test_a_malformed_difference_is_refused_by_name_and_the_round_goes_on(
         fl_round = next(iter(worker))
         model = fl_round.load_into(One())
         with pytest.raises(UsageError, match=words):
-            fl_round.submit(model, control_difference=given, steps=1)
-        fl_round.submit(model, control_difference={name: value.numpy() for name, value in GOOD.items()}, steps=1)
+            fl_round.submit(model, groups=None if given is None else {"control": given}, steps=1)
+        fl_round.submit(model, groups={"control": {name: value.numpy() for name, value in GOOD.items()}}, steps=1)
         assert fl_round.done
     assert server.wait(30)
     assert server.status().refused == 0
@@ -155,10 +156,10 @@ def test_a_difference_without_steps_or_beside_correct_is_refused(serve: Any, tmp
         fl_round = next(iter(worker))
         model = fl_round.load_into(One())
         with pytest.raises(UsageError, match="steps=0"):
-            fl_round.submit(model, control_difference=GOOD)
+            fl_round.submit(model, groups={"control": GOOD})
         fl_round.correct(model, torch.optim.SGD([model.w], lr=ETA))
-        with pytest.raises(UsageError, match="measured one already"):
-            fl_round.submit(model, control_difference=GOOD, steps=1)
+        with pytest.raises(UsageError, match="measured them already"):
+            fl_round.submit(model, groups={"control": GOOD}, steps=1)
 
 
 def test_a_run_without_controls_has_none_and_refuses_a_difference(serve: Any, tmp_path: Path) -> None:
@@ -166,11 +167,11 @@ def test_a_run_without_controls_has_none_and_refuses_a_difference(serve: Any, tm
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
         fl_round = next(iter(worker))
         model = fl_round.load_into(One())
-        assert fl_round.global_controls() == fl_round.own_controls() == {}
-        with pytest.raises(UsageError, match="the run has no controls"):
-            fl_round.submit(model, control_difference=GOOD, steps=1)
+        assert fl_round.global_state("control") == fl_round.own_state("control") == {}
+        with pytest.raises(UsageError, match="the run has none beside the model"):
+            fl_round.submit(model, groups={"control": GOOD}, steps=1)
         with pytest.raises(UsageError, match="global_controls lacks 'w'"):
-            atoll.Scaffold(model, fl_round.global_controls(), fl_round.own_controls())
+            atoll.Scaffold(model, fl_round.global_state("control"), fl_round.own_state("control"))
 
 
 def test_the_controls_given_out_are_copies(serve: Any, tmp_path: Path) -> None:
@@ -180,13 +181,13 @@ def test_the_controls_given_out_are_copies(serve: Any, tmp_path: Path) -> None:
         with_the_round(next(loop), 1.0)
         fl_round = next(loop)
         fl_round.load_into(One())
-        first = fl_round.global_controls()["w"], fl_round.own_controls()["w"]
+        first = fl_round.global_state("control")["w"], fl_round.own_state("control")["w"]
         # Δc = (0 − y)/(K·η) with y = 1 − 0.9³ = 0.271; N = 1, so c = c_i = −0.271/0.3
         assert [value.item() for value in first] == [pytest.approx(-0.271 / 0.3)] * 2
         for value in first:
             value.fill_(7.0)
-        assert fl_round.global_controls()["w"].item() == pytest.approx(-0.271 / 0.3)
-        assert fl_round.own_controls()["w"].item() == pytest.approx(-0.271 / 0.3)
+        assert fl_round.global_state("control")["w"].item() == pytest.approx(-0.271 / 0.3)
+        assert fl_round.own_state("control")["w"].item() == pytest.approx(-0.271 / 0.3)
 
 
 def test_alone_a_loop_written_for_scaffold_trains_plainly() -> None:
@@ -208,9 +209,9 @@ def test_a_client_can_do_it_all(serve: Any, tmp_path: Path) -> None:
         client.submit(model)
         assert client.next_round() == 2
         client.pull(model)
-        assert client.global_controls()["w"].item() == pytest.approx(-0.271 / 0.3)
-        assert client.own_controls()["w"].item() == pytest.approx(-0.271 / 0.3)
-        client.submit(model, control_difference=GOOD, steps=1)
+        assert client.global_state("control")["w"].item() == pytest.approx(-0.271 / 0.3)
+        assert client.own_state("control")["w"].item() == pytest.approx(-0.271 / 0.3)
+        client.submit(model, groups={"control": GOOD}, steps=1)
     assert server.wait(30)
 
 

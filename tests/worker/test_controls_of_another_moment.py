@@ -30,9 +30,9 @@ class Run:
         with atoll.functional.Client(url, site=site, folder=self.workers) as client:
             while (number := client.next_round()) is not None:
                 model = client.pull()
-                self.seen[site, number] = client.global_controls()["w"], client.own_controls()["w"]
+                self.seen[site, number] = client.global_state("control")["w"], client.own_state("control")["w"]
                 difference = torch.tensor([ord(site[0]) - 96.0, 1.0]) * number
-                client.submit({"w": model["w"] - difference}, steps=1, control_difference={"w": difference})
+                client.submit({"w": model["w"] - difference}, steps=1, groups={"control": {"w": difference}})
                 if number == until:
                     return
 
@@ -69,7 +69,7 @@ def refused(run: Run, server: atoll.Server, site: str) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError) as error:
             run.part(server.url, site, 9)
-        assert "ATOLL_NEW_CONTROLS" in error.value.remedy
+        assert "ATOLL_NEW_STATE" in error.value.remedy
     assert {worker.site: worker.state for worker in server.status().workers} == before
 
 
@@ -97,10 +97,10 @@ def test_an_older_copy_begins_at_zero_where_it_is_told_to(
     run.both(server, 3)
     shutil.rmtree(run.workers / "a")
     copy_folder(run.folder / "older", run.workers / "a")
-    monkeypatch.setenv("ATOLL_NEW_CONTROLS", "1")
+    monkeypatch.setenv("ATOLL_NEW_STATE", "1")
     run.part(server.url, "a", 4)
     assert run.seen["a", 4][1].tolist() == [0.0, 0.0]
-    monkeypatch.delenv("ATOLL_NEW_CONTROLS")
+    monkeypatch.delenv("ATOLL_NEW_STATE")
     run.part(server.url, "b", 4)
     run.both(server, 5)
     assert run.seen["a", 5][1].tolist() == [4.0, 4.0]

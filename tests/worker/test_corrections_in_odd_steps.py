@@ -13,8 +13,8 @@ from scaffold_world import ETA, train
 from torch import nn
 
 import atoll
+from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.errors import UsageError
-from atoll.worker.correction.optimizer_hooks import Correction
 
 
 class One(nn.Module):
@@ -117,7 +117,7 @@ def test_a_last_step_that_broke_off_is_refused_and_another_behind_it_is_not() ->
     with pytest.raises(ValueError, match="no more records"):
         optimizer.step(fails)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="began and did not end"):
-        scaffold._correction.control_difference()
+        scaffold._hooks.require_steps()
     train(model, optimizer, 1.0, steps=1)
     assert scaffold.steps == 2
     assert scaffold.finish()["w"].item() == pytest.approx(-0.19 / 0.2)
@@ -165,7 +165,7 @@ def test_a_step_that_clears_its_gradients_inside_is_a_step() -> None:
 
 def test_an_optimizer_without_a_rate_is_followed_where_no_rate_is_needed() -> None:
     model = One()
-    with Correction(model).attach(optimizer := NoRate(model.parameters())) as plain:
+    with StepHooks(model).attach(optimizer := NoRate(model.parameters())) as plain:
         train(model, optimizer, 1.0, steps=2)
     assert plain.steps == 2
     assert model.w.item() == pytest.approx(0.19)
@@ -204,7 +204,7 @@ def test_training_behind_the_corrections_back_is_refused(tmp_path: Path, algorit
             model = round_.load_into(One())
             with round_.correct(model, torch.optim.SGD(model.parameters(), lr=ETA)):
                 train(model, torch.optim.SGD(model.parameters(), lr=ETA), 1.0)
-            with pytest.raises(UsageError, match=r"(FedProx|SCAFFOLD) saw no optimizer step.*whose step\(\) trains"):
+            with pytest.raises(UsageError, match=r"(fedprox|scaffold) saw no optimizer step.*whose step\(\) trains"):
                 round_.submit(model)
             assert not round_.done
 

@@ -32,8 +32,8 @@ def take_part(server: atoll.Server, folder: Path, rounds: int = 1, site: str = "
         for _ in range(rounds):
             assert client.next_round() is not None
             model = client.pull()
-            own = client.own_controls()["w"].tolist()
-            client.submit(model, steps=1, control_difference=STEPS_DELTA)
+            own = client.own_state("control")["w"].tolist()
+            client.submit(model, steps=1, groups={"control": STEPS_DELTA})
     return own
 
 
@@ -50,8 +50,8 @@ def damage(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damaged", "said"),
     [
-        ("control-1.bin", r"2 updates of a are in this run's controls.*ATOLL_NEW_CONTROLS"),
-        ("control-0.bin", r"updates are in the run's controls, .* is lost: .*control\.json.*ATOLL_NEW_CONTROLS"),
+        ("algorithm-1.bin", r"2 updates of a count in this run.*ATOLL_NEW_STATE"),
+        ("algorithm-0.bin", r"Updates of this site count in the run, .* is lost: .*algorithm\.json.*ATOLL_NEW_STATE"),
     ],
     ids=["current", "pending-and-counted"],
 )
@@ -76,8 +76,8 @@ def test_a_control_that_the_disk_has_damaged_is_no_control(
         file.write_bytes(kept)
     assert take_part(server, tmp_path / "w") == [2.0, 4.0]  # from a backup
     wait_until(lambda: server.status().fragments[0].version == 3, "the third one, too")
-    damage(file.with_name("control-0.bin"))  # that counts by now
-    monkeypatch.setenv("ATOLL_NEW_CONTROLS", "1")
+    damage(file.with_name("algorithm-0.bin"))  # that counts by now
+    monkeypatch.setenv("ATOLL_NEW_STATE", "1")
     assert take_part(server, tmp_path / "w") == [0.0, 0.0]
 
 
@@ -87,16 +87,16 @@ def test_a_control_that_the_disk_has_damaged_is_no_control(
 )
 def test_a_damaged_note_of_a_control_is_none(server: atoll.Server, tmp_path: Path, change: dict[str, object]) -> None:
     take_part(server, tmp_path / "w", rounds=2)
-    note = run_folder(server, tmp_path / "w") / "control.json"
+    note = run_folder(server, tmp_path / "w") / "algorithm.json"
     note.write_text(json.dumps(json.loads(note.read_text()) | change))
-    with pytest.raises(ConfigError, match="2 updates of a are in this run's controls"):
+    with pytest.raises(ConfigError, match="2 updates of a count in this run"):
         take_part(server, tmp_path / "w")
 
 
 @pytest.mark.covers("S2")
 def test_a_note_of_an_earlier_atoll_says_nothing_of_what_the_files_hold(server: atoll.Server, tmp_path: Path) -> None:
     take_part(server, tmp_path / "w", rounds=2)
-    note = run_folder(server, tmp_path / "w") / "control.json"
+    note = run_folder(server, tmp_path / "w") / "algorithm.json"
     rewrite_note(note, digests=None)
     assert take_part(server, tmp_path / "w") == [2.0, 4.0]
 
@@ -111,18 +111,18 @@ def test_a_site_without_the_control_that_the_run_counts_on_is_refused(
     if lost == "folder":
         shutil.rmtree(folder)
     elif lost == "note":
-        (folder / "control.json").unlink()
+        (folder / "algorithm.json").unlink()
     else:  # the second update was written beside the first, whose file is 1
         names = {
-            "files": ("control-0.bin", "control-1.bin"),
-            "current": ("control-1.bin",),
-            "pending": ("control-0.bin",),
+            "files": ("algorithm-0.bin", "algorithm-1.bin"),
+            "current": ("algorithm-1.bin",),
+            "pending": ("algorithm-0.bin",),
         }
         for name in names[lost]:
             (folder / name).unlink()
-    said = r"2 updates of a are in this run's controls.*ATOLL_DIR.*a/[0-9a-f]{32}"
+    said = r"2 updates of a count in this run.*ATOLL_DIR.*a/[0-9a-f]{32}"
     if lost == "pending":  # which counts is known when the site is there
-        said = r"updates are in the run's controls.*a/[0-9a-f]{32}/control\.json .*ATOLL_NEW_CONTROLS"
+        said = r"Updates of this site count in the run.*a/[0-9a-f]{32}/algorithm\.json .*ATOLL_NEW_STATE"
     for _ in range(2):  # what the first attempt leaves in the folder does not pass for a control
         with pytest.raises(ConfigError, match=said):
             take_part(server, tmp_path / "w")
@@ -185,20 +185,20 @@ def test_it_may_begin_at_zero_where_it_is_told_to(
 ) -> None:
     """Only the note is gone: what the files hold is not taken for c_i. Told so once, the site has a control again."""
     take_part(server, tmp_path / "w", rounds=2)
-    (run_folder(server, tmp_path / "w") / "control.json").unlink()
-    monkeypatch.setenv("ATOLL_NEW_CONTROLS", "1")
+    (run_folder(server, tmp_path / "w") / "algorithm.json").unlink()
+    monkeypatch.setenv("ATOLL_NEW_STATE", "1")
     with caplog.at_level(logging.WARNING):
         assert take_part(server, tmp_path / "w") == [0.0, 0.0]
-    assert "a: its control begins at zero" in caplog.text
-    assert "2 updates of a are in this run's controls, and the site has lost its own" in caplog.text
+    assert "a: its state begins at zero" in caplog.text
+    assert "2 updates of a count in this run, and the site has lost its own" in caplog.text
     assert take_part(server, tmp_path / "w") == [1.0, 2.0]  # the variable does no harm to a control that is there
-    monkeypatch.delenv("ATOLL_NEW_CONTROLS")
+    monkeypatch.delenv("ATOLL_NEW_STATE")
     assert take_part(server, tmp_path / "w") == [2.0, 4.0]
 
 
 def test_a_variable_that_is_neither_true_nor_false(
     server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ATOLL_NEW_CONTROLS", "perhaps")
-    with pytest.raises(ConfigError, match=r"ATOLL_NEW_CONTROLS is 'perhaps'"):
+    monkeypatch.setenv("ATOLL_NEW_STATE", "perhaps")
+    with pytest.raises(ConfigError, match=r"ATOLL_NEW_STATE is 'perhaps'"):
         take_part(server, tmp_path / "w")

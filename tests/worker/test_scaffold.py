@@ -11,10 +11,11 @@ from scaffold_world import ETA, TARGETS, one_round, train
 from torch import nn
 
 import atoll
+from atoll.algorithms.fedprox import ProximalTerm
+from atoll.algorithms.optimizer_hooks import StepHooks
+from atoll.algorithms.scaffold import ControlVariates
 from atoll.errors import UsageError
-from atoll.worker.correction.control_variates import Controls
-from atoll.worker.correction.optimizer_hooks import Correction, Proximal
-from atoll.worker.correction.scaffold_steps import Shifted
+from atoll.worker.exchange.algorithm_state import AlgorithmState
 
 ROUNDS = 3
 
@@ -68,9 +69,9 @@ def test_three_rounds_are_those_of_the_paper(server: atoll.Server, tmp_path: Pat
         assert worker.load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
         session = worker._session
         assert session.base.values_of("atoll.control.w", 0, 1).item() == pytest.approx(c, rel=1e-5)
-        session.controls.settle(session.outcome)
-        assert session.controls.read("atoll.control.w", 0, 1).item() == pytest.approx(own[site], rel=1e-5)
-        assert session.controls.read("atoll.control.frozen", 0, 2).tolist() == [0.0, 0.0]
+        session.kept.settle(session.outcome)
+        assert session.kept.read("atoll.control.w", 0, 1).item() == pytest.approx(own[site], rel=1e-5)
+        assert session.kept.read("atoll.control.frozen", 0, 2).tolist() == [0.0, 0.0]
     leave(known)
     assert server.wait(60)
     with safe_open(server.exports / "model.safetensors", framework="pt") as file:
@@ -148,8 +149,8 @@ def test_controls_outlive_the_worker(server: atoll.Server, tmp_path: Path) -> No
         assert next(loop, None) is None
     assert known["workers"]["b"].load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
     for site, worker in known["workers"].items():
-        worker._session.controls.settle(worker._session.outcome)
-        assert worker._session.controls.read("atoll.control.w", 0, 1).item() == pytest.approx(own[site], rel=1e-5)
+        worker._session.kept.settle(worker._session.outcome)
+        assert worker._session.kept.read("atoll.control.w", 0, 1).item() == pytest.approx(own[site], rel=1e-5)
     leave(known)
 
 
@@ -168,9 +169,9 @@ def test_a_refused_update_leaves_the_control_as_it_was(tmp_path: Path) -> None:
                 round_.submit(model)
                 if number == 1:
                     # the first attempt is forgotten: x = 0, y = 0.1, Δc = c⁺ = (0 − 0.1)/0.1 = −1
-                    assert worker._session.controls.read("atoll.control.w", 0, 1).item() == 0.0
-            worker._session.controls.settle(worker._session.outcome)
-            values = worker._session.controls.read("atoll.control.w", 0, 1)
+                    assert worker._session.kept.read("atoll.control.w", 0, 1).item() == 0.0
+            worker._session.kept.settle(worker._session.outcome)
+            values = worker._session.kept.read("atoll.control.w", 0, 1)
         assert server.status().refused == 1
     assert values.item() != 0.0
     assert torch.isfinite(values).all()
@@ -230,7 +231,8 @@ def test_a_schedule_is_followed(server: atoll.Server, tmp_path: Path) -> None:
         train(model, optimizer, 1.0, steps=1)
     assert (correction.steps, correction.rates) == (3, pytest.approx(0.3))
     y = 1 - 0.9 * 0.8
-    assert correction.control_difference()("atoll.control.w", 0, 1).item() == pytest.approx(-y / 0.3)
+    delta = correction.finish(lambda name, start, stop: torch.tensor([-y]))["control"]
+    assert delta("w", 0, 1).item() == pytest.approx(-y / 0.3)
     for worker in workers:
         worker.leave()
 
@@ -241,7 +243,7 @@ def test_fedprox_pulls_towards_the_global_model() -> None:
     with torch.no_grad():
         model.w.fill_(2.0)
     optimizer = torch.optim.SGD([model.w], lr=0.1)
-    with Proximal(model, mu=0.5).attach(optimizer) as correction:
+    with StepHooks(model, "fedprox", ProximalTerm(mu=0.5)).attach(optimizer) as correction:
         train(model, optimizer, 1.0, steps=2)
     assert model.w.item() == pytest.approx(1.815)
     assert correction.steps == 2
@@ -271,9 +273,9 @@ def test_what_is_pending_is_forgotten_only_when_the_next_update_is_formed(server
     optimizer = torch.optim.SGD([model.w], lr=ETA)
     correction = round_.correct(model, optimizer)
     train(model, optimizer, TARGETS["a"])
-    controls = known["workers"]["a"]._session.controls
+    controls = known["workers"]["a"]._session.kept
     controls.belongs_to(99, 0)
-    correction.control_difference()
+    correction.require_steps()
     assert controls.note.pending == 99
     round_.submit(model)
     assert controls.note.pending == round_._ticket.ticket
@@ -282,7 +284,7 @@ def test_what_is_pending_is_forgotten_only_when_the_next_update_is_formed(server
 
 def test_one_optimizer_a_round() -> None:
     model = One()
-    correction = Correction(model).attach(torch.optim.SGD([model.w], lr=0.1))
+    correction = StepHooks(model).attach(torch.optim.SGD([model.w], lr=0.1))
     with pytest.raises(UsageError, match="corrected already"):
         correction.attach(torch.optim.SGD([model.w], lr=0.1))
 
@@ -300,20 +302,20 @@ def test_a_file_that_is_new_holds_no_control(tmp_path: Path) -> None:
     """Guards against a note that outlives its files."""
     from atoll.tensors.module_tensors import schema_of
 
-    schema = schema_of(One()).with_controls()
-    controls = Controls(tmp_path, schema)
+    schema = schema_of(One()).with_groups(["control"])
+    controls = AlgorithmState(tmp_path, schema, ["control"])
     controls.begin()
     controls.write("atoll.control.w", 0, torch.tensor([5.0]))
     controls.belongs_to(7, 0)
     controls.note = type(controls.note)(current=1)
     controls._write(controls.note)
     controls.close()
-    again = Controls(tmp_path, schema)
+    again = AlgorithmState(tmp_path, schema, ["control"])
     assert again.read("atoll.control.w", 0, 1).item() == 5.0
     again.close()
-    for path in tmp_path.glob("control-*.bin"):
+    for path in tmp_path.glob("algorithm-*.bin"):
         path.unlink()
-    fresh = Controls(tmp_path, schema)
+    fresh = AlgorithmState(tmp_path, schema, ["control"])
     assert fresh.read("atoll.control.w", 0, 1).item() == 0.0
     fresh.close()
 
@@ -322,15 +324,15 @@ def test_what_a_new_update_is_written_over_no_longer_counts_for_the_old_one(tmp_
     """Killed while the next update is formed: half of it lies where c_i⁺ of ticket 7 was."""
     from atoll.tensors.module_tensors import schema_of
 
-    schema = schema_of(One()).with_controls()
-    controls = Controls(tmp_path, schema)
+    schema = schema_of(One()).with_groups(["control"])
+    controls = AlgorithmState(tmp_path, schema, ["control"])
     controls.begin()
     controls.write("atoll.control.frozen", 0, torch.tensor([5.0, 6.0]))
     controls.belongs_to(7, 0)
     controls.begin()
     controls.write("atoll.control.frozen", 0, torch.tensor([9.0]))
     controls.close()
-    again = Controls(tmp_path, schema)
+    again = AlgorithmState(tmp_path, schema, ["control"])
     again.settle(lambda ticket: pytest.fail(f"asked for ticket {ticket}"))
     assert again.read("atoll.control.frozen", 0, 2).tolist() == [0.0, 0.0]
     again.close()
@@ -340,8 +342,8 @@ def test_a_step_without_gradients_is_none() -> None:
     """Nothing is corrected where the optimizer moved nothing; behind one with them, w ← w − η·g − η·(c − c_i)."""
     model = One()
     optimizer = torch.optim.SGD([model.w], lr=0.5)
-    shifted = Shifted(model)
-    shifted.offsets = {"w": torch.tensor([4.0])}
+    shifted = StepHooks(model, "scaffold", ControlVariates())
+    shifted.shared["w"].fill_(4.0)
     with shifted.attach(optimizer):
         optimizer.step()
         assert (model.w.item(), shifted.steps, shifted.rates) == (0.0, 0, 0.0)

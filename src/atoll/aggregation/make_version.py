@@ -53,7 +53,7 @@ from atoll.tensors.byte_runs import Run
 from atoll.tensors.chunks import Scratch
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import TILE, Part
-from atoll.tensors.schema import CONTROL, PARAMS, TensorSpec
+from atoll.tensors.schema import PARAMS, TensorSpec
 
 RUN_ELEMENTS = 2**18
 """1 MiB of fp32: what a run reads, reduces, steps and writes then stays in a core's cache."""
@@ -206,7 +206,7 @@ def kind_of(spec: TensorSpec, granularity: str) -> Kind:
     """Return what the pass does with a tensor, as in the table above."""
     if not spec.is_float:
         return "max"
-    if spec.group == CONTROL:
+    if spec.is_beside:
         return "add"
     if spec.group != PARAMS:
         return "mean"

@@ -173,7 +173,7 @@ def write_result(fd: int, layout: Layout, given: object, progress: Callable[[], 
         if segment is None:
             if name in layout.by_name:
                 raise BadResult(f"gave {name!r} twice")
-            hint = registry.nearest(name, layout.by_name, "Buffers and controls are the server's own matter.")
+            hint = registry.nearest(name, layout.by_name, "An aggregator gives parameters only.")
             raise BadResult(f"gave {name!r}, which is no parameter of the model ({hint.rstrip('.')})")
         write_at(fd, bytes_of(_checked(segment, value)), segment.offset)
         progress()

@@ -4,15 +4,14 @@ arguments are checked where it is built (`atoll.outer_optimizers`)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from atoll import registry
-from atoll.algorithms.base import Algorithm
+from atoll.algorithms.base import Algorithm, LocalRule
 from atoll.config import Settings
 from atoll.errors import ConfigError
-from atoll.tensors.schema import CONTROL
 
 _INSTEAD_OF_MOMENTUM = {
     "adam": "set the decay of its averages: outer_options = {betas = [0.9, 0.99]}",
@@ -33,7 +32,7 @@ class ResolvedAlgorithm:
         outer_options: its keyword arguments.
         reducer: name or `module:attribute` of what reduces `params`.
         reducer_options: its keyword arguments.
-        local: how a worker corrects local training.
+        local: the options of its local rule; None: it has none.
         codec: how `params` travel.
         codec_options: its keyword arguments.
         sync_every: local steps of a round; 0 where the worker decides.
@@ -44,7 +43,7 @@ class ResolvedAlgorithm:
     outer_options: dict[str, Any]
     reducer: str
     reducer_options: dict[str, Any]
-    local: dict[str, Any]
+    local: dict[str, Any] | None
     codec: str
     codec_options: dict[str, Any]
     sync_every: int
@@ -52,6 +51,11 @@ class ResolvedAlgorithm:
     @property
     def name(self) -> str:
         return self.algorithm.name
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """The groups that a site keeps between rounds."""
+        return self.algorithm.keeps
 
     @property
     def needs_all(self) -> bool:
@@ -80,9 +84,16 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
             f"algorithm = {settings.algorithm!r} is a {type(algorithm).__name__}, not an algorithm.",
             "It has to name a value of atoll.algorithms.base.Algorithm.",
         )
-    if settings.ranks > 1 and CONTROL in algorithm.reduce:
+    if ":" not in settings.algorithm and algorithm.name != settings.algorithm:
         raise ConfigError(
-            f"ranks is {settings.ranks}, and algorithm is {settings.algorithm!r}: controls are not sharded so far.",
+            f"The entry point {settings.algorithm!r} gives an algorithm named {algorithm.name!r}.",
+            "Give both one name: sites load the algorithm by it.",
+        )
+    has_state = bool(algorithm.beside or algorithm.keeps)
+    if settings.ranks > 1 and has_state:
+        raise ConfigError(
+            f"ranks is {settings.ranks}, and algorithm is {settings.algorithm!r}: the tensors that it keeps beside the "
+            "model are not sharded so far.",
             "Set ranks = 1 and train without sharding, or choose another algorithm.",
         )
     if not algorithm.steps_driven:
@@ -103,9 +114,9 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
             f"reducer = {reducer!r} would take the place of {own!r}, which is what makes {algorithm.name}.",
             "Leave reducer out, or choose it with algorithm = 'fedavg'.",
         )
-    if settings.mode == "async" and "control" in algorithm.reduce:
+    if settings.mode == "async" and has_state:
         raise ConfigError(
-            f"algorithm is {settings.algorithm!r}, and mode is 'async': SCAFFOLD's controls are means over a round.",
+            f"algorithm is {settings.algorithm!r}, and mode is 'async': the tensors that it keeps change by rounds.",
             "Set mode = 'sync', or choose another algorithm.",
         )
     _require_known("staleness", "staleness_weight", settings.staleness_weight)
@@ -180,8 +191,8 @@ def _delayed(settings: Settings, outer: str | Callable[..., Any], options: dict[
     return {"lr": lr, "momentum": momentum, "delay": settings.dn_buffer_size, "undelayed": first}
 
 
-def _local(settings: Settings, algorithm: Algorithm) -> dict[str, Any]:
-    known = [key for key in algorithm.local if key != "correction"]
+def _local(settings: Settings, algorithm: Algorithm) -> dict[str, Any] | None:
+    known = algorithm.local_options
     for key, value in settings.local_options.items():
         if key not in known:
             has = f"It has {', '.join(known)}." if known else "Leave local_options out."
@@ -190,7 +201,33 @@ def _local(settings: Settings, algorithm: Algorithm) -> dict[str, Any]:
             )
         if type(value) not in (int, float) or not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"local_options: {key} = {value!r}.", "It is a number, at least 0.")
-    return dict(algorithm.local) | settings.local_options
+    return known | settings.local_options if algorithm.local else None
+
+
+def local_rule(name: str, options: Mapping[str, Any] | None, package: str) -> LocalRule | None:
+    """Return how a site corrects local training: by a rule that is installed here, loaded by its name alone.
+
+    Args:
+        name: of the run's algorithm.
+        options: of its local rule, as the server gives them; None: sites train plainly.
+        package: that has it at the server, with its version; empty: none is known.
+
+    Raises:
+        ConfigError: this site does not have it, or has another one of that name.
+    """
+    if options is None:
+        return None
+    install = f"Install {package}" if package else f"Install the package that has the entry point {name!r}"
+    install += " at this site, in the group atoll.algorithms, as at the server." if not package else " at this site."
+    if name not in registry.names("algorithms"):
+        raise ConfigError(
+            f"The run's algorithm {name!r} corrects local training, and this site does not have it.", install
+        )
+    algorithm = registry.load("algorithms", name)
+    if not isinstance(algorithm, Algorithm) or algorithm.local is None:
+        raise ConfigError(f"The algorithm {name!r} that is installed here does not correct local training.", install)
+    rule = algorithm.local
+    return registry.made(lambda: rule(**options), f"The options {dict(options)!r} of {name!r} do not fit", install)
 
 
 def name_of(given: Callable[..., Any]) -> str:

@@ -3,30 +3,156 @@
 S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh: SCAFFOLD: Stochastic Controlled Averaging
 for Federated Learning. ICML 2020, arXiv 1910.06378, algorithm 1, option II for the controls.
 
-worker    y_i ← x;   K times:  y_i ← y_i − η_l·(g_i(y_i) − c_i + c)
-          c_i⁺ = c_i − c + (x − y_i) / (K·η_l)          with a schedule: Σ η_l in place of K·η_l
-          Δc_i = c_i⁺ − c_i
-server    x ← x − η_g · mean_S (x − y_i)                Atoll: by weight;  η_g = outer_lr
-          c ← c + Σ_S p_i·Δc_i                          the paper: p_i = 1/N;  Atoll: p_i = w_i / W
+    site      y_i ← x;   K times:  y_i ← y_i − η_l·(g_i(y_i) − c_i + c)
+              c_i⁺ = c_i − c + (x − y_i) / (K·η_l)          with a schedule: Σ η_l in place of K·η_l
+              Δc_i = c_i⁺ − c_i = (x − y_i) / Σ η_l − c
+    server    x ← x − η_g · mean_S (x − y_i)                Atoll: by weight;  η_g = outer_lr
+              c ← c + Σ_S p_i·Δc_i                          the paper: p_i = 1/N;  Atoll: p_i = w_i / W
 
-Weights define the objective, for model and controls alike. W is the weight of all workers that ever joined: the sum of
-the weights of the workers heard × (N / workers heard). So weights of 1 are the paper's 1/N. A worker keeps its first
-weight.
+Weights define the objective, for model and controls alike. W is the weight of all sites that ever joined: the sum of
+the weights of the sites heard × (N / sites heard). So weights of 1 are the paper's 1/N. A site keeps its first weight.
 
-c lies beside the model in every version, Δc_i beside the pseudo-gradient in every update (group `control`), c_i with
-the worker, which keeps c_i⁺ only when its update was counted. When W changes, c ← c·W_before/W: it stays the mean of
-all c_i.
+c lies beside the model in every version and Δc_i beside the pseudo-gradient in every update (group `control`). The site
+keeps c_i, and c_i⁺ takes its place when its update counts. When W changes, c ← c·W_before/W: it stays the mean of all
+c_i (reducer `share`).
 """
 
 from __future__ import annotations
 
-from atoll.algorithms.base import Algorithm
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from atoll.algorithms.base import Algorithm, Correction, LocalContext, LocalRule, Moved, Runs
+from atoll.algorithms.by_hand import ByHand, require_tensors
+from atoll.border import border, bordered
+from atoll.errors import UsageError
+from atoll.tensors.arrays import Arrays
+from atoll.tensors.chunks import run_of
+from atoll.tensors.module_tensors import named_parameters
+from atoll.tensors.schema import name_beside
+
+CONTROL = "control"
+
+
+@dataclass(frozen=True)
+class ControlVariates(LocalRule):
+    """Shift every step by c − c_i."""
+
+    keeps: ClassVar[tuple[str, ...]] = (CONTROL,)
+    one_rate: ClassVar[bool] = True
+
+    def start(self, context: LocalContext) -> Correction:
+        return _Shifted(context)
+
+
+class _Shifted(Correction):
+    """Holds c − c_i of the trainable parameters: one copy of them, beside them."""
+
+    def __init__(self, context: LocalContext) -> None:
+        super().__init__()
+        self._context, self._y = context, context.trainable
+        for name in self._y:
+            shift = context.version(CONTROL, name) - context.own(CONTROL, name)
+            if not bool(torch.isfinite(shift).all()):
+                raise UsageError(
+                    f"The control of {name!r} is not finite: this site's file of it is damaged, or the run's is.",
+                    "Remove this site's folder under ATOLL_DIR and start it with ATOLL_NEW_STATE=1; if it is said "
+                    "again, begin a new run.",
+                )
+            self.shared[name] = context.like(name, shift)
+
+    def after_step_(self, names: Collection[str], rate: float) -> None:
+        for name, shift in self.shared.items():
+            self._y[name].sub_(shift, alpha=rate)
+
+    def finish(self, moved: Moved, rates: float) -> Mapping[str, Runs]:
+        """Return Δc_i. A parameter that was not trained, or that a filter keeps back, leaves c_i as it is."""
+
+        def difference(name: str, start: int, stop: int) -> Tensor:
+            c_i = self._context.own(CONTROL, name, start, stop)
+            x_y = moved(name, start, stop) if name in self._y else None
+            if x_y is None:
+                delta = torch.zeros_like(c_i)
+            else:
+                delta = x_y.to(c_i.dtype).div_(rates).sub_(self._context.version(CONTROL, name, start, stop))
+            self._context.keep(CONTROL, name, c_i + delta, start)
+            return delta
+
+        return {CONTROL: difference}
+
+
+@bordered
+class Scaffold(ByHand):
+    """SCAFFOLD (arXiv 1910.06378, option II) for one round of a hand-written loop: y ← y − η·(c − c_i) after each step.
+
+    Args:
+        model: as it was pulled; a copy of its parameters on the CPU, x, is kept.
+        global_controls: c, parameter's name → tensor of its shape: `fl_round.global_state("control")`.
+        own_controls: c_i, likewise: `fl_round.own_state("control")`.
+
+    Raises:
+        UsageError: a control is missing, unknown, of another shape, no tensor of floats or not finite; it is named.
+    """
+
+    @border
+    def __init__(self, model: nn.Module, global_controls: Arrays, own_controls: Arrays) -> None:
+        self._y = {name: value for name, value in named_parameters(model).items() if value.is_floating_point()}
+        self._x = {name: value.detach().to("cpu", copy=True) for name, value in self._y.items()}
+        shapes = {name: tuple(value.shape) for name, value in self._y.items()}
+        c = _InMemory(require_tensors("global_controls", global_controls, shapes))
+        self._own = _InMemory(require_tensors("own_controls", own_controls, shapes))
+        super().__init__(model, "SCAFFOLD", ControlVariates(), c.read, self._own)
+
+    @property
+    def own_controls(self) -> dict[str, Tensor]:
+        """c_i as it was given; after `finish` c_i⁺, which counts only if the update does."""
+        return {name: self._own.after[name_beside(CONTROL, name)] for name in self._x}
+
+    @border
+    def finish(self) -> dict[str, Tensor]:
+        """Let go of the optimizer.
+
+        Returns:
+            Δc_i = c_i⁺ − c_i, parameter's name → CPU tensor of its shape: what an update carries for the group
+            "control". Zeros where a parameter was not trained.
+
+        Raises:
+            UsageError: there was no step, or one that did not end, or none with a learning rate.
+        """
+        self._hooks.close()
+        with torch.no_grad():
+            difference = self._hooks.finish(self._moved)[CONTROL]
+            return {name: difference(name, 0, x.numel()).reshape(x.shape) for name, x in self._x.items()}
+
+    def _moved(self, name: str, start: int, stop: int) -> Tensor:
+        wide = torch.float64 if self._x[name].dtype == torch.float64 else torch.float32
+        x, y = run_of(self._x[name], start, stop), run_of(self._y[name].detach(), start, stop)
+        return x.to(wide) - y.to("cpu", wide)
+
+
+class _InMemory:
+    """Controls in memory, as they are and as they become."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.before = {name_beside(CONTROL, name): value for name, value in tensors.items()}
+        self.after = {name: value.clone() for name, value in self.before.items()}
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return run_of(self.before[name], start, stop).clone()
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        self.after[name].reshape(-1)[start : start + values.numel()].copy_(values)
+
 
 scaffold = Algorithm(
     name="scaffold",
     citation="SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, Karimireddy et al., 1910.06378",
     outer="sgd",
     outer_options={"lr": 1.0, "momentum": 0.0},
-    reduce={"params": "mean", "buffers": "mean", "control": "share"},
-    local={"correction": "scaffold"},
+    reduce={"params": "mean", "buffers": "mean", CONTROL: "share"},
+    local=ControlVariates,
 )

@@ -29,7 +29,7 @@ NOT_SETTINGS = frozenset(
         "ATOLL_MAX_SYNC_RETRIES",
         "ATOLL_GIVE_UP_S",
         "ATOLL_TLS_CA",
-        "ATOLL_NEW_CONTROLS",
+        "ATOLL_NEW_STATE",
         "ATOLL_PEER_HOST",
         "ATOLL_PEER_PORT",
         "ATOLL_PEER_NAME",

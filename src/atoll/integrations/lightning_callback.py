@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
+from atoll.algorithms.optimizer_hooks import StepHooks
+from atoll.algorithms.resolve import local_rule
 from atoll.border import border
 from atoll.errors import UsageError
 from atoll.integrations import lightning_trainer
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, asked, require_alone
 from atoll.tensors.module_tensors import named_tensors
-from atoll.worker.correction.optimizer_hooks import Correction, following
 from atoll.worker.log_lines import LOG, ensure_lines
 from atoll.worker.session.ranks import Ranks
 from atoll.worker.training.alone import ALONE
@@ -73,7 +74,7 @@ class AtollCallback(Callback):
         self._limits = lightning_trainer.Limits()
         self._schedule = lightning_trainer.Schedule()
         self._validations = lightning_trainer.Validations()
-        self._correction: Correction | None = None
+        self._correction: StepHooks | None = None
         self._module: Any = None
         self._fits = 0
         self._in_round, self.measuring, self._samples = False, False, 0  # measuring: for cross-site evaluation
@@ -229,12 +230,14 @@ class AtollCallback(Callback):
 
         def facts() -> list[Any]:
             assert self.driver.info is not None
-            return [self.driver.info.algorithm, self.driver.info.local]
+            info = self.driver.info
+            return [info.algorithm, info.local, info.local_package]
 
-        algorithm, local = ranks.agree(facts)
-        if local.get("correction", "none") == "none":
+        algorithm, options, package = ranks.agree(facts)
+        rule = local_rule(algorithm, options, package)
+        if rule is None:
             return
-        if local["correction"] == "scaffold":
+        if rule.one_rate:
             lightning_trainer.require_own_weights(trainer, algorithm)
         lightning_trainer.require_unscaled(trainer, algorithm)
         optimizer = lightning_trainer.the_optimizer(trainer, module, algorithm)
@@ -245,9 +248,9 @@ class AtollCallback(Callback):
 
         ranks.agree(correct)
         if not ranks.talks:
-            self._correction = following(local, module).attach(optimizer)
-        if self._correction is not None and self._correction.offsets:
-            ranks.spread_(value for _, value in sorted(self._correction.offsets.items()))
+            self._correction = StepHooks(module, algorithm, rule).attach(optimizer)
+        if self._correction is not None and self._correction.shared:
+            ranks.spread_(value for _, value in sorted(self._correction.shared.items()))
 
     def _require_steps(self, trainer: Any) -> int:
         """Return the optimizer steps of this fit.

@@ -12,11 +12,11 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from torch import nn
 
+from atoll.algorithms.optimizer_hooks import Given
 from atoll.errors import UsageError
 from atoll.filters.base import Filter, require_filters
 from atoll.protocol import messages
 from atoll.transport.http_client import server_of
-from atoll.worker.correction.optimizers import Given
 from atoll.worker.log_lines import LOG, ensure_lines
 from atoll.worker.site_name import default_site, require_site
 from atoll.worker.training.alone import Round

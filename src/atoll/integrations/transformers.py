@@ -3,7 +3,7 @@
 One `trainer.train()` spans all rounds of the run: the optimizer with its state, and the learning rate schedule, go on
 from round to round; the global model is loaded into the parameters in place. The server chooses the algorithm:
 
-    FedAvg, FedProx, SCAFFOLD, …   submit, wait and load, every `sync_every` steps or at the end of each epoch
+    FedAvg, FedProx, …             submit, wait and load, every `sync_every` steps or at the end of each epoch
     DiLoCo                         `atoll.DiLoCo` around the model and the Trainer's optimizer
 """
 
@@ -22,13 +22,12 @@ from typing import Any, TypeVar, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
+from atoll.algorithms.optimizer_hooks import StepHooks, innermost
 from atoll.border import border
 from atoll.errors import UsageError
 from atoll.filters.base import require_filters
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone
 from atoll.worker.arguments import finite_metrics
-from atoll.worker.correction.optimizer_hooks import Correction
-from atoll.worker.correction.optimizers import innermost
 from atoll.worker.log_lines import LOG, ensure_lines
 from atoll.worker.session.leave_at_exit import what_ends
 from atoll.worker.site_name import default_site
@@ -86,7 +85,7 @@ class AtollCallback(TrainerCallback):
         self._taking_part = False
         self._model: nn.Module | None = None  # that travels
         self._optimizer: Optimizer | None = None
-        self._correction: Correction | None = None
+        self._correction: StepHooks | None = None
         self._metrics: dict[str, float] = {}
         self._steps = self._samples = 0  # of this round
         self._is_scaled = False

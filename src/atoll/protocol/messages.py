@@ -84,8 +84,11 @@ class RunInfo(Message):
     run: RunId = Field(description="Id of the run; changes when a state directory is begun anew.")
     name: Shown
     algorithm: str
-    local: dict[str, str | float] = Field(
-        default_factory=dict, description="How the algorithm corrects local training."
+    local: dict[str, float] | None = Field(
+        None, description="Options of the algorithm's local rule; null: sites train plainly."
+    )
+    local_package: str = Field(
+        "", description="The package that has the algorithm at the server, with its version; empty: none is known."
     )
     on_missed: Literal["rebase", "reset"] = Field(
         description="Whether local steps of a missed round are carried over to the next version, or lost."
@@ -180,7 +183,7 @@ class SchemaMessage(Message):
 
 
 class Counted(Message):
-    """Which update of a site its control stands for; without a base version: none, the control is zero."""
+    """Which update a site's kept state stands behind; without a base version: none, the state is zero."""
 
     base_version: Count | None = None
     digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Of the update; empty where it is not known.")
@@ -207,15 +210,17 @@ class Join(Message):
     num_fragments: Count | None = Field(None, description="Its own number of fragments; must be the run's.")
     labels: Labels = Field(default_factory=dict, description="Anything to be shown in status.")
     peer: Address = Field("", description="Where other workers of a swarm reach it: http://host:port.")
-    controls: Literal["", "kept", "missing", "new"] = Field(
-        "", description="What it has of its own control, where the run has controls; new: it begins at zero on purpose."
+    local_state: Literal["", "kept", "missing", "new"] = Field(
+        "", description="What it has of what the algorithm keeps at a site; new: it begins at zero on purpose."
     )
-    controls_of: list[Counted] = Field(
+    local_state_of: list[Counted] = Field(
         default_factory=list,
         max_length=2,
-        description="The updates behind which that is its control; empty: it does not tell.",
+        description="The updates that this state stands behind; empty: it does not tell.",
     )
-    new_controls: bool = Field(False, description="It begins at zero where what it has is not what the run counts on.")
+    new_local_state: bool = Field(
+        False, description="It begins at zero where what it has is not what the run counts on."
+    )
 
 
 class Joined(Message):
@@ -301,7 +306,8 @@ class TicketReply(Message):
     ticket: Ticket | None = None
     previous: Outcome | None = Field(None, description="What became of this worker's ticket before.")
     counted: Counted | None = Field(
-        None, description="With a ticket, in runs with controls: the update of this site that was counted last."
+        None,
+        description="With a ticket, where sites keep state: the update of this site that was counted last.",
     )
     head_version: Count
     head_digest: Hex32

@@ -64,7 +64,7 @@ class RoundSummary(Message):
     )
     population: Count = Field(0, description="Workers that had ever joined when the round closed.")
     total_weight: float = Field(
-        0.0, description="In a run with controls: the weight of all of them together, those not heard at the mean."
+        0.0, description="Where a reducer needs it: the weight of all of them together, those not heard at the mean."
     )
     aggregator: str = Field("", description="The worker of a swarm that reduced it; empty: the server did.")
     checker: str = Field("", description="The worker that checked the version before it became the head.")

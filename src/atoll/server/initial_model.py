@@ -20,7 +20,7 @@ from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, chunks
 from atoll.tensors.module_tensors import Tensors, Told, named_tensors, schema_of, unwrapped
-from atoll.tensors.schema import BUFFERS, CONTROL, NOTHING, Schema
+from atoll.tensors.schema import BUFFERS, NOTHING, Schema
 
 NO_MODEL = {NOTHING: torch.zeros(1)}
 """Of a run that has workflows and no model: the state directory has one in any case."""
@@ -248,7 +248,7 @@ def write_version(fd: int, layout: Layout, header: bytes, model: nn.Module | Ten
         offset = part.start + len(head)
         for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
             spec = piece.segment.spec
-            if spec.group == CONTROL:
+            if spec.is_beside:
                 run = torch.zeros(stop - start, dtype=torch_dtype(spec.dtype))
             else:
                 run = run_of(tensors[spec.name], start, stop).cpu()

@@ -29,7 +29,6 @@ from atoll.store.journal_tables import Recovered, RunRow
 from atoll.store.store import Store
 from atoll.tensors.fragments import split, split_of
 from atoll.tensors.module_tensors import Tensors
-from atoll.tensors.schema import CONTROL
 
 LOG = logging.getLogger("atoll.server")
 
@@ -120,8 +119,7 @@ def plan_of(settings: Settings, given: nn.Module | Tensors | None = None, outer:
         ConfigError: the model or a setting cannot be used.
     """
     schema = schema_for(settings, initial_model(settings, given))
-    if CONTROL in resolve(settings).algorithm.reduce:
-        schema = schema.with_controls()
+    schema = schema.with_groups(resolve(settings).algorithm.beside)
     return Plan.make(settings, split(schema, settings.num_fragments), outer)
 
 

@@ -34,7 +34,7 @@ from atoll.tensors.alone import alone
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import Piece, chunks
-from atoll.tensors.schema import CONTROL, PARAMS, TensorSpec
+from atoll.tensors.schema import PARAMS, TensorSpec
 
 LOG = logging.getLogger("atoll.server")
 
@@ -231,7 +231,7 @@ class _Work:
 
     def write(self, fd: int, filters: Sequence[Filter], about: About, model: Collection[str]) -> float:
         """Write what the filters leave; returns the L2 norm of its `params`."""
-        specs = {each.spec.name: each.spec for each in self._layout.segments if each.spec.group != CONTROL}
+        specs = {each.spec.name: each.spec for each in self._layout.segments if not each.spec.is_beside}
         squares = []
         with torch.no_grad(), alone():
             chain = Chain(filters, specs, about, self._change, model=model)
@@ -254,9 +254,9 @@ class _Work:
     def _run(self, chain: Chain, run: Piece) -> Tensor:
         """A run as it is to be aggregated, encoded."""
         spec, start, stop = run.segment.spec, run.start, run.stop
-        if spec.group != CONTROL and not spec.is_float and not chain.sends(spec.name):
+        if not spec.is_beside and not spec.is_float and not chain.sends(spec.name):
             return self._base(spec, start, stop).view(torch.uint8)
-        if spec.group == CONTROL or not spec.is_float:
+        if spec.is_beside or not spec.is_float:
             return self._bytes(run)
         if spec.group == PARAMS:
             values = chain.change(spec.name, start, stop)

@@ -12,7 +12,7 @@ from pathlib import Path
 from atoll.worker.exchange.local_state import TurnNote
 from atoll.worker.json_notes import note_from, read_note, write_note
 
-NAMES = ("control", "residual")
+NAMES = ("algorithm", "residual")
 """Of the files: NAME-0.bin and NAME-1.bin take turns, NAME.json says which counts."""
 
 Kept = dict[str, bytes]

@@ -254,9 +254,9 @@ class Conductor:
             )
         request: Any = {IDENTITY: Identity()}
         sites = set(self._sites)
-        if begun and self._run.has_controls:
+        if begun and self._run.plan.algorithm.keeps:
             self._counted.update(filter(self._has_counted, self._sites))
-            self._require_controls()
+            self._require_state()
         with self._together():
             for member in leases.alive(self._run.state.members):
                 if member.site not in sites:
@@ -277,10 +277,10 @@ class Conductor:
         ticket, known = self._run.store.last_ticket(site), self._run.roster.get(site)
         return (known is not None and known.rounds > 0) or (ticket is not None and ticket.state == "accepted")
 
-    def _require_controls(self) -> None:
+    def _require_state(self) -> None:
         assert self._folder is not None
         for site in sorted(self._counted):
-            if not (self._folder / site / "control.json").is_file():
+            if not (self._folder / site / "algorithm.json").is_file():
                 raise ConfigError(
                     f"What {site} keeps between its rounds is not in {self._folder} any more, and its updates count.",
                     "Bring its folder back from a backup, or begin a new simulation in another state_dir.",

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import nn
 
-from atoll.aggregation.plan import Plan
 from atoll.border import bordered, say_interrupt_in_a_line
 from atoll.config import Settings
 from atoll.errors import ConfigError, UsageError
@@ -33,7 +32,6 @@ from atoll.simulate.engines import require_engine
 from atoll.simulate.job_messages import Beginning, Engine
 from atoll.simulate.local_engine import LocalEngine
 from atoll.simulate.schedule_sites import Conductor, now
-from atoll.simulate.site_session import lasts
 from atoll.tensors.module_tensors import Tensors
 from atoll.worker.site_name import require_site
 
@@ -250,7 +248,8 @@ class Simulation:
         try:
             beginning = self._beginning(run)
             run.start()
-            folder = Path(beginning.sites) if _lasts(plan, beginning) else None
+            lasts = plan.algorithm.keeps or plan.codecs[plan.algorithm.codec].feedback
+            folder = Path(beginning.sites) if lasts else None
             conductor = Conductor(run, self.sites, self._engine, folder, self._on_round)
             if not run.state.finished:
                 await asyncio.get_running_loop().run_in_executor(None, self._engine.start, beginning, conductor)
@@ -305,10 +304,6 @@ def threads_of(processes: int) -> int:
 def cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _lasts(plan: Plan, beginning: Beginning) -> bool:
-    return lasts(beginning.info, plan.split, plan.codecs)
 
 
 def _sites(workers: int | Sequence[str]) -> list[str]:

@@ -1,8 +1,8 @@
 """A worker's session in a simulation: no connection, no files of its own but what lasts between its rounds.
 
 Its base is the file of the version that the server has; its outbox is the spool that the server gave it, written and
-looked at in one go, as the server looks at what arrives. Forming an update, error feedback, controls and filters are
-those of every worker.
+looked at in one go, as the server looks at what arrives. Forming an update, error feedback, kept state and filters
+are those of every worker.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll.aggregation.check_arriving_parts import Inspection, PartInspector, PartStats
+from atoll.algorithms.base import LocalRule
+from atoll.algorithms.resolve import local_rule
 from atoll.codecs.base import Codec
 from atoll.codecs.encoded_layout import codecs_of, encoded_layout
 from atoll.errors import UsageError
@@ -28,10 +30,11 @@ from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Layout, Part, version_layout
 from atoll.tensors.module_tensors import Tensors
 from atoll.transport.http_client import Counters
-from atoll.worker.correction.control_variates import Controls
 from atoll.worker.exchange import encode_update
+from atoll.worker.exchange.algorithm_state import AlgorithmState
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote
 from atoll.worker.exchange.encode_update import Losses
+from atoll.worker.exchange.exchange import Finish
 from atoll.worker.exchange.local_state import Owner, Residuals, Together
 from atoll.worker.session.session import Session
 from atoll.worker.training.alone import Model
@@ -51,6 +54,7 @@ class Shared:
     runs: RunTable
     inspection: Inspection
     losses: Losses
+    rule: LocalRule | None
 
     @classmethod
     def of(cls, info: messages.RunInfo, split: Split) -> Shared:
@@ -68,6 +72,7 @@ class Shared:
             RunTable(layout, CHUNK_ELEMENTS),
             Inspection(layout, codecs),
             Losses("", codecs[info.codec], schema),
+            local_rule(info.algorithm, info.local, info.local_package),
         )
 
 
@@ -203,7 +208,7 @@ class VirtualSession(Session):
         self.outbox = self._spool = SpoolOutbox(shared.update, spool_fd, shared.inspection)
         self._cleanup.callback(self.outbox.close)
         self.filters: tuple[Filter, ...] = ()
-        self.residuals, self.controls = None, None
+        self.residuals, self.kept, self.rule = None, None, shared.rule
         self.formed: messages.Complete | None = None
         self.stats: tuple[PartStats, ...] = ()
         self._open_what_lasts(outcomes, counts)
@@ -213,15 +218,16 @@ class VirtualSession(Session):
         self._cleanup.callback(self._turns.close)
         owner = Owner(self.site, self.info.run)
         try:
-            if lasts(self.info, self.split, self.codecs):
+            keeps = self.rule.keeps if self.rule is not None else ()
+            if keeps or self.codecs[self.info.codec].feedback:
                 self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self.codecs[self.info.codec].feedback:
                 self.residuals = self._turns.add(Residuals(self.folder, self.schema, owner=owner))
-            if self.schema.model != self.schema:
-                self.controls = self._turns.add(Controls(self.folder, self.schema, owner))
+            if keeps:
+                self.kept = self._turns.add(AlgorithmState(self.folder, self.schema, keeps, owner))
                 if counts:
-                    self.controls.require_kept()
-                self.controls.begin_at_zero()
+                    self.kept.require_kept()
+                self.kept.begin_at_zero()
             self._turns.settle()
         except BaseException:
             self._cleanup.close()
@@ -281,13 +287,11 @@ class VirtualSession(Session):
         weight: float,
         steps: int,
         metrics: dict[str, float],
-        control_difference: encode_update.Runs | None = None,
+        finish: Finish | None = None,
         max_retries: int | None = None,
     ) -> encode_update.Formed:
         """Form the update of the ticket, in its spool; the server refuses what cannot count."""
-        formed = self.form(
-            ticket, tensors, weight=weight, steps=steps, metrics=metrics, control_difference=control_difference
-        )
+        formed = self.form(ticket, tensors, weight=weight, steps=steps, metrics=metrics, finish=finish)
         self.stats = tuple(
             replace(stats, digest=digest) for stats, digest in zip(self._spool.stats, formed.part_digests, strict=True)
         )
@@ -296,11 +300,6 @@ class VirtualSession(Session):
             digest=formed.digest, base_digest=ticket.base_digest, weight=weight, steps=steps, metrics=metrics
         )
         return formed
-
-
-def lasts(info: messages.RunInfo, split: Split, codecs: Mapping[str, Codec]) -> bool:
-    """Whether a site of this run keeps anything between its rounds."""
-    return codecs[info.codec].feedback or split.schema.model != split.schema
 
 
 def _expired(ticket: int) -> messages.Outcome:

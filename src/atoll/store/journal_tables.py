@@ -276,7 +276,7 @@ class MemberRow:
     """A site and its newest lease, held by `process`: its id and the seal of its secret.
 
     Attributes:
-        weight: of its first update that counts, which it keeps in a run with controls; 0: it has none yet.
+        weight: of its first update that counts; it keeps it where a reducer needs the total weight; 0: it has none.
     """
 
     site: str
@@ -297,7 +297,7 @@ class RoundRow:
 
     Attributes:
         population: how many workers had ever joined when it was frozen.
-        total_weight: of all of them, as far as it was known then; 0 in a run without controls.
+        total_weight: of all of them, as far as it was known then; 0 where no reducer needs it.
     """
 
     fragment: int

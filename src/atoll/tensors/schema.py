@@ -40,12 +40,6 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
 PARAMS = "params"
 BUFFERS = "buffers"
-CONTROL = "control"
-"""SCAFFOLD's control variates: one for each parameter, beside the model in every version, and in every update."""
-
-CONTROL_PREFIX = "atoll.control."
-"""Before the parameter's name."""
-
 NOTHING = "nothing"
 """The one tensor of a run that has no model, only workflows."""
 
@@ -88,8 +82,27 @@ class TensorSpec:
         """Whether the outer optimizer steps it: it is a parameter of a float dtype."""
         return self.group == PARAMS and self.is_float
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether it belongs to the algorithm, and lies beside the model in every version and every update."""
+        return self.group not in (PARAMS, BUFFERS)
+
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)} in {self.group}"
+
+
+def name_beside(group: str, parameter: str) -> str:
+    """Return the name of the tensor that an algorithm's group has for a parameter."""
+    return f"atoll.{group}.{parameter}"
+
+
+def specs_beside(group: str, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Return the tensors of an algorithm's group: one for each parameter, of its shape, in fp32 (fp64 for fp64)."""
+    return [
+        TensorSpec(name_beside(group, spec.name), "F64" if spec.dtype == "F64" else "F32", spec.shape, group)
+        for spec in specs
+        if spec.group == PARAMS
+    ]
 
 
 @dataclass(frozen=True)
@@ -128,30 +141,30 @@ class Schema:
                 raise UsageError(f"{alias!r} is tied to {owner!r}, which is not among the tensors.")
         return cls(ordered, tied)
 
-    def with_controls(self) -> Schema:
-        """These tensors, and a control for each parameter, in fp32 (fp64 for fp64).
+    def with_groups(self, groups: Iterable[str]) -> Schema:
+        """Return these tensors and, for each of an algorithm's groups, a tensor for each parameter.
 
         Raises:
-            UsageError: a tensor has the name of one.
+            UsageError: a tensor of the model has a name that belongs to a group.
         """
-        for name in (*(spec.name for spec in self.tensors), *(alias for alias, _ in self.aliases)):
-            if name.startswith(CONTROL_PREFIX):
-                raise UsageError(
-                    f"The model has a tensor named {name!r}, and names that begin with {CONTROL_PREFIX!r} are those of "
-                    "SCAFFOLD's controls, which travel beside it.",
-                    "Rename it.",
-                )
-        controls = [
-            TensorSpec(CONTROL_PREFIX + spec.name, "F64" if spec.dtype == "F64" else "F32", spec.shape, CONTROL)
-            for spec in self.tensors
-            if spec.group == PARAMS
-        ]
-        return Schema.build([*self.tensors, *controls], dict(self.aliases))
+        known = [spec.name for spec in self.tensors] + [alias for alias, _ in self.aliases]
+        specs = list(self.tensors)
+        for group in groups:
+            prefix = name_beside(group, "")
+            for name in known:
+                if name.startswith(prefix):
+                    raise UsageError(
+                        f"The model has a tensor named {name!r}, and names that begin with {prefix!r} are those of the "
+                        "tensors that the algorithm keeps beside the model.",
+                        "Rename it.",
+                    )
+            specs += specs_beside(group, self.tensors)
+        return Schema.build(specs, dict(self.aliases))
 
     @functools.cached_property
     def model(self) -> Schema:
-        """Without what an algorithm keeps beside the model: what a user's model is compared with, and exports hold."""
-        return Schema(tuple(spec for spec in self.tensors if spec.group != CONTROL), self.aliases)
+        """The model alone: what a user's model is compared with, and what exports hold."""
+        return Schema(tuple(spec for spec in self.tensors if not spec.is_beside), self.aliases)
 
     @property
     def is_nothing(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from atoll import registry
 from atoll.aggregation.plan import Plan
 from atoll.errors import ConfigError, SchemaMismatch, ServerLost, VersionSkew
 from atoll.format_text import size
@@ -23,7 +24,8 @@ def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
         run=run_id,
         name=settings.name,
         algorithm=algorithm.name,
-        local=dict(algorithm.local),
+        local=algorithm.local,
+        local_package=registry.package_of("algorithms", algorithm.name) if algorithm.local is not None else "",
         on_missed=algorithm.algorithm.on_missed,
         rounds=settings.rounds,
         sync_every=algorithm.sync_every,
@@ -59,7 +61,7 @@ def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: S
     Raises:
         VersionSkew: it speaks another protocol. ServerLost: it means another run. AuthError: the site is not its own.
         SchemaMismatch: another model.
-        ConfigError: another H, or another number of fragments; or it has not the control that the run counts on.
+        ConfigError: another H, or another number of fragments; or it lacks the state that the run counts on.
     """
     if message.protocol != routes.PROTOCOL:
         older = f"worker {message.site}" if message.protocol < routes.PROTOCOL else "the server"
@@ -76,7 +78,7 @@ def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: S
             "Start the script again to take part in the new run. To go on with the old one, start its server with the "
             "state_dir that it had.",
         )
-    model = plan.schema.model  # a worker's own model has no controls
+    model = plan.schema.model  # a worker's own model has nothing beside it
     if message.schema_digest not in (None, plan.schema.digest, model.digest):
         raise SchemaMismatch(
             f"The model of worker {message.site} has the schema {str(message.schema_digest)[:12]}, "
@@ -97,30 +99,31 @@ def require_fit(message: messages.Join, identity: Identity, plan: Plan, store: S
             f"Worker {message.site} has {message.num_fragments} fragments, the run has {fragments}.",
             f"Set num_fragments={fragments} at the worker, or leave it out.",
         )
-    if message.controls:
-        _require_controls(message, store)
+    if message.local_state:
+        _require_state(message, store)
 
 
-def _require_controls(message: messages.Join, store: Store) -> None:
-    """Refuse a site without the c_i that the run's c has counted, unless it begins at zero on purpose."""
+def _require_state(message: messages.Join, store: Store) -> None:
+    """Refuse a site that has lost what the algorithm keeps there, unless it begins at zero on purpose."""
     site, count = message.site, _updates(message.site, store)
     if not count:
         return  # it comes for the first time, or is to begin again: zero is what it has
-    if message.controls == "kept" and _stands(message, store):
+    if message.local_state == "kept" and _stands(message, store):
         return
-    told = f"1 update of {site} is" if count == 1 else f"{count} updates of {site} are"
-    told += " in this run's controls"
-    if message.controls == "new" or message.new_controls:
-        LOG.warning("%s, and the site has lost its own: it begins at zero again", told)
+    told = f"1 update of {site} counts" if count == 1 else f"{count} updates of {site} count"
+    told += " in this run"
+    if message.local_state == "new" or message.new_local_state:
+        LOG.warning("%s, and the site has lost the state that its algorithm keeps: it begins at zero again", told)
         return
     host = message.host or "its machine"
     raise ConfigError(
-        f"{told}, and on {host} the site has none of its own: another folder or machine, or its files were removed."
-        if message.controls == "missing"
-        else f"{told}, and what the site has of its own on {host} is of another moment or site: a folder was restored "
+        f"{told}, and on {host} the site does not have the state that its algorithm keeps: another folder or machine, "
+        "or its files were removed."
+        if message.local_state == "missing"
+        else f"{told}, and the state that the site has on {host} is of another moment or site: a folder was restored "
         "from an older copy, at the site or at the server, or folders were swapped.",
         f"Set ATOLL_DIR to where it took part before, or bring {site}/{store.run.run_id if store.run else ''} "
-        "from there; without it, begin a new run from the export, or set ATOLL_NEW_CONTROLS=1 to begin at zero.",
+        "from there; without it, begin a new run from the export, or set ATOLL_NEW_STATE=1 to begin at zero.",
     )
 
 
@@ -132,7 +135,7 @@ def _updates(site: str, store: Store) -> int:
 
 
 def counted_of(site: str, store: Store) -> messages.Counted:
-    """The update of a site that its control has to stand for."""
+    """Return the update that the state of a site has to stand behind."""
     row = store.last_counted(site)
     return messages.Counted() if row is None else _named(row)
 
@@ -142,11 +145,11 @@ def _named(row: TicketRow) -> messages.Counted:
 
 
 def _stands(message: messages.Join, store: Store) -> bool:
-    """Whether the site has c_i as it is behind its last update that counts, and behind one that is going to."""
-    if not message.controls_of:
+    """Whether the site has the state behind its last update that counts, and behind one that is going to."""
+    if not message.local_state_of:
         return True  # an earlier worker does not tell
     last = store.last_ticket(message.site)
     wanted = [counted_of(message.site, store)]
     if last is not None and last.state == "accepted":
         wanted.append(_named(last))
-    return all(any(each.names(other) for each in message.controls_of) for other in wanted)
+    return all(any(each.names(other) for each in message.local_state_of) for other in wanted)

@@ -185,7 +185,7 @@ class Handlers(ObjectHandlers, TaskHandlers, VersionHandlers):
             status="ticket",
             ticket=self.given(lease.site, ticket, fragment, head.version, head.digest),
             previous=self._previous(previous, ticket),
-            counted=counted_of(lease.site, self.store) if self.run.has_controls else None,
+            counted=counted_of(lease.site, self.store) if self.run.plan.algorithm.keeps else None,
             head_version=head.version,
             head_digest=head.digest,
             durable_version=self.store.durable_version(fragment),

@@ -44,7 +44,6 @@ from atoll.store.journal_tables import Recovered, TicketRow
 from atoll.store.kept_objects import ObjectStore
 from atoll.store.store import Store
 from atoll.tensors.alone import stay_alone
-from atoll.tensors.schema import CONTROL
 
 LOG = logging.getLogger("atoll.server")
 
@@ -116,7 +115,6 @@ class Run:
         self._changed, self._ending = Turnstile(), False
         self._cancelled = threading.Event()
         self._said_missing = False
-        self.has_controls = any(spec.group == CONTROL for spec in plan.schema.tensors)
         self._untold: list[ev.Event] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.state: machine.State

@@ -12,13 +12,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from atoll.algorithms.base import Runs
 from atoll.codecs.base import Codec
 from atoll.errors import UsageError
 from atoll.filters.base import About, BadFilter, ByTask, Chain, Filter, filtered, for_tasks
@@ -29,7 +30,7 @@ from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES, Part, Piece, chunks
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.payload import Packed
-from atoll.tensors.schema import CONTROL, PARAMS, Schema
+from atoll.tensors.schema import PARAMS, Schema, name_beside
 from atoll.worker.exchange.base_and_outbox import BaseFile, Outbox
 from atoll.worker.log_lines import LOG, told
 
@@ -62,8 +63,8 @@ class Filtered:
         self, filters: Sequence[Filter], base: BaseFile, tensors: Tensors, about: About, model: Collection[str] = ()
     ) -> None:
         self._base, self._tensors = base, tensors
-        specs = {each.spec.name: each.spec for each in base.layout.segments if each.spec.group != CONTROL}
-        raw = partial(_raw, base, tensors)  # no method: a cycle would hold the model until the collector runs
+        specs = {each.spec.name: each.spec for each in base.layout.segments if not each.spec.is_beside}
+        raw = partial(change_of, base, tensors)  # no method: a cycle would hold the model until the collector runs
         self._chain = _told(lambda: Chain(filters, specs, about, raw, model=model))
 
     def sends(self, name: str) -> bool:
@@ -78,6 +79,10 @@ class Filtered:
         """
         return _told(partial(self._chain.change, name, start, stop))
 
+    def moved(self, name: str, start: int, stop: int) -> Tensor | None:
+        """As `change`; None where a filter does not keep the tensor."""
+        return self.change(name, start, stop) if self.sends(name) else None
+
     def value(self, name: str, start: int, stop: int) -> Tensor:
         """What a buffer [stop − start] is said to have become."""
         if not self.sends(name):
@@ -89,8 +94,8 @@ class Filtered:
         return taken.add_(local)  # its own value, to the bit, where no filter changed it
 
 
-def _raw(base: BaseFile, tensors: Tensors, name: str, start: int, stop: int) -> Tensor:
-    """The change as it was trained, in new memory."""
+def change_of(base: BaseFile, tensors: Held, name: str, start: int, stop: int) -> Tensor:
+    """Return version − local of a parameter as it was trained, in new memory."""
     wide = accumulate_dtype(base.layout.by_name[name].spec.dtype)
     values = base.values_of(name, start, stop).to(wide)
     return values.sub_(run_of(tensors[name], start, stop).to("cpu", wide))
@@ -256,20 +261,6 @@ class Losses:
         )
 
 
-Runs = Callable[[str, int, int], Tensor]
-"""(name, start, stop) → those elements of a tensor, in a row, on the CPU."""
-
-
-class Difference(Protocol):
-    """Δc_i as `Runs`, which follows from the change of the model, and so from what filters have left of it."""
-
-    def __call__(self, control: str, start: int, stop: int) -> Tensor: ...
-
-    def behind(self, filtered: Filtered) -> Runs:
-        """Δc_i of the change that leaves the site."""
-        ...
-
-
 _BUFFER_BYTES = CHUNK_ELEMENTS * 8
 """Encoded, hashed and written at a time: one run of the widest dtype."""
 _WIDEST_BYTES = 8
@@ -292,7 +283,7 @@ def form_update(
     codecs: Mapping[str, Codec],
     on_part: Callable[[Part, bytes], None] | None = None,
     runs: RunTable | None = None,
-    control_difference: Runs | None = None,
+    beside: Mapping[str, Runs] | None = None,
     filtered: Filtered | None = None,
     residuals: Residuals | None = None,
     losses: Losses | None = None,
@@ -306,22 +297,24 @@ def form_update(
         codecs: by name, all that the layout uses.
         on_part: told of each part, with its BLAKE3, as soon as it is in the outbox.
         runs: of the outbox's layout, at most `CHUNK_ELEMENTS` each; kept from one update to the next.
-        control_difference: Δc_i, where the layout has controls.
+        beside: what the update carries for each group beside the model, by the parameter's name.
         filtered: what leaves in place of `tensors`, where the site has filters.
         residuals: what earlier updates have lost, where the codec has error feedback.
         losses: looks at what encoding leaves.
 
     Raises:
-        UsageError: the layout has controls, and there is no difference of them.
+        UsageError: the layout has a group beside the model, and nothing is given for it.
     """
-    if control_difference is None and any(each.spec.group == CONTROL for each in outbox.layout.segments):
+    beside = beside or {}
+    lacking = {each.spec.group for each in outbox.layout.segments if each.spec.is_beside} - set(beside)
+    if lacking:
         raise UsageError(
-            "The run's algorithm keeps controls, and this update has no control_difference.",
-            "Submit it: fl_round.submit(model, control_difference=..., steps=...), in rounds of atoll.join; "
-            "atoll.DiLoCo has no controls.",
+            f"The run's algorithm keeps {sorted(lacking)} beside the model, and this update carries none of it.",
+            "Submit it: fl_round.submit(model, groups=..., steps=...), in rounds of atoll.join; atoll.DiLoCo has no "
+            "such groups.",
         )
     runs = runs or RunTable(outbox.layout, CHUNK_ELEMENTS)
-    former = _Former(outbox, base, tensors, codecs, runs, control_difference, filtered, residuals, losses)
+    former = _Former(outbox, base, tensors, codecs, runs, beside, filtered, residuals, losses)
     with torch.no_grad(), alone():
         digests = []
         for part in outbox.layout.parts:
@@ -341,13 +334,13 @@ class _Former:
         tensors: Held,
         codecs: Mapping[str, Codec],
         runs: RunTable,
-        control_difference: Runs | None,
+        beside: Mapping[str, Runs],
         filtered: Filtered | None,
         residuals: Residuals | None,
         losses: Losses | None,
     ) -> None:
         self.outbox, self.base, self.tensors, self.codecs, self.runs = outbox, base, tensors, codecs, runs
-        self.control_difference, self.filtered, self.residuals = control_difference, filtered, residuals
+        self.beside, self.filtered, self.residuals = beside, filtered, residuals
         room = min(_BUFFER_BYTES, outbox.layout.nbytes) + ALIGN_BYTES
         self.buffer = torch.empty(room, dtype=torch.uint8, device="cpu")
         self.view = bytes_of(self.buffer)
@@ -401,9 +394,9 @@ class _Former:
     def _value(self, piece: Piece) -> Tensor:
         """What travels of a tensor that is no parameter."""
         spec = piece.segment.spec
-        if spec.group == CONTROL:
-            assert self.control_difference is not None  # as `form_update` has seen
-            return self.control_difference(spec.name, piece.start, piece.stop)
+        if spec.is_beside:
+            parameter = spec.name.removeprefix(name_beside(spec.group, ""))
+            return self.beside[spec.group](parameter, piece.start, piece.stop)
         if self.filtered is not None:
             return self.filtered.value(spec.name, piece.start, piece.stop)
         return run_of(self.tensors[spec.name], piece.start, piece.stop)

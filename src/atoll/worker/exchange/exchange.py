@@ -6,12 +6,15 @@ Everything here can be interrupted; what was formed is in the outbox, and is sen
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from atoll.algorithms.base import Moved, Runs
 from atoll.codecs.encoded_layout import codecs_of, encoded_layout
 from atoll.errors import Conflict, Gone, TicketClosed, UpdateRefused
 from atoll.failpoints import failpoint
@@ -36,7 +39,7 @@ from atoll.worker.peer.peer_transfers import PeerServer
 from atoll.worker.session.connection import Connection
 
 if TYPE_CHECKING:
-    from atoll.worker.correction.control_variates import Controls
+    from atoll.worker.exchange.algorithm_state import AlgorithmState
 
 
 # -- What is sent again: a server that lost power falls back, and what it had acknowledged since is still in outboxes.
@@ -219,6 +222,9 @@ def _complete(note: OutboxNote) -> messages.Complete:
     )
 
 
+Finish = Callable[[Moved], Mapping[str, Runs]]
+"""How the model has moved → what its update carries beside it, group by group; sets what the site keeps."""
+
 MAX_REFUSALS = 5
 """In a row, after which a worker gives up: it would train and be refused for ever."""
 
@@ -282,7 +288,7 @@ class Exchange:
             sparse = rank is not None
             residuals = Residuals(folder, schema, name_of("residual", fragment), owner=self.owner, sparse=sparse)
             self.residuals = self._turns.add(residuals)
-        self.controls: Controls | None = None
+        self.kept: AlgorithmState | None = None
         self.filters = require_filters(filters)
 
     def following(self) -> BaseFile:
@@ -325,7 +331,7 @@ class Exchange:
         weight: float,
         steps: int,
         metrics: dict[str, float],
-        control_difference: encode_update.Runs | None = None,
+        finish: Finish | None = None,
         max_retries: int | None = None,
     ) -> encode_update.Formed:
         """Form the update of this ticket and send it; its parts are on their way while the later ones are formed.
@@ -334,7 +340,7 @@ class Exchange:
             TicketClosed, UpdateRefused: as `send`.
         """
         how: dict[str, Any] = {"weight": weight, "steps": steps, "metrics": metrics}
-        how["control_difference"] = control_difference
+        how["finish"] = finish
         if self.connection.peer_server is not None or len(self.outbox.layout.parts) == 1:
             formed = self.form(ticket, tensors, **how)
             self.send(max_retries)
@@ -358,17 +364,14 @@ class Exchange:
         weight: float,
         steps: int,
         metrics: dict[str, float],
-        control_difference: encode_update.Runs | None = None,
+        finish: Finish | None = None,
         on_part: Callable[[Part, bytes], None] | None = None,
     ) -> encode_update.Formed:
         """Write the update of this ticket into the outbox; from here on it survives this process."""
         about = About(self.site, ticket.round, ticket.base_version, weight, steps, metrics, fragment=self.fragment)
         model = [spec.name for spec in self.connection.schema.model.tensors] if self._named else ()
         filtered = Filtered(self.filters, self.base, tensors, about, model) if self.filters else None
-        if filtered is not None and control_difference is not None:
-            # with filters a round takes no other
-            control_difference = cast(encode_update.Difference, control_difference).behind(filtered)
-        formed = self._write(ticket, tensors, on_part, control_difference, filtered)
+        formed = self._write(ticket, tensors, on_part, finish, filtered)
         digests = [digest.hex() for digest in formed.part_digests]
         self._formed(formed.is_zero, steps)
         self.outbox.seal(note_of(self.connection, ticket, formed.digest, digests, weight, steps, metrics))
@@ -379,7 +382,7 @@ class Exchange:
         ticket: messages.Ticket,
         tensors: Held,
         on_part: Callable[[Part, bytes], None] | None,
-        control_difference: encode_update.Runs | None = None,
+        finish: Finish | None = None,
         filtered: Filtered | None = None,
     ) -> encode_update.Formed:
         """Fill the outbox, which has no note yet."""
@@ -389,6 +392,9 @@ class Exchange:
         self._turns.begin(ticket.ticket)
         if self.residuals is not None:
             self.residuals.follow(ticket.base_version, self.site)
+        moved = filtered.moved if filtered is not None else partial(encode_update.change_of, self.base, tensors)
+        with torch.no_grad():
+            beside = finish(moved) if finish is not None else {}
         formed = encode_update.form_update(
             self.outbox,
             self.base,
@@ -396,7 +402,7 @@ class Exchange:
             self.codecs,
             on_part,
             self._runs,
-            control_difference,
+            beside,
             filtered,
             self.residuals,
             self._losses,

@@ -244,14 +244,14 @@ class Connection:
             num_fragments=self._num_fragments,
             labels=self._labels,
             peer=self.peer_server.address if self.peer_server else "",
-            **self.told_of_controls(),
+            **self.told_of_state(),
         )
         joined = self.patiently(lambda: self.http.post(routes.WORKERS, message, messages.Joined), max_retries, "join")
         self.http.lease, self.due, self.evaluates = joined.lease, joined.due, joined.evaluates
         note_lease(self.site, self.http.server, joined.lease)
 
-    def told_of_controls(self) -> dict[str, Any]:
-        """What a join says of the site's own control; nothing in runs without."""
+    def told_of_state(self) -> dict[str, Any]:
+        """What a join says of what the algorithm keeps at the site; nothing in runs without."""
         return {}
 
     def rejoin(self, lost: str) -> None:

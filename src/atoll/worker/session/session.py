@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from atoll.algorithms.resolve import local_rule
 from atoll.errors import ConfigError
 from atoll.filters.base import Filter
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import SwarmPlan
 from atoll.tensors.schema import Schema
 from atoll.transport.resumable_transfer import HttpTransfer
+from atoll.worker.exchange.algorithm_state import AlgorithmState
 from atoll.worker.exchange.base_and_outbox import folder_of, locked, remove_earlier
 from atoll.worker.exchange.exchange import Exchange
 from atoll.worker.peer.peer_transfers import PeerServer
@@ -45,11 +47,13 @@ class Session(Connection, Exchange):
 
     Attributes:
         fragments: what it has of each of the run's fragments.
+        rule: how the run's algorithm corrects local training; None: not at all.
         corrects: whether it has corrected a round.
         has_left: whether its files are closed: nothing can be asked of it any more.
 
     Raises:
-        ConfigError: the run streams, and this worker cannot; or it is for another number of ranks.
+        ConfigError: the run streams, and this worker cannot; or it is for another number of ranks; or this site does
+            not have its algorithm.
     """
 
     corrects = has_left = False
@@ -88,6 +92,7 @@ class Session(Connection, Exchange):
                     f"Start the server with --ranks {share[1]}, or this worker with --nproc-per-node "
                     f"{self.info.ranks} of torchrun.",
                 )
+            self.rule = local_rule(self.info.algorithm, self.info.local, self.info.local_package)
             if schema is not None:
                 schema.require_equal(self.schema.model, mine=f"worker {site}", theirs="the server")
             home = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))) / site
@@ -103,15 +108,13 @@ class Session(Connection, Exchange):
                     Exchange(self, parts, where, index, each, filters, self._cleanup)
                     for index, each in enumerate(self.split.schemas)
                 )
-            if self.schema.model != self.schema:
-                from atoll.worker.correction.control_variates import Controls
-
-                self.controls = self._turns.add(Controls(self.folder, self.schema, self.owner))
-                self.controls.begin_anew_where_told(site)
+            if self.rule is not None and self.rule.keeps:
+                self.kept = self._turns.add(AlgorithmState(self.folder, self.schema, self.rule.keeps, self.owner))
+                self.kept.begin_anew_where_told(site)
             peer = self._peer(where) if self.info.placement == "swarm" else None
             self.join(max_retries, sync_every=sync_every, num_fragments=num_fragments)
-            if self.schema.model != self.schema and self.controls is not None:
-                self.controls.begin_at_zero()
+            if self.split.count == 1 and self.kept is not None:
+                self.kept.begin_at_zero()
             remove_earlier(where, site, share)
             if peer is not None:
                 peer.start()
@@ -139,18 +142,18 @@ class Session(Connection, Exchange):
         self._cleanup.callback(self._swarm.close)
         return self._swarm
 
-    def told_of_controls(self) -> dict[str, Any]:
-        if self.split.count > 1 or self.controls is None:
+    def told_of_state(self) -> dict[str, Any]:
+        if self.split.count > 1 or self.kept is None:
             return {}
-        return self.controls.told
+        return self.kept.told
 
     def next_ticket(
         self, fragment: int = 0, *, wait_s: float | None = None, max_retries: int | None = None
     ) -> messages.TicketReply:
-        """As `Connection.next_ticket`; a site's control is what it was behind its last update that the run counts."""
+        """As `Connection.next_ticket`; the state that the site keeps is that behind its last update that counts."""
         reply = super().next_ticket(fragment, wait_s=wait_s, max_retries=max_retries)
-        if reply.counted is not None and self.split.count == 1 and self.controls is not None:
-            self.controls.follow(reply.counted)
+        if reply.counted is not None and self.split.count == 1 and self.kept is not None:
+            self.kept.follow(reply.counted)
         return reply
 
     def leave(self, error: str | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar, overload
 
@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from atoll.algorithms.optimizer_hooks import Given, StepHooks
 from atoll.border import border, bordered
 from atoll.errors import UsageError
 from atoll.tensors.arrays import Arrays, require_framework, to_numpy
 from atoll.tensors.module_tensors import Tensors, named_parameters, named_tensors
 from atoll.worker.arguments import finite_metrics, positive
-from atoll.worker.correction.optimizer_hooks import Correction
-from atoll.worker.correction.optimizers import Given
 from atoll.worker.log_lines import LOG
 
 ALONE = "no server is configured (ATOLL_SERVER): training alone"
@@ -38,16 +37,16 @@ class Round(Protocol):
         """Pull the global model into `model`, in place, and return it."""
         ...
 
-    def correct(self, model: nn.Module, optimizer: Given) -> Correction:
+    def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
         """Have the run's algorithm correct local training."""
         ...
 
-    def global_controls(self) -> dict[str, Tensor]:
-        """SCAFFOLD's c by parameter's name; empty in runs without controls."""
+    def global_state(self, group: str) -> dict[str, Tensor]:
+        """Return what the algorithm keeps beside the model in a group, by parameter's name; empty without one."""
         ...
 
-    def own_controls(self) -> dict[str, Tensor]:
-        """SCAFFOLD's c_i, this site's, likewise."""
+    def own_state(self, group: str) -> dict[str, Tensor]:
+        """Return what the algorithm keeps at this site in a group, likewise."""
         ...
 
     @overload
@@ -67,7 +66,7 @@ class Round(Protocol):
         weight: float = 1.0,
         metrics: dict[str, float] | None = None,
         steps: int = 0,
-        control_difference: Arrays | None = None,
+        groups: Mapping[str, Arrays] | None = None,
     ) -> None:
         """Submit what `model` has become in this round."""
         ...
@@ -140,15 +139,15 @@ class LocalRound:
         self._model = model
         return model
 
-    def correct(self, model: nn.Module, optimizer: Given) -> Correction:
+    def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
         """Without a server nothing is corrected; steps are counted."""
-        return Correction(model).attach(optimizer)
+        return StepHooks(model).attach(optimizer)
 
-    def global_controls(self) -> dict[str, Tensor]:
-        """Zeros after `load_into`, so that a loop written for SCAFFOLD trains plainly."""
+    def global_state(self, group: str) -> dict[str, Tensor]:
+        """Return zeros after `load_into`, so that a loop written by hand for an algorithm trains plainly."""
         return self._zeros()
 
-    def own_controls(self) -> dict[str, Tensor]:
+    def own_state(self, group: str) -> dict[str, Tensor]:
         """Zeros, likewise."""
         return self._zeros()
 
@@ -181,7 +180,7 @@ class LocalRound:
         weight: float = 1.0,
         metrics: dict[str, float] | None = None,
         steps: int = 0,
-        control_difference: Arrays | None = None,
+        groups: Mapping[str, Arrays] | None = None,
     ) -> None:
         """Say what would have been submitted."""
         positive(weight)

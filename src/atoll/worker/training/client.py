@@ -8,13 +8,14 @@ with atoll.functional.Client("http://host:8512", site="clinic-a") as client:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from atoll.algorithms.optimizer_hooks import Given, StepHooks
 from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
@@ -22,8 +23,6 @@ from atoll.protocol import routes, status_messages
 from atoll.tensors.arrays import Arrays
 from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.http_client import http_to, server_of
-from atoll.worker.correction.optimizer_hooks import Correction
-from atoll.worker.correction.optimizers import Given
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.session import Session
 from atoll.worker.site_name import default_site, require_site
@@ -108,19 +107,19 @@ class Client:
         return owners | {alias: owners[owner] for alias, owner in aliases.items()}
 
     @border
-    def correct(self, model: nn.Module, optimizer: Given) -> Correction:
+    def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
         """Have the run's algorithm correct local training; a context manager that lets go of the optimizer."""
         return self._current().correct(model, optimizer)
 
     @border
-    def global_controls(self) -> dict[str, Tensor]:
-        """SCAFFOLD's c, by parameter's name, of the version that was pulled; empty in runs without controls."""
-        return self._current().global_controls()
+    def global_state(self, group: str) -> dict[str, Tensor]:
+        """Return what the pulled version has beside the model in a group, by parameter's name; empty without one."""
+        return self._current().global_state(group)
 
     @border
-    def own_controls(self) -> dict[str, Tensor]:
-        """SCAFFOLD's c_i, this site's, likewise."""
-        return self._current().own_controls()
+    def own_state(self, group: str) -> dict[str, Tensor]:
+        """Return what the algorithm keeps at this site in a group, likewise."""
+        return self._current().own_state(group)
 
     @border
     def submit(
@@ -130,12 +129,10 @@ class Client:
         weight: float = 1.0,
         metrics: dict[str, float] | None = None,
         steps: int = 0,
-        control_difference: Arrays | None = None,
+        groups: Mapping[str, Arrays] | None = None,
     ) -> None:
         """Submit what the model has become; returns when the server has it in its journal."""
-        self._current().submit(
-            model, weight=weight, metrics=metrics, steps=steps, control_difference=control_difference
-        )
+        self._current().submit(model, weight=weight, metrics=metrics, steps=steps, groups=groups)
 
     @border
     def status(self) -> status_messages.Status:

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from atoll.algorithms.optimizer_hooks import Given, Steps, optimizers_in, require_trains, warn_of_what_none_trains
 from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
 from atoll.tensors.module_tensors import named_parameters, without_ddp
 from atoll.transport.http_client import server_of
 from atoll.worker.arguments import finite_metrics, positive, sync_retries
-from atoll.worker.correction.optimizers import Given, Steps, optimizers_in, require_trains, warn_of_what_none_trains
 from atoll.worker.log_lines import LOG, ensure_lines, in_words, size
 from atoll.worker.metrics import Measured, Metrics, Reports
 from atoll.worker.session.leave_at_exit import last_words

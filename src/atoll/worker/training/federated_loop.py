@@ -7,7 +7,7 @@ script runs alone: one round, plain local training.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -16,18 +16,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from atoll.algorithms.base import Runs
+from atoll.algorithms.by_hand import GivenGroups, Shapes
+from atoll.algorithms.optimizer_hooks import (
+    ALL_CORRECTED,
+    ALL_IN_ONE,
+    Given,
+    StepHooks,
+    optimizers_in,
+    warn_of_what_none_trains,
+)
 from atoll.border import border, bordered, say_interrupt_in_a_line
 from atoll.errors import Gone, TicketClosed, UpdateRefused, UsageError
 from atoll.filters.base import Filter
 from atoll.protocol import messages
 from atoll.tensors.arrays import Arrays, as_tensors, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
-from atoll.tensors.schema import CONTROL, CONTROL_PREFIX
+from atoll.tensors.schema import PARAMS, name_beside
 from atoll.transport.http_client import server_of
 from atoll.worker.arguments import counted, finite_metrics, positive
-from atoll.worker.correction.optimizer_hooks import Correction, correction_for
-from atoll.worker.correction.optimizers import ALL_CORRECTED, ALL_IN_ONE, Given, optimizers_in, warn_of_what_none_trains
-from atoll.worker.exchange.encode_update import Runs
+from atoll.worker.exchange.exchange import Finish
 from atoll.worker.exchange.look_at_head import load_beside
 from atoll.worker.exchange.submitted_model import keep_local, local_model
 from atoll.worker.log_lines import LOG, ensure_lines, size
@@ -51,7 +59,7 @@ class FederatedRound:
     def __init__(self, session: Session, ticket: messages.Ticket) -> None:
         self._session, self._ticket = session, ticket
         self.done = False
-        self._correction: Correction | None = None
+        self._hooks: StepHooks | None = None
 
     @property
     def number(self) -> int:
@@ -76,9 +84,9 @@ class FederatedRound:
             SchemaMismatch: it is not the model of the run; no tensor has moved.
         """
         tensors = matching(self._session, model)
-        if self._correction is not None:
-            self._correction.close()
-            self._correction = None
+        if self._hooks is not None:
+            self._hooks.close()
+            self._hooks = None
         self._pull(tensors)
         self._session.tell(state="training", version=self._ticket.base_version)
         return model
@@ -101,13 +109,14 @@ class FederatedRound:
                 self._ticket = reply.ticket or self._ticket.model_copy(update=result)
 
     @border
-    def correct(self, model: nn.Module, optimizer: Given) -> Correction:
-        """Have the run's algorithm correct local training: for FedProx and SCAFFOLD; for others nothing changes.
+    def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
+        """Have the run's algorithm correct local training, if it does; else steps are counted, and nothing changes.
 
         Args:
             model: that `load_into` filled, before it is trained.
             optimizer: all of its trainable parameters are in; or a list of several, in the order in which they step
-                (not with SCAFFOLD). Their steps are followed until the round is submitted.
+                (not where the algorithm divides by the learning rate). Their steps are followed until the round is
+                submitted.
 
         Returns:
             What counts the steps; a context manager, too, that lets go of the optimizer at its end.
@@ -117,36 +126,38 @@ class FederatedRound:
         """
         self._require_base()
         session = self._session
-        if self._correction is None:
-            self._correction = correction_for(session.info.local, model, session.base.values_of, session.controls)
+        if self._hooks is None:
+            read = session.base.values_of
+            self._hooks = StepHooks(model, session.info.algorithm, session.rule, read, session.kept)
         session.optimizers = list(optimizers_in(optimizer))
-        attached = self._correction.attach(optimizer)
+        attached = self._hooks.attach(optimizer)
         if attached.changes_training and not session.corrects:  # once, not in every round
-            told = ALL_IN_ONE if attached.measures_controls else ALL_CORRECTED
+            told = ALL_IN_ONE if attached.one_rate else ALL_CORRECTED
             warn_of_what_none_trains(session.optimizers, attached.parameters, session.site, told)
             session.corrects = True
         return attached
 
     @border
-    def global_controls(self) -> dict[str, Tensor]:
-        """SCAFFOLD's c, parameter's name → new CPU tensor of its shape; empty in runs without controls.
+    def global_state(self, group: str) -> dict[str, Tensor]:
+        """Return what the algorithm keeps beside the model in a group, by its name.
+
+        Returns:
+            Parameter's name → new CPU tensor of its shape; empty where the run has no such group.
 
         Raises:
             UsageError: the global model was never pulled.
         """
         self._require_base()
-        return self._controls_of(self._session.base.values_of)
+        shapes = self._shapes_beside().get(group, {})
+        return _read(group, shapes, self._session.base.values_of)
 
     @border
-    def own_controls(self) -> dict[str, Tensor]:
-        """SCAFFOLD's c_i, this site's, likewise; zeros until an update of it was counted."""
-        return self._controls_of(self._session.controls.read) if self._session.controls is not None else {}
-
-    def _controls_of(self, runs: Runs) -> dict[str, Tensor]:
-        return {
-            name: runs(CONTROL_PREFIX + name, 0, math.prod(shape)).reshape(shape)
-            for name, shape in self._control_shapes().items()
-        }
+    def own_state(self, group: str) -> dict[str, Tensor]:
+        """Return what the algorithm keeps at this site, likewise; zeros until an update counted."""
+        session = self._session
+        if session.kept is None or session.rule is None or group not in session.rule.keeps:
+            return {}
+        return _read(group, self._parameter_shapes(), session.kept.read)
 
     @overload
     def state_dict(self, framework: Literal["torch"] = "torch") -> dict[str, Tensor]: ...
@@ -176,7 +187,7 @@ class FederatedRound:
         weight: float = 1.0,
         metrics: dict[str, float] | None = None,
         steps: int = 0,
-        control_difference: Arrays | None = None,
+        groups: Mapping[str, Arrays] | None = None,
     ) -> None:
         """Submit what `model` has become; returns when the server has it in its journal.
 
@@ -187,15 +198,15 @@ class FederatedRound:
             metrics: finite numbers by name; averaged by weight over the workers.
             steps: local optimizer steps in the round, for status, and what FedNova divides by; by default those that
                 `correct` counted.
-            control_difference: Δc_i of a hand-written SCAFFOLD loop, parameter's name → tensor of its shape; `steps`
-                must be given with it.
+            groups: what the update of a hand-written loop carries beside the model: group → parameter's name → tensor
+                of its shape. `steps` must be given with them.
 
         Raises:
             UsageError: the round was submitted before, or the global model was never pulled.
             SchemaMismatch: it is not the model of the run.
             UsageError: an entry of the mapping is no array; it is named.
-            UsageError: the weight is not a positive finite number, `steps` or a metric is none; or the control
-                difference is not what the run needs, and what is wrong with it is named.
+            UsageError: the weight is not a positive finite number, `steps` or a metric is none; or `groups` are not
+                what the run needs, and what is wrong is named.
         """
         if self.done:
             raise UsageError(
@@ -206,10 +217,10 @@ class FederatedRound:
         tensors = matching(self._session, model if isinstance(model, nn.Module) else as_tensors(model, schema))
         self._require_base()
         steps = counted(steps)
-        if self._correction is not None:
-            self._correction.close()
-            steps = steps or self._correction.steps
-        difference = self._difference(control_difference, steps)
+        if self._hooks is not None:
+            self._hooks.close()
+            steps = steps or self._hooks.steps
+        finish = self._finish(groups, steps)
         finite = finite_metrics(metrics or {}, self._session.site)
         if self._session.info.keeps_local and not self._session.filters:
             keep_local(self._session, tensors, self.number)
@@ -224,7 +235,7 @@ class FederatedRound:
                 weight=positive(weight),
                 steps=steps,
                 metrics=finite,
-                control_difference=difference,
+                finish=finish,
             )
         except TicketClosed as error:  # kept, as an update that counted is: the server may fall back to its base
             LOG.warning("%s: round %d went on without this update: %s", self._session.site, self.number, error)
@@ -239,48 +250,52 @@ class FederatedRound:
 
     def _end(self) -> None:
         self.done = True
-        self._correction, self._session.optimizers = None, []  # they hold the model, which nothing keeps in a wait
+        self._hooks, self._session.optimizers = None, []  # they hold the model, which nothing keeps in a wait
 
-    def _difference(self, given: Arrays | None, steps: int) -> Runs | None:
-        """Δc_i: what `correct` measured, or what a hand-written loop gives back; None in runs without controls."""
-        info, own = self._session.info, self._session.controls
+    def _finish(self, given: Mapping[str, Arrays] | None, steps: int) -> Finish | None:
+        """Return what gives the groups beside the model: those that `correct` measured, or a hand-written loop's."""
+        session, shapes = self._session, self._shapes_beside()
+        corrects = self._hooks is not None and self._hooks.changes_training
         if given is None:
-            if self._correction is not None:
-                return self._correction.control_difference()
-            if info.local.get("correction", "none") == "none":
+            if self._hooks is not None:
+                self._hooks.require_steps()
+                return self._hooks.finish if corrects else None
+            if session.rule is None:
                 return None
-            by_hand = ", or submit the control_difference of a loop written by hand" if own is not None else ""
+            by_hand = ", or submit the groups of a loop written by hand" if shapes else ""
             raise UsageError(
-                f"Round {self.number} of {info.algorithm} was trained without its correction.",
+                f"Round {self.number} of {session.info.algorithm} was trained without its correction.",
                 f"Call fl_round.correct(model, optimizer) after fl_round.load_into(model), before training{by_hand}.",
             )
-        if own is None:
+        if not shapes:
             raise UsageError(
-                f"Round {self.number} of {info.algorithm} got a control_difference, and the run has no controls.",
-                "Leave it out: only SCAFFOLD has them.",
+                f"Round {self.number} of {session.info.algorithm} got groups, and the run has none beside the model.",
+                "Leave them out.",
             )
-        if self._correction is not None and self._correction.measures_controls:
+        if corrects:
             raise UsageError(
-                f"Round {self.number} got a control_difference, and fl_round.correct has measured one already.",
+                f"Round {self.number} got groups, and fl_round.correct has measured them already.",
                 "Use one of the two.",
             )
-        if self._session.filters:
+        if session.filters:
             raise UsageError(
-                f"The control_difference of round {self.number} would leave this site without passing its filters.",
-                "Use fl_round.correct(model, optimizer), which forms it from what they leave; or join without filters.",
+                f"The groups of round {self.number} would leave this site without passing its filters.",
+                "Use fl_round.correct(model, optimizer), which forms them from what the filters leave; or join without "
+                "filters.",
             )
         if steps < 1:
             raise UsageError(
-                f"Round {self.number} got a control_difference and steps={steps}.",
-                "Say with steps= how many optimizer steps it was measured over.",
+                f"Round {self.number} got groups and steps={steps}.",
+                "Say with steps= how many optimizer steps they were measured over.",
             )
-        from atoll.worker.correction.by_hand import difference_runs
+        return GivenGroups(given, shapes, session.kept, session.rule.keeps if session.rule else ()).finish
 
-        return difference_runs(given, self._control_shapes(), own)
+    def _parameter_shapes(self) -> Shapes:
+        return {spec.name: spec.shape for spec in self._session.schema.tensors if spec.group == PARAMS}
 
-    def _control_shapes(self) -> dict[str, tuple[int, ...]]:
-        specs = self._session.schema.tensors
-        return {spec.name.removeprefix(CONTROL_PREFIX): spec.shape for spec in specs if spec.group == CONTROL}
+    def _shapes_beside(self) -> Mapping[str, Shapes]:
+        groups = sorted({spec.group for spec in self._session.schema.tensors if spec.is_beside})
+        return dict.fromkeys(groups, self._parameter_shapes())
 
     def _require_joined(self) -> None:
         require_joined(self._session.has_left, self._session.site, "atoll.join")
@@ -292,6 +307,10 @@ class FederatedRound:
                 f"Round {self.number} has no base: the global model was not pulled.",
                 "Call fl_round.load_into(model) before training.",
             )
+
+
+def _read(group: str, shapes: Shapes, runs: Runs) -> dict[str, Tensor]:
+    return {name: runs(name_beside(group, name), 0, math.prod(shape)).reshape(shape) for name, shape in shapes.items()}
 
 
 @bordered

@@ -12,18 +12,17 @@ One run at a time in a process; settings come from ATOLL_SERVER, ATOLL_SITE and 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
+from atoll.algorithms.optimizer_hooks import Given, StepHooks
 from atoll.border import border, bordered
 from atoll.errors import UsageError
 from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays
-from atoll.worker.correction.optimizer_hooks import Correction
-from atoll.worker.correction.optimizers import Given
 from atoll.worker.session.leave_at_exit import what_ends
 from atoll.worker.training.alone import LocalWorker, Model, Round
 from atoll.worker.training.federated_loop import Worker, join
@@ -47,17 +46,17 @@ class Received:
         self.sent: nn.Module | Arrays | None = None
 
     @border
-    def correct(self, model: nn.Module, optimizer: Given) -> Correction:
+    def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
         """Have the run's algorithm correct local training, as `fl_round.correct` does."""
         return self._round.correct(model, optimizer)
 
-    def global_controls(self) -> dict[str, Any]:
-        """SCAFFOLD's c, as `fl_round.global_controls`."""
-        return self._round.global_controls()
+    def global_state(self, group: str) -> dict[str, Any]:
+        """What lies beside the model in a group, as `fl_round.global_state`."""
+        return self._round.global_state(group)
 
-    def own_controls(self) -> dict[str, Any]:
-        """SCAFFOLD's c_i, as `fl_round.own_controls`."""
-        return self._round.own_controls()
+    def own_state(self, group: str) -> dict[str, Any]:
+        """What this site keeps in a group, as `fl_round.own_state`."""
+        return self._round.own_state(group)
 
 
 class _Part:
@@ -152,7 +151,7 @@ def send(
     weight: float = 1.0,
     metrics: dict[str, float] | None = None,
     steps: int = 0,
-    control_difference: Arrays | None = None,
+    groups: Mapping[str, Arrays] | None = None,
     clear_cache: bool = True,
 ) -> None:
     """Submit what the model has become; the arguments are those of `fl_round.submit`. This ends the round.
@@ -168,7 +167,7 @@ def send(
     part = _current()
     if part.round is None or part.received is None:
         raise UsageError("There is no round to send to.", "Call atoll.functional.receive() first, once in every round.")
-    part.round.submit(model, weight=weight, metrics=metrics, steps=steps, control_difference=control_difference)
+    part.round.submit(model, weight=weight, metrics=metrics, steps=steps, groups=groups)
     if clear_cache:
         part.received.params = {}
     else:

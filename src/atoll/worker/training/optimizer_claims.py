@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from atoll.algorithms.optimizer_hooks import held_by
 from atoll.errors import UsageError
-from atoll.worker.correction.optimizers import held_by
 
 _active: weakref.WeakKeyDictionary[object, list[object]] = weakref.WeakKeyDictionary()
 """Loop → what it claims; held, so that no other object gets its id."""

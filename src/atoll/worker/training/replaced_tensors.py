@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from atoll.algorithms.optimizer_hooks import held_by
 from atoll.errors import UsageError
 from atoll.tensors.module_tensors import Tensors, memory_of, named_parameters, named_tensors
-from atoll.worker.correction.optimizers import held_by
 
 _REMEDY = (
     "Copy values into the tensors that are there, as load_state_dict(state) does without assign=True; or change the "

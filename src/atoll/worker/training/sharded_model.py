@@ -29,7 +29,7 @@ from atoll.tensors.fsdp_shards import Shards
 from atoll.tensors.module_tensors import Tensors
 from atoll.worker.exchange import encode_update
 from atoll.worker.exchange.base_and_outbox import BaseFile, OutboxNote
-from atoll.worker.exchange.exchange import Exchange, Sending, completed, note_of
+from atoll.worker.exchange.exchange import Exchange, Finish, Sending, completed, note_of
 from atoll.worker.log_lines import progress
 from atoll.worker.session.ranks import Ranks, Said
 from atoll.worker.session.server_checks import is_answered
@@ -163,7 +163,7 @@ class Lead(Share):
         weight: float,
         steps: int,
         metrics: dict[str, float],
-        control_difference: encode_update.Runs | None = None,
+        finish: Finish | None = None,
         max_retries: int | None = None,
     ) -> encode_update.Formed:
         self._tell_submitting(ticket.round)

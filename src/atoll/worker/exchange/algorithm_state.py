@@ -1,24 +1,30 @@
-"""A worker's control variate c_i, which outlives its process: c_i⁺ takes its place when its update was counted."""
+"""What the run's algorithm keeps at a site between rounds. It outlives the site's processes.
+
+An update of the site may change it. What it becomes counts when this update was counted. The server compares which
+update it stands behind with its journal: what the run has counted on must not be lost, or of another moment.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
 from atoll.errors import ConfigError
 from atoll.protocol.messages import Counted
-from atoll.tensors.schema import CONTROL, Schema
+from atoll.tensors.dtypes import torch_dtype
+from atoll.tensors.schema import Schema, specs_beside
 from atoll.worker.exchange.local_state import NOTHING, UNTOLD, Owner, TurnNote, Turns
 from atoll.worker.log_lines import LOG
 
-NEW = "ATOLL_NEW_CONTROLS"
+NEW = "ATOLL_NEW_STATE"
 
 
 def wanted_anew() -> bool:
-    """Whether a site that has lost its control is to begin at zero.
+    """Whether a site that has lost its state is to begin at zero.
 
     Raises:
         ConfigError: the variable is neither true nor false.
@@ -28,59 +34,48 @@ def wanted_anew() -> bool:
         return False
     if text in ("1", "true", "yes", "on"):
         return True
-    raise ConfigError(f"{NEW} is {text!r}.", "Set it to 1 to begin at zero where the site's control is lost.")
+    raise ConfigError(f"{NEW} is {text!r}.", "Set it to 1 to begin at zero where the site's state is lost.")
 
 
-class OwnControls(Protocol):
-    """c_i, which is read, and c_i⁺, which is written: runs of each control by its name."""
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of c_i, in new memory."""
-        ...
-
-    def write(self, name: str, start: int, values: Tensor) -> None:
-        """c_i⁺ from element `start` on."""
-        ...
-
-
-class Controls(Turns):
-    """c_i of one site in one run; zeros in the beginning.
-
-    Its note says behind which update of the site it is c_i; the server compares that with its journal.
+class AlgorithmState(Turns):
+    """The tensors that the algorithm keeps at one site in one run; zeros in the beginning.
 
     Attributes:
-        state: "kept" where the files hold c_i; "missing" where there are none, which is as it should be in a site's
-            first round alone; "new" where it is to begin at zero all the same.
+        state: "kept" where the files hold it; "missing" where there are none, which is right in a site's first round
+            alone; "new" where it is to begin at zero all the same.
 
     Args:
         folder: of the site in the run; locked by the caller.
-        schema: of the run, with its controls.
+        schema: of the run.
+        keeps: the groups that the algorithm keeps: one tensor for each parameter.
         owner: as `Turns` has it.
     """
 
-    def __init__(self, folder: Path, schema: Schema, owner: Owner = UNTOLD) -> None:
-        super().__init__(folder, "control", (spec for spec in schema.tensors if spec.group == CONTROL), owner=owner)
+    def __init__(self, folder: Path, schema: Schema, keeps: Iterable[str], owner: Owner = UNTOLD) -> None:
+        specs = [spec for group in keeps for spec in specs_beside(group, schema.tensors)]
+        super().__init__(folder, "algorithm", specs, owner=owner)
+        self._written: set[str] = set()  # since `begin`
         self.state: Literal["kept", "missing", "new"] = "kept" if self.found else "missing"
 
     def begin_anew_where_told(self, site: str) -> None:
-        """Begin at zero where nothing is kept and `ATOLL_NEW_CONTROLS` asks for it; else a server that has counted
-        updates of this site refuses it.
+        """Begin at zero where nothing is kept and `ATOLL_NEW_STATE` asks for it; else a server that has counted updates
+        of this site refuses it.
 
         Raises:
             ConfigError: the variable is neither true nor false.
         """
         if wanted_anew() and self.state == "missing":
-            LOG.warning("%s: its control begins at zero, as ATOLL_NEW_CONTROLS says", site)
+            LOG.warning("%s: its state begins at zero, as %s says", site, NEW)
             self.state = "new"
 
     @property
     def told(self) -> dict[str, Any]:
         """What a join says of it."""
-        return {"controls": self.state, "controls_of": self.stands_for, "new_controls": wanted_anew()}
+        return {"local_state": self.state, "local_state_of": self.stands_for, "new_local_state": wanted_anew()}
 
     @property
     def stands_for(self) -> list[Counted]:
-        """The updates behind which c_i is what one of the two files holds; the one that counts first."""
+        """The updates that what one of the two files holds stands behind; the one that counts first."""
         note = self.note
         if self.state != "kept":
             return []
@@ -92,10 +87,10 @@ class Controls(Turns):
         return found
 
     def follow(self, counted: Counted) -> None:
-        """Have c_i be what it was behind the update of this site that the run has counted last.
+        """Make the state what it was behind the update of this site that the run has counted last.
 
         Mostly it is, or becomes it as soon as what is pending is settled. A server that fell back by one update gets
-        the c_i before that one; what is pending then is the update that it has lost, which is sent again.
+        the state before that one; what is pending then is the update that it has lost, which is sent again.
 
         Raises:
             ConfigError: it is of another moment. Or the variable is neither true nor false.
@@ -109,28 +104,29 @@ class Controls(Turns):
                 return
         elif counted.base_version is None:
             if self.state == "kept":
-                LOG.warning("%s: the server has no update of this site: its control begins at zero", self._note_path)
+                LOG.warning("%s: the server has no update of this site: its state begins at zero", self._note_path)
                 self.zero()
             return
         if self.state != "new":
             self.lose()
-        self._write(TurnNote(version=_version(counted), update=counted.digest))  # zero stands for c_i from here on
+        self._write(TurnNote(version=_version(counted), update=counted.digest))  # zero stands behind it from here on
 
     def _go_back(self) -> None:
         """The update that counted last is pending again."""
-        LOG.warning("%s: the server went back behind the last update: so does the control", self._note_path)
+        LOG.warning("%s: the server went back behind the last update: so does the site's state", self._note_path)
         self._write(self.note.back())
 
     def begin_at_zero(self) -> None:
-        """The site takes part: where nothing was kept, c_i is zero."""
+        """The site takes part: where nothing was kept, the state is zero."""
         if self.state != "kept":
             self.zero()
 
     def require_kept(self) -> None:
-        """The site's updates are in the run's c: it goes on with its own, or begins at zero on purpose.
+        """Updates of the site count in the run: it goes on with its own state, or begins at zero on purpose.
 
         Raises:
-            ConfigError: it has none, and nobody has said so. Or the variable is neither true nor false.
+            ConfigError: it has none, and nothing says that it may begin anew. Or the variable is neither true nor
+                false.
         """
         if self.state != "kept":
             self.lose()
@@ -138,18 +134,29 @@ class Controls(Turns):
     def lose(self) -> None:
         if not wanted_anew():
             raise ConfigError(
-                "This site's updates are in the run's controls, and what it has kept of its own is lost: "
+                "Updates of this site count in the run, and the state that its algorithm keeps here is lost: "
                 f"{self._note_path} and the files beside it are not there, not what was written, or of another moment "
                 "or site.",
                 f"Look at the disk, or bring them from a backup; without them, begin a new run from the export, or set "
                 f"{NEW}=1 to begin at zero.",
             )
-        LOG.warning("%s: the site's control begins at zero, as %s says", self._note_path, NEW)
+        LOG.warning("%s: the site's state begins at zero, as %s says", self._note_path, NEW)
         self.zero()
         self.state = "new"
 
+    def begin(self) -> None:
+        super().begin()
+        self._written.clear()
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        self._written.add(name)
+        super().write(name, start, values.to(torch_dtype(self._segments[name].spec.dtype)))
+
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
-        """As `Turns` has it; from here on c_i⁺, and so c_i, is kept."""
+        """As `Turns` has it; a tensor of which nothing was written stays as it is."""
+        for name, segment in self._segments.items():
+            if name not in self._written:
+                super().write(name, 0, self.read(name, 0, segment.spec.numel))
         super().belongs_to(ticket, version, update)
         self.state = "kept"
 

@@ -1,0 +1,130 @@
+"""For loops that a script writes by hand: an algorithm's correction as a value, and what an update carries given back.
+
+    fl_round.load_into(model)
+    prox = atoll.FedProx(model, mu=0.1)
+    with prox.correct(optimizer):
+        train()
+    fl_round.submit(model, steps=prox.steps)
+
+`fl_round.correct(model, optimizer)` does the same for any algorithm, without copies of what the version has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.algorithms.base import KeptState, Moved, Runs
+from atoll.algorithms.optimizer_hooks import Given, StepHooks
+from atoll.border import border
+from atoll.errors import UsageError
+from atoll.tensors.arrays import as_tensor
+from atoll.tensors.chunks import run_of
+from atoll.tensors.schema import name_beside
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class ByHand:
+    """The correction of one round of a hand-written loop; the arguments are those of `StepHooks`."""
+
+    def __init__(self, model: nn.Module, algorithm: str, *of_the_round: Any) -> None:
+        self._hooks = StepHooks(model, algorithm, *of_the_round)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        return self._hooks.steps
+
+    @border
+    def correct(self, optimizer: Given) -> StepHooks:
+        """Correct each step of `optimizer`, until `finish` or the end of a `with` block.
+
+        Raises:
+            UsageError: it corrects another one already.
+        """
+        return self._hooks.attach(optimizer)
+
+
+def require_tensors(what: str, given: object, shapes: Shapes) -> dict[str, Tensor]:
+    """Return contiguous CPU tensors in fp32 (fp64 for fp64), one for each parameter.
+
+    Args:
+        what: the argument's name, for the message.
+        given: parameter's name → tensor, or anything that becomes one (numpy, DLPack, `__array__`).
+        shapes: of the parameters.
+
+    Raises:
+        UsageError: it is no such mapping; what is wrong is named.
+    """
+    if not isinstance(given, Mapping):
+        raise UsageError(
+            f"{what} is a {type(given).__name__}.", "Give a mapping from parameters' names to tensors of their shapes."
+        )
+    for name in shapes:
+        if name not in given:
+            raise UsageError(f"{what} lacks {name!r}.", "Give one for each parameter, zeros for those not trained.")
+    tensors = {}
+    for name, value in given.items():
+        if name not in shapes:
+            raise UsageError(f"{what} has {name!r}, which is no parameter.", "Use the parameters' own names.")
+        tensor = as_tensor(f"{what}[{name!r}]", value).detach()
+        if tuple(tensor.shape) != shapes[name]:
+            raise UsageError(
+                f"{what}[{name!r}] has the shape {list(tensor.shape)}, the parameter {list(shapes[name])}.",
+                "Give a tensor of the parameter's shape.",
+            )
+        if not tensor.is_floating_point():
+            raise UsageError(f"{what}[{name!r}] is {tensor.dtype}.", "Give one of floating point numbers.")
+        if not bool(torch.isfinite(tensor).all()):
+            raise UsageError(f"{what}[{name!r}] holds NaN or Inf.", "Look at the learning rate and the loss.")
+        wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        tensors[name] = tensor.to("cpu", wide).contiguous()
+    return tensors
+
+
+class GivenGroups:
+    """What a script hands over for the groups beside the model.
+
+    A group that the site also keeps grows at the site by what is given, as the version's grows by its reduction.
+
+    Args:
+        given: group → parameter's name → tensor.
+        shapes: of the parameters, for each group of the run.
+        kept: what the site keeps; None: nothing.
+        keeps: the groups that it keeps.
+
+    Raises:
+        UsageError: a group is missing or unknown, or as `require_tensors`.
+    """
+
+    def __init__(
+        self, given: object, shapes: Mapping[str, Shapes], kept: KeptState | None, keeps: tuple[str, ...]
+    ) -> None:
+        if not isinstance(given, Mapping) or set(given) != set(shapes):
+            told = f"has {sorted(map(str, given))}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"
+            raise UsageError(f"groups {told}, and the run has {sorted(shapes)}.", "Give a mapping with exactly these.")
+        self._tensors = {
+            group: require_tensors(f"groups[{group!r}]", given[group], each) for group, each in shapes.items()
+        }
+        self._kept, self._keeps = kept, keeps
+
+    def finish(self, moved: Moved) -> Mapping[str, Runs]:
+        """As `StepHooks.finish`."""
+        return {group: self._runs_of(group, tensors) for group, tensors in self._tensors.items()}
+
+    def _runs_of(self, group: str, tensors: Mapping[str, Tensor]) -> Runs:
+        kept = self._kept if group in self._keeps else None
+
+        def run(name: str, start: int, stop: int) -> Tensor:
+            delta = run_of(tensors[name], start, stop)
+            if kept is not None:
+                own = kept.read(name_beside(group, name), start, stop)
+                delta = delta.to(own.dtype)
+                kept.write(name_beside(group, name), start, own + delta)
+            return delta
+
+        return run
