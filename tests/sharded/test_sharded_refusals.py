@@ -73,7 +73,7 @@ def test_settings_that_do_not_go_with_ranks(more: dict[str, Any], what: str) -> 
 def test_controls_do_not_go_with_ranks(tmp_path: Path) -> None:
     import atoll
 
-    with pytest.raises(ConfigError, match="ranks is 2, and algorithm is 'scaffold': controls are not sharded so far"):
+    with pytest.raises(ConfigError, match=r"ranks is 2, and algorithm is 'scaffold'.*not sharded so far"):
         atoll.Server(nn.Linear(2, 2), algorithm="scaffold", ranks=2, port=0, state_dir=tmp_path).start()
 
 

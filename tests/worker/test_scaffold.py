@@ -15,6 +15,7 @@ from atoll.algorithms.fedprox import ProximalTerm
 from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.algorithms.scaffold import ControlVariates
 from atoll.errors import UsageError
+from atoll.protocol import messages
 from atoll.worker.exchange.algorithm_state import AlgorithmState
 
 ROUNDS = 3
@@ -336,6 +337,22 @@ def test_what_a_new_update_is_written_over_no_longer_counts_for_the_old_one(tmp_
     again.settle(lambda ticket: pytest.fail(f"asked for ticket {ticket}"))
     assert again.read("atoll.control.frozen", 0, 2).tolist() == [0.0, 0.0]
     again.close()
+
+
+def test_a_tensor_of_which_an_update_sets_nothing_stays_as_it_is(tmp_path: Path) -> None:
+    """Two updates that count: the first sets both tensors, the second one of them, where the files take turns."""
+    from atoll.tensors.module_tensors import schema_of
+
+    state = AlgorithmState(tmp_path, schema_of(One()), ["momentum"])
+    for ticket, tensors in enumerate([{"w": [5.0], "frozen": [1.0, 2.0]}, {"w": [6.0]}], start=1):
+        state.begin()
+        for name, values in tensors.items():
+            state.write(f"atoll.momentum.{name}", 0, torch.tensor(values))
+        state.belongs_to(ticket, ticket)
+        state.settle(lambda number: messages.Outcome(ticket=number, state="counted", base_version=0))
+    assert state.read("atoll.momentum.w", 0, 1).tolist() == [6.0]
+    assert state.read("atoll.momentum.frozen", 0, 2).tolist() == [1.0, 2.0]
+    state.close()
 
 
 def test_a_step_without_gradients_is_none() -> None:

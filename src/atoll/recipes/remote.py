@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 POLL_S = 1.0
 
-NOT_COMPARED = {"protocol", "run", "schema_bytes", "trains", "sends_tasks", "keeps_local"}
+NOT_COMPARED = {"protocol", "run", "schema_bytes", "trains", "sends_tasks", "keeps_local", "local_package"}
 """What a server says of a run that is no setting of it."""
 SETTING_OF = {"schema_digest": "model", "local": "local_options", "fragments": "num_fragments"}
 """What a server says → the setting that decides it, where the names differ."""
