@@ -12,10 +12,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.algorithms.base import KeptState, Moved, Runs
 from atoll.algorithms.optimizer_hooks import Given, StepHooks
@@ -29,10 +28,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class ByHand:
-    """The correction of one round of a hand-written loop; the arguments are those of `StepHooks`."""
+    """The correction of one round of a hand-written loop."""
 
-    def __init__(self, model: nn.Module, algorithm: str, *of_the_round: Any) -> None:
-        self._hooks = StepHooks(model, algorithm, *of_the_round)
+    def __init__(self, hooks: StepHooks) -> None:
+        self._hooks = hooks
 
     @property
     def steps(self) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from atoll.algorithms.base import Algorithm, Correction, LocalContext, LocalRule
 from atoll.algorithms.by_hand import ByHand
+from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.border import border, bordered
 from atoll.errors import UsageError
 
@@ -78,7 +79,7 @@ class FedProx(ByHand):
     def __init__(self, model: nn.Module, mu: float) -> None:
         if not 0 <= mu < float("inf"):
             raise UsageError(f"mu is {mu}.", "Give a number that is finite and not negative.")
-        super().__init__(model, "FedProx", ProximalTerm(mu))
+        super().__init__(StepHooks(model, "FedProx", ProximalTerm(mu)))
 
     def finish(self) -> None:
         """Let go of the optimizer. Idempotent."""

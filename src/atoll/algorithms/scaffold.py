@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from atoll.algorithms.base import Algorithm, Correction, LocalContext, LocalRule, Moved, Runs
 from atoll.algorithms.by_hand import ByHand, require_tensors
+from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.border import border, bordered
 from atoll.errors import UsageError
 from atoll.tensors.arrays import Arrays
@@ -105,7 +106,7 @@ class Scaffold(ByHand):
         shapes = {name: tuple(value.shape) for name, value in self._y.items()}
         c = _InMemory(require_tensors("global_controls", global_controls, shapes))
         self._own = _InMemory(require_tensors("own_controls", own_controls, shapes))
-        super().__init__(model, "SCAFFOLD", ControlVariates(), c.read, self._own)
+        super().__init__(StepHooks(model, "SCAFFOLD", ControlVariates(), c.read, self._own))
 
     @property
     def own_controls(self) -> dict[str, Tensor]:
