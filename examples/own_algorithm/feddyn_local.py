@@ -1,4 +1,4 @@
-"""The sites' part of FedDyn: a dynamic regulariser, whose λ_k each site keeps between rounds.
+"""The sites' part of FedDyn: a dynamic regulariser. Each site keeps its λ_k between rounds.
 
 D. A. E. Acar, Y. Zhao, R. Matas Navarro, M. Mattina, P. N. Whatmough, V. Saligrama: Federated Learning Based on Dynamic
 Regularization. ICLR 2021, arXiv 2111.04263, algorithm 1.

@@ -126,7 +126,7 @@ class Correction:
 
 
 class LocalRule(ABC):
-    """How an algorithm corrects local training: a frozen dataclass whose fields are the algorithm's options.
+    """How an algorithm corrects local training: a frozen dataclass with the algorithm's options as its fields.
 
     Attributes:
         keeps: names of the groups of tensors that a site keeps between rounds, each as a group beside the model is: one

@@ -37,7 +37,7 @@ Given = Optimizer | Sequence[Optimizer]
 
 
 def innermost(optimizer: Any) -> Optimizer:
-    """Return the optimizer whose step hooks are called: the given one, or what it wraps, as Accelerate's wrapper does.
+    """Return the optimizer that calls step hooks: the given one, or what it wraps, as Accelerate's wrapper does.
 
     Raises:
         UsageError: it is no optimizer of torch, and wraps none.
@@ -71,7 +71,7 @@ def optimizers_in(given: Given | Any) -> tuple[Optimizer, ...]:
         )
     found = tuple(map(innermost, given)) if isinstance(given, Iterable) else (innermost(given),)
     if not found:
-        raise UsageError("There is no optimizer in the list.", "Give those whose step() trains the model.")
+        raise UsageError("There is no optimizer in the list.", "Give those that train the model by their step().")
     if len(set(map(id, found))) < len(found):
         raise UsageError("An optimizer is in the list twice.", "Give each once, in the order in which they step.")
     return found
@@ -275,8 +275,8 @@ class StepHooks:
             raise UsageError(
                 f"{kind.__name__} chooses the length of its steps by itself, and {self.algorithm} divides what a step "
                 "moved by its learning rate.",
-                "Use an optimizer whose step is its learning rate times a direction, as SGD's; or run fedprox or "
-                "fedavg.",
+                "Use an optimizer that steps by its learning rate times a direction, as SGD does; or run fedprox "
+                "or fedavg.",
             )
 
     def close(self) -> None:
@@ -309,7 +309,7 @@ class StepHooks:
         if not self.steps:
             raise UsageError(
                 f"{self.algorithm} saw no optimizer step in this round.",
-                "Call fl_round.correct(model, optimizer) before training, with the optimizer whose step() trains.",
+                "Call fl_round.correct(model, optimizer) before training, with the optimizer that trains the model.",
             )
         if self.one_rate and not self.rates > 0:
             raise UsageError(
@@ -396,7 +396,7 @@ class _Followed:
         return None
 
     def _corrected(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure whose gradient is corrected, and whose loss is what that is the gradient of."""
+        """Return a closure with a corrected gradient, and with the loss that this is the gradient of."""
 
         def call() -> Any:
             with self._a_failed_step_has_ended():

@@ -1,5 +1,7 @@
-"""A run's settings on top of its algorithm's defaults → what the run does. No torch here; the optimizer's own
-arguments are checked where it is built (`atoll.outer_optimizers`)."""
+"""A run's settings on top of its algorithm's defaults → what the run does, and the local rule that a site has of it.
+
+No torch here; the optimizer's own arguments are checked where it is built (`atoll.outer_optimizers`).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _INSTEAD_OF_MOMENTUM = {
     "yogi": "set the decay of its averages: outer_options = {betas = [0.9, 0.99]}",
     "adagrad": "choose outer_optimizer = 'sgd', or 'rmsprop'",
 }
-"""Outer optimizers without momentum → what a person who wants it may do."""
+"""Outer optimizers without momentum → what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
 
 
 def _require_whole(settings: Settings) -> None:
-    """Refuse to stream where the worker's own script decides when a round ends: nobody could say what is due when."""
+    """Refuse to stream where the site's script decides when a round ends: then no fragment is ever due."""
     for name in ("num_fragments", "tau", "alpha"):
         value = getattr(settings, name)
         if value != type(settings).model_fields[name].default:

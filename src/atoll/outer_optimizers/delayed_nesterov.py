@@ -23,7 +23,7 @@ from atoll.outer_optimizers.torch_optimizer import EachTensor
 
 
 class DelayedNesterov(EachTensor):
-    """SGD whose Nesterov momentum acts on every N-th step.
+    """SGD with a Nesterov momentum that acts on every N-th step.
 
     Args:
         params: what is stepped.

@@ -2,7 +2,7 @@
 
 A reducer is a small frozen value. It sees the same run of elements of every update, one *row* per update in the frozen
 order (by site name), and writes one row. Elements never influence each other, so the result does not depend on how a
-tensor is cut into runs. Between two tensors of a run there may be padding: elements of any value, whose result is never
+tensor is cut into runs. Between two tensors of a run there may be padding: elements of any value. Their result is never
 read. `atoll.testing.reducers` has the contract suite.
 
     mean          Σ ŵ_k·u_k, ŵ = w / Σ w      streams: one row at a time
