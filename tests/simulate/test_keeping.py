@@ -19,7 +19,7 @@ SPECS = [TensorSpec("w", "F32", (4,))]
 
 def opened(folder: Path) -> Turns:
     folder.mkdir(exist_ok=True)
-    return Turns(folder, "control", SPECS)
+    return Turns(folder, "algorithm", SPECS)
 
 
 def outcome(ticket: int) -> Outcome:
