@@ -11,7 +11,7 @@ For every part of the version, and in it for every run of elements (`tensors/byt
     step    parameters                                                             θ
     whole   parameters whose optimizer needs whole tensors (`whole_tensors`)       θ, stepped before the parts
     mean    buffers                                                                the reduction of their values
-    add     groups beside the model, say SCAFFOLD's controls                       scale · value + the reduction
+    add     the algorithm's groups beside the model                                 scale · value + the reduction
     max     integers and flags                                                     their maximum
 
 Where versions go down by a codec, θ is the master, and the version is what workers then hold: b' = b + dec(C(θ − b)),
