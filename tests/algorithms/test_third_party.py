@@ -113,7 +113,8 @@ def by_requests(url: str, folder: Path) -> None:
     with functional.Client(url, site="a", folder=folder) as client:
         for _ in range(2):
             client.next_round()
-            local = client.pull(site_code.One())
+            local = site_code.One()
+            client.pull(local)
             optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
             with client.correct(local, optimizer):
                 site_code.two_steps(local, optimizer)

@@ -133,7 +133,7 @@ def test_a_site_without_the_control_that_the_run_counts_on_is_refused(
 @pytest.mark.covers("S2")
 def test_its_folder_may_move_to_another_machine(server: atoll.Server, tmp_path: Path) -> None:
     take_part(server, tmp_path / "w")
-    with pytest.raises(ConfigError, match="1 update of a is"):
+    with pytest.raises(ConfigError, match="1 update of a counts"):
         take_part(server, tmp_path / "other")
     shutil.rmtree(tmp_path / "other")
     shutil.copytree(tmp_path / "w", tmp_path / "other")
@@ -162,7 +162,7 @@ def test_an_update_that_is_accepted_and_not_yet_counted_counts(tmp_path: Path) -
         with atoll.functional.Client(server.url, site="b", folder=tmp_path / "w").register():
             take_part(server, tmp_path / "w")
             shutil.rmtree(tmp_path / "w" / "a")
-            with pytest.raises(ConfigError, match="1 update of a is"):
+            with pytest.raises(ConfigError, match="1 update of a counts"):
                 take_part(server, tmp_path / "w")
 
 
@@ -175,7 +175,7 @@ def test_the_server_remembers_it_over_a_restart(tmp_path: Path) -> None:
                 take_part(server, tmp_path / "w", rounds=2)
                 shutil.rmtree(tmp_path / "w")
             else:
-                with pytest.raises(ConfigError, match="2 updates of a are"):
+                with pytest.raises(ConfigError, match="2 updates of a count"):
                     take_part(server, tmp_path / "w")
 
 
