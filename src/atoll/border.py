@@ -1,7 +1,7 @@
-"""Decorators of public functions and classes: they hide internal frames, and set the exit code of a script.
+"""How an error of Atoll reaches a user: one line on standard error, in commands, scripts and simulations alike.
 
-A user needs the line of the script and what the error says. The functions of Atoll that passed it on go to the logger
-`atoll` at DEBUG.
+The decorators of public functions and classes hide the frames inside Atoll, which go to the logger `atoll` at DEBUG.
+A script that does not catch the error ends with one line, which names the line of the script, and with its exit code.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import functools
 import inspect
 import logging
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from atoll.errors import AtollError
+from atoll.format_text import visible, visible_lines
 
 LOG = logging.getLogger("atoll")
 
@@ -26,7 +29,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def border(function: Callable[P, R]) -> Callable[P, R]:
-    """A public function whose errors come without the frames and the causes inside Atoll."""
+    """Decorate a public function: its errors come without the frames and the causes inside Atoll."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -34,7 +37,7 @@ def border(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except AtollError as error:
             LOG.debug("%s", error, exc_info=True)
-            _tell_by_exit_code()
+            _end_with_one_line()
             raise error.with_traceback(None) from None
         except KeyboardInterrupt:
             say_interrupt_in_a_line()
@@ -45,9 +48,9 @@ def border(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def bordered(cls: C) -> C:
-    """A public class: `border` around its constructor, its public methods and its properties.
+    """Decorate a public class: `border` around its constructor, its public methods and its properties.
 
-    Not around generators: what they raise comes when they are iterated.
+    Generators are left out: they raise when they are iterated.
     """
     for name, member in list(vars(cls).items()):
         if name.startswith("_") and name not in _ENTRIES:
@@ -62,7 +65,7 @@ def bordered(cls: C) -> C:
 
 
 def is_border(function: Callable[..., Any]) -> bool:
-    """Whether an error that leaves this function has an exit code."""
+    """Return whether an error that leaves this function ends a script with one line and its exit code."""
     return _MARK in vars(function)
 
 
@@ -72,8 +75,22 @@ _ENTRIES = ("__init__", "__call__", "__enter__", "__getitem__")
 _hook_before: Hook | None = None
 
 
-def _tell_by_exit_code() -> None:
-    """Let an error of Atoll that nobody catches end the program with its `exit_code`, where Python would say 1."""
+def print_error(error: AtollError, where: str = "") -> None:
+    """Print an error as one line on standard error.
+
+    Where the user's code raised it, its traceback comes before that line.
+
+    Args:
+        where: the place in the user's script that the error came out of.
+    """
+    if error.trace:
+        print(visible_lines(error.trace), file=sys.stderr)
+    place = f" ({where})" if where else ""
+    print(f"atoll: {visible(' '.join(str(error).split()))}{visible(place)}", file=sys.stderr, flush=True)
+
+
+def _end_with_one_line() -> None:
+    """Let an uncaught error of Atoll end the program with one line and its `exit_code`, not a traceback and 1."""
     global _hook_before
     interactive = hasattr(sys, "ps1") or sys.flags.interactive  # there an error must not end the session
     if _hook_before is None and not interactive:
@@ -81,7 +98,7 @@ def _tell_by_exit_code() -> None:
 
 
 def say_interrupt_in_a_line(error: BaseException | None = None) -> None:
-    """Let Ctrl-C that nothing catches end the program with one line, where Python would print a traceback.
+    """Let an uncaught Ctrl-C end the program with one line, in place of a traceback.
 
     The exit status stays Python's: the process ends by SIGINT, which a shell calls 130.
 
@@ -89,14 +106,25 @@ def say_interrupt_in_a_line(error: BaseException | None = None) -> None:
         error: what ends a block; nothing is done where it is no interrupt.
     """
     if (error is None or isinstance(error, KeyboardInterrupt)) and sys.excepthook is sys.__excepthook__:
-        _tell_by_exit_code()
+        _end_with_one_line()
 
 
 def _print_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     assert _hook_before is not None
-    if isinstance(error, KeyboardInterrupt) and _hook_before is sys.__excepthook__:
+    is_ours = _hook_before is sys.__excepthook__  # a hook that was there before prints as it likes
+    if isinstance(error, KeyboardInterrupt) and is_ours:
         print("atoll: interrupted", file=sys.stderr, flush=True)
         return
-    _hook_before(kind, error, trace)
+    if isinstance(error, AtollError) and is_ours:
+        print_error(error, _place(trace))
+    else:
+        _hook_before(kind, error, trace)
     if isinstance(error, AtollError):
         raise SystemExit(error.exit_code)
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Return the last line of the traceback that is not Atoll's, as `train.py, line 7`."""
+    inside = str(Path(__file__).parent)
+    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(inside)]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""

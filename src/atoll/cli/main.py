@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import typer
 
+from atoll.border import print_error
 from atoll.children import Terminated
 from atoll.cli import audit, evaluate, export, new, server, simulate, status, worker
 from atoll.errors import AtollError
-from atoll.format_text import visible, visible_lines
 
 INTERRUPTED, TERMINATED = 130, 143
 """128 + SIGINT and 128 + SIGTERM, as in shells."""
@@ -61,9 +60,7 @@ def run_command(command: Callable[[], object]) -> None:
     try:
         command()
     except AtollError as error:
-        if error.trace:
-            print(visible_lines(error.trace), file=sys.stderr)
-        print(f"atoll: {visible(' '.join(str(error).split()))}", file=sys.stderr)
+        print_error(error)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
