@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from atoll.config import NOT_SETTINGS, Settings
+from atoll import Settings
 from atoll.errors import ConfigError
 
 
@@ -104,6 +104,8 @@ def test_a_section_of_a_run_file_is_told(tmp_path: Path) -> None:
 
 
 def test_variables_of_a_worker_and_of_others_are_no_settings() -> None:
+    from atoll.config import NOT_SETTINGS
+
     environ = dict.fromkeys(NOT_SETTINGS, "x") | {"PATH": "/bin", "ATOLLS": "3"}
     assert Settings.read(environ=environ) == Settings.read(environ={})
 

@@ -14,7 +14,6 @@ from harness.processes import Nursery, wait_until
 from safetensors.torch import load_file
 
 from atoll import Settings
-from atoll.cli import new
 
 
 @pytest.mark.parametrize(
@@ -76,6 +75,8 @@ def test_is_simulated_to_the_same_bits_on_any_number_of_processes(
 @pytest.mark.parametrize("algorithm", ["fedavg", "diloco"])
 def test_writes_the_real_defaults_as_comments(algorithm: str) -> None:
     """Uncommenting every line that shows a value changes nothing."""
+    from atoll.cli import new
+
     lines = new.run_file(algorithm, "x").splitlines()
     keys = {key for keys in (new.SECTIONS | new.LOW_COMMUNICATION | new.SIMULATED).values() for key in keys}
     assert any(line.startswith("# num_fragments = 1") for line in lines) == (algorithm == "diloco")
@@ -116,5 +117,7 @@ def test_names_a_folder_that_cannot_be_written_in_one_line(atoll_command, tmp_pa
 
 
 def test_quotes_a_name_that_toml_would_misread() -> None:
+    from atoll.cli import new
+
     name = 'a"b\\c'
     assert tomllib.loads(new.run_file("diloco", name))["name"] == name

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.children import Children
-
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "demo"))
 
 import demo_data
@@ -89,6 +87,7 @@ def test_the_ring_formula(tmp_path, monkeypatch) -> None:
 
 def test_children_are_ended_also_where_they_ignore_a_request(monkeypatch) -> None:
     from atoll import children
+    from atoll.children import Children
 
     monkeypatch.setattr(children, "GRACE_S", 0.2)
     stubborn = (

@@ -11,7 +11,7 @@ from harness.processes import Nursery, free_port, wait_until
 from kit import FederatedSites, serve
 
 from atoll.cli import status as shown
-from atoll.protocol.status_messages import Status
+from atoll.testing.run import Status
 
 
 def status_of(nursery: Nursery, folder: Path, *words: str, **env: str) -> tuple[int, str]:

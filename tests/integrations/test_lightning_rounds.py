@@ -17,8 +17,6 @@ from safetensors.torch import load_file
 import atoll
 import atoll.integrations.lightning
 from atoll.errors import UsageError
-from atoll.worker.session.session import Session
-from atoll.worker.training.federated_loop import FederatedRound
 
 pytestmark = pytest.mark.usefixtures("each_package")
 
@@ -157,6 +155,8 @@ def test_two_workers_two_rounds_with_batchnorm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PACKAGES)
 def test_validation_inside_fit_receives_nothing(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sanity validation sees the global model, the validation after each epoch what training made of it."""
+    from atoll.worker.training.federated_loop import FederatedRound
+
     received = spy(monkeypatch, FederatedRound, "load_into")
     with serve(tmp_path, rounds=2) as server:
         trainer = trainer_of(name, max_epochs=2, num_sanity_val_steps=1)
@@ -175,6 +175,8 @@ def test_validation_inside_fit_receives_nothing(tmp_path: Path, name: str, monke
 def test_a_validation_before_fit_receives_for_it(
     tmp_path: Path, name: str, other: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from atoll.worker.session.session import Session
+
     pulled = spy(monkeypatch, Session, "next_round")
     with serve(tmp_path, rounds=2) as server:
         trainer = trainer_of(name)

@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import atoll
-from atoll.filters import Filter
-from atoll.tensors.chunks import CHUNK_ELEMENTS
+from atoll.filters import CHUNK_ELEMENTS, Filter
 
 START = {"w": torch.zeros(2), "head": torch.zeros(1), "bn.running_mean": torch.zeros(1), "n": torch.tensor(7)}
 State = dict[str, Tensor]

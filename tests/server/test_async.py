@@ -17,7 +17,6 @@ from torch import nn
 
 import atoll
 from atoll.errors import ConfigError
-from atoll.reducers.staleness_weight import staleness_weight
 
 
 @pytest.mark.covers("L3", "L5", "D10")
@@ -69,6 +68,8 @@ def above_one(s: int) -> float:
 
 
 def test_a_weight_of_staleness_that_is_none_is_refused() -> None:
+    from atoll.reducers.staleness_weight import staleness_weight
+
     weight = staleness_weight(f"{__name__}:above_one")
     with pytest.raises(ConfigError, match=r"gives 2\.0 for 1 versions"):
         weight(1)

@@ -17,7 +17,6 @@ from torch import nn
 
 import atoll
 from atoll.errors import AtollError, SchemaMismatch
-from atoll.server.coordinator.background_writes import Exports
 from atoll.testing.run import status
 
 
@@ -203,6 +202,8 @@ def test_the_public_client_registers_pulls_submits_and_asks(tmp_path: Path) -> N
 
 def test_a_run_that_is_finished_has_its_metrics_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round's line waits for those before it; the result is there meanwhile, and the server may be stopped."""
+    from atoll.server.coordinator.background_writes import Exports
+
     append, save, saved = Exports.append_metrics, Exports.save, threading.Event()
 
     def late(self: Exports, summary: Any, at: str) -> None:

@@ -13,7 +13,9 @@ from torch import nn
 
 import atoll
 from atoll.errors import SchemaMismatch, UpdateRefused, UsageError
-from atoll.worker.exchange.exchange import MAX_REFUSALS
+
+MAX_REFUSALS = 5
+"""In a row, after which a site gives up."""
 
 
 def submit_nan(url: str, folder: Path, trained: list[int]) -> None:

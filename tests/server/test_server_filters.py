@@ -15,8 +15,7 @@ from torch import Tensor
 
 import atoll
 from atoll import Settings
-from atoll.filters import Drop, Filter, NormClip, Outgoing
-from atoll.tensors.chunks import CHUNK_ELEMENTS
+from atoll.filters import CHUNK_ELEMENTS, Drop, Filter, NormClip, Outgoing
 
 
 @pytest.mark.covers("T8")

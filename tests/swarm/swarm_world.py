@@ -19,8 +19,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import ServerUnreachable
-from atoll.protocol.status_messages import Status
-from atoll.testing.run import status
+from atoll.testing.run import Status, status
 
 KILLED = -signal.SIGKILL
 ROUNDS = 3

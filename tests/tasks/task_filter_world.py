@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 import atoll
-from atoll.filters import Filter
-from atoll.tensors.chunks import CHUNK_ELEMENTS
+from atoll.filters import CHUNK_ELEMENTS, Filter
 
 
 @contextmanager

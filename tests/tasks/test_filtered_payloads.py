@@ -25,7 +25,7 @@ from atoll import Settings
 from atoll.blobs.object_file import Contents, Stored, write_object
 from atoll.blobs.payload_cut import Cut
 from atoll.errors import UsageError
-from atoll.filters import About, Cast, Drop, Filter, NormClip, Outgoing
+from atoll.filters import CHUNK_ELEMENTS, About, Cast, Drop, Filter, NormClip, Outgoing
 from atoll.filters.base import filtered
 from atoll.objects import Stream, register
 from atoll.posix import read_at
@@ -34,7 +34,6 @@ from atoll.server.tasks.task_queue import Answer, read_contents
 from atoll.server.tasks.user_code import UserThreads
 from atoll.server.tasks.workflow_controller import Result
 from atoll.store.kept_objects import ObjectStore
-from atoll.tensors.chunks import CHUNK_ELEMENTS
 from atoll.tensors.payload import Packed, names_of, pack
 from atoll.testing.payloads import MORE_BYTES, peak_growth
 from atoll.worker.exchange.encode_update import AnswerFilters

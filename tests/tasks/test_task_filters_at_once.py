@@ -16,9 +16,8 @@ from task_filter_world import Broken, Halved, left, model, serving, sites
 from torch import Tensor
 
 import atoll
-from atoll.filters import Filter, NormClip, Outgoing
+from atoll.filters import CHUNK_ELEMENTS, Filter, NormClip, Outgoing
 from atoll.protocol import task_messages as tm
-from atoll.tensors.chunks import CHUNK_ELEMENTS
 
 
 @pytest.mark.covers("T8", "T6")

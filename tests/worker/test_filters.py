@@ -12,9 +12,8 @@ from test_update import CODECS, base_with, raw_layout, read
 from torch import Tensor
 
 from atoll.errors import UsageError
-from atoll.filters import About, Cast, Drop, Filter, NormClip, Outgoing
+from atoll.filters import CHUNK_ELEMENTS, About, Cast, Drop, Filter, NormClip, Outgoing
 from atoll.filters.base import require_filters
-from atoll.tensors.chunks import CHUNK_ELEMENTS
 from atoll.tensors.schema import BUFFERS, TensorSpec
 from atoll.worker.exchange.base_and_outbox import BaseFile, Outbox
 from atoll.worker.exchange.encode_update import Filtered, form_update

@@ -6,5 +6,6 @@ atoll.Server(model, filters={"clinic-a": [NormClip(10.0)]})
 
 from atoll.filters.base import About, Filter, Outgoing
 from atoll.filters.builtin import Cast, Drop, NormClip
+from atoll.tensors.chunks import CHUNK_ELEMENTS
 
-__all__ = ["About", "Cast", "Drop", "Filter", "NormClip", "Outgoing"]
+__all__ = ["CHUNK_ELEMENTS", "About", "Cast", "Drop", "Filter", "NormClip", "Outgoing"]

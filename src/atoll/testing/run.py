@@ -43,17 +43,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from atoll import failpoints as _failpoints
+from atoll.protocol import routes
+from atoll.protocol.status_messages import Status
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from atoll.protocol.status_messages import Status
     from atoll.server.serve import Server
 
 __all__ = [
     "ForkServer",
     "Process",
     "RestartedProcess",
+    "Status",
     "Threads",
     "failpoints",
     "free_port",
@@ -111,10 +113,9 @@ def status(url: str) -> Status:
     Raises:
         ServerUnreachable: no server answers.
     """
-    from atoll.protocol import routes, status_messages
     from atoll.transport.http_client import ask
 
-    return ask(url, routes.STATUS, status_messages.Status)
+    return ask(url, routes.STATUS, Status)
 
 
 def history(state_dir: Path | str) -> list[dict[str, Any]]:
