@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from kit.workflows import workflow_server
 from torch import Tensor
 
 import atoll
@@ -20,8 +21,7 @@ from atoll.filters import CHUNK_ELEMENTS, Filter
 @contextmanager
 def serving(folder: Path, workflow: Callable[[Any], None], **options: Any) -> Iterator[atoll.Server]:
     """To the workflow's end; then nothing is left of what was sent and answered."""
-    server = atoll.Server(workflow=workflow, state_dir=folder / "state", **{"port": 0, "min_free_bytes": 0, **options})
-    with server:
+    with workflow_server(folder, workflow, **options) as server:
         yield server
         assert server.wait(60)
         server.run()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import Nursery
+from kit.workflows import workflow_server
 
 import atoll
 from atoll.errors import BadRequest, UsageError
@@ -30,7 +31,7 @@ def play(
     nursery: Nursery, folder: Path, main: Callable[[Any], None], stream_tasks: tuple[str, ...] = ("echo",)
 ) -> None:
     """Run a workflow with the site a; nothing of it is left."""
-    with atoll.Server(workflow=main, state_dir=folder / "state", port=0, stream_tasks=stream_tasks) as server:
+    with workflow_server(folder, main, stream_tasks=stream_tasks) as server:
         worker = nursery.start(str(SCRIPT), server.url, "a", cwd=folder)
         assert server.wait(60)
         server.run()

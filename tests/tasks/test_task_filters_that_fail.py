@@ -10,10 +10,17 @@ import pytest
 import torch
 from bad_filters import Infinite, Shorter, Undecided
 from task_filter_world import Broken, Halved, left, model, plain, serving, sites
+from torch import Tensor
 
 import atoll
 from atoll.errors import Busy, ConfigError, RunFailed, UsageError
 from atoll.filters import Drop, Filter
+
+
+class Leaving(Filter):
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        raise SystemExit(3)
+
 
 FAILURES = {
     Broken: r"the filter Broken\(\) failed at 'model\.w': KeyError: 'salt'",
@@ -21,42 +28,60 @@ FAILURES = {
     Shorter: r"the filter Shorter\(\) made torch\.float\d\d \[1\] where 'model\.\w+' had torch\.float\d\d \[2\]",
     Infinite: r"the filter Infinite\(\) left NaN or Inf in 'model\.\w+'",
 }
-
-WHOSE = {
-    "data": "The payload of task 'train' for site b is not sent",
-    "result": "The answer of site b to task 'train' is not used",
-    "site": "The answer of site b to task 'train' is not sent",
+PLACES = {
+    "data": "The payload of task '{task}' for site b is not sent",
+    "result": "The answer of site b to task '{task}' is not used",
+    "site": "The answer of site b to task '{task}' is not sent",
 }
+ROWS: list[tuple[str, type[Filter], str]] = [
+    *((place, kind, f"{begin}: {failure}") for place, begin in PLACES.items() for kind, failure in FAILURES.items()),
+    ("data", Leaving, r"^The server's filters at the payload of task '{task}' for b ended with SystemExit\(3\)\."),
+    ("result", Leaving, r"^The filters of its answer failed at the server: SystemExit: 3$"),
+]
+"""Where a filter of site b works, how it fails, and what b's result says. Each row has a task of its own."""
 
 
-@pytest.mark.covers("T8", "T7", "X3")
-@pytest.mark.parametrize("where", WHOSE)
-@pytest.mark.parametrize("kind", FAILURES)
-def test_a_failing_filter_fails_its_site_and_the_others_go_on(tmp_path: Path, where: str, kind: type[Filter]) -> None:
-    came: dict[str, Any] = {}
+def task_of(place: str, kind: type[Filter]) -> str:
+    return f"{place}.{kind.__name__}"
+
+
+@pytest.fixture(scope="module")
+def broadcasts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Task → its results from a and b, in one run; the last task has no filters."""
+    folder, came = tmp_path_factory.mktemp("rows"), dict[str, list[Any]]()
+    names = [task_of(place, kind) for place, kind, _ in ROWS]
 
     def main(controller: Any) -> None:
         controller.sites(at_least=2, timeout_s=30)
-        came["results"] = controller.broadcast("train", model(), min_responses=1, timeout_s=30)
-        came["good"] = came["results"][0].payload
+        for name in names:
+            came[name] = controller.broadcast(name, model(), min_responses=1, timeout_s=30)
+            assert plain(came[name][0].payload["model"]["w"]) == [3.0, 4.0]
         with pytest.raises(RunFailed, match=r"got 1 of 2 answers: b failed: .*filter"):
-            controller.broadcast("train", model(), min_responses=2, timeout_s=30)
-        came["next"] = controller.send("b", "measure", 7, timeout_s=30).payload
+            controller.broadcast(names[0], model(), min_responses=2, timeout_s=30)
+        came["measure"] = controller.broadcast("measure", 7, timeout_s=30)
 
-    server_filters = {"data": "data_filters", "result": "filters"}
-    options = {server_filters[where]: {"b": {"train": [kind()]}}} if where != "site" else {}
-    mine = {"b": {"train": [kind()]}} if where == "site" else {}
-    with serving(tmp_path, main, **options) as server:
-        with sites(server, {"train": lambda payload: payload, "measure": lambda payload: payload + 1}, **mine):
+    def of(place: str) -> dict[str, Any]:
+        return {"b": {task_of(where, kind): [kind()] for where, kind, _ in ROWS if where == place}}
+
+    with serving(folder, main, data_filters=of("data"), filters=of("result")) as server:
+        handlers: dict[str, Any] = dict.fromkeys(names, lambda payload: payload)
+        with sites(server, handlers | {"measure": lambda payload: payload + 1}, **of("site")):
             assert server.wait(60)
-    good, bad = came["results"]
-    assert good.ok
-    assert plain(came["good"]["model"]["w"]) == [3.0, 4.0]
-    assert not bad.ok
-    assert re.search(f"{WHOSE[where]}: {FAILURES[kind]}", bad.error), bad.error
-    with pytest.raises(RunFailed, match="Site b failed at task 'train'"):
+    return came
+
+
+@pytest.mark.covers("T8", "T7", "X3")
+@pytest.mark.parametrize(("place", "kind", "error"), ROWS, ids=[task_of(place, kind) for place, kind, _ in ROWS])
+def test_a_filter_that_fails_is_an_error_of_its_site_and_the_others_go_on(
+    broadcasts: dict[str, list[Any]], place: str, kind: type[Filter], error: str
+) -> None:
+    task = task_of(place, kind)
+    good, bad = broadcasts[task]
+    assert (good.site, good.ok, bad.site, bad.ok) == ("a", True, "b", False)
+    assert re.search(error.replace("{task}", re.escape(task)), bad.error), bad.error
+    with pytest.raises(RunFailed, match=f"Site b failed at task '{task}'"):
         bad.payload  # noqa: B018
-    assert came["next"] == 8
+    assert [result.payload for result in broadcasts["measure"]] == [8, 8]
 
 
 @pytest.mark.covers("T8", "X3")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import Nursery
+from kit.workflows import workflow_server
 
 import atoll
 from atoll.cli import status as shown
@@ -32,7 +33,7 @@ def test_each_task_says_how_it_and_its_answers_travelled(
         for task, payload in (("train", state), ("validate", state), ("echo", None), ("echo", "words")):
             controller.broadcast(task, payload, timeout_s=30)
 
-    with atoll.Server(workflow=main, state_dir=tmp_path / "state", port=0, stream_tasks=("train", "echo")) as server:
+    with workflow_server(tmp_path, main, stream_tasks=("train", "echo")) as server:
         with caplog.at_level(logging.WARNING, "atoll.server"):
             workers = [nursery.start(str(SCRIPT), server.url, name, cwd=tmp_path) for name in "ab"]
             assert server.wait(60)
@@ -68,7 +69,7 @@ def test_an_open_task_names_awaited_sites_and_warns_of_answers_without_tensors(
         for _ in range(2):
             answers.append(controller.send("a", "train", {"w": torch.ones(3)}, timeout_s=30).payload)
 
-    with atoll.Server(workflow=main, state_dir=tmp_path / "state", port=0) as server:
+    with workflow_server(tmp_path, main) as server:
         with caplog.at_level(logging.WARNING, "atoll"), atoll.tasks(server.url, "a") as worker:
             for task in worker.tasks():
                 (*_, sent) = server.status().sent
@@ -90,7 +91,7 @@ def test_a_run_that_has_workflows_alone_shows_no_training_and_exports_nothing(tm
         controller.send("a", "echo", 1, timeout_s=30)
 
     out = tmp_path / "model.safetensors"
-    with atoll.Server(workflow=main, state_dir=tmp_path / "state", port=0) as server:
+    with workflow_server(tmp_path, main) as server:
         with atoll.tasks(server.url, "a") as worker:
             for task in worker.tasks():
                 status = server.status()
@@ -117,7 +118,7 @@ def test_the_status_shows_the_last_tasks_and_counts_them_all(tmp_path: Path) -> 
             controller.send("a", "echo", number, timeout_s=30)
         controller.broadcast("echo", sites=["gone"], timeout_s=0.01)
 
-    with atoll.Server(workflow=main, state_dir=tmp_path / "state", port=0, num_workers=2) as server:
+    with workflow_server(tmp_path, main, num_workers=2) as server:
         with atoll.tasks(server.url, "gone"):
             pass
         with atoll.tasks(server.url, "a") as worker:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from kit.workflows import kept_objects, workflow_server
 from site_threads import together
 
 import atoll
@@ -32,14 +32,6 @@ SECOND = {
     "w": torch.full((70_000,), -0.0),
     "deep": [{"x": torch.eye(3, dtype=torch.float64)}, (np.ones(2), b"b", None)],
 }
-
-
-def serve(folder: Path, workflow: Callable[[Any], None], **options: Any) -> atoll.Server:
-    return atoll.Server(workflow=workflow, state_dir=folder / "state", port=0, **options)
-
-
-def kept(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "state" / "objects").glob("*"))
 
 
 def bits(value: Any) -> Any:
@@ -72,11 +64,11 @@ def test_tensors_that_are_asked_for_and_those_pulled_ahead_are_the_same_bits(
             sent = [pool.submit(controller.send, "a", "echo", tree, timeout_s=60) for tree in (FIRST, SECOND)]
             came["results"] = [future.result().payload for future in sent]
 
-    with serve(tmp_path, main, stream_tasks=stream) as server, Proxy(server.port) as proxy:
+    with workflow_server(tmp_path, main, stream_tasks=stream) as server, Proxy(server.port) as proxy:
         with atoll.tasks(proxy.url, "a", request_task_tensors=request_task_tensors) as worker:
             for number, task in enumerate(worker.tasks()):
                 if number == 0:
-                    wait_until(lambda: len(kept(tmp_path)) == 2, "both tasks at the server")
+                    wait_until(lambda: len(kept_objects(tmp_path)) == 2, "both tasks at the server")
                     if not request_task_tensors:
                         wait_until(lambda: len(pulled(proxy)) == 2, "the second task's tensors")
                     assert len(pulled(proxy)) == (1 if request_task_tensors else 2)
@@ -86,7 +78,7 @@ def test_tensors_that_are_asked_for_and_those_pulled_ahead_are_the_same_bits(
         server.run()
         assert len(pulled(proxy)) == len(set(pulled(proxy))) == 2  # each once
     assert bits(came["results"]) == bits([FIRST, SECOND])
-    assert kept(tmp_path) == []
+    assert kept_objects(tmp_path) == []
 
 
 @pytest.mark.covers("T2", "T10")
@@ -104,18 +96,18 @@ def test_what_was_pulled_ahead_for_a_task_that_is_over_is_not_given_to_another(t
             came["third"] = controller.send("a", "echo", {"w": torch.full((3,), 3.0)}, timeout_s=60).payload
             first.result()
 
-    with serve(tmp_path, main, stream_tasks=("echo",)) as server, Proxy(server.port) as proxy:
+    with workflow_server(tmp_path, main, stream_tasks=("echo",)) as server, Proxy(server.port) as proxy:
         with atoll.tasks(proxy.url, "a", request_task_tensors=False) as worker:
             for task in worker.tasks():
                 if "first" not in came:
                     came["first"] = task.payload
                     wait_until(lambda: len(pulled(proxy)) == 2, "the second task's tensors")
                     assert over.wait(30)
-                    wait_until(lambda: len(kept(tmp_path)) == 2, "the third task at the server")
+                    wait_until(lambda: len(kept_objects(tmp_path)) == 2, "the third task at the server")
                 task.answer(task.payload)
         server.run()
     assert torch.equal(came["third"]["w"], torch.full((3,), 3.0))
-    assert kept(tmp_path) == []
+    assert kept_objects(tmp_path) == []
 
 
 @pytest.mark.covers("T2", "T10")
@@ -139,7 +131,7 @@ def test_a_pull_ahead_that_stands_still_ends_with_its_task(tmp_path: Path) -> No
             first.result()
             third.result()
 
-    with serve(tmp_path, main, stream_tasks=("echo",)) as server, Proxy(server.port) as proxy:
+    with workflow_server(tmp_path, main, stream_tasks=("echo",)) as server, Proxy(server.port) as proxy:
         with atoll.tasks(proxy.url, "a", request_task_tensors=False) as worker:
             stall = Fault("GET /v1/objects/", "down", at=60, action="stall")
             for task in worker.tasks():
@@ -150,14 +142,14 @@ def test_a_pull_ahead_that_stands_still_ends_with_its_task(tmp_path: Path) -> No
                 if number == 1:
                     assert stall.reached.wait(30)
                     assert over.wait(30)
-                    wait_until(lambda: len(kept(tmp_path)) == 2, "the third task at the server")
+                    wait_until(lambda: len(kept_objects(tmp_path)) == 2, "the third task at the server")
                 if number == 3:
                     wait_until(lambda: len(set(pulled(proxy))) == 4, "the fourth task's tensors, ahead")
                 task.answer(task.payload)
         server.run()
     assert came["fourth"]["w"].tolist() == [4.0, 4.0, 4.0]
     assert set(came) == {1, 3, 4, "fourth"}
-    assert kept(tmp_path) == []
+    assert kept_objects(tmp_path) == []
 
 
 @pytest.mark.covers("T2")
@@ -173,7 +165,10 @@ def test_a_task_without_its_tensors_ends_in_an_error_that_names_server_and_task(
         came["error"] = controller.send("a", "train", {"w": torch.ones(100_000)}).error
         came["next"] = controller.send("a", "validate", 7).payload
 
-    with serve(tmp_path, main, stream_tasks=stream, idle_timeout_s=0.3) as server, Proxy(server.port) as proxy:
+    with (
+        workflow_server(tmp_path, main, stream_tasks=stream, idle_timeout_s=0.3) as server,
+        Proxy(server.port) as proxy,
+    ):
         proxy.faults += [Fault("GET /v1/objects/", "down", at=60, action="stall") for _ in range(60)]
         with atoll.tasks(proxy.url, "a", request_task_tensors=request_task_tensors) as worker:
             worker.task("train")(lambda payload: payload)
@@ -187,7 +182,7 @@ def test_a_task_without_its_tensors_ends_in_an_error_that_names_server_and_task(
             came["error"],
         )
     assert came["next"] == 8
-    assert kept(tmp_path) == []
+    assert kept_objects(tmp_path) == []
 
 
 @pytest.mark.covers("T2")
@@ -198,7 +193,7 @@ def test_an_answer_without_its_tensors_ends_in_an_error_that_names_site_and_task
         came["error"] = controller.send("a", "train", {"w": torch.ones(100_000)}).error
         came["next"] = controller.send("a", "validate", 7).payload
 
-    with serve(tmp_path, main, idle_timeout_s=0.3) as server, Proxy(server.port) as proxy:
+    with workflow_server(tmp_path, main, idle_timeout_s=0.3) as server, Proxy(server.port) as proxy:
         proxy.faults += [Fault("PUT /v1/objects/", "up", at=1000, action="stall") for _ in range(60)]
         with atoll.tasks(proxy.url, "a") as worker:
             worker.task("train")(lambda payload: payload)
@@ -210,7 +205,7 @@ def test_an_answer_without_its_tensors_ends_in_an_error_that_names_site_and_task
             came["error"],
         )
     assert came["next"] == 8
-    assert kept(tmp_path) == []
+    assert kept_objects(tmp_path) == []
 
 
 @pytest.mark.covers("T2")
@@ -223,7 +218,7 @@ def test_a_stall_that_passes_is_no_error(tmp_path: Path, request_line: str, dire
     def main(controller: Any) -> None:
         came["result"] = controller.send("a", "train", {"w": torch.ones(100_000)}, timeout_s=60).payload
 
-    with serve(tmp_path, main, idle_timeout_s=0.5) as server, Proxy(server.port) as proxy:
+    with workflow_server(tmp_path, main, idle_timeout_s=0.5) as server, Proxy(server.port) as proxy:
         faults = [Fault(request_line, direction, at=60, action="stall")]  # two transfers in a row would be an error
         proxy.faults += faults
         with atoll.tasks(proxy.url, "a") as worker:
@@ -253,7 +248,7 @@ def test_tensors_of_answers_come_before_their_messages_and_are_matched_by_task(t
 
     def held() -> None:
         """As the message of a's answer is about to come: its object is here, with a note, which those of tasks lack."""
-        came["before"] = (sum(name.endswith(".json") for name in kept(tmp_path)), "a" in came)
+        came["before"] = (sum(name.endswith(".json") for name in kept_objects(tmp_path)), "a" in came)
         uploaded.set()
         wait_until(lambda: "b" in came, "b's answer")
         came["meanwhile"] = "a" in came
@@ -267,7 +262,7 @@ def test_tensors_of_answers_come_before_their_messages_and_are_matched_by_task(t
                 assert task.answer(task.payload)
 
     message = Fault("/v1/tasks/.*/answer", "up", at=BEFORE_HEADER, action="reset", wait=held)
-    with serve(tmp_path, main) as server, Proxy(server.port) as slow:
+    with workflow_server(tmp_path, main) as server, Proxy(server.port) as slow:
         slow.faults.append(message)
         together(lambda: site(slow.url, "a"), lambda: site(server.url, "b"))
         server.run()
@@ -279,7 +274,7 @@ def test_tensors_of_answers_come_before_their_messages_and_are_matched_by_task(t
     answers = [line for line in lines if line.endswith("/answer")]
     assert answers == [f"/v1/tasks/{came['task of a']}/answer"] * 2  # what was broken is sent again, alone
     assert max(lines.index(line) for line in lines if line.startswith("/v1/objects/")) < lines.index(answers[0])
-    assert kept(tmp_path) == []
+    assert kept_objects(tmp_path) == []
 
 
 @pytest.mark.covers("T2")
@@ -292,7 +287,7 @@ def test_an_answer_that_comes_before_its_tensors_is_refused_and_the_task_stays_o
     def main(controller: Any) -> None:
         came["payload"] = controller.send("a", "train", FIRST, timeout_s=60).payload
 
-    with serve(tmp_path, main) as server:
+    with workflow_server(tmp_path, main) as server:
         with atoll.tasks(server.url, "a") as worker:
             for task in worker.tasks():
                 opening = messages.ObjectOpen(head_bytes=64, nbytes=4096, part_bytes=2**20, inline=False, expires_s=60)
@@ -300,9 +295,9 @@ def test_an_answer_that_comes_before_its_tensors_is_refused_and_the_task_stays_o
                 key = tm.ObjectKey(object=opened.object, secret=opened.secret, digest="0" * 64, expires_at=2**31)
                 assert not task._send(tm.TaskAnswer(body=tm.Body(object=key)))
                 assert f"Object {opened.object[:8]} has not arrived yet" in caplog.text
-                assert len(kept(tmp_path)) == 1  # the task's own; of the answer nothing
+                assert len(kept_objects(tmp_path)) == 1  # the task's own; of the answer nothing
                 assert "payload" not in came
                 assert task.answer(task.payload)
         server.run()
     assert bits(came["payload"]) == bits(FIRST)
-    assert kept(tmp_path) == []
+    assert kept_objects(tmp_path) == []

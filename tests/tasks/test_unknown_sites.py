@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from harness.processes import wait_until
 from kit import together
+from kit.workflows import workflow_server
 
 import atoll
 from atoll.errors import AtollError, UsageError
@@ -31,7 +32,7 @@ def refusal(folder: Path, ask: Callable[[Any], object], sites: tuple[str, ...], 
         except AtollError as error:
             raised.append(error)
 
-    with atoll.Server(workflow=main, state_dir=folder / "state", port=0, **settings) as server:
+    with workflow_server(folder, main, **settings) as server:
         together(*(lambda site=site: answer(server.url, site) for site in sites))
         server.run()
     assert raised, "nothing was raised"
@@ -69,7 +70,7 @@ def test_a_named_site_that_joins_late_gets_its_task(tmp_path: Path) -> None:
     def main(controller: Any) -> None:
         came.extend(controller.broadcast("echo", 7, sites=["a", "b"], timeout_s=60))
 
-    with atoll.Server(workflow=main, state_dir=tmp_path / "state", port=0, num_workers=2) as server:
+    with workflow_server(tmp_path, main, num_workers=2) as server:
         together(*(lambda site=site: answer(server.url, site) for site in "ab"))
         server.run()
     assert [(each.site, each.payload) for each in came] == [("a", 7), ("b", 7)]
@@ -104,7 +105,7 @@ def test_a_wait_for_a_site_that_has_never_joined_is_reported_with_the_nearest_na
         with pytest.raises(UsageError):
             controller.send("clinic_a", "echo", timeout_s=60)
 
-    with atoll.Server(workflow=main, state_dir=tmp_path / "state", port=0, num_workers=2) as server:
+    with workflow_server(tmp_path, main, num_workers=2) as server:
 
         def watch() -> None:
             wait_until(lambda: any("clinic_a" in each for each in server.status().warnings), "a warning")

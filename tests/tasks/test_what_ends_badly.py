@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import Nursery
+from kit.workflows import AnsweringSites, workflow_server
 from torch import Tensor
 
-import atoll
 from atoll import Settings
 from atoll.errors import RunFailed, Superseded
 from atoll.filters import Filter, Outgoing
@@ -27,24 +26,6 @@ from atoll.worker.session.connection import Connection
 SCRIPT = Path(__file__).with_name("small_disk_process.py")
 
 
-def serve(folder: Path, workflow: Callable[[Any], None], **options: Any) -> atoll.Server:
-    return atoll.Server(workflow=workflow, state_dir=folder / "state", **{"port": 0, "min_free_bytes": 0, **options})
-
-
-def answer(server: atoll.Server, name: str, handlers: dict[str, Callable[[Any], Any]]) -> threading.Thread:
-    """A site in a thread."""
-
-    def main() -> None:
-        with atoll.tasks(server.url, name) as worker:
-            for task, handler in handlers.items():
-                worker.task(task)(handler)
-            worker.run()
-
-    thread = threading.Thread(target=main, daemon=True)
-    thread.start()
-    return thread
-
-
 @pytest.mark.covers("T14")
 @pytest.mark.parametrize("end", [SystemExit, asyncio.CancelledError])
 def test_a_workflow_that_leaves_by_no_exception_ends_the_run_too(tmp_path: Path, end: type[BaseException]) -> None:
@@ -52,9 +33,9 @@ def test_a_workflow_that_leaves_by_no_exception_ends_the_run_too(tmp_path: Path,
         controller.sites(at_least=1, timeout_s=30)
         raise end(3)
 
-    server = serve(tmp_path, main).start()
+    server = workflow_server(tmp_path, main).start()
     try:
-        answer(server, "a", {"train": print})
+        AnsweringSites(server.url, ["a"], {"train": print})
         with pytest.raises(RunFailed, match=f"The workflow main failed: {end.__name__}: 3"):
             server.wait(30)
     finally:
@@ -75,7 +56,7 @@ def test_refuses_sites_that_are_no_names_and_awaits_none(tmp_path: Path, sites: 
     def main(controller: Any) -> None:
         controller.broadcast("train", None, sites=sites, timeout_s=5)
 
-    with pytest.raises(RunFailed, match=what), serve(tmp_path, main) as server:
+    with pytest.raises(RunFailed, match=what), workflow_server(tmp_path, main) as server:
         server.run()
 
 
@@ -96,7 +77,10 @@ def test_an_argument_that_means_nothing_is_refused(tmp_path: Path, argument: str
     def main(controller: Any) -> None:
         controller.broadcast("train", None, sites=["a"] if named else None, **{argument: value})
 
-    with pytest.raises(RunFailed, match=rf"UsageError: {argument} is {value!r}"), serve(tmp_path, main) as server:
+    with (
+        pytest.raises(RunFailed, match=rf"UsageError: {argument} is {value!r}"),
+        workflow_server(tmp_path, main) as server,
+    ):
         server.run()
 
 
@@ -115,12 +99,11 @@ def test_a_site_tells_what_its_server_would_not_take_and_goes_on(
         raise FileNotFoundError("scan-\udcff")
 
     handlers = {"named": named, "large": lambda _: torch.zeros(2**20), "small": lambda _: 1}
-    with serve(tmp_path, main, objects_max_bytes=2**20) as server:
-        site = answer(server, "a", handlers)
+    with workflow_server(tmp_path, main, objects_max_bytes=2**20) as server:
+        site = AnsweringSites(server.url, ["a"], handlers)
         assert server.wait(60)
         server.run()
     site.join(30)
-    assert not site.is_alive()
     named_, large, small = came
     assert named_.error == r"FileNotFoundError: scan-\udcff"
     assert "keeps at most 1048576 of objects" in large.error
@@ -138,7 +121,7 @@ def test_a_site_with_a_full_disk_says_so_and_goes_on(nursery: Nursery, tmp_path:
         sent = (("large", None), ("small", small_disk_process.Zeros()), ("small", None))
         came.extend(controller.send("a", task, payload, timeout_s=30) for task, payload in sent)
 
-    with serve(tmp_path, main) as server:
+    with workflow_server(tmp_path, main) as server:
         site = nursery.start(str(SCRIPT), server.url, "a", cwd=tmp_path)
         assert server.wait(60)
         server.run()
@@ -177,24 +160,6 @@ def test_a_filter_keeps_nothing_of_one_site_for_another(tmp_path: Path) -> None:
     assert filters.of("a") == (a,)
 
 
-@pytest.mark.covers("T8", "X3")
-def test_a_filter_that_leaves_the_process_fails_for_its_site_and_the_server_stays(tmp_path: Path) -> None:
-    class Leaving(Filter):
-        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-            raise SystemExit(2)
-
-    came: list[Any] = []
-
-    def main(controller: Any) -> None:
-        came.extend(controller.send("a", "train", timeout_s=30) for _ in range(2))
-
-    with serve(tmp_path, main, filters={"a": [Leaving()]}) as server:
-        answer(server, "a", {"train": lambda _: torch.ones(2)})
-        assert server.wait(60)
-        server.run()
-    assert [each.error for each in came] == ["The filters of its answer failed at the server: SystemExit: 2"] * 2
-
-
 @pytest.mark.covers("T8", "T3")
 def test_a_filter_that_hangs_holds_up_neither_other_sites_nor_the_end_of_the_server(tmp_path: Path) -> None:
     """a's filter never returns: b's answers are taken, and the server ends."""
@@ -218,10 +183,10 @@ def test_a_filter_that_hangs_holds_up_neither_other_sites_nor_the_end_of_the_ser
             measured.set()
 
     handlers = {"train": lambda _: torch.ones(2), "measure": lambda _: torch.ones(3)}
-    server = serve(tmp_path, main, filters={"a": [Hanging()]}).start()
+    server = workflow_server(tmp_path, main, filters={"a": [Hanging()]}).start()
     try:
         for name in "ab":
-            answer(server, name, handlers)
+            AnsweringSites(server.url, [name], handlers)
         assert measured.wait(30)
         assert came[0].tolist() == [1.0] * 3
         stopping = threading.Thread(target=server.stop, daemon=True)
@@ -242,7 +207,7 @@ def test_a_process_that_another_has_replaced_is_given_no_task(tmp_path: Path, mo
         assert go.wait(30)
         controller.send("a", "train", timeout_s=30)
 
-    with serve(tmp_path, main) as server, ThreadPoolExecutor() as pool:
+    with workflow_server(tmp_path, main) as server, ThreadPoolExecutor() as pool:
         first, second = (Connection(server.url, "a", labels=None, max_retries=3) for _ in range(2))
         first.join(3)
         queue = server._run.task_queue  # type: ignore[union-attr]

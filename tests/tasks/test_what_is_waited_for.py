@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
+from kit import Threads
+from kit.workflows import AnsweringSites, kept_objects, workflow_server
 from torch import Tensor
 
 import atoll
@@ -27,28 +29,12 @@ from atoll.store.store import Store
 TREE = {"w": torch.ones(3)}
 
 
-def serving(folder: Path, workflow: Callable[[Any], None], **options: Any) -> atoll.Server:
-    return atoll.Server(workflow=workflow, state_dir=folder / "state", **{"port": 0, "min_free_bytes": 0, **options})
-
-
-def answering(server: atoll.Server, name: str, handler: Callable[[Any], Any] = lambda payload: payload) -> None:
-    """A site, until the workflow has ended."""
-    with atoll.tasks(server.url, name) as worker:
-        worker.task("train")(handler)
-        worker.run()
-
-
 def played(server: atoll.Server, names: str, handler: Callable[[Any], Any] = lambda payload: payload) -> None:
     """These sites answer until the workflow has ended."""
-    with ThreadPoolExecutor(len(names)) as pool, server:  # the server ends first: nobody waits for it in vain
-        futures = [pool.submit(answering, server, name, handler) for name in names]
+    with server:
+        answering = AnsweringSites(server.url, names, {"train": handler})
         assert server.wait(60)
-        for future in futures:
-            future.result(60)
-
-
-def drafts(folder: Path) -> list[Path]:
-    return list((folder / "state" / "objects").glob("*"))
+        answering.join()
 
 
 @pytest.mark.covers("T8", "T3")
@@ -68,10 +54,10 @@ def test_sends_no_payload_through_a_filter_that_hangs_and_serves_the_others(tmp_
             came.update({each.site: each.payload["w"].tolist() if each.ok else each.error for each in results})
         finally:
             go.set()
-        wait_until(lambda: drafts(tmp_path) == [], "that nothing is left")
+        wait_until(lambda: kept_objects(tmp_path) == [], "that nothing is left")
 
     options: dict[str, Any] = {"data_filters": {"a": [Hanging()]}, "stream_tasks": ("train",)}
-    played(serving(tmp_path, main, **options), "ab")
+    played(workflow_server(tmp_path, main, **options), "ab")
     assert came == {
         "a": "The server's filters at the payload of task 'train' for a were not done after 1 s: it is not sent. "
         "Look at their code, or give more time.",
@@ -111,7 +97,10 @@ def test_a_filter_that_hangs_at_every_task_leaves_room_for_the_others(
         finally:
             go.set()
 
-    played(serving(tmp_path, main, data_filters={"a": [Waiting(go, lambda: begun.append(1))], "b": [Filter()]}), "ab")
+    played(
+        workflow_server(tmp_path, main, data_filters={"a": [Waiting(go, lambda: begun.append(1))], "b": [Filter()]}),
+        "ab",
+    )
     assert came == [[1.0] * 3]
 
 
@@ -135,7 +124,7 @@ def test_hanging_filters_do_not_wait_for_each_other(tmp_path: Path) -> None:
         controller.sites(at_least=2, timeout_s=30)
         came.update({each.site: each.ok for each in controller.broadcast("train", TREE, timeout_s=60)})
 
-    played(serving(tmp_path, main, data_filters={"a": [Meeting(one, other)], "c": [Meeting(other, one)]}), "ac")
+    played(workflow_server(tmp_path, main, data_filters={"a": [Meeting(one, other)], "c": [Meeting(other, one)]}), "ac")
     assert came == {"a": True, "c": True}
 
 
@@ -159,37 +148,19 @@ def test_answers_that_hang_in_filters_are_let_go_with_their_task(
         finally:
             go.set()
 
-    server = serving(tmp_path, main, filters={"a": [waiting], "b": [Filter()]}, stream_tasks=("train",))
+    server = workflow_server(tmp_path, main, filters={"a": [waiting], "b": [Filter()]}, stream_tasks=("train",))
 
     def a() -> None:
         with atoll.tasks(server.url, "a") as worker:
             for task in worker.tasks():
                 taken.append(task.answer(task.payload))
 
-    with ThreadPoolExecutor(2) as pool, server:
-        first = pool.submit(a)
-        second = pool.submit(lambda: answering(server, "b"))
+    with server:
+        running = Threads(a), AnsweringSites(server.url, "b", {"train": lambda payload: payload})
         assert server.wait(60)
-        first.result(60)
-        second.result(60)
+        for sites in running:
+            sites.join()
     assert (taken, came) == ([False, False], [[1.0] * 3])
-
-
-@pytest.mark.covers("T8", "X3")
-def test_a_filter_that_leaves_the_process_is_an_error_of_its_site(tmp_path: Path) -> None:
-    class Leaving(Filter):
-        def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-            raise SystemExit(3)
-
-    came: dict[str, Any] = {}
-
-    def main(controller: Any) -> None:
-        controller.sites(at_least=2, timeout_s=30)
-        came.update({each.site: each.error for each in controller.broadcast("train", TREE, timeout_s=30)})
-
-    played(serving(tmp_path, main, data_filters={"a": [Leaving()]}), "ab")
-    assert came["b"] == ""
-    assert came["a"].startswith("The server's filters at the payload of task 'train' for a ended with SystemExit(3).")
 
 
 @pytest.mark.covers("T2", "X3")
@@ -213,7 +184,7 @@ def test_a_payload_waits_for_space_and_is_sent(
         came.extend(controller.broadcast("train", TREE, timeout_s=30))
         warned.append(status_of(server._run).warnings)  # type: ignore[arg-type]
 
-    server = serving(tmp_path, main, min_free_bytes=256 * 10**6, stream_tasks=("train",))
+    server = workflow_server(tmp_path, main, min_free_bytes=256 * 10**6, stream_tasks=("train",))
     played(server, "a")
     assert came[0].payload["w"].tolist() == [1.0] * 3
     told = "The server has 0 MB of disk left, and keeps 256 MB free. It goes on when there is space; nothing is lost."
@@ -239,7 +210,7 @@ def test_a_disk_that_stays_full_is_waited_for_no_longer_than_the_task(
         raised.append(caught.value)
         assert controller.broadcast("train", {"plain": 1}, timeout_s=30)[0].payload == {"plain": 1}  # takes no disk
 
-    server = serving(tmp_path, main, min_free_bytes=1)
+    server = workflow_server(tmp_path, main, min_free_bytes=1)
     played(server, "a")
     assert "0 MB of disk left" in str(raised[0])
 
@@ -263,7 +234,7 @@ def test_an_answer_that_is_filtered_waits_for_space(tmp_path: Path, monkeypatch:
         came.extend(controller.broadcast("train", None, timeout_s=30))
 
     monkeypatch.setattr(workflow_schedule, "require_space", required)
-    server = serving(tmp_path, main, filters=[Drop("b")], stream_tasks=("train",))
+    server = workflow_server(tmp_path, main, filters=[Drop("b")], stream_tasks=("train",))
     played(server, "a", lambda _: {"w": torch.ones(3), "b": torch.ones(2)})
     assert came[0].payload["w"].tolist() == [1.0] * 3
     assert came[0].payload["b"] is None
@@ -303,7 +274,7 @@ def test_warns_of_filters_for_no_site_with_the_nearest_name(tmp_path: Path, capl
 
     entries = ({"path": "drop", "args": ["b"], "sites": ["clinic-b"], "tasks": ["train"]},)
     options: dict[str, Any] = {"task_data_filters": entries, "filters": {"clinic-a": {"trian": [Drop("b")]}}}
-    server = serving(tmp_path, main, **options)
+    server = workflow_server(tmp_path, main, **options)
 
     def site() -> None:
         with atoll.tasks(server.url, "clinic-a") as worker:

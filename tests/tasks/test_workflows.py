@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from harness.processes import Nursery, Process, free_port, wait_until
+from kit.workflows import kept_objects, workflow_server
 
 import atoll
 from atoll import TensorRef
@@ -34,10 +35,6 @@ TREE = {
 }
 
 
-def serve(folder: Path, workflow: Callable[[Any], None], **options: Any) -> atoll.Server:
-    return atoll.Server(workflow=workflow, state_dir=folder / "state", **{"port": 0, **options})
-
-
 def site(nursery: Nursery, folder: Path, server: atoll.Server, name: str) -> Process:
     return nursery.start(str(SCRIPT), server.url, name, cwd=folder)
 
@@ -51,10 +48,6 @@ def connected(url: str, name: str) -> Iterator[Http]:
         yield connection.http
     finally:
         connection.leave()
-
-
-def objects(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "state" / "objects").glob("*"))
 
 
 def same(one: Any, other: Any) -> bool:
@@ -87,9 +80,9 @@ def test_a_payload_comes_back_as_it_was_sent_and_leaves_nothing(
         came["tree"] = [(result.site, result.payload) for result in came["tree"]]
         came["plain"] = [controller.send("a", "echo", value, timeout_s=30).payload for value in (None, 0.1, [b"b", ()])]
         came["long"] = controller.send("b", "echo", long, timeout_s=30).payload
-        came["objects"] = objects(tmp_path)
+        came["objects"] = kept_objects(tmp_path)
 
-    with serve(tmp_path, main, stream_tasks=stream) as server:
+    with workflow_server(tmp_path, main, stream_tasks=stream) as server:
         workers = [site(nursery, tmp_path, server, name) for name in "ab"]
         assert server.wait(60)
         server.run()
@@ -119,7 +112,7 @@ def test_a_handler_that_raises_is_a_result_that_names_it_and_the_others_go_on(nu
         except RunFailed as error:
             came["refused"] = str(error)
 
-    with serve(tmp_path, main) as server:
+    with workflow_server(tmp_path, main) as server:
         workers = [site(nursery, tmp_path, server, name) for name in "ab"]
         assert server.wait(60)
         server.run()
@@ -135,7 +128,7 @@ def test_a_handler_that_raises_is_a_result_that_names_it_and_the_others_go_on(nu
         == "there is no handler for task 'unknown', only for echo, hang, submit_model, train, train_from, validate"
     )
     assert "got 1 of 2 answers: b failed: ValueError: no data here" in came["refused"]
-    assert objects(tmp_path) == []
+    assert kept_objects(tmp_path) == []
 
 
 @pytest.mark.covers("T14", "T7")
@@ -148,17 +141,17 @@ def test_a_site_that_is_killed_gets_its_open_task_again(
     def main(controller: Any) -> None:
         came["payload"] = controller.send("a", "hang", {"w": torch.arange(3)}, timeout_s=60).payload
 
-    with serve(tmp_path, main, stream_tasks=stream) as server:
+    with workflow_server(tmp_path, main, stream_tasks=stream) as server:
         first = site(nursery, tmp_path, server, "a")
         wait_until((tmp_path / "a.hung").exists, "the task at the site")
         first.kill()
-        assert len(objects(tmp_path)) == 1  # the task's payload, for who comes back
+        assert len(kept_objects(tmp_path)) == 1  # the task's payload, for who comes back
         second = site(nursery, tmp_path, server, "a")
         assert server.wait(60)
         server.run()
     assert second.wait() == 0
     assert same(came["payload"], {"again": True, "w": torch.arange(3)})
-    assert objects(tmp_path) == []
+    assert kept_objects(tmp_path) == []
 
 
 @pytest.mark.covers("T14")
@@ -174,7 +167,7 @@ def test_a_dead_site_is_missing_and_min_responses_decides(nursery: Nursery, tmp_
         results = controller.broadcast("train", {"w": torch.ones(1)}, min_responses=1)
         came["sites"] = [result.site for result in results]
 
-    with serve(tmp_path, main, heartbeat_interval_s=0.5, heartbeat_timeout_s=2.0) as server:
+    with workflow_server(tmp_path, main, heartbeat_interval_s=0.5, heartbeat_timeout_s=2.0) as server:
         alive = site(nursery, tmp_path, server, "a")
         dying = site(nursery, tmp_path, server, "b")
         wait_until((tmp_path / "b.hung").exists, "the task at the site")
@@ -195,13 +188,13 @@ def test_a_late_answer_is_refused_and_nothing_of_it_is_kept(tmp_path: Path, capl
         over.set()
         assert come.wait(30)
 
-    with serve(tmp_path, main) as server, atoll.tasks(server.url, "a") as worker:
+    with workflow_server(tmp_path, main) as server, atoll.tasks(server.url, "a") as worker:
         for task in worker.tasks():
             assert task.name == "train"
             assert over.wait(30)
             with caplog.at_level(logging.WARNING, "atoll"):
                 assert task.answer({"w": task.payload["w"] * 2}) is False
-            assert objects(tmp_path) == []
+            assert kept_objects(tmp_path) == []
             come.set()
         assert "is not open for site a: it is over" in caplog.text
 
@@ -212,7 +205,7 @@ def test_the_address_is_that_of_the_environment_or_missed_by_name(
     monkeypatch.delenv("ATOLL_SERVER", raising=False)
     with pytest.raises(UsageError, match="set ATOLL_SERVER"):
         atoll.tasks()
-    with serve(tmp_path, lambda controller: controller.sites(at_least=1, timeout_s=30)) as server:
+    with workflow_server(tmp_path, lambda controller: controller.sites(at_least=1, timeout_s=30)) as server:
         monkeypatch.setenv("ATOLL_SERVER", server.url)
         monkeypatch.setenv("ATOLL_SITE", "clinic-a")
         with atoll.tasks() as worker:
@@ -230,7 +223,7 @@ def test_a_reference_in_a_payload_is_followed_where_it_is_used_alone(nursery: Nu
         ref = controller.send("a", "submit_model", {"elements": elements}, timeout_s=30).payload["ref"]
         came.update(controller.send("b", "train_from", {"ref": ref}, timeout_s=30).payload, same=ref)
 
-    with serve(tmp_path, main) as server:
+    with workflow_server(tmp_path, main) as server:
         workers = [site(nursery, tmp_path, server, name) for name in "ab"]
         assert server.wait(60)
         server.run()
@@ -239,7 +232,7 @@ def test_a_reference_in_a_payload_is_followed_where_it_is_used_alone(nursery: Nu
     assert (came["kind"], came["ref"]) == ("TensorRef", came["same"])
     assert came["ref"].port != server.port
     assert came["sum"] == elements
-    assert came["objects"] == objects(tmp_path) == []
+    assert came["objects"] == kept_objects(tmp_path) == []
     assert (status.bytes_up, status.bytes_down) == (0, 0)
 
 
@@ -254,14 +247,14 @@ def test_a_server_that_is_started_again_begins_its_workflow_again(nursery: Nurse
             controller.send("a", "hang", {"w": torch.ones(1)})
         sent.set()
 
-    server = serve(tmp_path, main).start()
+    server = workflow_server(tmp_path, main).start()
     first = site(nursery, tmp_path, server, "a")
     wait_until((tmp_path / "a.hung").exists, "the task at the site")
     first.kill()
     server.stop()
     assert not sent.is_set()  # what it waited for ended it
-    assert objects(tmp_path) == []
-    with serve(tmp_path, main) as again:
+    assert kept_objects(tmp_path) == []
+    with workflow_server(tmp_path, main) as again:
         assert again.wait(30)
         assert sent.is_set()
     assert begun == [1, 2]
@@ -273,18 +266,21 @@ def test_a_workflow_that_raises_ends_the_run_with_its_error(tmp_path: Path) -> N
         raise KeyError("w")
 
     # it may have failed before `start` returns, which then says so
-    with pytest.raises(RunFailed, match="The workflow main failed: KeyError: 'w'"), serve(tmp_path, main) as server:
+    with (
+        pytest.raises(RunFailed, match="The workflow main failed: KeyError: 'w'"),
+        workflow_server(tmp_path, main) as server,
+    ):
         server.run()
 
 
 @pytest.mark.covers("T14")
 def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a run has a workflow or rounds"):
-        serve(tmp_path, print, rounds=2)
+        workflow_server(tmp_path, print, rounds=2)
     with pytest.raises(ConfigError, match="a run has a workflow or rounds"):
         atoll.Settings.build({"workflow": "flow.py:main", "rounds": 2})
     over = threading.Event()
-    with serve(tmp_path / "one", lambda _: over.wait(30) or None) as server:
+    with workflow_server(tmp_path / "one", lambda _: over.wait(30) or None) as server:
         with (
             atoll.functional.Client(server.url, "a", folder=tmp_path) as client,
             pytest.raises(ConfigError, match=r"atoll\.tasks"),
@@ -313,11 +309,11 @@ def test_sites_outlive_a_restart_and_get_the_new_tasks(nursery: Nursery, tmp_pat
         came["after"] = controller.send("a", "train", {"w": torch.ones(2)}, timeout_s=30).payload
 
     port = free_port()
-    server = serve(tmp_path, before, port=port).start()
+    server = workflow_server(tmp_path, before, port=port).start()
     worker = site(nursery, tmp_path, server, "a")
     assert answered.wait(30)
     server.stop()
-    with serve(tmp_path, after, port=port) as again:
+    with workflow_server(tmp_path, after, port=port) as again:
         assert again.wait(60)
         again.run()
     assert worker.wait() == 0
@@ -359,7 +355,7 @@ def test_a_site_cannot_end_the_payload_that_others_still_need(tmp_path: Path) ->
     def main(controller: Any) -> None:
         came["error"] = controller.send("a", "train", {"w": torch.ones(2)}, timeout_s=30).error
 
-    with serve(tmp_path, main) as server, connected(server.url, "a") as http:
+    with workflow_server(tmp_path, main) as server, connected(server.url, "a") as http:
         reply = http.post(routes.TASKS, tm.TaskRequest(wait_s=20.0), tm.TaskReply)
         assert reply.task is not None
         key, answer = reply.task.body.object, routes.TASK_ANSWER.format(task=reply.task.task)
@@ -381,4 +377,4 @@ def test_a_site_cannot_end_the_payload_that_others_still_need(tmp_path: Path) ->
             http.send(answer, tm.TaskAnswer(error="another"))
         assert server.wait(30)
     assert came == {"error": "no"}
-    assert objects(tmp_path) == []
+    assert kept_objects(tmp_path) == []
