@@ -14,8 +14,7 @@ from swarm_run import build
 
 from atoll import Settings, TensorRef
 from atoll.aggregation.plan import PLACED, Plan, placed_settings
-from atoll.aggregation.result_file import digest_of
-from atoll.blobs.manifest import Manifest
+from atoll.blobs.manifest import Manifest, state_id
 from atoll.errors import Gone, PartCorrupt, StoreError
 from atoll.posix import write_at
 from atoll.protocol.swarm_messages import Collect, Hold, Source
@@ -76,7 +75,7 @@ class Peer:
             for start, nbytes in region:
                 write_at(slot.fd, os.urandom(nbytes), start)
         write_at(slot.fd, shape.header, 0)
-        digest = digest_of([region_digest(slot.fd, region) for region in shape.regions])
+        digest = state_id([region_digest(slot.fd, region) for region in shape.regions])
         return slot, digests_of(slot, state_cuts(shape.nbytes).parts()), digest
 
     def serve(self, slot: Slot, digest: str, digests: list[bytes], layout: Layout | None = None) -> TensorRef:
@@ -135,7 +134,7 @@ def test_an_outer_state_of_other_bytes_is_not_taken(peer: Peer) -> None:
     honest = Source(version=at, state=str(peer.serve_state(state, state_digests)))
     wanted = hold(digest, honest, state_digest=state_digest)
     got, came_in = peer.transfers.version(wanted, peer.slot(VERSION), peer.slot(STATE))
-    assert digest_of(got.state_digests) == state_digest
+    assert state_id(got.state_digests) == state_digest
     assert list(came_in) == state_digests
     cut_otherwise = Source(version=at, state=str(peer.serve(state, "0" * 64, state_digests)))
     with pytest.raises(PartCorrupt):

@@ -7,10 +7,21 @@ from typing import Any
 
 import pytest
 
-from atoll.aggregation.result_file import digest_of, in_text
+from atoll.blobs.manifest import state_id
 from atoll.errors import ConfigError
 from atoll.protocol import messages
-from atoll.protocol.swarm_messages import Close, Closed, Held, Hold, PeerReport, PeerWork, Share, Source, Unreached
+from atoll.protocol.swarm_messages import (
+    Close,
+    Closed,
+    Held,
+    Hold,
+    PeerReport,
+    PeerWork,
+    Share,
+    Source,
+    Unreached,
+    in_text,
+)
 from atoll.rounds.leases import Member
 from atoll.server.swarm.assignments import Places
 from atoll.server.swarm.peer_reachability import Peers
@@ -179,7 +190,7 @@ def test_a_version_is_checked_once_its_outer_state_is_there_too() -> None:
     places.peers = some("b")
     closed = Closed(fragment=0, version=3, tickets=[1], digest=DIGEST, state_digests=in_text([b"s" * 32]))
     source = Source(version="atoll-ref://b")
-    for number, (state, has) in enumerate({"": False, OTHER: False, digest_of([b"s" * 32]): True}.items()):
+    for number, (state, has) in enumerate({"": False, OTHER: False, state_id([b"s" * 32]): True}.items()):
         held = Held(fragment=0, version=3, digest=DIGEST, state_digest=state, source=source)
         report(places.peers, "b", number, held=[held])
         assert places._has("b", closed) is has

@@ -38,9 +38,10 @@ from torch import Tensor
 from atoll.aggregation.check_arriving_parts import require_finite
 from atoll.aggregation.decode_updates import FrozenUpdate, Updates, read_at, rows_at_once
 from atoll.aggregation.jobs import run_jobs
-from atoll.aggregation.outer_state import MASTER, Column, tail_region
+from atoll.aggregation.outer_state import Column, tail_region
 from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.aggregation.whole_tensors import WholeState, step_whole_tensors
+from atoll.blobs.model_file import MASTER
 from atoll.codecs.version_difference import DifferenceWriter
 from atoll.errors import StateCorrupt
 from atoll.failpoints import failpoint

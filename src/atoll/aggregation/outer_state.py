@@ -12,19 +12,22 @@ each column. Entries are of two groups:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from atoll.blobs.model_file import MASTER
 from atoll.errors import ConfigError
 from atoll.outer_optimizers.torch_optimizer import OuterRule, StateSpec
+from atoll.store.file_slots import region_digest
 from atoll.tensors.byte_runs import joined
 from atoll.tensors.dtypes import accumulate_dtype, dtype_name
 from atoll.tensors.layout import PART_BYTES, Layout, Part, Segment, file_layout, safetensors_header
+from atoll.tensors.safetensors_header import read_header
 from atoll.tensors.schema import TensorSpec
 
 RUNS = "runs"
 WHOLES = "wholes"
-MASTER = "master"
 
 Column = tuple[str, str]
 """(key, dtype)"""
@@ -115,3 +118,24 @@ def tail_region(state: Layout) -> Region:
     """The header and all wholes."""
     wholes = [(segment.offset, segment.nbytes) for segment in state.segments if segment.spec.group == WHOLES]
     return Region(tuple(joined([(0, state.header_bytes), *wholes])))
+
+
+def is_whole(fd: int, version: Layout, digests: Sequence[bytes], *, in_chunks: bool) -> bool:
+    """Return whether an outer state is what its digests say, as far as its own header tells how it was cut.
+
+    Args:
+        version: the layout of the version beside it.
+        in_chunks: whether the outer optimizer steps tensors chunk by chunk.
+    """
+    header = read_header(lambda at, count: os.pread(fd, count, at), os.fstat(fd).st_size, "the outer state")
+    shapes = {segment.spec.name: segment.spec.shape for segment in version.segments}
+    split = [(spec.name.rpartition("."), spec) for spec, _ in header.tensors]
+    if in_chunks and not any(shapes.get(name) for (name, _, _), _ in split):
+        return True  # tensors without dimensions alone do not show it
+    cut = {key for (name, _, key), spec in split if in_chunks and shapes.get(name) and spec.shape == shapes[name]}
+    specs = [replace(spec, group=RUNS if key in cut else WHOLES) for (_, _, key), spec in split]
+    layout = file_layout(specs, os.pread(fd, header.nbytes, 0))
+    regions = state_regions(version, layout)
+    return len(regions) == len(digests) and all(
+        region_digest(fd, region.ranges) == digest for region, digest in zip(regions, digests, strict=True)
+    )

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from atoll.aggregation.decode_updates import Updates, read_at
-from atoll.aggregation.outer_state import MASTER, WHOLES
+from atoll.aggregation.outer_state import WHOLES
 from atoll.aggregation.plan import FragmentPlan
+from atoll.blobs.model_file import MASTER
 from atoll.failpoints import failpoint
 from atoll.outer_optimizers.torch_optimizer import OuterRule, State
 from atoll.posix import write_at

@@ -86,6 +86,11 @@ class Cuts:
         return [self.part(index) for index in range(self.count)]
 
 
+def state_id(region_digests: Sequence[bytes]) -> str:
+    """Return what names an outer state, by the digests of its regions; empty where there is none."""
+    return blob_id("", region_digests) if region_digests else ""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The parts of a blob.

@@ -1,17 +1,188 @@
-"""Models that lie in files, as they travel: read in runs while they are written, never held."""
+"""The model as a safetensors file: exports, results, kept models and checkpoints are all written here.
+
+Every tensor is under each of its names, so that the file loads strictly, and nothing that a run adds is in it. A file
+appears complete under its name, or not at all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from atoll.errors import StateCorrupt
+from atoll.posix import read_at, write_at
+from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of
 from atoll.tensors.custom_types import Stream
+from atoll.tensors.dtypes import torch_dtype
+from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, Part, chunks, safetensors_header
 from atoll.tensors.lazy_tensors import LazyState
 from atoll.tensors.payload import Packed
+from atoll.tensors.safetensors_header import read_header
+from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
+
+MASTER = "master"
+"""In an outer state: the name of a parameter's fp32 master, behind the parameter's own."""
+
+
+def replace_file(
+    target: Path,
+    runs: Iterable[bytes | memoryview],
+    *,
+    temporary: Path | None = None,
+    sync: Callable[[int], None] = os.fsync,
+) -> None:
+    """Replace `target` by a file of these runs, in one step; a failure leaves what was there, and nothing else.
+
+    Args:
+        temporary: where the file lies until it is complete; by default a new name beside `target`.
+        sync: brings it to disk before it gets its name.
+
+    Raises:
+        OSError: the disk.
+    """
+    path = temporary or target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        fd = os.open(path, flags, 0o666)
+        try:
+            at = 0
+            for run in runs:
+                write_at(fd, run, at)
+                at += len(run)
+            sync(fd)
+        finally:
+            os.close(fd)
+        os.rename(path, target)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def model_header(schema: Schema, metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[TensorSpec]]:
+    """Return the header of a model's file, and the tensors behind it: a tied one again under each further name.
+
+    Its metadata say which names are tied, and which are buffers.
+
+    Args:
+        schema: of the whole model.
+        metadata: further entries of the header.
+    """
+    schema = schema.model
+    owners = {spec.name: spec for spec in schema.tensors}
+    named = [(spec, spec.name) for spec in schema.tensors] + [
+        (TensorSpec(alias, owners[owner].dtype, owners[owner].shape, owners[owner].group), owner)
+        for alias, owner in schema.aliases
+    ]
+    ordered = sorted(named, key=lambda pair: -pair[0].item_bytes)
+    entries = {"format": "pt", BUFFER_NAMES: json.dumps([spec.name for spec, _ in named if spec.group == BUFFERS])}
+    if schema.aliases:
+        entries[TIED] = json.dumps(dict(schema.aliases))
+    header = safetensors_header([spec for spec, _ in ordered], entries | dict(metadata or {}))
+    return header, [owners[owner] for _, owner in ordered]
+
+
+Source = tuple[Layout, int, int | None]
+"""Of a fragment: the layout of its version, its file, and that of the outer state with the masters."""
+
+
+def model_runs(owners: Sequence[TensorSpec], sources: Sequence[Source]) -> Iterator[memoryview]:
+    """Give the bytes behind the header of a model's file, of versions.
+
+    Args:
+        owners: the tensors, in order, as `model_header` returns them.
+        sources: one of each fragment.
+
+    Raises:
+        StateCorrupt: a file ends early.
+    """
+    files = [ModelFile(*source) for source in sources]
+    of = {name: file for (layout, *_), file in zip(sources, files, strict=True) for name in layout.by_name}
+    for spec in owners:
+        yield from of[spec.name].runs(spec)
+
+
+class ModelFile:
+    """Reads tensors of a version, a run at a time: of each parameter the master, where the run has masters.
+
+    Where versions go down by a lossy codec, a version file has what workers hold. What was trained is the master, in
+    the outer state beside it; it is cast to the model's dtype.
+
+    Args:
+        layout: of the version.
+        version_fd: the version.
+        state_fd: the outer state beside it; None of the first version, which is the initial model.
+    """
+
+    def __init__(self, layout: Layout, version_fd: int, state_fd: int | None) -> None:
+        self._layout, self._version_fd, self._state_fd = layout, version_fd, state_fd
+        self._masters = _masters_in(state_fd) if state_fd is not None else {}
+
+    def runs(self, spec: TensorSpec) -> Iterator[memoryview]:
+        """Give the bytes of a tensor, a run at a time; each holds until the next is asked for.
+
+        Raises:
+            StateCorrupt: a file ends early.
+        """
+        for start in range(0, spec.numel, CHUNK_ELEMENTS):
+            yield bytes_of(self._run(spec, start, min(start + CHUNK_ELEMENTS, spec.numel)))
+
+    def part(self, part: Part) -> Iterator[memoryview]:
+        """Give the bytes of a part of the version's file, with the masters in it, a run at a time.
+
+        Raises:
+            StateCorrupt: a file ends early.
+        """
+        header_bytes = min(part.stop, self._layout.header_bytes) - part.start
+        if header_bytes > 0:
+            yield bytes_of(_read(self._version_fd, part.start, header_bytes, torch.uint8))
+        for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
+            yield bytes_of(self._run(piece.segment.spec, start, stop))
+
+    def tensor(self, spec: TensorSpec) -> Tensor:
+        """Return a tensor, in new memory."""
+        tensor, at = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)), 0
+        memory = bytes_of(tensor)
+        for run in self.runs(spec):
+            memory[at : at + len(run)] = run
+            at += len(run)
+        return tensor
+
+    def _run(self, spec: TensorSpec, start: int, stop: int) -> Tensor:
+        dtype = torch_dtype(spec.dtype)
+        if spec.is_stepped and self._state_fd is not None:
+            offset, wide = self._masters[spec.name]
+            master = _read(self._state_fd, offset + start * wide.itemsize, stop - start, wide)
+            return master.to(dtype)
+        offset = self._layout.by_name[spec.name].offset + start * spec.item_bytes
+        return _read(self._version_fd, offset, stop - start, dtype)
+
+
+def _read(fd: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+    values = torch.empty(numel, dtype=dtype)
+    try:
+        read_at(fd, bytes_of(values), offset)
+    except EOFError as error:
+        raise StateCorrupt(
+            f"A file of a version was cut off: {error}.", "Restart the server; it verifies its files."
+        ) from None
+    return values
+
+
+def _masters_in(fd: int) -> dict[str, tuple[int, torch.dtype]]:
+    """Tensor → where its master lies in an outer state, and in which dtype."""
+    header = read_header(lambda at, count: os.pread(fd, count, at), os.fstat(fd).st_size, "the outer state")
+    named = [(spec.name.rpartition("."), spec, offset) for spec, offset in header.tensors]
+    return {name: (offset, torch_dtype(spec.dtype)) for (name, _, key), spec, offset in named if key == MASTER}
 
 
 def packed_state(state: LazyState, aliases: Mapping[str, str] | None = None) -> Packed:
-    """A lazy state taken apart, as a dict name → tensor.
+    """Take a lazy state apart, as a dict name → tensor: read in runs while it is written, never held.
 
     Args:
         aliases: further name → name, of tied tensors that the state has once.

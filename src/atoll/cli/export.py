@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -211,8 +212,8 @@ def _require_whole(fd: int, path: Path, layout: Layout, digests: Sequence[bytes]
 
 
 def _is_whole(fd: int, layout: Layout, digests: Sequence[bytes], in_chunks: bool) -> bool:
+    from atoll.aggregation.outer_state import is_whole
     from atoll.errors import BadRequest
-    from atoll.server.model_file import is_whole
 
     try:
         return is_whole(fd, layout, digests, in_chunks=in_chunks)
@@ -333,18 +334,10 @@ def _checked(parts: HttpTransfer, path: str, nbytes: int) -> memoryview:
 
 def _write(sources: Sequence[Source], out: Path, schema: Schema) -> None:
     """Copy versions into the order of an exported file, with tied tensors twice; `out` appears in one step."""
-    from atoll.server.coordinator.background_writes import export_header, model_runs
+    from atoll.blobs.model_file import model_header, model_runs, replace_file
 
-    header, owners = export_header(schema)
-    with _beside(out) as (fd, path):
-        target = _File(fd)
-        target.write(0, memoryview(header))
-        at = len(header)
-        for run in model_runs(owners, sources):
-            target.write(at, run)
-            at += len(run)
-        os.fsync(fd)
-        os.rename(path, out)
+    header, owners = model_header(schema)
+    replace_file(out, itertools.chain([header], model_runs(owners, sources)))
 
 
 class _File:

@@ -6,12 +6,15 @@ done. So a message that is lost, late or repeated changes nothing, and a server 
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints
 
 from atoll.protocol import messages
 from atoll.protocol.messages import Count, Hex32, Message, Reference, Site, Text
+from atoll.protocol.routes import DIGEST_BYTES
 
 Address = Annotated[messages.Address, StringConstraints(pattern=r"^https?://")]
 Digests = Annotated[str, StringConstraints(max_length=2**22, pattern=r"^[A-Za-z0-9+/=]*$")]
@@ -145,3 +148,22 @@ class PeerWork(Message):
     close: list[Close] = Field(default_factory=list)
     stay: bool = Field(False, description="Others still need what it has.")
     finished: bool = Field(False, description="The run is: the newest versions are its result.")
+
+
+def in_text(digests: Sequence[bytes]) -> str:
+    """Return BLAKE3 digests as a message carries them."""
+    return base64.b64encode(b"".join(digests)).decode()
+
+
+def digests_in(text: str) -> tuple[bytes, ...]:
+    """Return what `in_text` was given.
+
+    Raises:
+        ValueError: the text is no base64.
+    """
+    return split(base64.b64decode(text))
+
+
+def split(data: bytes) -> tuple[bytes, ...]:
+    """Return digests that lie one behind the other."""
+    return tuple(data[start : start + DIGEST_BYTES] for start in range(0, len(data), DIGEST_BYTES))

@@ -8,6 +8,7 @@ What every recipe is: a few names that people know, and the settings of a run th
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
 import shlex
@@ -192,7 +193,7 @@ def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None)
     """
     from torch import nn
 
-    from atoll.server.coordinator.background_writes import export_header
+    from atoll.blobs.model_file import model_header, replace_file
     from atoll.tensors.chunks import bytes_of
     from atoll.tensors.module_tensors import Told, named_tensors, schema_of, unwrapped
     from atoll.tensors.schema import BUFFERS
@@ -206,13 +207,9 @@ def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None)
         told |= {name: told[owner] for name, owner in aliases.items() if owner in told}
         schema_of(told).require_equal(schema, mine="initial_ckpt", theirs="model")
         owners = given
-    header, order = export_header(schema)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(header)
-        for spec in order:
-            file.write(bytes_of(owners[spec.name].detach().cpu().contiguous()))
-    os.replace(temporary, path)
+    header, order = model_header(schema)
+    runs = (bytes_of(owners[spec.name].detach().cpu().contiguous()) for spec in order)
+    replace_file(path, itertools.chain([header], runs))
 
 
 HEADER = "# Written by "

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import itertools
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from atoll.blobs.model_file import replace_file
 from atoll.errors import DiskFull
 from atoll.failpoints import failpoint
-from atoll.posix import write_at
 from atoll.store.file_slots import disk_error
 from atoll.store.versions import Versions
 
@@ -33,30 +33,21 @@ def write_copy(store: Versions, target: Path, held: Sequence[Held], header: byte
         with store.transaction():  # so that a start after a kill can remove it
             store.journal.execute("INSERT INTO exports_under_way VALUES (?)", str(temp))
         try:
-            _copy(store, temp, header, contents(files))
-            os.rename(temp, target)
+            temp.parent.mkdir(parents=True, exist_ok=True)
+            runs: Iterator[bytes | memoryview] = itertools.chain([header], _failing(contents(files)))
+            replace_file(target, runs, temporary=temp, sync=lambda fd: store.sync(fd, str(temp)))
             store.sync_folder(temp.parent)
         except OSError as error:
             raise disk_error(error, target) from error
         finally:
-            temp.unlink(missing_ok=True)
             with contextlib.suppress(DiskFull), store.transaction():  # else the next start does it
                 store.journal.execute("DELETE FROM exports_under_way WHERE path = ?", str(temp))
 
 
-def _copy(store: Versions, temp: Path, header: bytes, contents: Iterator[memoryview]) -> None:
-    temp.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        write_at(fd, header, 0)
-        at = len(header)
-        for run in contents:
-            failpoint("export.write")
-            write_at(fd, run, at)
-            at += len(run)
-        store.sync(fd, str(temp))
-    finally:
-        os.close(fd)
+def _failing(runs: Iterator[memoryview]) -> Iterator[memoryview]:
+    for run in runs:
+        failpoint("export.write")
+        yield run
 
 
 def remove_half_written(store: Versions) -> None:

@@ -15,17 +15,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from atoll.aggregation.plan import Plan
-from atoll.aggregation.result_file import export_header as export_header
+from atoll.blobs.model_file import model_header, model_runs
 from atoll.errors import AtollError, Gone, StoreError
 from atoll.protocol import status_messages
 from atoll.rounds.early_stopping import Measured, Tracking
 from atoll.server.coordinator.persistor import Best, Persistor
-from atoll.server.model_file import ModelFile
 from atoll.server.transient_errors import RETRY_S, passing
 from atoll.store.journal_tables import HistoryRow, VersionRow
 from atoll.store.store import Store
-from atoll.tensors.layout import Layout
-from atoll.tensors.schema import TensorSpec
 
 # -- Files for people: the model as a safetensors file of its own, and one line of metrics a round.
 
@@ -92,26 +89,13 @@ def export_model(
         DiskFull: nothing is left behind.
         SyncFailed: fsync failed; the server must end.
     """
-    header, owners = export_header(plan.schema, told)
+    header, owners = model_header(plan.schema, told)
     heads = store.heads() if heads is None else heads
 
     def contents(files: Sequence[tuple[int, int | None]]) -> Iterator[memoryview]:
         return model_runs(owners, [(layout, *each) for layout, each in zip(plan.versions, files, strict=True)])
 
     return store.export(target, heads, header, contents, with_state=plan.has_masters)
-
-
-def model_runs(owners: Sequence[TensorSpec], sources: Sequence[tuple[Layout, int, int | None]]) -> Iterator[memoryview]:
-    """The bytes behind the header of an export.
-
-    Args:
-        owners: the tensors, in order; some perhaps twice.
-        sources: of each fragment the layout of its version, its file, and that of the outer state with the masters.
-    """
-    files = [ModelFile(*source) for source in sources]
-    of = {name: file for (layout, *_), file in zip(sources, files, strict=True) for name in layout.by_name}
-    for spec in owners:
-        yield from of[spec.name].runs(spec)
 
 
 def _line(summary_json: str, at: str) -> str:

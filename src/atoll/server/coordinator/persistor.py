@@ -24,10 +24,10 @@ from torch import Tensor
 
 from atoll import registry
 from atoll.aggregation.plan import Plan
+from atoll.blobs.model_file import ModelFile
 from atoll.config import Settings
 from atoll.errors import ConfigError, Gone
 from atoll.posix import read_at
-from atoll.server.model_file import ModelFile
 from atoll.store.store import Store
 from atoll.tensors.lazy_tensors import Handle, LazyState, resolve
 from atoll.tensors.module_tensors import Tensors

@@ -16,11 +16,11 @@ from blake3 import blake3
 
 from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import Cuts
+from atoll.blobs.model_file import ModelFile
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
 from atoll.protocol import messages, routes
 from atoll.server.coordinator.roster import holder_of
 from atoll.server.coordinator.run import Run
-from atoll.server.model_file import ModelFile
 from atoll.server.startup import initial_file
 from atoll.server.transient_errors import require_space
 from atoll.store.kept_objects import Kept

@@ -20,11 +20,11 @@ from typing import Protocol
 
 from atoll.aggregation.check_arriving_parts import Overflow
 from atoll.aggregation.plan import Plan
-from atoll.aggregation.result_file import digest_of, digests_in
+from atoll.blobs.manifest import state_id
 from atoll.errors import UpdateRefused
 from atoll.failpoints import failpoint
 from atoll.protocol import messages, status_messages
-from atoll.protocol.swarm_messages import Close, Closed, Collect, Held, Hold, PeerReport, PeerWork, Share
+from atoll.protocol.swarm_messages import Close, Closed, Collect, Held, Hold, PeerReport, PeerWork, Share, digests_in
 from atoll.rounds import events as ev
 from atoll.rounds import events as fx
 from atoll.rounds.sampling import appointed, to_hold, turn
@@ -154,7 +154,7 @@ class Places:
             fragment=fragment,
             version=row.version,
             digest=row.digest,
-            state_digest=digest_of(row.state_digests),
+            state_digest=state_id(row.state_digests),
             sources=[each.source for each in holders],
         )
 
@@ -165,7 +165,7 @@ class Places:
             fragment=closed.fragment,
             version=closed.version,
             digest=closed.digest,
-            state_digest=digest_of(digests_in(closed.state_digests)),
+            state_digest=state_id(digests_in(closed.state_digests)),
             sources=[held.source] if held and held.digest == closed.digest else [],
         )
 
@@ -236,7 +236,7 @@ class Places:
         return (
             held is not None
             and held.digest == closed.digest
-            and held.state_digest == digest_of(digests_in(closed.state_digests))
+            and held.state_digest == state_id(digests_in(closed.state_digests))
         )
 
     def _closed(self, place: Place) -> Closed | None:

@@ -7,11 +7,10 @@ It is written only in runs that say they will ask for it, in runs of some MiB. A
 
 from __future__ import annotations
 
-import os
+import itertools
 
-from atoll.blobs.model_file import packed_state
+from atoll.blobs.model_file import packed_state, replace_file
 from atoll.errors import AtollError, UsageError
-from atoll.posix import write_at
 from atoll.tensors.chunks import runs_of
 from atoll.tensors.layout import safetensors_header
 from atoll.tensors.lazy_tensors import LazyState
@@ -28,18 +27,11 @@ def keep_local(session: Session, tensors: Tensors, round_number: int) -> None:
     path, temporary = session.folder / NAME, session.folder / f".{NAME}.tmp"
     specs = session.schema.model.tensors
     header = safetensors_header(specs, {"format": "pt", "round": str(round_number)})
+    runs = itertools.chain.from_iterable(runs_of(tensors[spec.name].detach()) for spec in specs)
     try:
-        with open(temporary, "wb") as file:
-            write_at(file.fileno(), memoryview(header), 0)
-            at = len(header)
-            for spec in specs:
-                for run in runs_of(tensors[spec.name].detach()):
-                    write_at(file.fileno(), run, at)
-                    at += len(run)
-        os.replace(temporary, path)
+        replace_file(path, itertools.chain([header], runs), temporary=temporary, sync=lambda _: None)
     except OSError as error:
-        for stale in (temporary, path):  # an older one would pass for this round's
-            stale.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # an older one would pass for this round's
         LOG.warning(
             "%s: the model of round %d could not be kept for later workflows: %s",
             session.site,

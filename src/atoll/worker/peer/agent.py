@@ -12,6 +12,7 @@ of messages does not matter, and a lost one costs nothing.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -25,7 +26,8 @@ from atoll.aggregation.decode_updates import FrozenUpdate
 from atoll.aggregation.jobs import run_jobs
 from atoll.aggregation.make_version import FrozenRound, NextFiles, RoundFiles, UpdateFile, close
 from atoll.aggregation.plan import Plan
-from atoll.aggregation.result_file import digest_of, in_text, write_result
+from atoll.blobs.manifest import state_id
+from atoll.blobs.model_file import model_header, model_runs, replace_file
 from atoll.config import Settings
 from atoll.errors import AtollError, LeaseLost, StateCorrupt, Superseded, VersionSkew
 from atoll.failpoints import failpoint
@@ -42,6 +44,7 @@ from atoll.protocol.swarm_messages import (
     Share,
     SwarmPlan,
     Unreached,
+    in_text,
 )
 from atoll.store.file_slots import SPOOL, STATE, VERSION, Slot, disk_error, region_digest
 from atoll.transport.http_client import Http
@@ -208,7 +211,12 @@ def result_of(plan: Plan, work: PeerWork, store: PeerStore, target: Path) -> Pat
     with contextlib.ExitStack() as held:
         for each in versions:
             held.enter_context(store.reading(VERSION, each.fragment, [each.slot]))
-        write_result(plan, [each.slot.fd for each in versions], target)
+        header, owners = model_header(plan.schema)
+        sources = [(layout, each.slot.fd, None) for layout, each in zip(plan.versions, versions, strict=True)]
+        try:
+            replace_file(target, itertools.chain([header], model_runs(owners, sources)))
+        except OSError as error:
+            raise disk_error(error, target) from error
     return target
 
 
@@ -378,7 +386,7 @@ class SwarmPeer:
                     fragment=each.fragment,
                     version=each.version,
                     digest=each.digest,
-                    state_digest=digest_of(each.state_digests),
+                    state_digest=state_id(each.state_digests),
                     source=source,
                 )
                 for each in self._store.versions()

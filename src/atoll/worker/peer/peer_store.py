@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atoll.aggregation.plan import Plan
-from atoll.aggregation.result_file import split
 from atoll.errors import StoreError
+from atoll.protocol.swarm_messages import split
 from atoll.store.file_slots import JOURNAL, READER, SPOOL, STATE, VERSION, Slot, SlotPool, verify
 from atoll.worker.json_notes import read_note, write_note
 

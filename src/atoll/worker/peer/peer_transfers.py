@@ -18,8 +18,7 @@ from pathlib import Path
 
 from atoll.aggregation.check_arriving_parts import Inspection
 from atoll.aggregation.plan import Plan
-from atoll.aggregation.result_file import digest_of
-from atoll.blobs.manifest import Cuts, Manifest
+from atoll.blobs.manifest import Cuts, Manifest, state_id
 from atoll.errors import AtollError, ConfigError, Gone, PartCorrupt, PortInUse
 from atoll.posix import read_at, write_at
 from atoll.protocol import messages, routes
@@ -406,7 +405,7 @@ class PeerTransfers:
             pull.parts(cuts.parts(), slot, on_bytes=self._move)
             digests = tuple(region_digest(slot.fd, region) for region in shape.regions)
             header = os.pread(slot.fd, len(shape.header), 0)
-            if digest_of(digests) != hold.state_digest or header != shape.header:
+            if state_id(digests) != hold.state_digest or header != shape.header:
                 raise PartCorrupt(f"{ref.server} serves another outer state than that of version {hold.version}.")
         return digests, pull.manifest.part_digests
 
